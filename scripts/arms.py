@@ -1,8 +1,8 @@
-"""Timing of arms that take turns in one process: what bench_overhead.py and bench_peer.py share.
+"""Times arms that take turns in one process; shared by bench_overhead.py and bench_peer.py.
 
-The first arm is `pretrain` itself with everything on; the others run between its steps. CPU time of the whole process (every thread), a
-few steps of one arm and then of the next, round after round: a noisy neighbour or a warming clock meets all arms alike. The figure for
-two arms is the median over rounds of the ratio within a round; the A/A ratio, of two arms that are the same, says how much is noise.
+The first arm is `pretrain` itself with everything on; the others run between its steps. Measures CPU time of the whole process (all threads), a
+few steps of one arm and then of the next, round after round, so that a noisy neighbour or a warming clock affects all arms alike. The figure for
+two arms is the median over rounds of the ratio within a round; the A/A ratio, of two identical arms, shows the noise.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Seconds = dict[str, list[float]]
 
 
 class Turns(Hook):
-    """Lets other arms run between the steps of ours, and keeps CPU seconds per step of each, one value a round.
+    """Lets other arms run between the steps of ours, and records CPU seconds per step of each, one value per round.
 
-    make: from our Training to the other arms, name -> one step.
+    make: function from our Training to the other arms, name -> one step.
     """
 
     def __init__(self, make: Callable[[Training], Mapping[str, Callable[[], object]]]) -> None:
@@ -46,12 +46,12 @@ class Turns(Hook):
         if training.counters.iteration % self.steps:
             return
         if not self.arms:
-            # not earlier: until its first update the audit watches every collective, theirs too
+            # not earlier: until the first update the audit watches every collective, including theirs
             self.arms = dict(self.make(training))
             self.seconds |= {name: [] for name in self.arms}
         spent = {"ours": (time.process_time() - self.mark) / self.steps}
         names = list(self.arms)
-        # who goes first changes with the round
+        # the arm that goes first changes every round
         start = self.turn % len(names)
         for name in names[start:] + names[:start]:
             began = time.process_time()
@@ -71,7 +71,7 @@ def bench(about: str | None, turns: Turns) -> Seconds:
     parser.add_argument("--config", default=str(Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.yaml"))
     parser.add_argument("--recipe", default="bf16_mixed")
     parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=4, help="steps of an arm in a round")
+    parser.add_argument("--steps", type=int, default=4, help="steps of an arm per round")
     parser.add_argument("--warm", type=int, default=2, help="rounds that are not counted: compilation, caches")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("overrides", nargs="*")
@@ -93,12 +93,12 @@ def bench(about: str | None, turns: Turns) -> Seconds:
 
 
 def ratio(seconds: Seconds, slow: str, fast: str) -> float:
-    """How many times the throughput of `slow` that of `fast` is: above 1.0 `fast` wins."""
+    """Throughput of `fast` relative to `slow`: above 1.0 `fast` wins."""
     return statistics.median(a / b for a, b in zip(seconds[slow], seconds[fast], strict=True))
 
 
 def report(title: str, turns: Turns, ratios: Mapping[str, float]) -> None:
-    """Prints medians and ratios, and writes everything where --out says."""
+    """Prints medians and ratios, and writes everything to --out."""
     args, seconds = turns.args, turns.seconds
     title = f"{title}: {args.recipe}, {Path(args.config).name}, {torch.get_num_threads()} threads"
     print(title)

@@ -1,4 +1,4 @@
-"""A megatron-core training loop without mpbridge around it: the arm that bench_overhead.py and bench_gpu.py compare with."""
+"""A megatron-core training loop without mpbridge: the arm that bench_overhead.py and bench_gpu.py compare with."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class BareLoop:
-    """megatron-core's model, wrapper, optimizer, scheduler and schedule over the same configs, in the fewest lines that train.
+    """megatron-core's model, wrapper, optimizer, scheduler and schedule with the same configs, in a minimal loop.
 
-    Needs a process group, an engine's parallel state (or its own), and on a CPU the device layer. data: micro-batches without end.
+    Needs a process group, an engine's parallel state (or its own), and on a CPU the device layer. data: endless micro-batches.
     """
 
     def __init__(self, run: Any, data: Iterator[Mapping[str, torch.Tensor]], *, cuda: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the audit costs: usual and audited steps in turn, so that a busy machine slows both alike. `python scripts/bench_audit.py [RECIPE] [ROUNDS]`."""
+"""Measures the cost of the audit: ordinary and audited steps alternate, so that a busy machine slows both alike. `python scripts/bench_audit.py [RECIPE] [ROUNDS]`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.yaml"
 
 
 def measured(recipe: str, rounds: int) -> dict[str, float]:
-    """Seconds: a usual step, an audited one with its audit, the invariants, the look before a checkpoint."""
+    """Seconds for an ordinary step, an audited step with its audit, the invariants, the check before a checkpoint."""
     run = ConfigContainer.load(CONFIG, [f"mixed_precision={recipe}"]).resolved()
     start_process_group(False)
     with device_layer(False):
@@ -64,8 +64,8 @@ if __name__ == "__main__":
     step = found["usual"]
     extra = (found["audited"] - step) / step
     print(
-        f"{recipe}: a step takes {step * 1e3:.0f} ms; an audit costs {extra:.2f} steps, so one falls every {extra / SHARE:.0f} steps by default"
+        f"{recipe}: a step takes {step * 1e3:.0f} ms; an audit costs {extra:.2f} steps, so by default one runs every {extra / SHARE:.0f} steps"
     )
     print(
-        f"invariants every 10 steps: {found['invariants'] / step * 10:.2f} % of a run; the look before a checkpoint: {found['checkpoint'] / step:.2f} steps"
+        f"invariants every 10 steps: {found['invariants'] / step * 10:.2f} % of a run; the check before a checkpoint: {found['checkpoint'] / step:.2f} steps"
     )

@@ -1,4 +1,4 @@
-"""Checkpoints: bytes and seconds of a save by recipe, what saving in the background costs a step, and the time from start to the first step on resume.
+"""Checkpoints: bytes and seconds of a save by recipe, the cost of saving in the background per step, and the time from start to the first step on resume.
 
     python scripts/bench_checkpoint.py [--layers 4] [--hidden 256] [--repeats 5] [--json FILE]
 
@@ -53,7 +53,7 @@ bench.pretrain(made, dataset=bench.Text(), hooks=[First()], quiet=True)
 
 
 class Text:
-    """Random tokens, the same every time."""
+    """Random tokens, the same on every iteration."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ class Sizes(Hook):
 
 
 class Turns(Hook):
-    """Steps in turns: none saved, saved in the foreground, saved in the background; the last one is sealed in the step after, as a run does."""
+    """Steps in turns: not saved, saved in the foreground, saved in the background; a background save is sealed in the step after, as in a run."""
 
     ARMS = ("no save", "foreground", "background")
 

@@ -1,11 +1,11 @@
-"""What emulation costs: step time and peak memory of gpt_tiny under each low-precision recipe over bf16_mixed.
+"""Measures the cost of emulation: step time and peak memory of gpt_tiny under each low-precision recipe relative to bf16_mixed.
 
     python scripts/bench_emulation.py [--threads 1] [--rounds 8] [--recipes ...]      gpt_tiny under megatron-core
     python scripts/bench_emulation.py --plain [--threads 1] [--rounds 8]              a GPT of nn.Linear, beside torchao's emulated float8
 
-Every arm is a process of its own and they take turns, a step each, round after round, so that a noisy neighbour meets all arms alike; the
-figure is the median over rounds of (arm / bf16) in CPU time of the arm's process. The second bf16 arm says how much is noise. Compile time
-is apart: the wall time of the first two steps. Memory is the peak, over one step, of the bytes of live storages.
+Every arm is a separate process and they take turns, a step each, round after round, so that a noisy neighbour affects all arms alike; the
+figure is the median over rounds of (arm / bf16) in CPU time of the arm's process. The second bf16 arm shows the noise. Compile time
+is reported separately: the wall time of the first two steps. Memory is the peak, over one step, of the bytes of live storages.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ RECIPES = {
     "nvfp4": "bf16_with_nvfp4_mixed",
 }
 LIMITS = {"delayed": 1.35, "tensorwise": 1.35, "blockwise": 1.45, "mxfp8": 1.6, "nvfp4": 2.0}
-"""Largest ratio over bf16_mixed that each recipe may cost."""
+"""Maximum cost ratio over bf16_mixed for each recipe."""
 
 
 def peak_of(step: Callable[[], object]) -> int:
-    """Peak of the bytes that `step` allocates above what lives before it, by torch's own allocation records (compiled kernels included)."""
+    """Peak bytes that `step` allocates beyond those allocated before it, by torch's own allocation records (compiled kernels included)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     now = peak = 0
@@ -74,10 +74,10 @@ def batches(micro: int, seq: int, vocabulary: int = 256) -> Iterator[dict[str, t
 
 
 class Arm:
-    """One engine of a recipe, ready to step."""
+    """One engine running a recipe, ready to step."""
 
     def __init__(self, recipe: str, micro: int) -> None:
-        # every layer quantized, so that recipes with high-precision edges compare with those without
+        # every layer quantized, so that recipes with high-precision edges are comparable with those without
         full = [] if recipe == "bf16_mixed" else ["mixed_precision.first_last_layers_bf16=false"]
         overrides = [f"mixed_precision={recipe}", *full, "emulate=true", f"train.micro_batch_size={micro}"]
         self.run = ConfigContainer.load(CONFIG, overrides).resolved()
@@ -94,7 +94,7 @@ class Arm:
     def peak(self) -> int:
         """Bytes that live between steps (parameters, gradients, optimizer state, each storage once) and the peak of what one step adds."""
         if self.emulation:
-            self.emulation.step_begin()  # frees the cached weights: they count into the step that makes them
+            self.emulation.step_begin()  # frees the cached weights: they count for the step that makes them
         storages = {
             live.tensor.untyped_storage()._cdata: live.tensor.untyped_storage().nbytes()
             for live in self.engine.tensors()
@@ -130,12 +130,12 @@ class Plain:
         self.net.zero_grad()
 
     def peak(self) -> int:
-        """Of one step."""
+        """Peak bytes of one step."""
         return peak_of(self.step)
 
 
 class PlainLayer(torch.nn.Module):
-    """Attention and a gated MLP, without norms' subtleties: four linears of gpt_tiny's sizes."""
+    """Attention and a gated MLP, simplified: four linears of gpt_tiny's sizes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class PlainLayer(torch.nn.Module):
 
 
 def child(pipe: Any, kind: str, plain: bool, micro: int, threads: int) -> None:
-    """One arm's process: builds, says (linears, seconds of the first two steps), then answers 'step' with CPU seconds and 'peak' with
+    """One arm's process: builds the arm, sends (linears, seconds of the first two steps), then answers 'step' with CPU seconds and 'peak' with
     bytes."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
@@ -197,12 +197,12 @@ class Processes:
             )
 
     def ask(self, name: str, what: str) -> Any:
-        """What the arm answers."""
+        """The arm's answer."""
         self.pipes[name].send(what)
         return self.pipes[name].recv()
 
     def rounds(self, count: int) -> dict[str, list[float]]:
-        """CPU seconds of a step of every arm, one value a round; who goes first changes."""
+        """CPU seconds of a step of every arm, one value per round; the arm that goes first changes."""
         names = list(self.pipes)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(count + 1):

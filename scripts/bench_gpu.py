@@ -1,11 +1,11 @@
-"""Speed and memory of every recipe that this GPU runs natively, against a bare megatron-core loop and against the chip's own matmul.
+"""Speed and memory of every recipe that this GPU runs natively, compared with a bare megatron-core loop and with the GPU's own matmul.
 
     python scripts/bench_gpu.py [--shapes 1.2b 8b] [--recipes NAME ...] [--rounds 2] [--steps 10] [--set KEY=VALUE ...] [--profile] [--out report.json]
 
 Arms take turns, round after round, each built, warmed up, timed over all its steps and torn down; the figure of an arm is the median over rounds. The ceiling is
 a large BF16 matmul measured in the same call, on random data. Random tokens: speed does not depend on the text. --set changes every arm
-(model.cuda_graph_impl=transformer_engine). --profile adds, for each arm, where one step's GPU time goes, by kind of kernel. The shape "smoke" is for a CPU: it
-shows that this script works, and its speeds mean nothing.
+(model.cuda_graph_impl=transformer_engine). --profile adds, for each arm, where one step's GPU time goes, by kind of kernel. The shape "smoke" is for a CPU: it only
+shows that this script works; its speeds mean nothing.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def resolved(shape: str, recipe: str, changes: tuple[str, ...] = ()) -> Any:
 
 
 def tokens(shape: str, vocab: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Random micro-batches, made on the GPU once: the feed is not what is measured."""
+    """Random micro-batches, made on the GPU once: the data feed is not measured."""
     size, device = (MICRO_BATCH[shape], SEQUENCE[shape] + 1), "cuda" if CUDA else "cpu"
     batches = []
     for seed in range(8):
@@ -112,7 +112,7 @@ def tokens(shape: str, vocab: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 class Ours:
-    """The engine, stepped as the training loop steps it."""
+    """The engine, stepped like the training loop."""
 
     def __init__(self, run: Any, data: Iterator[Any]) -> None:
         self.engine, self.data = build_engine(run), data
@@ -127,7 +127,7 @@ class Ours:
 
 
 class Bare:
-    """The same configs in megatron-core's hands alone."""
+    """The same configs with megatron-core alone."""
 
     def __init__(self, run: Any, data: Iterator[Any]) -> None:
         self.parallel = ModelParallel(run.facts.parallel, seed=1234)
@@ -150,7 +150,7 @@ def synchronize() -> None:
 
 
 def free() -> None:
-    """Gives memory back and forgets its peak."""
+    """Frees memory and resets its peak."""
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
@@ -158,7 +158,7 @@ def free() -> None:
 
 
 def measure(make: Any, *, warm: int, steps: int, profile: bool) -> dict[str, Any]:
-    """Milliseconds per step, peak bytes, seconds to build and from there to the first step's end, the last loss; with `profile`, milliseconds by kind of kernel."""
+    """Milliseconds per step, peak bytes, seconds to build and from then to the end of the first step, the last loss; with `profile`, milliseconds by kind of kernel."""
     free()
     began = time.perf_counter()
     arm = make()
@@ -220,7 +220,7 @@ def ceiling(size: int = 8192, repeats: int = 20) -> float:
 
 
 def bench(shape: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Every arm of one shape, in turns."""
+    """Measures every arm of one shape, in turns."""
     recipes = args.recipes
     runs = {name: resolved(shape, name, tuple(args.set)) for name in recipes}
     per_token = whole_square_flops_per_token(runs[recipes[0]].facts.shape)
@@ -249,7 +249,7 @@ def bench(shape: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Runs, prints a table, writes JSON."""
+    """Runs the benchmark, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["1.2b", "8b"], choices=list(SHAPES))
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))

@@ -1,4 +1,4 @@
-"""What mpbridge's loop costs: throughput of `pretrain` with everything on, against a bare megatron-core loop over the same configs.
+"""Measures the overhead of mpbridge's loop: throughput of `pretrain` with everything on, compared with a bare megatron-core loop with the same configs.
 
     python scripts/bench_overhead.py [--config FILE] [--recipe NAME] [--rounds N] [key=value ...]
 
@@ -26,7 +26,7 @@ def text(training: Training) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Runs the benchmark and prints the ratios."""
     turns = Turns(
         lambda training: {
             name: BareLoop(training.run, text(training), cuda=False).step for name in ("bare", "bare again")

@@ -1,4 +1,4 @@
-"""mpbridge against a GPT in plain PyTorch of the same shape: same threads, same text, same optimizer, same precision.
+"""Compares mpbridge with a GPT of the same shape in plain PyTorch: same threads, same text, same optimizer, same precision.
 
     python scripts/bench_peer.py [--config FILE] [--recipe NAME] [--rounds N] [key=value ...]
 
@@ -42,7 +42,7 @@ class Plain:
 
 
 def arms(training: Training) -> dict[str, object]:
-    """Two plain arms, checked to have as many parameters as ours."""
+    """Two plain arms, checked to have the same number of parameters as ours."""
     plain = {name: Plain(training) for name in ("plain", "plain again")}
     ours = sum(tensor.numel() for _, tensor in training.engine.named_parameters())
     if plain["plain"].parameters != ours:
@@ -53,7 +53,7 @@ def arms(training: Training) -> dict[str, object]:
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Runs the benchmark and prints the ratios."""
     turns = Turns(arms)
     seconds = bench(__doc__, turns)
     ratios = {

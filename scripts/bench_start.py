@@ -2,7 +2,7 @@
 
     python scripts/bench_start.py [--runs N]
 
-Beside them a bare interpreter (what Python itself costs) and the same command again (the A/A ratio).
+For comparison, also a bare interpreter (the cost of Python itself) and the same command again (the A/A ratio).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cpu_seconds(code: str) -> float:
 
 
 def main() -> int:
-    """Runs and prints; 1 when a goal is missed."""
+    """Runs the benchmark and prints the times; returns 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=15)
     runs = parser.parse_args().runs

@@ -1,8 +1,8 @@
-"""What the statistics of low precision cost: CPU time of a measured step over a plain one, in steps that alternate, with a second plain one (A/A) beside.
+"""Measures the cost of low-precision statistics: CPU time of a measured step over a plain one, in alternating steps, with a second plain step for A/A.
 
     python scripts/bench_statistics.py [--recipe NAME] [--machine GPU] [--rounds N] [key=value ...]
 
-Without --machine the recipe is emulated; with it, it runs over Transformer Engine on the CPU as that GPU would (`--emulate te`). A measured step
+Without --machine the recipe is emulated; with it, it runs on Transformer Engine on the CPU as on that GPU (`--emulate te`). A measured step
 may cost at most one more: a ratio of 2.
 """
 
@@ -29,9 +29,9 @@ ARMS = ("plain", "measured", "plain again")
 
 
 class Arms(Hook):
-    """Turns statistics on and off from step to step, and keeps the CPU seconds of each arm.
+    """Turns statistics on and off from step to step, and records the CPU seconds of each arm.
 
-    A step lasts from one end to the next, so that the reading and writing behind a measured step is its own.
+    A step lasts from one end to the next, so that the reading and writing after a measured step counts for that step.
     """
 
     def __init__(self, hook: Any) -> None:
@@ -47,7 +47,7 @@ class Arms(Hook):
         self.last = now
         coming = ARMS[(done + 1) % 3]
         self.hook.every = 1 if coming == "measured" else 1 << 30
-        self.hook._alarm = ""  # a loss that jumps asks for a measurement of its own
+        self.hook._alarm = ""  # a loss that jumps would trigger an extra measurement
 
 
 def main() -> int:
@@ -73,7 +73,7 @@ def main() -> int:
         f"{args.recipe}, {'native on ' + args.machine if args.machine else 'emulated'}, {args.config}: median of {len(rounds)} rounds"
     )
     for arm, seconds in arms.seconds.items():
-        print(f"  {arm:<16} {statistics.median(seconds) * 1e3:9.1f} ms of CPU a step")
+        print(f"  {arm:<16} {statistics.median(seconds) * 1e3:9.1f} ms of CPU per step")
     more = statistics.median(measured / plain for plain, measured, _ in rounds)
     alike = statistics.median(again / plain for plain, _, again in rounds)
     print(f"  measured / plain {more:9.2f} (at most 2)")

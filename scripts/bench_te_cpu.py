@@ -1,4 +1,4 @@
-"""CPU time of a training step over Transformer Engine on the CPU (`--emulate te`), each recipe over bf16_mixed, in rounds that alternate.
+"""CPU time of a training step with Transformer Engine on the CPU (`--emulate te`), each recipe relative to bf16_mixed, in alternating rounds.
 
 python scripts/bench_te_cpu.py [--rounds 2] [--steps 3] [--config gpt_tiny] [key=value ...]
 """
@@ -23,7 +23,7 @@ RECIPES = {
     "bf16_with_fp8_subchannel_scaling_mixed": 3.0,
     "bf16_with_nvfp4_mixed": 5.0,
 }
-"""Recipe -> how many times a step of bf16_mixed it may take."""
+"""Recipe -> maximum time of a step relative to bf16_mixed."""
 COMMON = (
     "emulate=te", "target=b200", "train.train_iters=50", "train.global_batch_size=4", "ddp.use_distributed_optimizer=true",
     "ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true",
@@ -31,7 +31,7 @@ COMMON = (
 
 
 def step_seconds(recipe: str, config: str, steps: int, more: list[str]) -> float:
-    """The shortest of `steps` steps behind a first one."""
+    """The shortest of `steps` steps after a first one."""
     from mpbridge.data.batches import Feed
     from mpbridge.engines.registry import build_engine
 
@@ -68,7 +68,7 @@ def main() -> int:
                 for recipe in RECIPES:
                     seconds[recipe].append(step_seconds(recipe, args.config, args.steps, args.overrides))
     base = seconds["bf16_mixed"]
-    print("| recipe | CPU seconds a step | over bf16_mixed | at most |")
+    print("| recipe | CPU seconds per step | over bf16_mixed | at most |")
     print("|---|---|---|---|")
     for recipe, taken in seconds.items():
         ratio = statistics.median(mine / other for mine, other in zip(taken, base, strict=True))

@@ -1,7 +1,7 @@
-"""Holds `mpbridge memory` against what GPUs measured, and against runs that are known to have fitted.
+"""Compares `mpbridge memory` with GPU measurements and with runs that are known to have fitted.
 
 python scripts/check_memory_rows.py            # the figures
-python scripts/check_memory_rows.py --misses   # and every row outside of its goal
+python scripts/check_memory_rows.py --misses   # also lists every row outside of its goal
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB, GIB = 2**20, 2**30
 
 
 class Compared:
-    """One measured row beside the prediction."""
+    """One measured row with its prediction."""
 
     def __init__(self, row: dict) -> None:
         run = measured.run_of(row)
@@ -45,7 +45,7 @@ def share(inside: Iterable[bool]) -> str:
 
 
 def compared() -> tuple[list[Compared], Counter[str]]:
-    """(rows that are compared, how many are apart for which reason)."""
+    """(rows that are compared, number of excluded rows by reason)."""
     rows, apart = [], Counter[str]()
     for row in measured.rows():
         why = measured.apart(row)
@@ -57,7 +57,7 @@ def compared() -> tuple[list[Compared], Counter[str]]:
 
 
 def figures(rows: list[Compared]) -> dict[str, list[tuple[Compared, bool]]]:
-    """Each figure in words -> its rows, and whether each is inside."""
+    """Description of each figure -> its rows, and whether each is within the goal."""
     fused = [one for one in rows if one.kernel == "fused"]
     other = [one for one in rows if one.kernel != "fused"]
     return {
@@ -81,7 +81,7 @@ def figures(rows: list[Compared]) -> dict[str, list[tuple[Compared, bool]]]:
 
 def measured_rows(misses: bool) -> None:
     rows, apart = compared()
-    print(f"{len(rows)} measured rows compared; apart: " + ", ".join(f"{n} {why}" for why, n in apart.most_common()))
+    print(f"{len(rows)} measured rows compared; excluded: " + ", ".join(f"{n} {why}" for why, n in apart.most_common()))
     for words, found in figures(rows).items():
         print(f"  {words:62s} {share(ok for _, ok in found)}")
         for one in [one for one, ok in found if misses and not ok]:
@@ -105,7 +105,7 @@ def published_runs(rows: list[dict], words: str, misses: bool) -> None:
     for answer in ("fits", "tight", "does not fit"):
         print(f"  {answer:14s} {said[answer]:3d} ({said[answer] / total:.0%})")
     for answer, row, found, available in wrong:
-        note = " (wrong in the table)" if (row["id"], row["release"]) in published.WRONG else ""
+        note = " (the table is wrong)" if (row["id"], row["release"]) in published.WRONG else ""
         print(
             f"    {answer}: {row['release']} {row['model']} {row['machine']} {row['precision']} tp {row['tensor']} pp {row['pipeline']} ep {row['expert']} mbs {row['micro_batch']}: states {found.states / GIB:.1f}, needed {found.needed / GIB:.1f} +- {found.band / GIB:.1f} of {available / GIB:.1f} GiB{note}"
         )
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--misses", action="store_true", help="list the rows outside of their goal")
     args = parser.parse_args()
     measured_rows(args.misses)
-    goals = "which all fitted (goals: none refused but two that the table has wrong; fits at least 60 %)"
+    goals = "which all fitted (goals: none refused except two that are wrong in the table; fits at least 60 %)"
     published_runs(published.priced(), f"published runs, {goals}", args.misses)
     published_runs(
         published.unfitted(), "published runs of later releases and of Llama 3.1 405B, which all fitted", args.misses

@@ -1,9 +1,9 @@
-"""Builds ranks of large worlds with the real megatron-core, on fake groups and meta tensors, and prints their bytes beside the prediction.
+"""Builds ranks of large worlds with the real megatron-core, on fake groups and meta tensors, and prints their bytes with the prediction.
 
-    python scripts/check_scale.py              # the shipped configurations and the layouts that were once proved by hand
-    python scripts/check_scale.py --only 405B  # the rows whose name has that word
+    python scripts/check_scale.py              # the shipped configurations and layouts that were once verified by hand
+    python scripts/check_scale.py --only 405B  # the rows whose name contains that word
 
-Exits 1 on a difference, an audit that finds something, more than 8 s of CPU or 500 MiB for a rank.
+Exits with 1 on a difference, an audit finding, more than 8 s of CPU or more than 500 MiB for a rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # runs in a checkout where nothing is installed
+sys.path.insert(0, str(ROOT))  # so that it runs in a checkout without installation
 
 from mpbridge.config.container import ConfigContainer
 from mpbridge.errors import MpbridgeError
@@ -56,7 +56,7 @@ ROWS: dict[str, tuple[str, int, list[int], list[str]]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORD", help="rows whose name has it")
+    parser.add_argument("--only", default="", metavar="WORD", help="rows whose name contains it")
     args = parser.parse_args()
     bad = 0
     print(f"{'row':38s} {'ranks':>6s} {'rank':>6s} {'live bytes':>15s} {'off':>4s} {'rows':>5s} {'audit':>7s} {'CPU s':>6s} {'MiB':>5s}")  # fmt: skip

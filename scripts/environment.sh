@@ -1,10 +1,10 @@
-# Sourced by quickstart.sh and test.sh: one virtual environment beside the checkout, made once, brought up to date when pyproject.toml changes.
+# Sourced by quickstart.sh and test.sh: creates a virtual environment in the checkout once, and updates it when pyproject.toml changes.
 
 python=.venv/bin/python
 bin=.venv/bin
 
 find_python() {
-    # the caller's choice, then the versions that are tested; some distributions ship a Python that cannot make environments
+    # the caller's choice, then the tested versions; some distributions ship a Python that cannot create environments
     local candidate
     for candidate in "${PYTHON:-}" python3.12 python3.11 python3 python; do
         if [ -n "$candidate" ] && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -26,19 +26,19 @@ make_environment() {
     fi
     echo "installing into .venv (minutes the first time) ..."
     export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-    # torch first, and only where it is missing: whichever build is there, CPU or CUDA, stays
+    # torch first, and only if it is missing: an existing build, CPU or CUDA, is kept
     "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install -q 'torch>=2.6,<2.14'
     "$python" -m pip install -q -e ".${extra:+[$extra]}"
     cp pyproject.toml "$mark"
 }
 
 make_te_folders() {
-    # the oldest and the newest Transformer Engine that mpbridge knows, without CUDA parts, in .te/RELEASE: not on anybody's import path, found by tests/te_cpu
+    # the oldest and the newest Transformer Engine that mpbridge knows, without CUDA parts, in .te/RELEASE: not on any import path; tests/te_cpu finds them
     local version folder
     for version in 2.11.0 2.20.2; do
         folder=".te/${version%.*}"
         [ -d "$folder/transformer_engine" ] && continue
-        # a few MB; without a network the tests that need them skip, and say so
+        # a few MB; without a network the tests that need them skip with that reason
         "$python" -m pip install -q --no-deps --target "$folder" "transformer-engine==$version" || { rm -rf "$folder"; echo "no Transformer Engine $version: its tests skip" >&2; }
     done
 }

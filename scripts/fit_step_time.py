@@ -1,9 +1,9 @@
-"""Fits the constants of `mpbridge estimate` to published runs and prints how far predictions are off, each model left out of the fit in turn.
+"""Fits the constants of `mpbridge estimate` to published runs and prints the errors of the predictions, with each model left out of the fit in turn.
 
     python scripts/fit_step_time.py            # the table of figures, with the shipped data file's priors
     python scripts/fit_step_time.py --write    # also writes the constants to mpbridge/estimate/data/step_time.json
 
-Errors are of tokens/s/GPU, predicted over published - 1.
+Errors are relative errors of tokens/s/GPU: predicted / published - 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Row:
         self.group = (row["model"], row["machine"])
 
     def predicted(self, using: Constants) -> float:
-        """Seconds per token and GPU."""
+        """Seconds per token per GPU."""
         return sum(seconds(self.made, using).values()) / self.made.tokens
 
 
@@ -60,7 +60,7 @@ class Fit:
         return replace(self.base, shared=shared, machines=machines)
 
     def run(self, rows: list[Row]) -> Constants:
-        # a layout that stands in several releases counts less than so many layouts
+        # a layout in several releases counts less than as many different layouts
         same: dict[tuple, int] = defaultdict(int)
         for row in rows:
             same[(*row.group, row.row["precision"])] += 1
@@ -103,7 +103,7 @@ def summary(found: dict[int, float]) -> str:
 
 
 def left_out(fit: Fit, rows: list[Row]) -> dict[int, float]:
-    """Errors of each model by constants that were fitted to the others."""
+    """Errors of each model with constants fitted to the others."""
     found: dict[int, float] = {}
     for model in sorted({row.row["model"] for row in rows}):
         using = fit.run([row for row in rows if row.row["model"] != model])
@@ -112,15 +112,15 @@ def left_out(fit: Fit, rows: list[Row]) -> dict[int, float]:
 
 
 def without(fit: Fit, others: list[Row], name: str) -> Constants:
-    """Constants of the other machines, with none for `name`."""
+    """Constants fitted to the other machines, without one for `name`."""
     using = fit.run(others)
     return replace(using, machines={other: value for other, value in using.machines.items() if other != name})
 
 
 def one_efficiency(rows: list[Row], inside: bool, known: list[Row] | None = None) -> dict[int, float]:
-    """The share of peak that other models (inside: all) reach in the median on the same machine and in the same precision.
+    """Predicts with the median share of peak that other models (inside: all) reach on the same machine in the same precision.
 
-    known: where that share is looked up; None: among the rows themselves.
+    known: the rows that give that share; None: the rows themselves.
     """
     found = {}
     share = {row.row["id"]: row.flops / row.published / row.peak for row in (*rows, *(known or ()))}
@@ -135,7 +135,7 @@ def one_efficiency(rows: list[Row], inside: bool, known: list[Row] | None = None
 
 
 def order(rows: list[Row], error: dict[int, float], same: tuple[str, ...], differ: tuple[str, ...]) -> str:
-    """How many pairs of rows, alike in `same` and unlike in `differ`, whose speeds differ by more than 5 %, are ordered as published."""
+    """How many pairs of rows, equal in `same` and different in `differ`, whose speeds differ by more than 5 %, are ordered as published."""
     right = total = 0
     for i, a in enumerate(rows):
         for b in rows[i + 1 :]:
@@ -150,7 +150,7 @@ def order(rows: list[Row], error: dict[int, float], same: tuple[str, ...], diffe
 
 
 def releases(rows: list[Row]) -> str:
-    """How far one layout's speed spreads over releases."""
+    """How much the speed of the same layout varies over releases."""
     keys = (
         "model",
         "machine",
@@ -178,7 +178,7 @@ def signed(found: dict[int, float]) -> str:
 
 
 def of(rows: list[Row], error: dict[int, float]) -> dict[int, float]:
-    """Those rows' errors."""
+    """The errors of those rows."""
     return {row.row["id"]: error[row.row["id"]] for row in rows}
 
 
@@ -192,9 +192,9 @@ def models(rows: list[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def print_fitted(fit: Fit, rows: list[Row], odd: list[Row], fitted: Constants) -> dict[int, float]:
-    """The predictors on the rows of the fit; errors with each row's model left out."""
+    """Prints the predictors' errors on the fitted rows; returns the errors with each row's model left out."""
     print(
-        f"free constants: {len(fit.shared)} shared, {len(fit.machines)} machines; {len(rows)} rows, {len(odd)} of unusual kernels apart"
+        f"free constants: {len(fit.shared)} shared, {len(fit.machines)} machines; {len(rows)} rows, {len(odd)} with unusual kernels excluded"
     )
     print(f"bare roofline at the recipe's peak     {summary(roofline(rows))}")
     print(f"one efficiency, each model left out    {summary(one_efficiency(rows, False))}")
@@ -219,17 +219,17 @@ def print_orders(rows: list[Row], out: dict[int, float]) -> None:
 
 
 def print_unfitted(rows: list[Row], fitted: list[Row], using: Constants) -> None:
-    """Rows that no constant and no part of the model was chosen on."""
+    """Prints errors on rows that were not used to choose any constant or part of the model."""
     later = [row for row in rows if row.row["release"] >= LATER and row.row["model"] not in UNUSUAL]
     earlier = [row for row in rows if row.row["release"] < LATER]
     odd = [row for row in rows if row.row["model"] in UNUSUAL]
-    print(f"rows that nobody fitted: releases {LATER} and later; the same constants as above")
+    print(f"rows that were not fitted: releases {LATER} and later; the same constants as above")
     print(f"bare roofline at the recipe's peak     {summary(roofline(later))}")
     print(f"one efficiency of the fitted rows      {summary(one_efficiency(later, False, fitted))}")
     print(f"this model                             {signed(errors(later, using))}")
     for model, mine in models(later):
         print(f"    {model:32s}   {signed(errors(mine, using))}")
-    print(f"a model that no row of the fit has     {signed(errors(earlier, using))}")
+    print(f"a model not among the fitted rows     {signed(errors(earlier, using))}")
     print(f"unusual kernels (GPT-OSS)              {signed(errors(odd, using))}")
 
 
@@ -265,7 +265,7 @@ def main() -> None:
     print_orders(rows, out)
     others = [Row(row) for row in unfitted()]
     print(f"bound: {releases(every)}")
-    print(f"bound, with rows that nobody fitted: {releases(every + others)}")
+    print(f"bound, with rows that were not fitted: {releases(every + others)}")
     shared = ", ".join(f"{n} {fitted.shared[n]:.3g}" for n in fit.shared)
     print(f"constants: {shared}; {', '.join(f'{n} {fitted.machines[n]:.3f}' for n in fit.machines)}")
     print_worst(rows, out, args.worst)

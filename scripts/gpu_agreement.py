@@ -1,11 +1,11 @@
-"""How far the emulation is from Transformer Engine: the same weights and batches through the real recipe and the emulated one, layer by layer, step by step.
+"""Measures how far the emulation is from Transformer Engine: the same weights and batches through the real and the emulated recipe, layer by layer, step by step.
 
     python scripts/gpu_agreement.py [--recipes NAME ...] [--layers 6] [--steps 3] [--out agreement.json]
 
-For each recipe three engines, one after another, over the same BF16 weights, at a learning rate that moves none of them: the recipe as Transformer Engine runs
-it, the recipe emulated, and bf16_mixed on the emulation's modules without quantization. A row is one layer's relative difference (norm of the difference over
-the norm of the real one) of the hidden states it gives on and of its linears' weight gradients. "floor" is what kernels alone make: bf16_mixed on Transformer
-Engine's modules against bf16_mixed on ours. "without" is what a run without any quantization would differ by: the size of what is to be explained.
+For each recipe, runs three engines one after another with the same BF16 weights, at a learning rate too small to change them: the recipe as Transformer Engine runs
+it, the recipe emulated, and bf16_mixed on the emulation's modules without quantization. A row is a layer's relative difference (norm of the difference over
+the norm of the real one) of its output hidden states and of its linears' weight gradients. "floor" is the effect of kernels alone: bf16_mixed on Transformer
+Engine's modules against bf16_mixed on ours. "without" is the difference of a run without any quantization: the size of the effect to be reproduced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FUSED = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
-"""Where Transformer Engine's fused modules keep a norm's parameters -> where megatron-core's local ones do."""
+"""Prefix of a norm's parameters in Transformer Engine's fused modules -> in megatron-core's local modules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Step:
 
 
 def resolved(recipe: str, *, emulate: bool, layers: int, hidden: int = 512, sequence: int = 256) -> Any:
-    """The run of one arm; weights in 16 bits at rest: what rests in FP8 is not emulated."""
+    """The run of one arm; weights are stored in 16 bits, since FP8 storage is not emulated."""
     container = ConfigContainer(
         mixed_precision={"recipe": recipe, "fp8_param_gather": False} if "fp8" in recipe else recipe,
         emulate=emulate,
@@ -81,7 +81,7 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def install(engine: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Puts them into another engine, main weights included."""
+    """Copies them into another engine, main weights included."""
     with torch.no_grad():
         for name, parameter in engine.named_parameters():
             parameter.copy_(weights[canonical(name)])
@@ -89,7 +89,7 @@ def install(engine: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def trace(engine: Any, steps: int, sequence: int) -> list[Step]:
-    """What each of `steps` steps computes; the batches are the same for every engine."""
+    """The results of each of `steps` steps; the batches are the same for every engine."""
     hidden: dict[int, torch.Tensor] = {}
     hooks = []
     for name, module in engine.model[0].named_modules():
@@ -126,7 +126,7 @@ def gradients(engine: Any) -> dict[int, torch.Tensor]:
 
 
 def apart(a: list[Step], b: list[Step]) -> list[dict[str, float]]:
-    """One row a layer: the largest relative difference over the steps, of `b` against `a`."""
+    """One row per layer: the largest relative difference over the steps, of `b` from `a`."""
     rows = []
     for layer in sorted(a[0].hidden):
         row = {"layer": float(layer)}
@@ -140,7 +140,7 @@ def apart(a: list[Step], b: list[Step]) -> list[dict[str, float]]:
 def traced(
     build: Callable[[], Any], weights: dict[str, torch.Tensor] | None, steps: int, sequence: int = 256
 ) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """(trace, the weights it ran with) of the engine that `build` makes, closed afterwards; weights: None keeps its own."""
+    """(trace, the weights it ran with) of the engine that `build` makes, closed afterwards; weights: None: the engine's own."""
     cuda = torch.cuda.is_available()
     with device_layer(cuda, fused_adam=CpuFusedAdam):
         engine = build()

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA device, in one command: installs, runs the GPU tests, the comparison with the emulation and the benchmark, writes a report.
 #   bash scripts/gpu_check.sh [--wheels DIR] [--out DIR] [--quick]
-# --wheels: take Transformer Engine, megatron-core and the rest from DIR, offline, beside the torch that is installed; without it they come from PyPI into .venv.
-# --out:    where report.md, bench.json and the test log go (default runs/gpu_check). --quick: tests without the 500-step runs, benchmark with one round.
+# --wheels: install Transformer Engine, megatron-core and the rest from DIR, offline, alongside the installed torch; otherwise from PyPI into .venv.
+# --out:    folder for report.md, bench.json and the test log (default runs/gpu_check). --quick: tests without the 500-step runs, benchmark with one round.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 wheels="" out="runs/gpu_check" quick=""

@@ -16,7 +16,7 @@ def tests(log: str) -> str:
 
 
 def speeds(bench: dict) -> str:
-    """One table a shape."""
+    """One table per shape."""
     versions = ", ".join(f"{name} {version}" for name, version in bench["versions"].items())
     lines = [f"{bench['device']}, {bench['date']}, {versions}; BF16 matmul {bench['matmul_tflops']:.0f} TFLOP/s", ""]
     for shape, table in bench["shapes"].items():
@@ -48,7 +48,7 @@ def speeds(bench: dict) -> str:
 
 
 def main() -> None:
-    """Prints what is there and says what is missing."""
+    """Prints the available parts and names the missing ones."""
     folder = Path(sys.argv[1])
     log, bench = folder / "tests.log", folder / "bench.json"
     print("# GPU check\n\n## Tests\n")

@@ -1,9 +1,9 @@
-"""Kills a run with SIGKILL again and again, during its saves above all, and looks whether anything was lost.
+"""Kills a run with SIGKILL repeatedly, mostly during its saves, and checks that nothing was lost.
 
     python scripts/kill_loop.py --kills 50
 
-Each time the newest checkpoint has to be whole and the run has to go on from it; each run that reaches its end has to end with the weights,
-to the bit, of one that nobody touched. A process is forked for each attempt, so that megatron-core is imported once.
+Each time, the newest checkpoint must be complete and the run must continue from it; each run that reaches its end must end with the weights,
+to the bit, of an uninterrupted one. A process is forked for each attempt, so that megatron-core is imported once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEQ, VOCAB = 32, 64
 
 
 class Text:
-    """Counting sequences, the same every time."""
+    """Counting sequences, the same on every iteration."""
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(0)
@@ -44,7 +44,7 @@ class Text:
 
 
 class Told(Hook):
-    """Writes a line into a pipe for every step, and the end's loss and weights."""
+    """Writes a line into a pipe for every step, and the final loss and a digest of the weights."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe, self.loss = pipe, 0.0
@@ -96,7 +96,7 @@ def fork(folder: Path | None, steps: int, background: bool) -> tuple[int, int]:
     try:
         os.close(read)
         told = Told(write)
-        # the kills aim at these moments
+        # the kills target these moments
         for owner, name in ((store, "begin"), (store, "seal"), (checkpoint, "gather")):
             setattr(owner, name, _announced(getattr(owner, name), name, told))
         pretrain(made(folder, steps, background), dataset=Text(), hooks=[told], quiet=True)
@@ -116,13 +116,13 @@ def _announced(function: Any, name: str, told: Told) -> Any:
 
 
 def lines(pipe: int, seconds: float) -> list[str]:
-    """What the child says within that time, empty when it is silent; [''] at its end."""
+    """The child's output within that time, empty if there is none; [''] at its end."""
     ready, _, _ = select.select([pipe], [], [], seconds)
     return os.read(pipe, 65536).decode().split("\n")[:-1] or [""] if ready else []
 
 
 def to_the_end(pid: int, pipe: int, limit: float) -> str:
-    """The child's 'end' line; raises RuntimeError when there is none."""
+    """The child's 'end' line; raises RuntimeError if there is none."""
     end, stop = "", time.monotonic() + limit
     while time.monotonic() < stop:
         heard = lines(pipe, 1.0)
@@ -132,12 +132,12 @@ def to_the_end(pid: int, pipe: int, limit: float) -> str:
     os.close(pipe)
     _, status = os.waitpid(pid, 0)
     if status or not end:
-        raise RuntimeError(f"a run that nobody killed ended with status {status} and said {end!r}")
+        raise RuntimeError(f"a run that was not killed ended with status {status} and printed {end!r}")
     return end
 
 
 def attempt(pid: int, pipe: int, dice: random.Random) -> tuple[bool, str, bool]:
-    """Kills the child at a random moment: (whether it was killed, its 'end' line if it was faster, whether a save was under way)."""
+    """Kills the child at a random moment: (whether it was killed, its 'end' line if it was faster, whether a save was in progress)."""
     mark, count = dice.choice(["save begin", "save gather", "save seal"] * 2 + ["step "]), dice.randint(1, 6)
     delay = dice.uniform(0.0, 0.02)
     end, saving, stop = "", False, time.monotonic() + 120
@@ -158,7 +158,7 @@ def attempt(pid: int, pipe: int, dice: random.Random) -> tuple[bool, str, bool]:
     _, status = os.waitpid(pid, 0)
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     if not killed and status:
-        raise RuntimeError(f"a run ended by itself, with status {status}")
+        raise RuntimeError(f"a run ended on its own with status {status}")
     stop = time.monotonic() + 5
     while any(Path(f"/proc/{writer}").exists() for writer in writers):
         if time.monotonic() > stop:
@@ -178,9 +178,9 @@ def children_of(pid: int) -> list[int]:
 def survive(
     kills: int, *, steps: int = 40, seed: int = 0, room: Path | None = None, say: Any = print
 ) -> dict[str, Any]:
-    """Figures of `kills` kills; raises RuntimeError at the first thing that was lost."""
+    """The figures of `kills` kills; raises RuntimeError at the first loss of data."""
     torch.set_num_threads(1)
-    rules()  # imported here, once: a child would load it anew each time
+    rules()  # imported here, once: otherwise each child would load it again
     dice, began = random.Random(seed), time.monotonic()
     expected = to_the_end(*fork(None, steps, False), limit=600)
     say(f"uninterrupted: {expected}")
@@ -197,9 +197,9 @@ def survive(
             for entry in newest[:1]:
                 store.check(entry.path)
             say(
-                f"kill {figures['kills']}: {'during a save' if saving else 'between'}, newest whole: {newest[0].path.name if newest else 'none yet'}"
+                f"kill {figures['kills']}: {'during a save' if saving else 'between'}, newest complete: {newest[0].path.name if newest else 'none yet'}"
             )
-            # reaching the end by kills alone would take long for the later rounds: sometimes let it run
+            # reaching the end between kills alone would take too long in later rounds, so sometimes the run is not killed
             if newest and (newest[0].step >= steps - 3 or dice.random() < 0.15 or figures["kills"] == kills):
                 end = end or to_the_end(*fork(folder, steps, background), limit=600)
                 figures["resumes"] += 1

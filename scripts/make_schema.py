@@ -1,6 +1,6 @@
-"""Writes mpbridge/megatron_spec/schema/<version>.json: the fields of a megatron-core's config classes, for checking configs without it.
+"""Writes mpbridge/megatron_spec/schema/<version>.json: the fields of a megatron-core's config classes, to check configs without importing it.
 
-It describes the megatron-core that is imported: the installed one, or with PYTHONPATH=<folder> the `megatron/core` of a source tree in that folder.
+It describes the imported megatron-core: the installed one, or with PYTHONPATH=<folder> the `megatron/core` of a source tree in that folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def described(hint: Any) -> tuple[list[str], list[str]]:
     if origin in (list, tuple):
         names, words = described(get_args(hint)[0])
         return [f"list[{names[0]}]"], words
-    # callables, context managers, objects of megatron-core: values that only Python code can give
+    # callables, context managers, objects of megatron-core: values that only Python code can create
     return ["object"], []
 
 
@@ -59,7 +59,7 @@ def plain(value: Any) -> Any:
 
 
 def entry(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """The schema's record of one field."""
+    """The schema's entry for one field."""
     names, words = described(hint)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if default is None and "null" not in names:  # upstream writes `x: int = None`
@@ -79,7 +79,7 @@ def schema() -> dict[str, Any]:
             f.name: entry(f, hints[f.name]) for f in dataclasses.fields(cls) if not f.name.startswith("_")
         }
     base = out["TransformerConfig"]
-    # MLATransformerConfig is TransformerConfig and some more: only what differs is kept
+    # MLATransformerConfig extends TransformerConfig: only the differences are stored
     out["MLATransformerConfig"] = {
         name: record for name, record in out["MLATransformerConfig"].items() if base.get(name) != record
     }
@@ -101,7 +101,7 @@ def text() -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="exit 1 when the file is not what the installed megatron-core gives"
+        "--check", action="store_true", help="exit with 1 if the file does not match the installed megatron-core"
     )
     if parser.parse_args().check:
         raise SystemExit(

@@ -1,6 +1,6 @@
 """Writes mpbridge/config/typed.pyi: the settings of every section with their types, for editors and mypy.
 
-Run it after scripts/make_schema.py or a change of mpbridge/config/sections.py; tests/config/test_typed.py fails until then.
+Run it after scripts/make_schema.py or a change to mpbridge/config/sections.py; tests/config/test_typed.py fails until then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # runs in a checkout where nothing is installed
+sys.path.insert(0, str(ROOT))  # so that it runs in a checkout without installation
 
 from mpbridge.config.schema import SECTIONS, Setting, settings
 from mpbridge.megatron_spec.versions import described
@@ -69,7 +69,9 @@ def text() -> str:
     parts = [HEAD]
     for section in SECTIONS:
         known: dict[str, Setting] = {}
-        for version in described():  # a setting of any described megatron-core; where two say it, the older one's type
+        for version in (
+            described()
+        ):  # settings of all described megatron-core versions; the oldest version's type if several have it
             known = {**settings(section, latent=True, version=version), **known}
         rows = [f"    {name}: {annotation(setting)}" for name, setting in known.items()]
         name = "".join(word.capitalize() for word in section.split("_")) if section != "ddp" else "DDP"
@@ -83,7 +85,7 @@ def text() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 when the file is out of date")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the file is out of date")
     if parser.parse_args().check:
         raise SystemExit(
             0

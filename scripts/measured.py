@@ -1,4 +1,4 @@
-"""Megatron-LM's test cases with measured bytes, as Runs of ours. Shared by the script that checks memory and its tests."""
+"""Megatron-LM's test cases with measured memory as mpbridge Runs. Shared by the script that checks memory and its tests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # runs in a checkout where nothing is installed
+sys.path.insert(0, str(ROOT))  # so that it runs in a checkout without installation
 
 from mpbridge.config.container import ConfigContainer, Run
 from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import machine
 
 _VOCABULARIES = {"gpt3_15b": 256000, "mixtral_8x22b": 32000, "deepseekv3_proxy": 256000, "deepseek_proxy": 131072}
-"""Tokens of cases that do not use GPT-2's 50,257 (their tokenizers, by name of the case)."""
+"""Vocabulary sizes of cases that do not use GPT-2's 50,257 (from their tokenizers), by name of the case."""
 _APART = (
     ("grpo", "reinforcement learning keeps an inference engine"), ("fsdp2", "Megatron-FSDP of a later megatron-core"), ("zp_z3", "Megatron-FSDP of a later megatron-core"),
     ("muon", "the Muon optimizer"), ("frozen", ""), ("reruns", "fault injection with other tensors in memory"), ("nemotron3", "hybrid"), ("local_sgd", ""),
@@ -32,7 +32,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def apart(row: dict[str, Any]) -> str:
-    """Why a row is not compared; empty when it is."""
+    """Why a row is not compared; empty if it is."""
     family = row["case"].partition("/")[0]
     if family not in ("gpt", "moe", "mixtral"):
         return f"{family}: another architecture"
@@ -47,7 +47,7 @@ def apart(row: dict[str, Any]) -> str:
 
 
 def world(row: dict[str, Any]) -> int:
-    """Processes: 8 a case, more where its sizes ask for it; one node of four for GB200's."""
+    """Number of processes: 8 per case, more if its parallel sizes require it; one node of four for GB200."""
     args = row["args"]
     tensor, pipeline = args.get("tensor-model-parallel-size", 1), args.get("pipeline-model-parallel-size", 1)
     if "1node" in row["case"]:
@@ -64,7 +64,7 @@ def world(row: dict[str, Any]) -> int:
 
 
 def run_of(row: dict[str, Any]) -> Run:
-    """The case as a Run of ours, on the machine that was measured."""
+    """The case as an mpbridge Run, on the measured machine."""
     args = row["args"]
     return ConfigContainer(**_sections(row, args)).resolved(
         world(row), machine=machine(row["machine"]), versions=ASSUMED, training=False

@@ -1,9 +1,9 @@
-"""Runs the test suite, or a part of it, on another megatron-core and prints what differs from the installed one.
+"""Runs the test suite, or a part of it, on another megatron-core and prints differences from the installed one.
 
     python scripts/other_core.py FOLDER [FOLDER ...] [-- pytest's arguments]
 
-FOLDER: what goes in front of the path; the first holds `megatron/core` (a source tree of Megatron-LM, its data helpers compiled), others what it needs
-besides (triton). Exit code 0 when every test ends as it does here, 1 when one does not.
+FOLDER: folders to put at the front of the path; the first contains `megatron/core` (a source tree of Megatron-LM with compiled data helpers), others what it needs
+besides (triton). Exit code 0 if every test ends as it does here, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PART = [
     "tests/checkpoint",
     "tests/contract",
 ]
-"""What megatron-core's version can change; everything is run with `-- tests`."""
+"""Tests that depend on megatron-core's version; `-- tests` runs all."""
 
 
 def outcomes(folders: list[str], arguments: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:

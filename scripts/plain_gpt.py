@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch with the shape of a run: the peer of bench_peer.py. One process, BF16 weights beside FP32 main weights."""
+"""A GPT in plain PyTorch with the shape of a run: the peer in bench_peer.py. One process, BF16 weights with FP32 main weights."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ class PlainGPT(nn.Module):
 
 
 class PlainTrainer:
-    """What a plain script does with it: micro-batches, FP32 gradients, clipping, the optimizer on FP32 main weights, cast back.
+    """The training step of a plain script: micro-batches, FP32 gradients, clipping, the optimizer on FP32 main weights, cast back.
 
-    adam: class of the optimizer, called with parameters, lr and weight_decay.
+    adam: the optimizer's class, called with parameters, lr and weight_decay.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PlainTrainer:
         self.same = dtype is torch.float32
 
     def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
-        """One update over the micro-batches; their mean loss."""
+        """One update over the micro-batches; returns their mean loss."""
         total = 0.0
         torch._foreach_zero_(self.sums)
         for batch in batches:

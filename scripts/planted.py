@@ -1,9 +1,9 @@
-"""Runs with something wrong in them, and healthy ones: small real trainings whose cause is known, to hold `mpbridge diagnose` against.
+"""Small real training runs with a planted fault, and healthy ones, to evaluate `mpbridge diagnose` against known causes.
 
-    python scripts/planted.py make OUT [--kinds a,b] [--seeds 1,2,3]     # the runs; CAUSE.json beside each says what was planted
-    python scripts/planted.py judge OUT                                  # what diagnose says of each, and how often it is right
+    python scripts/planted.py make OUT [--kinds a,b] [--seeds 1,2,3]     # makes the runs; CAUSE.json in each states what was planted
+    python scripts/planted.py judge OUT                                  # what diagnose reports for each, and how often it is right
 
-A plant is a hook that damages a live training; diagnose sees nothing but the run's files. The plants of this file know nothing of how diagnose works.
+A plant is a hook that damages a live training run; diagnose only sees the run's files. The plants in this file do not depend on how diagnose works.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODEL = {
     "persist_layer_norm": False, "bias_dropout_fusion": False, "bias_activation_fusion": False,
 }  # fmt: skip
 DELAYED = "bf16_with_fp8_delayed_scaling_mixed"
-# two layers are both at an end
+# with two layers, both are edge layers
 CURRENT: Any = {"recipe": "bf16_with_fp8_current_scaling_mixed", "first_last_layers_bf16": False}
 
 
@@ -61,7 +61,7 @@ def train(container: Any, hook: Any = None) -> None:
 
 
 class Plant:
-    """A hook that acts before a step; `act` gets the training and the number of the step to come."""
+    """A hook that acts before a step; `act` gets the training and the number of the coming step."""
 
     def __init__(self, act: Callable[[Any, int], None]) -> None:
         self.act = act
@@ -95,7 +95,7 @@ def table_of(training: Any, side: str) -> Any:
 
 # --- the plants ----------------------------------------------------------------------------------------------------------------------------
 def outlier_channel(out: Path, seed: int, at: int) -> None:
-    """One channel of a norm's gain is a few thousand times too large from a step on."""
+    """One channel of a norm's gain is a few thousand times too large from one step on."""
     name = f"decoder.layers.{seed % 2}.{('input', 'pre_mlp')[seed % 3 == 0]}_layernorm.weight"
 
     def act(training: Any, step: int) -> None:
@@ -107,7 +107,7 @@ def outlier_channel(out: Path, seed: int, at: int) -> None:
 
 
 def wrong_scale(out: Path, seed: int, at: int) -> None:
-    """One tensor's delayed scale is off by many powers of two at every step from one on."""
+    """One tensor's delayed scale is off by many powers of two from one step on."""
     name, side, power = [
         ("decoder.layers.0.mlp.linear_fc2", "x", 9),
         ("decoder.layers.1.self_attention.linear_qkv", "w", 8),
@@ -138,7 +138,7 @@ def frozen_scale(out: Path, seed: int, at: int) -> None:
 
 
 class Noise:
-    """An engine's batches with random tokens in some steps."""
+    """An engine's batches with random tokens at some steps."""
 
     def __init__(self, steps: range, seed: int) -> None:
         self.steps, self.seed = steps, seed
@@ -170,7 +170,7 @@ class Noise:
 
 
 def data_spike(out: Path, seed: int, at: int) -> None:
-    """A few batches of bytes that are no text."""
+    """A few batches of bytes that are not text."""
     train(
         base(out, (CURRENT, "bf16_mixed", DELAYED)[seed % 3], seed),
         Plant(Noise(range(at, at + 2 + seed % 3), seed).act),
@@ -178,7 +178,7 @@ def data_spike(out: Path, seed: int, at: int) -> None:
 
 
 def rate_too_high(out: Path, seed: int, at: int) -> None:
-    """A learning rate that the model cannot take, reached after a warm-up."""
+    """A learning rate too high for the model, reached after a warm-up."""
     made = base(out, (CURRENT, "bf16_mixed", DELAYED)[seed % 3], seed, optimizer={"lr": (0.3, 0.5, 1.0)[seed % 3]}, scheduler={"lr_warmup_iters": 20 + at % 10})  # fmt: skip
     train(made)
 
@@ -195,7 +195,7 @@ def lost_main_weights(out: Path, seed: int, at: int) -> None:
 
 
 def bad_resume(out: Path, seed: int, at: int) -> None:
-    """A resume whose vocabulary is not the one that was trained: rows of the embedding and the output layer are others."""
+    """A resume with a different vocabulary from the trained one: rows of the embedding and the output layer are permuted."""
     save = {"checkpoint": {"save": str(out.parent / f"{out.name}-checkpoints")}}
     first = base(out, "bf16_mixed", seed, **save)
     first.train.exit_interval = at
@@ -228,7 +228,7 @@ def loss_scale(out: Path, seed: int, at: int) -> None:
 
 
 def recipe_switch(out: Path, seed: int, at: int) -> None:
-    """A schedule goes on in FP8 with a margin that leaves it no range."""
+    """A schedule continues in FP8 with a margin that leaves no range."""
     margin = (14, 16, 18)[seed % 3]
     made = base(out, [{"recipe": "bf16_mixed", "until": at}, {"recipe": DELAYED, "fp8_margin": margin}], seed)
     train(made)
@@ -247,7 +247,7 @@ def weight_corrupted(out: Path, seed: int, at: int) -> None:
 
 
 def moments_lost(out: Path, seed: int, at: int) -> None:
-    """The second moments are gone, the first ones are not: one enormous update."""
+    """The second moments are lost but not the first: one enormous update."""
 
     def act(training: Any, step: int) -> None:
         if step == at:
@@ -259,7 +259,7 @@ def moments_lost(out: Path, seed: int, at: int) -> None:
 
 
 def nan_source(out: Path, seed: int, at: int) -> None:
-    """From a step on a linear returns a NaN."""
+    """From one step on, a linear returns a NaN."""
     path = ("decoder.layers.1.mlp.linear_fc2", "decoder.layers.0.self_attention.linear_proj", "decoder.layers.1.mlp.linear_fc1")[seed % 3]  # fmt: skip
 
     def act(training: Any, step: int) -> None:
@@ -291,7 +291,7 @@ PLANTS: dict[str, Callable[[Path, int, int], None]] = {
     "moments-lost": moments_lost,
     "nan-source": nan_source,
 }
-"""Cause, by the word that diagnose has for it -> what plants it."""
+"""Cause, by diagnose's name -> the function that plants it."""
 
 
 def healthy(out: Path, number: int) -> None:
@@ -315,7 +315,7 @@ def healthy(out: Path, number: int) -> None:
 
 
 Job = tuple[str, str | None, Callable[[Path], None]]
-"""Name of a run, what is planted in it (None: nothing), what makes it."""
+"""Name of a run, what is planted in it (None: nothing), the function that makes it."""
 
 
 def planted_jobs(kinds: list[str], seeds: list[int]) -> list[Job]:
@@ -359,9 +359,9 @@ def spiking(folder: Path) -> int | None:
 
 
 def judge(out: Path, damage: Callable[[Path], bool] = lambda folder: True) -> int:
-    """Right when the planted cause is named first; a healthy run is right when nothing is accused, a spike of its own accord included.
+    """A planted run is right if its cause is named first; a healthy run is right if no cause is named, even if its loss spikes by itself.
 
-    damage: whether there is anything to explain in a planted run; those without are counted apart.
+    damage: whether there is anything to explain in a planted run; runs without damage are counted separately.
     """
     from mpbridge.diagnose.diagnosis import diagnose
 
@@ -377,7 +377,7 @@ def judge(out: Path, damage: Callable[[Path], bool] = lambda folder: True) -> in
             else [f"<- planted {planted}; all: {[(s.cause, round(s.score, 2)) for s in found.suspects]}"]
         )
         if planted is None and (step := spiking(folder)):
-            notes.append(f"nothing was planted, its loss rises by more than 1 nat at step {step}")
+            notes.append(f"nothing was planted, but its loss rises by more than 1 nat at step {step}")
         if planted is not None and not damage(folder):
             notes.append("no visible damage")
             harmless.append(named == planted)
@@ -390,13 +390,13 @@ def judge(out: Path, damage: Callable[[Path], bool] = lambda folder: True) -> in
         print(f"{cause:20} {sum(results)} of {len(results)}")
     print(f"named first: {hits} of {runs} planted ({100 * hits / max(runs, 1):.0f} %)")
     if harmless:
-        print(f"with those that did no visible damage: {hits + sum(harmless)} of {runs + len(harmless)}")
+        print(f"including those without visible damage: {hits + sum(harmless)} of {runs + len(harmless)}")
     print(f"healthy runs accused: {len(healthy_runs) - sum(healthy_runs)} of {len(healthy_runs)}")
     return 0 if hits >= 0.8 * runs and all(healthy_runs) else 1
 
 
 def arguments(description: str | None, *, seeds: str, healthy: int) -> argparse.ArgumentParser:
-    """What both scripts take."""
+    """The arguments of both scripts."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("make", "judge"))
     parser.add_argument("out", type=Path)

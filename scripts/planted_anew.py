@@ -1,10 +1,10 @@
-"""The twelve kinds of scripts/planted.py once more, each drawn anew for every seed: step, site, strength, recipe, model, rate and length of the run.
+"""The twelve kinds of scripts/planted.py, drawn at random for every seed: step, site, strength, recipe, model, rate and length of the run.
 
     python scripts/planted_anew.py make OUT [--kinds a,b] [--seeds 7,8,9] [--healthy N --first K]
     python scripts/planted_anew.py judge OUT
 
-Written without knowledge of what diagnose looks at, so that a figure on seeds that nobody tuned for can be had again: choose seeds that were never
-used. A plant that does no visible damage (`damage`) is counted apart: there is nothing to explain in such a run.
+Independent of what diagnose looks at, so that it gives figures on seeds that diagnose was not tuned for: choose seeds that were never
+used. A plant that does no visible damage (`damage`) is counted separately: there is nothing to explain in such a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MATRICES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.line
 
 
 class Draw:
-    """What one planted run is made of, drawn from its kind and its seed."""
+    """The parameters of one planted run, drawn from its kind and its seed."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.random = random.Random(f"anew-{kind}-{seed}")
@@ -50,7 +50,7 @@ class Draw:
     def run(self, out: Path, recipe: Any, **sections: dict[str, Any]) -> Any:
         text = out.parent / "few_words.txt"
         if not text.exists():
-            # twenty words: a model learns more of them in so few steps than how often a letter occurs, and has something to lose
+            # twenty words: in so few steps a model learns more about them than letter frequencies, so there is something to lose
             drawn = random.Random(1)
             words = ["".join(drawn.choices("abcdefghijklmnop", k=drawn.randint(3, 7))) for _ in range(20)]
             text.write_text("".join(" ".join(drawn.choices(words, k=9)) + ".\n" for _ in range(6000)))
@@ -69,7 +69,7 @@ class Draw:
 
 
 def outlier_channel(out: Path, draw: Draw) -> None:
-    """One channel becomes far larger than its neighbours: in a norm's gain, or as a row of the matrix that makes it."""
+    """One channel becomes far larger than its neighbours: in a norm's gain, or in a row of the matrix that produces it."""
     site, strength, channel = draw.pick("gain", "row"), draw.power(2.7, 3.8), draw.random.randrange(draw.hidden)
     layer = draw.random.randrange(draw.layers)
     name = {
@@ -86,7 +86,7 @@ def outlier_channel(out: Path, draw: Draw) -> None:
 
 
 def wrong_scale(out: Path, draw: Draw) -> None:
-    """A delayed scale is off by powers of two, up or down, from a step on."""
+    """A delayed scale is off by powers of two, up or down, from one step on."""
     side = draw.pick("x", "w", "dy")
     power = draw.pick(7, 10, -14, -17)
     name = draw.matrix()
@@ -100,7 +100,7 @@ def wrong_scale(out: Path, draw: Draw) -> None:
 
 
 def frozen_scale(out: Path, draw: Draw) -> None:
-    """The scales of one side, or of all, keep the value that they had early in the run."""
+    """The scales of one side, or of all, stay at their value from early in the run."""
     sides, when = draw.pick(("x", "dy"), ("x",), ("dy",)), draw.random.randint(2, 9)
     kept: dict[str, Any] = {}
 
@@ -116,7 +116,7 @@ def frozen_scale(out: Path, draw: Draw) -> None:
 
 
 class OtherData(Noise):
-    """Batches of one repeated byte, of shuffled text, or of bytes that no text holds."""
+    """Batches of one repeated byte, of shuffled text, or of bytes that do not occur in text."""
 
     def __init__(self, steps: range, seed: int, kind: str) -> None:
         super().__init__(steps, seed)
@@ -138,7 +138,7 @@ class OtherData(Noise):
 
 
 def data_spike(out: Path, draw: Draw) -> None:
-    """Some batches of something else."""
+    """Some batches of other data."""
     spoiled = OtherData(
         range(draw.at, draw.at + draw.random.randint(1, 5)), draw.seed, draw.pick("constant", "high", "random")
     )
@@ -146,7 +146,7 @@ def data_spike(out: Path, draw: Draw) -> None:
 
 
 def rate_too_high(out: Path, draw: Draw) -> None:
-    """A rate beyond what the model takes, reached slowly or at once, held or decayed."""
+    """A learning rate too high for the model, reached slowly or at once, constant or decayed."""
     scheduler = {"lr_warmup_iters": draw.random.randint(3, 35), "lr_decay_style": draw.pick("constant", "cosine")}
     train(
         draw.run(
@@ -182,7 +182,7 @@ def lost_main_weights(out: Path, draw: Draw) -> None:
 
 
 def bad_resume(out: Path, draw: Draw) -> None:
-    """A resume that reads the checkpoint wrongly: layers exchanged, the rows of QKV in another order, or another vocabulary."""
+    """A resume that reads the checkpoint incorrectly: layers swapped, the rows of QKV in another order, or another vocabulary."""
     import torch
 
     folder, recipe = str(out.parent / f"{out.name}-checkpoints"), draw.pick("bf16_mixed", CURRENT)
@@ -214,7 +214,7 @@ def bad_resume(out: Path, draw: Draw) -> None:
 
 
 def loss_scale(out: Path, draw: Draw) -> None:
-    """fp16's loss scale is driven up, or down to where gradients vanish."""
+    """fp16's loss scale is driven up, or down until gradients vanish."""
     kind, power = draw.pick("up", "down", "driven"), draw.random.randint(34, 70)
 
     def act(training: Any, step: int) -> None:
@@ -233,7 +233,7 @@ def loss_scale(out: Path, draw: Draw) -> None:
 
 
 def recipe_switch(out: Path, draw: Draw) -> None:
-    """A schedule goes on with a margin that leaves FP8 no range."""
+    """A schedule continues with a margin that leaves FP8 no range."""
     before = draw.pick({"recipe": "bf16_mixed"}, CURRENT, MXFP8)
     after = {"recipe": DELAYED, "fp8_margin": draw.random.randint(13, 20)}
     train(draw.run(out, [{**before, "until": draw.at}, after]))
@@ -253,7 +253,7 @@ def weight_corrupted(out: Path, draw: Draw) -> None:
 
 
 def moments_lost(out: Path, draw: Draw) -> None:
-    """The second moments are nearly gone, the first ones are not."""
+    """The second moments are nearly lost but not the first."""
     factor = draw.power(-12, -6)
 
     def act(training: Any, step: int) -> None:
@@ -266,7 +266,7 @@ def moments_lost(out: Path, draw: Draw) -> None:
 
 
 def nan_source(out: Path, draw: Draw) -> None:
-    """From a step on something returns NaN or infinity: a linear, a norm, in forward or in backward."""
+    """From one step on, something returns NaN or infinity: a linear, a norm, in forward or in backward."""
     path = draw.pick(draw.matrix(), f"decoder.layers.{draw.random.randrange(draw.layers)}.pre_mlp_layernorm")
     bad, backward = float(draw.pick("nan", "inf")), draw.pick(False, False, True)
 
@@ -294,11 +294,11 @@ def nan_source(out: Path, draw: Draw) -> None:
 
 
 PLANTS: dict[str, Callable[[Path, Draw], None]] = {kind: globals()[kind.replace("-", "_")] for kind in planted.PLANTS}
-"""The same kinds, each by the function of its name above."""
+"""The same kinds, with the functions above."""
 
 
 def damage(folder: Path) -> bool:
-    """Whether anything is to be explained: the run broke off, a loss is no number, steps were skipped, or the loss rose 0.3 nat above the best it had been."""
+    """Whether there is anything to explain: the run broke off, a loss is NaN, steps were skipped, or the loss rose 0.3 nat above its best value."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [float(row["loss"]) for row in rows]
     kind, seed = folder.name.rsplit("-", 1)

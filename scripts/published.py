@@ -1,4 +1,4 @@
-"""Published runs as Runs of ours: the same path that a user's configuration takes. Shared by the scripts that fit and check predictions."""
+"""Published runs as mpbridge Runs, built in the same way as a user's configuration. Shared by the scripts that fit and check predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # runs in a checkout where nothing is installed
+sys.path.insert(0, str(ROOT))  # so that it runs in a checkout without installation
 
 from mpbridge.config.container import ConfigContainer, Run
 from mpbridge.hardware.capability import ASSUMED
@@ -20,15 +20,15 @@ RECIPES = {
     "BF16": "bf16_mixed", "FP8": "bf16_with_fp8_current_scaling_mixed", "MXFP8": "bf16_with_mxfp8_mixed", "NVFP4": "bf16_with_nvfp4_mixed",
 }  # fmt: skip
 UNUSUAL = ("gpt_oss_120b",)
-"""Models whose kernels the fitted rows do not have: predicted apart."""
+"""Models with kernels that the fitted rows do not have; predicted separately."""
 LATER = "26.06"
-"""The first release of which no row was fitted."""
+"""The first release without fitted rows."""
 CANNOT = ("nemotron_3_nano",)
 """Hybrids with state-space layers: not priced."""
 WRONG = {(62, "26.02.01"), (64, "26.02.01")}
-"""Rows whose layout the table itself has wrong: they would not hold their states."""
+"""Rows with a wrong layout in the published table: their states would not fit."""
 
-# DeepSeek-V3's and Kimi K2's placement of layers on stages, as Megatron Bridge's recipes have it: (pipeline, virtual) -> layout
+# DeepSeek-V3's and Kimi K2's placement of layers on stages, as in Megatron Bridge's recipes: (pipeline, virtual) -> layout
 _LAYOUTS = {
     (2, 8): "Et*4|(tttt|)*14t{tail}", (4, 4): "Et*4|(tttt|)*14t{tail}", (8, 2): "Et*4|(tttt|)*14t{tail}", (16, 1): "Et*4|(tttt|)*14t{tail}",
     (4, 2): "Et*8|(tttttttt|)*6t*5{tail}", (8, 1): "Et*8|(tttttttt|)*6t*5{tail}", (4, 1): "Et*16|(t*16|)*2t*13{tail}", (2, 1): "Et*31|t*30{tail}",
@@ -48,18 +48,18 @@ def rows() -> list[dict[str, Any]]:
 
 @cache
 def unfitted() -> list[dict[str, Any]]:
-    """Published runs that no constant was fitted to."""
+    """Published runs that were not used to fit any constant."""
     data: list[dict[str, Any]] = json.loads((ROOT / "scripts/data/unfitted_runs.json").read_text())["rows"]
     return data
 
 
 def priced() -> list[dict[str, Any]]:
-    """Those that the step-time model can price."""
+    """The runs that the step-time model can price."""
     return [row for row in rows() if row["model"] not in CANNOT]
 
 
 def run_of(row: dict[str, Any]) -> Run:
-    """The published run as a Run of ours."""
+    """The published run as an mpbridge Run."""
     name = {"kimi_k2": "deepseek_v3_671b"}.get(row["model"], row["model"])
     moe = not row["model"].startswith("llama3")
     settings = dict(row["settings"])
@@ -125,7 +125,7 @@ def _layout(row: dict[str, Any]) -> str | None:
 
 def _settings(settings: dict[str, Any]) -> list[str]:
     found = []
-    if settings.get("cuda_graph_impl") == "full_iteration":  # megatron-core 0.16's words for it
+    if settings.get("cuda_graph_impl") == "full_iteration":  # megatron-core 0.16's setting for it
         found += ["model.cuda_graph_impl=local", "model.cuda_graph_scope=full_iteration"]
     elif "cuda_graph_impl" in settings:
         found.append(f"model.cuda_graph_impl={settings['cuda_graph_impl']}")

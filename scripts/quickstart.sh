@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv beside this checkout, installs mpbridge, and pretrains a small GPT on real text with bf16_mixed (two to three minutes on two cores, once installed).
+# Creates .venv in this checkout, installs mpbridge, and pretrains a small GPT on real text with bf16_mixed (two to three minutes on two cores, once installed).
 # Extra arguments go to the training run: bash scripts/quickstart.sh train.train_iters=50
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

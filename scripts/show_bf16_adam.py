@@ -1,7 +1,7 @@
-"""Why Adam with BF16 states loses: a moment that stalls, updates that vanish, and what that costs a small GPT over three seeds.
+"""Shows why Adam with BF16 states fails: a moment that stalls, updates that vanish, and the effect on a small GPT over three seeds.
 
 `python scripts/show_bf16_adam.py` prints the first two (seconds). `--train` also trains fp32, bf16_mixed and full_bf16 with three seeds each
-(`--steps`, default 200: about a minute a run on one core) and writes a plot (`--plot FILE`) and the curves (`--json FILE`).
+(`--steps`, default 200: about a minute per run on one core) and writes a plot (`--plot FILE`) and the curves (`--json FILE`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def trained_weight(dtype: torch.dtype, *, steps: int = 100, lr: float = 6e-4) ->
 
 
 def lost_updates(dtype: torch.dtype, relative: float, *, count: int = 10_000) -> float:
-    """Share of weights in [1, 2) that an update of `relative` times their size leaves as they are."""
+    """Share of weights in [1, 2) that an update of `relative` times their size leaves unchanged."""
     generator = torch.Generator().manual_seed(0)
     w = (1 + torch.rand(count, generator=generator)).to(dtype)
     return float((w - (w.float() * relative).to(dtype) == w).float().mean())
@@ -72,7 +72,7 @@ def numbers() -> list[tuple[str, str, str]]:
 
 
 def batches(seed: int, micro: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Sequences that count modulo 50 from a random start: learnable to almost nothing, so that the last digits of a loss tell arithmetic apart."""
+    """Sequences that count modulo 50 from a random start: learnable to a loss near zero, so that the last digits of the loss distinguish the arithmetic."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         start = torch.randint(0, 200, (micro, 1), generator=generator)
@@ -114,7 +114,7 @@ def curve(recipe: str, *, seed: int, steps: int, lr: float) -> list[float]:
 
 
 def plot(curves: dict[str, list[list[float]]], file: Path) -> None:
-    """Every seed as a thin line, their mean as a thick one."""
+    """Plots every seed as a thin line and their mean as a thick one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +125,7 @@ def plot(curves: dict[str, list[list[float]]], file: Path) -> None:
         runs = torch.tensor(curves[recipe])
         for run in runs:
             axes.plot(run, color=color, alpha=0.25, linewidth=0.8)
-        # dashed and on top, or bf16_mixed would hide it
+        # dashed and on top, because bf16_mixed would hide it
         style: dict[str, Any] = {"linestyle": "--", "zorder": 5} if recipe == "fp32" else {}
         axes.plot(
             runs.mean(0),

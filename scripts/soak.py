@@ -1,8 +1,8 @@
-"""Two processes train, save in turns in the foreground and in the background, are audited, and meet faults of every kind at random; nothing is lost.
+"""Two processes train, save in the foreground or the background, are audited, and suffer random faults of every kind; nothing may be lost.
 
     python scripts/soak.py --steps 2000 --faults 40
 
-First the same run without a fault, whose memory, descriptors and threads must stay flat. Then the run with faults, started again after each of them,
+First runs without faults: memory, descriptors and threads must stay flat. Then runs with faults, restarted after each of them,
 which must end with the first one's losses and weights to the bit.
 """
 
@@ -42,12 +42,12 @@ SIGNALS = {
     "usr2": signal.SIGUSR2,
 }
 KINDS = ("kill", "kill", "kill in a save", *SIGNALS, "notices", "no room", "reader", "hang", "cut", "flip", "delete")
-"""Faults of a run; the last three are done to its newest checkpoint after it was stopped."""
+"""Faults of a run; the last three damage its newest checkpoint after it was stopped."""
 DAMAGE = ("cut", "flip", "delete")
 
 
 class Text:
-    """Counting sequences, the same every time."""
+    """Counting sequences, the same on every iteration."""
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ class Text:
 
 
 class Fault(Hook):
-    """Does `kind` to this process after step `at`."""
+    """Applies the fault `kind` to this process after step `at`."""
 
     def __init__(self, kind: str, at: int, delay: float) -> None:
         self.kind, self.at, self.delay = kind, at, delay
@@ -70,7 +70,7 @@ class Fault(Hook):
             for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2) * 3:
                 os.kill(os.getpid(), number)
         elif self.kind.startswith("kill"):
-            # the kernel's timer ends the process wherever it is then; no Python has to run
+            # the kernel's timer ends the process wherever it is; no Python code needs to run
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, self.delay)
         elif self.kind == "no room":
@@ -78,12 +78,12 @@ class Fault(Hook):
         elif self.kind == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.kind in (*DAMAGE, "reader"):
-            # training goes on without a reader: it is stopped here, so that the faults that are left have their turn
+            # training continues without a reader: it is stopped here so that the remaining faults can follow
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Told(Hook):
-    """Losses of each step, what the process holds along the way, and the state's digest at the end, in a file of JSON lines."""
+    """Writes the loss of each step, the process's resources along the way, and the final state's digest to a file of JSON lines."""
 
     def __init__(self, out: Path, every: int) -> None:
         self.out, self.every = out, every
@@ -105,7 +105,7 @@ class Told(Hook):
 
 
 def held() -> dict[str, int]:
-    """What this process holds now: KiB of resident memory, descriptors, threads."""
+    """The current resources of this process: KiB of resident memory, descriptors, threads."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "memory": int(status["VmRSS"].split()[0]),
@@ -132,7 +132,7 @@ def made(folder: Path, steps: int, interval: int, background: bool) -> Any:
 
 
 def rank_main(rank: int, port: int, folder: Path, out: Path, plan: dict[str, Any]) -> None:
-    """One process of the job; ends the process: 0 complete, 3 stopped, 1 an error, which is on stderr."""
+    """One process of the job; ends the process: 0 complete, 3 stopped, 1 an error, reported on stderr."""
     job = {"WORLD_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in job.items()})
     code = 1
@@ -162,7 +162,7 @@ def rank_main(rank: int, port: int, folder: Path, out: Path, plan: dict[str, Any
 
 
 def job(folder: Path, out: Path, plan: dict[str, Any], limit: float) -> list[int]:
-    """Exit codes of the processes of one attempt; what hangs is ended by SIGKILL when the others are gone."""
+    """Exit codes of the processes of one attempt; processes that hang are killed when the others have ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -196,7 +196,7 @@ def job(folder: Path, out: Path, plan: dict[str, Any], limit: float) -> list[int
 
 
 def lines(out: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank told, of all attempts; a line that a kill cut off is left out."""
+    """A rank's records from all attempts, without lines truncated by a kill."""
     found = []
     for line in out.with_suffix(f".{rank}").read_text().splitlines():
         try:
@@ -207,7 +207,7 @@ def lines(out: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def damage(place: Path, kind: str, dice: random.Random) -> str:
-    """Damages one file of a checkpoint; its name."""
+    """Damages one file of a checkpoint; returns its name."""
     file = dice.choice(sorted(entry for entry in place.iterdir() if entry.name != "manifest.json"))
     data = bytearray(file.read_bytes())
     if kind == "delete":
@@ -221,7 +221,7 @@ def damage(place: Path, kind: str, dice: random.Random) -> str:
 
 
 def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What a process held at the end over what it held after the first tenth of its steps."""
+    """A process's resources at the end relative to those after the first tenth of its steps."""
     seen = [row for row in rows if "memory" in row]
     early, late = seen[len(seen) // 10], seen[-1]
     return {name: round(late[name] / early[name], 3) for name in ("memory", "threads", "descriptors")}
@@ -251,7 +251,7 @@ class Soak:
         return job(self.folders[name], self.base / f"{name}.told", self.plan | changes, self.limit)
 
     def whole(self) -> list[dict[str, float]]:
-        """The run without faults; the growth of each rank's process."""
+        """Runs without faults; returns the growth of each rank's process."""
         codes = self.job("whole")
         if codes != [0] * RANKS:
             said = (self.folders["whole"] / "said.0").read_text()[-3000:]
@@ -271,7 +271,7 @@ class Soak:
         return kind, where
 
     def start(self) -> bool:
-        """One start of the faulty run with its fault; whether it came to its end."""
+        """Starts the faulty run once with its fault; returns whether it reached its end."""
         kept = self.folders["faulty"] / "kept"
         newest = store.saved(kept)
         kind, where = self.draw(newest[0].step if newest else 0)
@@ -293,7 +293,7 @@ class Soak:
         return codes == [0] * RANKS
 
     def damaged(self, place: Path, kind: str) -> None:
-        """Damages a checkpoint, sees it named by the next start, and takes it away."""
+        """Damages a checkpoint, checks that the next start names the damage, and removes the checkpoint."""
         name = damage(place, kind, self.dice)
         codes = self.job("faulty", kind="", rank=-1)
         told = (self.folders["faulty"] / "said.0").read_text()
@@ -302,7 +302,7 @@ class Soak:
         shutil.rmtree(place)
 
     def compare(self) -> None:
-        """Raises RuntimeError where the faulty run's losses or its last digest are not those of the whole one."""
+        """Raises RuntimeError if the faulty run's losses or its final digest differ from those of the run without faults."""
         for rank in range(RANKS):
             whole, faulty = lines(self.base / "whole.told", rank), lines(self.base / "faulty.told", rank)
             expected = {row["step"]: row["loss"] for row in whole if "step" in row}
@@ -314,7 +314,7 @@ class Soak:
 def soak(
     steps: int, faults: int, *, seed: int = 0, interval: int = 10, room: Path | None = None, say: Any = print
 ) -> dict[str, Any]:
-    """Figures of a run with `faults` faults; raises RuntimeError at the first thing that was lost."""
+    """The figures of a run with `faults` faults; raises RuntimeError at the first loss of data."""
     torch.set_num_threads(1)
     rules()  # imported here, once
     began, base = time.monotonic(), Path(tempfile.mkdtemp(prefix="mpbridge-soak-", dir=room))

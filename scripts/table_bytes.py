@@ -1,7 +1,7 @@
-"""Bytes per parameter, predicted and live, for every row that a CPU can show, at one and two processes; prints a Markdown table.
+"""Bytes per parameter, predicted and live, for every row that a CPU can run, with one and two processes; prints a Markdown table.
 
 `python scripts/table_bytes.py [--processes 1,2] [--json FILE]`: trains two steps of a small GPT for each row and adds up the engine's live tensors
-(parameters, gradients, main weights and gradients, moments; alignment and buffers apart) beside what `mpbridge memory` predicts.
+(parameters, gradients, main weights and gradients, moments; without alignment and buffers) next to the prediction of `mpbridge memory`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _batches(rank: int) -> Any:
 
 
 def _live(engine: Any) -> float:
-    """Bytes of this rank's roles; a tensor that plays two roles is paid for once."""
+    """Bytes of this rank's roles; a tensor with two roles counts once."""
     from mpbridge.audit.stored import local, size
 
     tensors = [live for live in engine.tensors() if live.role in ROLES]
@@ -136,7 +136,7 @@ def measure(out: Path) -> None:
 
 
 def measured(processes: int, folder: Path) -> list[dict[str, float]]:
-    """The rows as that many processes see them."""
+    """The rows measured with that many processes."""
     out = folder / f"bytes{processes}.json"
     command = [
         sys.executable,

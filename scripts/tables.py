@@ -1,6 +1,6 @@
-"""Tables of the README and the docs, generated from the code: `python scripts/tables.py` rewrites them, `--check` says which are out of date.
+"""Tables of the README and the docs, generated from the code: `python scripts/tables.py` rewrites them, `--check` names those that are out of date.
 
-A page asks for a table with a pair of lines, and what stands between them is generated:
+A page requests a table with a pair of lines; the text between them is generated:
 
     <!-- table:NAME -->
     <!-- end of table -->
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # runs in a checkout where nothing is installed
+sys.path.insert(0, str(ROOT))  # so that it runs in a checkout without installation
 
 BLOCK = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {}
@@ -49,7 +49,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    # a bar inside of backticks ends a cell for some readers of Markdown, and an escaped one shows its backslash to others
+    # a bar inside backticks ends a cell in some Markdown renderers, and an escaped one shows its backslash in others
     coded = re.sub(
         r"`([^`]*\|[^`]*)`",
         lambda found: f"<code>{html.escape(found[1], quote=False).replace('|', '&#124;')}</code>",
@@ -129,7 +129,7 @@ def difference_table() -> str:
 
 @table("fields")
 def field_table() -> str:
-    """What a recipe decides on megatron-core's configs."""
+    """The fields of megatron-core's configs that a recipe decides."""
     from mpbridge.megatron_spec.fields import TABLE
 
     rows = [
@@ -196,7 +196,7 @@ def scaling_table() -> str:
 
 @table("scaling-options")
 def option_table() -> str:
-    """What each scaling leaves open."""
+    """The options of each scaling."""
     from mpbridge.formats import say
     from mpbridge.scalings import SCALINGS
 

@@ -1,12 +1,12 @@
-"""Two realizations, one truth: `--emulate` against `--emulate te`, linear by linear, the same weights, inputs and output gradients.
+"""Compares `--emulate` with `--emulate te`, linear by linear, with the same weights, inputs and output gradients.
 
     python scripts/te_agreement.py [--te 2.11] [--machine b200] [--recipes NAME ...] [--steps 3] [--json FILE]
 
-For each recipe the run is trained twice, over Transformer Engine's own modules and emulated on megatron-core's local ones, from the same weights and at a learning rate that moves none of them.
-In the second run every linear (with the norm before it, which Transformer Engine's modules contain) is given the input and the output gradient that it had in the first one, so that what is
-compared is what one layer computes: output, input gradient, weight gradient. Operands that are the same codes give the same exact products; what may differ is the order in which FP32
-sums of them are made, before one rounding to BF16. So a difference has a bound (see `bound_of`), and a difference beyond it means that one of the two is wrong. Stochastic rounding draws
-other random numbers in each, so it is off.
+For each recipe the run is trained twice, with Transformer Engine's own modules and emulated on megatron-core's local ones, from the same weights and at a learning rate too small to change them.
+In the second run every linear (with the norm before it, which Transformer Engine's modules contain) is given its input and output gradient from the first run, so that what is
+compared is what one layer computes: output, input gradient, weight gradient. Operands with equal codes give equal exact products; only the order may differ in which their FP32
+sums are computed, before one rounding to BF16. So a difference has a bound (see `bound_of`), and a difference beyond it means that one of the two is wrong. Stochastic rounding draws
+different random numbers in each, so it is off.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ BLOCKS = {
     "mlp.linear_fc1": "pre_mlp_layernorm",
     "mlp.linear_fc2": None,
 }
-"""Linear of a layer -> the norm before it, a module of its own among megatron-core's local ones."""
+"""Linear of a layer -> the norm before it, a separate module among megatron-core's local ones."""
 FUSED = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
-"""Where Transformer Engine's modules keep a norm's parameters -> where the local ones do."""
+"""Prefix of a norm's parameters in Transformer Engine's modules -> in the local modules."""
 WHAT = ("y", "dx", "dw")
 
 
 def resolved(recipe: str, emulate: str, *, machine: str, te: str, layers: int = 2, hidden: int = 256) -> Any:
-    """The run of one arm. Weights rest in 16 bits: an emulated run keeps no others."""
+    """The run of one arm. Weights are stored in 16 bits, as in every emulated run."""
     played = {"emulate": "te", "target": machine, "te": te} if emulate == "te" else {"emulate": "fast", "te": te}
     if recipe == "bf16_mixed" and emulate != "te":
         played = {}
@@ -76,7 +76,7 @@ def canonical(name: str) -> str:
 
 
 class Given(torch.autograd.Function):
-    """Another tensor's values in the place of one's own; the gradient passes."""
+    """Replaces a tensor's values with another's; the gradient passes through."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Given(torch.autograd.Function):
 
 @dataclasses.dataclass
 class Linear:
-    """What one linear saw and gave in one step."""
+    """Inputs and outputs of one linear in one step."""
 
     x: torch.Tensor | None = None
     y: torch.Tensor | None = None
@@ -110,7 +110,7 @@ class Tape:
                 continue
             norm = BLOCKS[found[2]]
             before = modules.get(f"{found[1]}.{norm}") if norm else None
-            # Transformer Engine's module holds the norm; an IdentityOp stands where it would be
+            # Transformer Engine's module contains the norm; an IdentityOp is in its place
             first = before if before is not None and any(True for _ in before.parameters()) else modules[name]
             self._watch(name, first, modules[name])
 
@@ -138,7 +138,7 @@ class Tape:
         self.hooks += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
 
     def close(self, engine: Any) -> dict[str, Linear]:
-        """What was seen, with the weight gradients of the step."""
+        """The recorded tensors, with the step's weight gradients."""
         for hook in self.hooks:
             hook.remove()
         for name, parameter in engine.named_parameters():
@@ -162,9 +162,9 @@ def steps_of(engine: Any, steps: int, given: list[dict[str, Linear]] | None = No
 
 
 def bound_of(what: str, one: Linear, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How far two results of a linear may be apart if only the order of FP32 sums differs: both are rounded to BF16 (one unit in the last place between two
-    neighbours), and each FP32 sum of n products is off by at most n 2**-24 times the sum of their sizes, here twice, by the inequality of Cauchy and Schwarz.
-    A norm's backward pass behind dx adds its own sum over the features: the same with n + features.
+    """How far apart two results of a linear may be if only the order of FP32 sums differs: both are rounded to BF16 (one unit in the last place between two
+    neighbours), and each FP32 sum of n products is off by at most n 2**-24 times the sum of their sizes, here twice, by the Cauchy-Schwarz inequality.
+    For dx, the norm's backward pass adds its own sum over the features: the same with n + features.
     """
     x, dy = one.x.float().reshape(-1, one.x.shape[-1]), one.dy.float().reshape(-1, one.dy.shape[-1])
     spacing = torch.exp2(torch.floor(torch.log2(torch.maximum(a.abs(), b.abs()).clamp_min(2.0**-126))) - 7)
@@ -174,14 +174,14 @@ def bound_of(what: str, one: Linear, weight: torch.Tensor, a: torch.Tensor, b: t
         terms, sizes = x.shape[0], dy.norm(dim=0)[:, None] * x.norm(dim=0)[None]
     else:
         terms, sizes = weight.shape[0] + weight.shape[1], dy.norm(dim=1)[:, None] * weight.float().norm(dim=0)[None]
-    # a quantized operand may be a quarter larger than what it quantizes (the coarsest format, E2M1); a norm turns an input of any size into one of size 1
+    # a quantized operand may be a quarter larger than its source (the coarsest format, E2M1); a norm turns an input of any size into one of size 1
     return spacing + 2 * terms * 2.0**-24 * 1.6 * sizes.reshape(a.shape)
 
 
 def rows_of(
     real: list[dict[str, Linear]], ours: list[dict[str, Linear]], weights: dict[str, torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """One row for each linear and tensor: elements, how many differ, the largest difference in units of the last BF16 place, over all steps."""
+    """One row per linear and tensor: elements, number of differing ones, largest difference in BF16 units in the last place, over all steps."""
     rows = []
     for name in real[0]:
         for what in WHAT:
@@ -211,7 +211,7 @@ def rows_of(
 
 
 def compared(recipe: str, *, machine: str, te: str, steps: int) -> list[dict[str, Any]]:
-    """The rows of one recipe. Wanted: an entered `transformer_engine_on_cpu` and a process group."""
+    """The rows of one recipe. Requires an entered `transformer_engine_on_cpu` and a process group."""
     from mpbridge.devices import device_layer
     from mpbridge.engines.mcore import McoreEngine
     from mpbridge.engines.registry import build_engine
@@ -259,7 +259,7 @@ def main() -> int:
     parser.add_argument("--machine", default="b200")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rows", action="store_true", help="every linear too")
+    parser.add_argument("--rows", action="store_true", help="also print every linear")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ["NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"] = "1"  # read by Transformer Engine at import

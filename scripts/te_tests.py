@@ -1,9 +1,9 @@
-"""Transformer Engine's own tests over mpbridge's kernels, from a clone: `python scripts/te_tests.py CLONE [FILE ...] --te 2.11 --store FOLDER`.
+"""Runs Transformer Engine's own tests on mpbridge's kernels, from a clone: `python scripts/te_tests.py CLONE [FILE ...] --te 2.11 --store FOLDER`.
 
-The clone is read, never written; its tests at the release's tag belong to --te. A file's tests run in an order that is the same everywhere: its test
+The clone is only read; it must be at the tag of the release given as --te. A file's tests run in the same order everywhere: its test
 functions in turn, each with its parameters shuffled (seed 0). A call draws the first --least tests of that order, and further ones until the file has
-had its --minutes; so what is drawn of a file is a sample that nobody chose, and every test function is in it. Every result is kept in the store, and the
-next call goes on where this one ended. A test that has had --each seconds of CPU time is out of time, which counts as failed. `--table` prints the
+used its --minutes; so the drawn tests are an unbiased sample that includes every test function. Every result is kept in the store, and the
+next call continues where this one ended. A test that used --each seconds of CPU time is out of time, which counts as failed. `--table` prints the
 results of the store by file; `--docs PAGE` writes them into a page.
 """
 
@@ -58,18 +58,18 @@ FILES: dict[str, tuple[str, ...]] = {
     "test_checkpoint.py": BLACKWELL,
     "test_fusible_ops.py": BLACKWELL,
 }
-"""File under tests/pytorch -> the machines that are played for it: Blackwell where MXFP8 or NVFP4 is tested, since it runs every recipe."""
+"""File under tests/pytorch -> the machines played for it: Blackwell if MXFP8 or NVFP4 is tested, since it runs every recipe."""
 ALONE = "test_numerics.py"
-"""It runs in a process of its own, since variables are set for it."""
+"""It runs in a separate process, because environment variables are set for it."""
 AS_IN_QA = {
     "PYTORCH_JIT": "0",
     "NVTE_TORCH_COMPILE": "0",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "NVTE_FUSED_ATTN": "0",
 }
-"""What Transformer Engine's own qa/L0_pytorch_unittest/test.sh sets for test_numerics.py."""
+"""Variables that Transformer Engine's qa/L0_pytorch_unittest/test.sh sets for test_numerics.py."""
 WALL = 10
-"""How many times its CPU seconds a test may take on the clock, on a machine that others use too."""
+"""Maximum ratio of a test's wall time to its CPU time, on a machine shared with others."""
 EXCLUDED = (
     (r"cuda\.(max_)?memory_allocated|memory_allocated\(", "it measures CUDA memory, of which none is allocated"),
     (
@@ -84,7 +84,7 @@ EXCLUDED = (
     ),
     (r"assert 'cpu' == 'cuda'", "it moves tensors between a GPU and the CPU"),
 )
-"""A failure's text -> the excluded feature that it needs, beside the kernels that are refused by name."""
+"""A failure's text -> the excluded feature that it needs, besides the kernels that are refused by name."""
 REPORTER = """
 import collections, json, os, random, signal, time
 from pathlib import Path
@@ -157,11 +157,11 @@ class Found:
     """Test -> outcome, text of a failure, seconds of CPU time."""
 
     def count(self) -> collections.Counter[str]:
-        """Drawn tests by outcome; 'slow' ran out of their time."""
+        """Drawn tests by outcome; 'slow': out of time."""
         return collections.Counter(outcome for outcome, _, _ in self.results.values())
 
     def weighted(self) -> tuple[float, float]:
-        """How many of the file's tests pass and count, from the drawn ones: each test function weighs as many tests as it has."""
+        """How many of the file's tests pass and how many count, estimated from the drawn ones: each test function is weighted by its number of tests."""
         sizes = collections.Counter(function_of(node) for node in self.collected)
         drawn: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for node, (outcome, _, _) in self.results.items():
@@ -172,7 +172,7 @@ class Found:
         return passed, countable
 
     def estimate(self) -> float | None:
-        """Share of the file's tests that pass, of those that count, by `weighted`."""
+        """Share of passing tests among those that count, by `weighted`."""
         passed, countable = self.weighted()
         return passed / countable if countable else None
 
@@ -185,7 +185,7 @@ class Found:
         return sum(sizes[name] * sum(seconds) / len(seconds) for name, seconds in spent.items()) / 3600
 
     def unseen(self) -> int:
-        """Tests of functions of which none was drawn."""
+        """Number of tests in functions of which no test was drawn."""
         drawn = {function_of(node) for node in self.results}
         return sum(function_of(node) not in drawn for node in self.collected)
 
@@ -200,12 +200,12 @@ def function_of(node: str) -> str:
 
 
 def place(store: Path, te: str, target: str, name: str) -> Path:
-    """Where a file's results on a machine are kept."""
+    """The path of a file's results on a machine."""
     return store / f"{te}-{target}-{name.removesuffix('.py').replace('/', '+')}.jsonl"
 
 
 def read(store: Path, te: str, target: str, name: str) -> Found:
-    """What the store holds of a file on a machine; the last result of a test counts."""
+    """The stored results of a file on a machine; the last result of a test counts."""
     path = place(store, te, target, name)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     collected = next((row["collected"] for row in reversed(rows) if "collected" in row), [])
@@ -221,7 +221,7 @@ def read(store: Path, te: str, target: str, name: str) -> Found:
 
 
 def outcome_of(outcome: str, text: str) -> str:
-    """passed, failed, skipped; slow: it ran out of its time; refused: an excluded feature is what it tests."""
+    """passed, failed, skipped; slow: it ran out of time; refused: it tests an excluded feature."""
     if outcome != "failed":
         return outcome
     if reason_of(text):
@@ -238,7 +238,7 @@ def reason_of(text: str) -> str | None:
 
 
 def run_files(clone: Path, names: list[str], te: str, target: str, options: argparse.Namespace) -> str:
-    """Runs what the store lacks of some files in one process, and returns the end of pytest's output."""
+    """Runs the tests of some files that the store lacks in one process, and returns the end of pytest's output."""
     done = {name: read(options.store, te, target, name).results for name in names}
     keep = {
         name: [node for node, (outcome, _, _) in results.items() if outcome not in options.again]
@@ -276,7 +276,7 @@ def run_files(clone: Path, names: list[str], te: str, target: str, options: argp
 
 
 def write_checkpoints(script: Path, folder: str, environment: dict[str, str]) -> str:
-    """The checkpoints that test_checkpoint.py loads, written by the file itself as Transformer Engine's QA does."""
+    """The checkpoints that test_checkpoint.py loads, written by the file itself, as in Transformer Engine's QA."""
     made = Path(folder, "checkpoints")
     command = [sys.executable, "-m", "mpbridge", "on-cpu", "--target", environment["MPBRIDGE_PLAYED"]]
     command += ["--te", environment["MPBRIDGE_TE"], str(script), "--save-checkpoint", "all"]
@@ -296,7 +296,7 @@ def share(passed: float, of: float) -> str:
 
 
 def table(everything: list[Found]) -> list[str]:
-    """The results by release, file and machine, in Markdown, with a line for each release and why tests do not count."""
+    """The results by release, file and machine, in Markdown, with a line per release and the reasons why tests do not count."""
     lines = []
     for te in sorted({found.te for found in everything}):
         found_of = [found for found in everything if found.te == te]
@@ -320,11 +320,11 @@ HEAD = "| file | machine | tests | drawn | passed | failed | out of time | needs
 
 
 WANTED = 0.95
-"""Share that every file is to reach."""
+"""Share that every file should reach."""
 
 
 def short(found_of: list[Found]) -> list[str]:
-    """Which files do not reach their share in the last column, and which functions nobody has drawn."""
+    """Files that do not reach that share in the last column, and functions of which no test was drawn."""
     below = [
         found.file.removesuffix(".py")
         for found in found_of
@@ -349,7 +349,7 @@ LONG = 0.5
 
 
 def reasons(found_of: list[Found]) -> list[str]:
-    """Why drawn tests do not count: the excluded feature that they need, and what they say when they skip."""
+    """Why drawn tests do not count: the excluded feature that they need, and their own reasons for skipping."""
     refused, skipped = collections.Counter[str](), collections.Counter[str]()
     for found in found_of:
         for outcome, text, _ in found.results.values():
@@ -365,11 +365,11 @@ def reasons(found_of: list[Found]) -> list[str]:
 
 
 SAID = 8
-"""How many of the tests' own reasons are told."""
+"""Number of the tests' own reasons that are listed."""
 
 
 def row(name: str, machine: str, count: collections.Counter[str], collected: int, estimate: float | None) -> str:
-    """One line of the table: the share leaves out what needs an excluded feature and what the test itself skips."""
+    """One line of the table: the share excludes tests that need an excluded feature and tests that skip themselves."""
     cells = [collected, count.total(), *(count[key] for key in (*COUNTED, "refused", "skipped"))]
     ran = share(count["passed"], sum(count[key] for key in COUNTED))
     whole = "-" if estimate is None else share(estimate, 1)
@@ -392,7 +392,7 @@ START, END = "<!-- te_tests -->", "<!-- end of te_tests -->"
 
 
 def write_page(page: Path, lines: list[str]) -> None:
-    """Puts the table between the marks of a page."""
+    """Writes the table between the marks of a page."""
     text = page.read_text(encoding="utf-8")
     before, rest = text.split(START, 1)
     after = rest.split(END, 1)[1]
@@ -403,22 +403,24 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clone", type=Path, nargs="?", help="a checkout of NVIDIA/TransformerEngine at --te's tag")
-    parser.add_argument("files", nargs="*", help="under tests/pytorch (default: all that the project promises)")
+    parser.add_argument("files", nargs="*", help="under tests/pytorch (default: all files in this script's table)")
     parser.add_argument("--te", default="2.11")
-    parser.add_argument("--target", nargs="+", help="machines (default: those that the file's subject asks for)")
+    parser.add_argument("--target", nargs="+", help="machines (default: those that the file's subject requires)")
     parser.add_argument("--store", type=Path, default=Path("te_tests"), help="folder of the results")
     parser.add_argument(
         "--minutes", type=float, default=1.0, help="of CPU time for one file on one machine, in this call"
     )
-    parser.add_argument("--least", type=int, default=20, help="tests of a file that run whatever they cost")
+    parser.add_argument(
+        "--least", type=int, default=20, help="minimum number of tests of a file that run, whatever they cost"
+    )
     parser.add_argument("--each", type=int, default=60, help="seconds of CPU time for one test")
     parser.add_argument(
         "--again", nargs="*", default=[], choices=["failed", "slow", "refused", "passed", "skipped"],
         help="outcomes that run again",
     )  # fmt: skip
     parser.add_argument("--show", type=int, default=0, help="failures to print for each file")
-    parser.add_argument("--table", action="store_true", help="only print what the store holds")
-    parser.add_argument("--docs", type=Path, help="a page whose table is written anew")
+    parser.add_argument("--table", action="store_true", help="only print the stored results")
+    parser.add_argument("--docs", type=Path, help="a page whose table is rewritten")
     parser.add_argument("-k", dest="expression")
     options = parser.parse_args(arguments)
     if options.clone is None and not options.table and options.docs is None:
@@ -427,7 +429,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def report(names: list[str], target: str, said: str, options: argparse.Namespace) -> None:
-    """Prints a line for each file, and some failures."""
+    """Prints a line per file, and some failures."""
     for name in names:
         found = read(options.store, options.te, target, name)
         print(f"{options.te} {row(name, target, found.count(), len(found.collected), found.estimate())}", flush=True)

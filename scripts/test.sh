@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv beside this checkout, installs mpbridge with what its checks need, and runs them. Extra arguments go to pytest.
+# Creates .venv in this checkout, installs mpbridge with the requirements of its checks, and runs them. Extra arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -9,8 +9,8 @@ make_te_folders
 "$python" -m ruff format --check .
 "$python" -m mypy
 "$bin/lint-imports" --no-cache
-# several workers, each with a pool of threads as wide as the machine, would spend their time waiting for one another
+# several workers, each with as many threads as the machine has cores, would spend their time waiting for each other
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# a file stays on one worker: its worlds of processes are built once; in the order that tests/conftest.py gives; one more worker than two cores, since
-# some tests wait; a crash ends the run (xdist would wait for ever for what the crashed one held)
+# a file stays on one worker: its process groups are built once. The order is set by tests/conftest.py. One more worker than two cores, since
+# some tests wait. A crash ends the run (xdist would wait forever for what the crashed worker held)
 exec "$python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"

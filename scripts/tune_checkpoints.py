@@ -1,10 +1,10 @@
-"""What tuning says at an early and at a late checkpoint, and how well scores rank the losses of training: from the folder of tune_training.py.
+"""Compares tuning at an early and at a late checkpoint, and scores with the losses of training, from the folder of tune_training.py.
 
     python scripts/tune_checkpoints.py late --early DIR --late DIR [--config F] [--out late.json] [key=value ...]
     python scripts/tune_checkpoints.py gaps --folder FOLDER [--out gaps.json]
 
-`late`: tunes at both checkpoints; how many linears change their level, how the damages rank each other, and on unseen batches of the late checkpoint the
-gradient error of the early choice beside the late one's. `gaps`: for each seed of a training comparison the scores of every arm at its checkpoint, ranked
+`late`: tunes at both checkpoints; prints how many linears change their level, the rank correlation of the damages, and on unseen batches of the late checkpoint the
+gradient error of the early choice and of the late one. `gaps`: for each seed of a training comparison, the scores of every arm at its checkpoint, ranked
 against the arm's loss after its own steps.
 """
 
@@ -96,8 +96,8 @@ def gaps(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def told(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Prints and returns each score's rank correlation with the arms' gaps: by seed; with all low's gap as its repetition under other random bits has
-    it, which is the noise of these figures; and of means over seeds."""
+    """Prints and returns each score's rank correlation with the arms' gaps: by seed; with all low's gap replaced by that of its repetition with other random
+    bits, which shows the noise of these figures; and of means over seeds."""
     from mpbridge.tune.damage import rank_correlation
 
     arms = rows[0]["arms"]
@@ -120,7 +120,7 @@ def told(rows: list[dict[str, Any]]) -> dict[str, Any]:
         words = [f"{statistics.fmean(some):5.2f} ({', '.join(f'{one:.2f}' for one in some)})" for some in (each, again)]
         print(f"{words[0]} {words[1]} {found[name]['of means']:5.2f}  {name}")
     orders = [len({_order(row["scores"][name]) for name in row["scores"]}) for row in rows]
-    print(f"orders in which the scores put the arms, by seed: {orders}")
+    print(f"number of different orders of the arms by the scores, per seed: {orders}")
     return {"arms": arms, "spearman": found, "orders": orders, "rows": rows}
 
 
@@ -129,7 +129,7 @@ def _order(values: list[float]) -> tuple[int, ...]:
 
 
 def _seed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Arms, their gaps to BF16, and each score of theirs at the checkpoint that they began from."""
+    """Arms, their gaps to BF16, and each of their scores at their starting checkpoint."""
     import yaml
 
     from mpbridge.precision.modules import rule_of_word

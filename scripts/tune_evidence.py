@@ -1,12 +1,12 @@
-"""What predicts damage: rank correlations of scores with the gradient error of one decision at a time, planted outliers found, and scoring's memory.
+"""Evidence for the scores: their rank correlations with the gradient error of one decision at a time, detection of planted outliers, and the memory of scoring.
 
     python scripts/tune_evidence.py ranks --checkpoint DIR --out ranks.json
     python scripts/tune_evidence.py planted --checkpoint DIR
     python scripts/tune_evidence.py memory --parameters 100
 
-`ranks`: on --config's model every decision alone goes to NVFP4 and its gradient error on unseen batches is measured; scores from other batches are
-ranked against it. `planted`: one channel of a linear's input is scaled up and undone in the weight that reads it. `memory`: peak resident memory of one
-forward and backward, and of scoring the same batch, each in a process of its own.
+`ranks`: on --config's model, sets every decision alone to NVFP4 and measures its gradient error on unseen batches; scores from other batches are
+ranked against it. `planted`: one channel of a linear's input is scaled up, and the weight that reads it is scaled down. `memory`: peak resident memory of one
+forward and backward, and of scoring the same batch, each in a separate process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def opened(args: argparse.Namespace) -> Any:
-    """(what closes it, the subject) of --config under RECIPE, with the weights of --checkpoint."""
+    """(a stack that closes it, the subject) of --config under RECIPE, with the weights of --checkpoint."""
     from contextlib import ExitStack
 
     from mpbridge.config.container import ConfigContainer
@@ -68,7 +68,7 @@ def opened(args: argparse.Namespace) -> Any:
 
 
 def scored(subject: Any, batches: int, levels: dict[str, Any] | None = None) -> Any:
-    """(units, scores of all batches, the scorer). levels: besides the recipe's own format."""
+    """(units, scores of all batches, the scorer). levels: in addition to the recipe's own format."""
     from mpbridge.tune.decision_units import LOW, TunedLinear, units
     from mpbridge.tune.scores import Scorer, merged
 
@@ -86,7 +86,7 @@ def scored(subject: Any, batches: int, levels: dict[str, Any] | None = None) -> 
 
 
 def candidates(some: Any, scores: Any, level: Any) -> dict[str, list[float]]:
-    """Name -> a number for each of `some` (lists of slots), of those scores that need no joint measurement. level: (number, slot) -> level or None."""
+    """Name -> a number for each of `some` (lists of slots), for the scores that need no joint measurement. level: (number, slot) -> level or None."""
     from mpbridge.precision.regions import GEMMS
 
     def over(field: str, gemm: str) -> list[float]:
@@ -151,7 +151,7 @@ def ranks(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def planted(args: argparse.Namespace) -> dict[str, Any]:
-    """Outlier channels in the input of one fc2, undone in the weight that reads them: one channel alone, then one in every block of 16."""
+    """Outlier channels in the input of one fc2, compensated in the weight that reads them: one channel alone, then one in every block of 16."""
     import torch
 
     from mpbridge.tune.damage import damages, joint
@@ -172,7 +172,7 @@ def planted(args: argparse.Namespace) -> dict[str, Any]:
             kept = up.detach().clone(), down.detach().clone()
             with torch.no_grad():
                 for channel in channels:
-                    # of a gated layer the half that is multiplied, not the one that goes through SiLU: high precision computes the same
+                    # in a gated layer, the linear half, not the one that goes through SiLU: in high precision the result is unchanged
                     up[up.shape[0] - width + channel] *= factor
                     down[:, channel] /= factor
             some, scores, _ = scored(subject, args.batches)
@@ -196,7 +196,7 @@ def planted(args: argparse.Namespace) -> dict[str, Any]:
 
 def memory(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
-    # what is freed goes back at once, so that a peak is of what was needed at one time and not of what the allocator kept
+    # freed memory is returned at once, so that a peak shows what was needed at one time, not what the allocator kept
     returning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     for name, more in (("one forward and backward", []), ("scoring the same batch", ["--score"])):
         command = [sys.executable, __file__, "measure", "--parameters", str(args.parameters), *more]
@@ -209,7 +209,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _resident(line: str) -> float:
-    """GiB of this process: 'VmRSS' now, 'VmHWM' at most since the last reset."""
+    """GiB of this process: 'VmRSS': current; 'VmHWM': peak since the last reset."""
     status = Path("/proc/self/status").read_text()
     return next(int(row.split()[1]) for row in status.splitlines() if row.startswith(line)) / 2**20
 

@@ -1,10 +1,10 @@
-"""The pictures of docs/tuning.md, from the figures in scripts/data/tuning.json, which `collect` takes from what other scripts and `mpbridge tune` wrote.
+"""Draws the plots of docs/tuning.md from scripts/data/tuning.json, which `collect` fills from the output of other scripts and `mpbridge tune`.
 
     python scripts/tune_plots.py collect [--recipe tuned.yaml] [--training FOLDER] [--ranks ranks.json ...] [--gaps gaps.json] [--late late.json]
     python scripts/tune_plots.py draw
     python scripts/tune_plots.py tables
 
-What is not given stays as it is in the file. `tables` prints the page's tables.
+Data that is not given is kept as it is in the file. `tables` prints the page's tables.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def collected(args: argparse.Namespace) -> dict[str, Any]:
-    """Of each source what the pictures and the page need."""
+    """From each source, the data that the plots and the page need."""
     found: dict[str, Any] = {}
     if args.recipe is not None:
         import yaml
@@ -64,7 +64,7 @@ def collected(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def gaps(rows: list[dict[str, Any]], field: str) -> dict[str, list[float]]:
-    """Arm -> its losses above BF16's, thousandths of a nat per token, of the seeds that have both; the least first."""
+    """Arm -> its losses above BF16's, thousandths of a nat per token, for the seeds that have both; smallest first."""
     base = {row["seed"]: row[field] for row in rows if row["arm"] == "bf16"}
     found: dict[str, list[float]] = {}
     for row in rows:
@@ -74,7 +74,7 @@ def gaps(rows: list[dict[str, Any]], field: str) -> dict[str, list[float]]:
 
 
 def interval(values: list[float]) -> float:
-    """Half of the mean's 95 % interval (Student's t); nan for one value."""
+    """Half width of the mean's 95 % interval (Student's t); nan for one value."""
     from tune_training import STUDENT
 
     return STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -125,7 +125,7 @@ def _training_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(data: dict[str, Any]) -> list[str]:
-    """Writes docs/tuning_*.png for what there is; their names."""
+    """Writes docs/tuning_*.png for the available data; returns their names."""
     from mpbridge.report.pictures import pyplot
 
     plt, drawn = pyplot(), []
@@ -146,7 +146,7 @@ def draw(data: dict[str, Any]) -> list[str]:
 
 
 def _choice(plt: Any, choice: dict[str, Any]) -> Any:
-    """Error against cost of every choice, and where the damage is."""
+    """Plots error against cost for every choice, and where the damage is."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), width_ratios=(1.2, 1))
     for name, one in choice["proof"].items():
         left.errorbar(one["cost"], one["error"], yerr=one["se"], fmt="o", capsize=3, color=COLORS.get(name, OTHER))
@@ -168,7 +168,7 @@ def _choice(plt: Any, choice: dict[str, Any]) -> Any:
 
 
 def _training(plt: Any, rows: list[dict[str, Any]]) -> Any:
-    """Gaps to BF16 after training, seed by seed, with 95 % intervals of the mean."""
+    """Plots gaps to BF16 after training, seed by seed, with 95 % intervals of the mean."""
     figure, both = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
     for axes, field, title in zip(
         both, ("loss", "loss in bf16"), ("evaluated as trained", "weights evaluated in BF16"), strict=True
@@ -198,7 +198,7 @@ def _training(plt: Any, rows: list[dict[str, Any]]) -> Any:
 
 
 def _ranks(plt: Any, ranks: dict[str, Any]) -> Any:
-    """Rank correlations of scores with the gradient error, by model."""
+    """Plots rank correlations of scores with the gradient error, by model."""
     figure, axes = plt.subplots(figsize=(8, 3.6))
     names = list(next(iter(ranks.values()))["spearman"])
     high = 0.8 / len(ranks)

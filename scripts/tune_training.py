@@ -1,13 +1,13 @@
-"""Truth by training: what a tuned recipe's evaluation loss is beside its neighbours', from one BF16 checkpoint a seed, with an A/A arm.
+"""Compares by training: the evaluation loss of a tuned recipe and of its alternatives, from one BF16 checkpoint per seed, with an A/A arm.
 
     python scripts/tune_training.py --out FOLDER [--seeds 5] [--before 2000] [--steps 300] [key=value ...]
     python scripts/tune_training.py --out FOLDER --report
 
 The model is thin: 12 layers of width 64 (THIN, settings change it). For each seed: BF16 for --before steps at a constant learning rate (once), `tune` on its
-checkpoint, then --steps steps an arm, while the learning rate falls to 0, from that checkpoint, optimizer states and data position included: bf16, all
+checkpoint, then --steps steps per arm, while the learning rate falls to 0, from that checkpoint, optimizer states and data position included: bf16, all
 NVFP4, the same under other random bits of stochastic rounding (A/A), the last 15 % in BF16, whole kinds, tuned at the same predicted cost, all MXFP8.
-Every arm's loss on the same held-out batches is taken twice: as it was trained, and with the same weights in BF16. Every finished arm is a file in FOLDER:
-the script goes on where it was stopped, and the report says which arms and seeds there are. A gap within the A/A pair's difference is not separated.
+Every arm's loss on the same held-out batches is measured twice: as trained, and with the same weights in BF16. Every finished arm is a file in FOLDER:
+the script continues where it was stopped, and the report lists the finished arms and seeds. A gap within the A/A pair's difference is not separated.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _seed(args: argparse.Namespace, seed: int) -> None:
 
 
 def _before(args: argparse.Namespace, seed: int, kept: Path) -> None:
-    """The checkpoint that all arms begin from, and earlier ones."""
+    """Makes the checkpoint that all arms start from, and earlier ones."""
     from mpbridge.train.loop import pretrain
 
     settings = [
@@ -125,7 +125,7 @@ def _before(args: argparse.Namespace, seed: int, kept: Path) -> None:
 
 
 class _Arm(Hook):
-    """Takes the held-out loss of the arm's weights in BF16 too; other_bits: another seed of stochastic rounding, nothing else."""
+    """Also measures the held-out loss of the arm's weights in BF16; other_bits: another seed of stochastic rounding, nothing else."""
 
     def __init__(self, *, other_bits: bool) -> None:
         self.other_bits, self.high = other_bits, math.nan
@@ -136,7 +136,7 @@ class _Arm(Hook):
             training.engine.emulation.randomness.seed += 1  # type: ignore[attr-defined]
 
     def evaluated(self, training: Training, loss: float) -> None:
-        """Evaluates once more, nothing quantized."""
+        """Evaluates again without quantization."""
         emulation, count = getattr(training.engine, "emulation", None), int(training.run.train["eval_iters"])
         with contextlib.nullcontext() if emulation is None else emulation.paused():
             self.high = training.engine.evaluate(training.feed.batches("valid", 0, 0, 1), microbatches=count)
@@ -151,7 +151,7 @@ def report(folder: Path) -> None:
     base = losses.get("bf16", {})
     pairs = losses.get("all low", {}), losses.get("all low, other bits", {})
     twice = [abs(pairs[0][seed] - pairs[1][seed]) for seed in pairs[0].keys() & pairs[1].keys()]
-    print("arm, seeds, mean gap to BF16 in nats per token, half of the 95 % interval")
+    print("arm, seeds, mean gap to BF16 in nats per token, half width of the 95 % interval")
     for name, found in losses.items():
         gaps = [found[seed] - base[seed] for seed in found.keys() & base.keys()]
         if name != "bf16" and gaps:
@@ -163,7 +163,7 @@ def report(folder: Path) -> None:
             print(f"{name:24} {len(gaps)}  {statistics.fmean(gaps):+.5f}  {half:.5f}")
     if twice:
         print(
-            f"A/A: the same recipe under other random bits differs by up to {max(twice):.5f}, {statistics.fmean(twice):.5f} on average ({len(twice)} seeds): gaps within that are not separated"
+            f"A/A: the same recipe with other random bits differs by up to {max(twice):.5f}, {statistics.fmean(twice):.5f} on average ({len(twice)} seeds): gaps within that are not separated"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the live runs of scripts/witness_stacks.py share: a small network, its batches, and one case of one stack."""
+"""Shared by the live runs of scripts/witness_stacks.py: a small network, its batches, and one case of one stack."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Case:
 
     stack: str
     where: str
-    """As in the table of words."""
+    """As in the table of precision settings by stack."""
     run: Callable[[], Witnessed]
     word: str = "bf16"
     several: bool = False
-    """Whether it is something only in several processes."""
+    """Whether it applies only with several processes."""
     ranks: int = 2
-    """The fewest of them."""
+    """The minimum number of processes."""
 
 
 class Net(torch.nn.Module):
@@ -57,7 +57,7 @@ def tokens(seed: int) -> torch.Tensor:
 
 
 def together(value: Any) -> Any:
-    """The first rank's."""
+    """The first rank's value."""
     if not dist.is_initialized():
         return value
     box = [value]
@@ -66,10 +66,10 @@ def together(value: Any) -> Any:
 
 
 def checkout(name: str) -> Path:
-    """A clone of another project. Raises ImportError where there is none."""
+    """A clone of another project. Raises ImportError if there is none."""
     place = Path(os.environ.get("MPBRIDGE_CHECKOUTS", "")) / name
     if not os.environ.get("MPBRIDGE_CHECKOUTS") or not place.is_dir():
-        raise ImportError(f"no checkout of {name} (MPBRIDGE_CHECKOUTS=FOLDER, which holds {name})")
+        raise ImportError(f"no checkout of {name} (set MPBRIDGE_CHECKOUTS=FOLDER to the folder that contains {name})")
     return place
 
 
@@ -78,7 +78,7 @@ def adam(model: Any) -> torch.optim.Optimizer:
 
 
 def two_steps(model: Any, optimizer: torch.optim.Optimizer) -> Witnessed:
-    """What is seen in the second of two steps of a loop of torch's own."""
+    """The witness's report on the second of two steps of a plain torch loop."""
     seen = witness(model, optimizer, at={2})
     for step in range(2):
         with seen.step():
@@ -89,7 +89,7 @@ def two_steps(model: Any, optimizer: torch.optim.Optimizer) -> Witnessed:
 
 
 def lightning_module() -> Any:
-    """The network as Lightning takes it."""
+    """The network as a LightningModule."""
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -107,7 +107,7 @@ def lightning_module() -> Any:
 
 
 def accelerated(accelerator: Any, model: Any, optimizer: Any) -> Witnessed:
-    """Two steps of two micro-batches as accelerate's documentation writes them."""
+    """Two steps of two micro-batches as in accelerate's documentation."""
     seen = witness(model, optimizer, at={2})
     for step in range(4):
         with seen.microbatch(lambda: accelerator.sync_gradients), accelerator.accumulate(model):

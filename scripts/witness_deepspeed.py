@@ -1,4 +1,4 @@
-"""Live runs of DeepSpeed on a CPU: its own loop, and accelerate's and Lightning's ways to it."""
+"""Live runs of DeepSpeed on a CPU: its own loop, and through accelerate and Lightning."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def engine(stage: int, **config: Any) -> Witnessed:
 
 
 def accelerate(stage: int) -> Witnessed:
-    """accelerate's DeepSpeedPlugin; it is left alone on a CPU that accelerate was told to use, and used on one that it finds by itself."""
-    import deepspeed  # noqa: F401 (what is missing is said before anything is set)
+    """accelerate's DeepSpeedPlugin; accelerate ignores the plugin if it is told to use a CPU, and uses it if it finds the CPU by itself."""
+    import deepspeed  # noqa: F401 (so that a missing package is reported before anything is set)
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState, GradientState
 
@@ -70,7 +70,7 @@ def accelerate(stage: int) -> Witnessed:
 
 
 def lightning(precision: str) -> Witnessed:
-    """Lightning's DeepSpeedStrategy, which asks for GPUs by its accelerator's class and by their numbers only."""
+    """Lightning's DeepSpeedStrategy, which requires GPUs only by its accelerator's class and by device numbers."""
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
 

@@ -30,8 +30,8 @@ def megatron(
 ) -> Witnessed:
     """megatron-core's objects with the facts that `--bf16` sets in Megatron-LM's validate_args: BF16 parameters, accumulate_allreduce_grads_in_fp32.
 
-    spoil: gets the wrapped model and the optimizer before the first step. spec: of a layer; None: megatron-core's local modules. more: fields of the
-    TransformerConfig; optimizer: of the OptimizerConfig.
+    spoil: gets the wrapped model and the optimizer before the first step. spec: a layer's spec; None: megatron-core's local modules. more: fields of the
+    TransformerConfig; optimizer: fields of the OptimizerConfig.
     """
     from mpbridge.devices import device_layer
 
@@ -126,7 +126,7 @@ def _torch_fsdp2(config: Any, module: Any, reduce_in_fp32: bool) -> Any:
     )
 
     real = theirs.DeviceMesh
-    # it asks for a mesh of CUDA devices by name
+    # it requests a mesh of CUDA devices by name
     theirs.DeviceMesh = SimpleNamespace(from_group=lambda group, kind: real.from_group(group, "cpu"))
     try:
         return theirs.TorchFullyShardedDataParallel(config, Config(reshard_after_forward=True), module)
@@ -161,7 +161,7 @@ _WRAPPERS: dict[str, Callable[[Any, Any, bool], Any]] = {
 
 
 def since_017(run: Callable[[], Witnessed], *, holds: bool = True) -> Callable[[], Witnessed]:
-    """That case where megatron-core is 0.17 or newer; holds=False: older. Raises ImportError elsewhere."""
+    """The case if megatron-core is 0.17 or newer (holds=False: older). Raises ImportError otherwise."""
 
     def go() -> Witnessed:
         from mpbridge.hardware.probe import installed

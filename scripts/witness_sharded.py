@@ -19,7 +19,7 @@ from scripts.witness_common import BF16, VOCABULARY, Case, Net, adam, checkout, 
 
 # --- torchtitan --------------------------------------------------------------------------------------------------------------------------------
 class Decoder(torch.nn.Module):
-    """A network whose parts have the names that torchtitan shards by."""
+    """A network whose modules have the names that torchtitan shards by."""
 
     enable_weight_tying = False
 
@@ -40,7 +40,7 @@ class Decoder(torch.nn.Module):
 
 
 def torchtitan(dtype: str | None = None) -> Witnessed:
-    """Its TrainingConfig and its apply_fsdp_to_decoder; dtype: training.dtype, None: as it is."""
+    """Its TrainingConfig and its apply_fsdp_to_decoder; dtype: training.dtype; None: its default."""
     sys.path.insert(0, str(checkout("torchtitan")))
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
@@ -136,7 +136,7 @@ def fused_adam() -> Witnessed:
 
 # --- Lightning ---------------------------------------------------------------------------------------------------------------------------------
 def lightning_fsdp(precision: str) -> Witnessed:
-    """Its FSDPStrategy and FSDPPrecision, which ask for a GPU by the strategy's exact class and by autocast's device only."""
+    """Its FSDPStrategy and FSDPPrecision, which require a GPU only by the strategy's exact class and autocast's device."""
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import FSDPStrategy
 

@@ -1,10 +1,10 @@
-"""What each word of each stack really is, read from live tensors of that stack's own loop, beside the table of words in mpbridge/stacks/words.py.
+"""Compares the table of precision settings in mpbridge/stacks/words.py with live tensors of each stack's own loop.
 
     torchrun --nproc-per-node 2 scripts/witness_stacks.py [--only STACK] [--json FILE]
 
 Every case is a training step of the real package on a CPU: accelerate's Accelerator, transformers' Trainer, Lightning's Trainer and Fabric, DeepSpeed's
-engine, torch's FSDP2, megatron-core's objects as Megatron-LM's flags configure them. A stack that is not installed is left out with a line that says so.
-Exits with 1 where live tensors and the table disagree.
+engine, torch's FSDP2, megatron-core's objects as Megatron-LM's flags configure them. Stacks that are not installed are skipped with a message.
+Exits with 1 if live tensors and the table disagree.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def accelerate(model: Any, word: str = "bf16", **how: Any) -> Witnessed:
     GradientState._reset_state()
     accelerator = Accelerator(mixed_precision=word, cpu=True, gradient_accumulation_steps=2, **how)
     if "fsdp_plugin" in how:
-        # accelerate ignores the plugin on a CPU, without a word; its FSDP code itself runs there
+        # accelerate silently ignores the plugin on a CPU, although its FSDP code runs there
         how["fsdp_plugin"].set_mixed_precision(word)
         accelerator.state.fsdp_plugin = how["fsdp_plugin"]
-        # every AcceleratorState() that it makes on the way copies this one
+        # every AcceleratorState() that it creates later copies this one
         for state in (accelerator.state.__dict__, PartialState._shared_state):
             state["distributed_type"] = DistributedType.FSDP
-            state["device"] = torch.device("cpu")  # FSDP1 takes cpu:0 for another one
+            state["device"] = torch.device("cpu")  # FSDP1 treats cpu:0 as a different device
     if "fsdp_plugin" in how and how["fsdp_plugin"].fsdp_version == 1:
-        model = accelerator.prepare(model)  # its parameters are others then; an optimizer is made of those
+        model = accelerator.prepare(model)  # this replaces its parameters, which the optimizer needs
         return accelerated(accelerator, model, accelerator.prepare(adam(model)))
     return accelerated(accelerator, *accelerator.prepare(model, adam(model)))
 
@@ -92,7 +92,7 @@ def transformers_trainer(dtype: Any = None) -> Witnessed:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes))
     with tempfile.TemporaryDirectory() as mine:
         folder = together(mine)
-        if dtype is not None:  # as a checkpoint in that dtype is loaded; the first rank alone writes it
+        if dtype is not None:  # like loading a checkpoint in that dtype; only the first rank writes it
             model.to(dtype).save_pretrained(folder)
             if dist.is_initialized():
                 dist.barrier()
@@ -198,14 +198,14 @@ CASES = (
 
 
 def told(case: Case) -> dict[str, str]:
-    """What the table of words says."""
+    """What the table says."""
     found = [row for row in TABLE if row.stack == case.stack and row.where == case.where and case.word in row.words]
     assert len(found) == 1, (case, len(found))
     return {name: text for name, text in rows(found[0].meaning).items() if name in COMPARED}
 
 
 def different(case: Case, seen: Witnessed) -> dict[str, tuple[str, str]]:
-    """Row -> (the table's, what was seen); rows that one process cannot show are left out."""
+    """Row -> (the table's, what was seen); without rows that one process cannot show."""
     described = seen.described
     found = {name: text for name, text in rows(described.meaning).items() if name not in described.unseen}
     return {name: (text, found[name]) for name, text in told(case).items() if name in found and found[name] != text}
@@ -229,7 +229,7 @@ def main() -> int:
         seen = run(case)
         if isinstance(seen, str):
             if first:
-                print(f"-    {name}: left out: {seen}")
+                print(f"-    {name}: skipped: {seen}")
             continue
         found = different(case, seen)
         wrong += bool(found or seen.report.faults)
@@ -244,10 +244,10 @@ def main() -> int:
 
 
 def run(case: Case) -> Witnessed | str:
-    """What was seen of a case, or why it was left out."""
+    """The report on a case, or why it was skipped."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     if case.several and size < case.ranks:
-        return f"it takes torchrun and {case.ranks} processes"
+        return f"it needs torchrun and {case.ranks} processes"
     try:
         return case.run()
     except ImportError as error:

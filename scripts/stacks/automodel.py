@@ -1,9 +1,9 @@
-"""NeMo AutoModel's own parser as the judge of `export --to automodel` and `import --from automodel`.
+"""Uses NeMo AutoModel's own parser to verify `export --to automodel` and `import --from automodel`.
 
     python scripts/stacks/automodel.py CHECKOUT
 
 Its distributed section parser, dtype words and FSDP2/Megatron-FSDP/DDP configs are real; no model is loaded. Every example YAML is imported
-and compared with what they make of it, and every export is parsed there. Exit code 0 when all are equal. Needs torch and PyYAML.
+and compared with the configs that result there, and every export is parsed there. Exit code 0 if all are equal. Needs torch and PyYAML.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prepare(checkout: Path) -> Any:
 
 
 def theirs(data: dict[str, Any], parse: Any, dtype: Any) -> dict[str, str | None]:
-    """Storage, compute and reduction as their classes have them."""
+    """Storage, compute and reduction according to their classes."""
     model = data.get("model") or {}
     word = model.get("torch_dtype", model.get("dtype"))
     section = dict(data.get("distributed") or {})
@@ -48,7 +48,7 @@ def theirs(data: dict[str, Any], parse: Any, dtype: Any) -> dict[str, str | None
 
 
 def differs(imported: Any, facts: dict[str, str | None]) -> dict[str, tuple[str, str]]:
-    """Facts that our reading has otherwise; a reduction of None is the compute dtype there."""
+    """Facts that our reading has differently; there, a reduction of None is the compute dtype."""
     found = {}
     for name, value in facts.items():
         if value in (None, "None"):
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def exports_agree(parse: Any, dtype: Any) -> tuple[int, int]:
-    """Recipes exported and parsed there, and those of them parsed as they are meant."""
+    """Number of recipes exported and parsed there, and of those parsed as intended."""
     import yaml
 
     from mpbridge import recipes
@@ -91,7 +91,7 @@ def exports_agree(parse: Any, dtype: Any) -> tuple[int, int]:
 
 
 def examples_agree(checkout: Path, parse: Any, dtype: Any) -> tuple[int, int, int]:
-    """Example files imported, those that its parser takes, and those of them read alike."""
+    """Number of example files imported, of those that its parser accepts, and of those read alike."""
     import yaml
 
     from mpbridge.errors import MpbridgeError
@@ -111,7 +111,7 @@ def examples_agree(checkout: Path, parse: Any, dtype: Any) -> tuple[int, int, in
             continue
         try:
             facts = theirs(data, parse, dtype)
-        except Exception as error:  # a file that their own parser refuses has nothing to compare with
+        except Exception as error:  # there is nothing to compare with if their own parser refuses a file
             print(f"{path.name}: its own parser: {type(error).__name__}: {str(error)[:100]}")
             continue
         compared += 1

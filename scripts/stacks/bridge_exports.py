@@ -1,10 +1,10 @@
-"""Megatron Bridge's own configuration code as the judge of `export --to megatron-bridge` and of its recipes' names.
+"""Uses Megatron Bridge's own configuration code to verify `export --to megatron-bridge` and its recipes' names.
 
     python scripts/stacks/bridge_exports.py CHECKOUT CORE
 
 CHECKOUT: a clone of Megatron Bridge. CORE: a clone of the Megatron-LM that it belongs to. Each exported run_config.yaml is read by Bridge's
 instantiate, finalized and set up onto megatron-core's configs by Bridge's MixedPrecisionConfig, and every planned fact is compared, recipe by
-recipe; then each of Bridge's own recipes is set up there and, by its name, imported here. Exit code 0 when all facts of exact exports are equal.
+recipe; then each of Bridge's own recipes is set up there and, by its name, imported here. Exit code 0 if all facts of exact exports are equal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS = ("model", "optimizer", "ddp")
 
 
 def configs(classes: tuple[type, type, type]) -> dict[str, Any]:
-    """Bridge's deferred configs as a recipe function makes them."""
+    """Bridge's deferred configs, as made by a recipe function."""
     model, optimizer, ddp = classes
     return {
         "model": model(num_layers=48, hidden_size=64, num_attention_heads=4),
@@ -37,7 +37,7 @@ def set_up(mixed: Any, sections: dict[str, Any], classes: tuple[type, type, type
     for name in PARTS:
         for field, value in (sections.get(name) or {}).items():
             if not hasattr(made[name], field):
-                raise SystemExit(f"{name}.{field}: no field of Bridge's config")
+                raise SystemExit(f"{name}.{field}: not a field of Bridge's config")
             setattr(made[name], field, value)
     mixed.finalize()
     mixed.setup(*(made[name] for name in PARTS))
@@ -47,7 +47,7 @@ def set_up(mixed: Any, sections: dict[str, Any], classes: tuple[type, type, type
 
 
 def exports_agree(classes: tuple[type, type, type]) -> bool:
-    """Every export read there; a line for each recipe, and whether all exact ones are as planned."""
+    """Reads every export there; prints a line per recipe; returns whether all exact ones are as planned."""
     import yaml
 
     from mpbridge import recipes
@@ -74,7 +74,7 @@ def exports_agree(classes: tuple[type, type, type]) -> bool:
 
 
 def names_agree(classes: tuple[type, type, type]) -> None:
-    """Bridge's own recipes under their names, against the import of the name alone; differences are printed, they are Bridge's values."""
+    """Compares Bridge's own recipes by name with the import of the name alone; prints differences, with Bridge's values."""
     from mpbridge.stacks.importers import read_data_of
     from mpbridge.stacks.megatron_bridge import FIELDS
 

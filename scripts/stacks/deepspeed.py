@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration as the judge of `export --to deepspeed` and `import --from deepspeed`.
+"""Uses DeepSpeed's own configuration to verify `export --to deepspeed` and `import --from deepspeed`.
 
     python scripts/stacks/deepspeed.py
 
@@ -21,7 +21,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("DS_BUILD_OPS", "0")
 sys.path[:] = [
     path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent
-]  # this file has its name
+]  # this file has the same name
 ASKED = (
     "fp16_enabled", "bfloat16_enabled", "zero_optimization", "zero_optimization_stage", "zero_cpu_offload", "torch_autocast_enabled",
     "fp16_master_weights_and_gradients", "bf16_master_weights_and_gradients", "bf16_optimizer_states", "torch_autocast_dtype",
@@ -38,7 +38,7 @@ CASES = (
 
 
 def theirs(text: str) -> dict[str, str]:
-    """What DeepSpeed's own classes make of a configuration; {'error': text} where they refuse it."""
+    """How DeepSpeed's own classes read a configuration; {'error': text} if they refuse it."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -62,7 +62,7 @@ def theirs(text: str) -> dict[str, str]:
 
 
 def ours(meaning: Any) -> dict[str, str]:
-    """The same facts of our reading."""
+    """The same facts according to our reading."""
     facts = {name: f"torch.{getattr(meaning, name).value}" for name in ("storage", "accumulator", "wire")}
     if meaning.loss_scale is not None:
         facts["initial"] = str(meaning.loss_scale.initial)
@@ -70,7 +70,7 @@ def ours(meaning: Any) -> dict[str, str]:
 
 
 def main() -> int:
-    """Compares exports and cases; 0 when all facts are equal."""
+    """Compares exports and cases; returns 0 if all facts are equal."""
     from mpbridge import recipes
     from mpbridge.stacks.exporters import export
     from mpbridge.stacks.importers import read_text

@@ -1,9 +1,9 @@
-"""The keys that each stack's configuration knows, from that stack's own classes and parsers: rewrites mpbridge/stacks/data/known_keys.json.
+"""Collects the keys that each stack's configuration accepts from that stack's own classes and parsers, and rewrites mpbridge/stacks/data/known_keys.json.
 
     python scripts/stacks/known_keys.py --packages SITE_PACKAGES --torchtitan CHECKOUT --automodel CHECKOUT --bridge CHECKOUT --megatron-lm CHECKOUT
 
-Names only. Sources are read as syntax trees, nothing of them is imported: annotated fields of dataclasses and pydantic models with those of their
-bases, parameters of a constructor, options of an argparse parser, and keys that code asks a configuration for.
+Names only. Sources are parsed as syntax trees and never imported: annotated fields of dataclasses and pydantic models with those of their
+bases, parameters of a constructor, options of an argparse parser, and keys that code reads from a configuration.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Classes:
                 self._walk(node.body, outer)
 
     def of(self, name: str, seen: frozenset[str] = frozenset()) -> set[str]:
-        """Fields of a class and its bases; of several classes of one name all."""
+        """Fields of a class and its bases; of all classes if several have the name."""
         name = self.alias.get(name, name)
         if name in seen or name not in self.fields:
             return set()
@@ -84,7 +84,7 @@ def parameters(file: Path, owner: str) -> set[str]:
 
 
 def accelerate(packages: Path) -> dict[str, set[str]]:
-    """Of `accelerate config`'s files, and what its launcher takes for their sections."""
+    """Keys of `accelerate config`'s files, and the launcher's arguments for their sections."""
     here = packages / "accelerate"
     config = Classes([here / "commands" / "config" / "config_args.py"])
     options = strings(here / "commands" / "launch.py", r'"--([a-z0-9_]+)"')
@@ -108,7 +108,7 @@ def accelerate(packages: Path) -> dict[str, set[str]]:
 
 
 def deepspeed(packages: Path) -> dict[str, set[str]]:
-    """Of its JSON: names in its constants, and the fields of its pydantic models."""
+    """Keys of its JSON: names in its constants, and the fields of its pydantic models."""
     here = packages / "deepspeed"
     models = Classes([
         *python_files(here / "runtime" / "zero"), here / "runtime" / "precision_config.py", here / "runtime" / "config.py", here / "comm" / "config.py",
@@ -130,7 +130,7 @@ def deepspeed(packages: Path) -> dict[str, set[str]]:
     common = constants | models.of("DeepSpeedMonitorConfig") | {
         "bf16", "fp16", "zero_optimization", "data_types", "comms_logger", "compile", "hybrid_engine", "activation_checkpointing", "torch_autocast",
         "train_batch_size", "train_micro_batch_size_per_gpu", "flops_profiler", "autotuning", "elasticity", "tensor_parallel",
-        # asked for by names that are arguments of their readers
+        # looked up by names that are passed to their readers
         "communication_data_type", "seq_parallel_communication_data_type",
     }  # fmt: skip
     return {
@@ -143,7 +143,7 @@ def deepspeed(packages: Path) -> dict[str, set[str]]:
 
 
 def lightning(packages: Path) -> dict[str, set[str]]:
-    """Of a Trainer, and of the CLI's file around it."""
+    """Keys of a Trainer, and of the CLI's file around it."""
     here = packages / "lightning" / "pytorch"
     return {
         "": {"seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "fit", "validate", "test", "predict", "config"}
@@ -153,7 +153,7 @@ def lightning(packages: Path) -> dict[str, set[str]]:
 
 
 def transformers(packages: Path) -> dict[str, set[str]]:
-    """Of TrainingArguments, and what its example scripts load a model by."""
+    """Keys of TrainingArguments, and the arguments by which its example scripts load a model."""
     classes = Classes(
         [packages / "transformers" / "training_args.py", packages / "transformers" / "training_args_seq2seq.py"]
     )
@@ -161,7 +161,7 @@ def transformers(packages: Path) -> dict[str, set[str]]:
 
 
 def torchtitan(checkout: Path) -> dict[str, set[str]]:
-    """Of Trainer.Config and its sections."""
+    """Keys of Trainer.Config and its sections."""
     here = checkout / "torchtitan"
     classes = Classes(
         python_files(
@@ -188,7 +188,7 @@ def torchtitan(checkout: Path) -> dict[str, set[str]]:
 
 
 def automodel(checkout: Path) -> dict[str, set[str]]:
-    """Top-level keys are those that its recipes ask for and its examples have; sections of a `_target_` take what that callable takes."""
+    """Top-level keys are those that its recipes read and its examples have; a section with a `_target_` has that callable's parameters."""
     import yaml
 
     here = checkout / "nemo_automodel"
@@ -222,7 +222,7 @@ def automodel(checkout: Path) -> dict[str, set[str]]:
 
 
 def bridge(checkout: Path, core: Path) -> dict[str, set[str]]:
-    """Of ConfigContainer and its sections, with the fields that they inherit from megatron-core."""
+    """Keys of ConfigContainer and its sections, including the fields inherited from megatron-core."""
     here = checkout / "src" / "megatron" / "bridge"
     classes = Classes(python_files(
         here / "training" / "config.py", here / "training" / "mixed_precision.py", here / "training" / "comm_overlap.py", here / "training" / "tokenizers",
@@ -241,7 +241,7 @@ def bridge(checkout: Path, core: Path) -> dict[str, set[str]]:
 
 
 def main() -> int:
-    """Writes the lists that its arguments give sources for; the others stay as they are."""
+    """Writes the lists for which its arguments give sources; the others are kept."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name in ("packages", "torchtitan", "automodel", "bridge", "megatron-lm"):
         arguments.add_argument(f"--{name}", type=Path)
@@ -265,7 +265,7 @@ def main() -> int:
         version = installed.get(stack) or stack_module(stack).DEFAULT_VERSION
         data[stack] = {"version": version, "keys": {name: sorted(keys) for name, keys in sections.items()}}
         print(f"{stack} {version}: " + ", ".join(f"{name or 'top'} {len(keys)}" for name, keys in sections.items()))
-    # one section a line: a file of names, not of lines
+    # one section per line, since the file is a list of names
     lines = [
         f'"{stack}": {{"version": "{one["version"]}", "keys": {{\n' + ",\n".join(f'  "{name}": {json.dumps(keys)}' for name, keys in one["keys"].items()) + "\n}}"
         for stack, one in sorted(data.items())

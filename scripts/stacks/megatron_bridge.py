@@ -1,10 +1,10 @@
-"""Megatron Bridge's own code as the judge of `mpbridge.compat.megatron_bridge`.
+"""Uses Megatron Bridge's own code to verify `mpbridge.compat.megatron_bridge`.
 
     python scripts/stacks/megatron_bridge.py CHECKOUT CORE [--tests FILE]
 
 CHECKOUT: a clone of Megatron Bridge. CORE: a clone of the Megatron-LM that it belongs to. Its configuration code (omegaconf_utils,
 config_utils) writes, overrides and reads our objects under its module's name; with --tests, its unit tests of that module run against ours. Needs torch, triton,
-omegaconf, hydra-core, transformers and pytest. Exit code 0 when all of that holds; tests that are not expected to pass are listed with the decision behind them.
+omegaconf, hydra-core, transformers and pytest. Exit code 0 if all of this passes; tests that are not expected to pass are listed with the reason.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ sys.path.insert(0, str(ROOT))
 DECIDED = {
     "test_fp8_param_synchronization": "twins that contradict each other in one constructor are refused",
     "test_setup_with_gpt_config": "loss_scale is the optimizer's field, not the model's",
-    "test_setup_with_t5_config": "autocast_enabled is no field of megatron-core: enable_autocast is written",
-    "test_setup_with_optimizer_config": "a static loss scale below FP32 compute and grad_reduce_in_fp32 on the optimizer are not the plan's",
-    "test_setup_with_ddp_config": "fp16 is no field of the DDP config",
-    "test_setup_with_all_configs": "grad_reduce_in_fp32 is no field of the optimizer config",
-    "test_update_with_matching_fields": "each change is told by the logger mpbridge.compat: logging.debug itself would set the root logger up",
+    "test_setup_with_t5_config": "autocast_enabled is not a field of megatron-core: enable_autocast is written",
+    "test_setup_with_optimizer_config": "a static loss scale below FP32 compute and grad_reduce_in_fp32 on the optimizer are not written by the plan",
+    "test_setup_with_ddp_config": "fp16 is not a field of the DDP config",
+    "test_setup_with_all_configs": "grad_reduce_in_fp32 is not a field of the optimizer config",
+    "test_update_with_matching_fields": "changes are logged by the logger mpbridge.compat: logging.debug would configure the root logger",
     "test_update_preserves_none_values": "None is not copied over a value",
-    "test_bf16_configuration_flow": "edge layers without a quantization are inert, and autocast is written as enable_autocast",
+    "test_bf16_configuration_flow": "edge layers without quantization have no effect, and autocast is written as enable_autocast",
     "test_recipe_with_setup": "fp8_param_gather is the DDP config's field, not the model's",
-    "test_fp8_configuration_flow": "FP8 around FP32 is refused",
+    "test_fp8_configuration_flow": "FP8 with FP32 compute is refused",
 }
 
 
 def package(name: str, path: Path | None = None, **names: Any) -> None:
-    """A package of that name whose own __init__ is not run: it would import every model."""
+    """A package of that name without running its __init__, which would import every model."""
     module = types.ModuleType(name)
     module.__dict__.update(names)
     module.__path__ = [str(path)] if path else []
@@ -45,7 +45,7 @@ def package(name: str, path: Path | None = None, **names: Any) -> None:
 
 
 def prepare(checkout: Path, core: Path, *, ours: bool = True) -> tuple[type, type, type]:
-    """Bridge's package, with our module in the place of its own unless ours=False; its three deferred config classes."""
+    """Bridge's package, with our module instead of its own unless ours=False; its three deferred config classes."""
     sys.path.insert(0, str(core))
     if not hasattr(typing, "override"):
         from typing_extensions import override
@@ -79,7 +79,7 @@ def prepare(checkout: Path, core: Path, *, ours: bool = True) -> tuple[type, typ
 
 
 def _late(base: type) -> type:
-    """megatron-core's class with __post_init__ put off to finalize(), as Bridge has it."""
+    """megatron-core's class with __post_init__ deferred to finalize(), as in Bridge."""
 
     @dataclasses.dataclass
     class Late(base):  # type: ignore[misc,valid-type]
@@ -93,7 +93,7 @@ def _late(base: type) -> type:
 
 
 def _gpt_model_config(model: type) -> type:
-    """Bridge's GPTModelConfig as far as precision reaches it: attributes of its transformer config are its own."""
+    """Bridge's GPTModelConfig as far as precision is concerned: it has the attributes of its transformer config."""
 
     class GPTModelConfig:
         def __init__(self, transformer: Any, **_: Any) -> None:
@@ -109,7 +109,7 @@ def _gpt_model_config(model: type) -> type:
 
 
 def overrides_work(classes: tuple[type, type, type]) -> bool:
-    """Bridge's own OmegaConf path on our object: written as YAML data, overridden, read back, set up on megatron-core's configs."""
+    """Runs Bridge's own OmegaConf path on our object: written as YAML data, overridden, read back, applied to megatron-core's configs."""
     from mpbridge.compat import megatron_bridge as ours
 
     utils = importlib.import_module("megatron.bridge.training.utils.omegaconf_utils")
@@ -157,7 +157,7 @@ def comes_back(mixed: Any) -> bool:
 
 
 def files_work() -> bool:
-    """run_config.yaml of every recipe, written and read by the container that Bridge's ConfigContainer is made of; False where one comes back changed."""
+    """run_config.yaml of every recipe, written and read by the base class of Bridge's ConfigContainer; False if one is changed by that."""
     import tempfile
 
     from mpbridge.compat import megatron_bridge as ours
@@ -168,7 +168,7 @@ def files_work() -> bool:
     class Container(base):  # type: ignore[misc, valid-type]
         mixed_precision: Any
 
-    # under the name of Bridge's own, whose other sections are of no interest here: its loader takes targets below megatron alone
+    # under the name of Bridge's own, whose other sections do not matter here: its loader only accepts targets below megatron
     Container.__module__, Container.__qualname__ = "megatron.bridge.training.config", "ConfigContainer"
     sys.modules[Container.__module__].ConfigContainer = Container  # type: ignore[attr-defined]
 
@@ -188,7 +188,7 @@ def files_work() -> bool:
 
 
 def own_tests(path: Path) -> bool:
-    """Bridge's unit tests of the module, run against ours."""
+    """Bridge's unit tests of the module, run on ours."""
     import pytest
 
     class Collected:

@@ -1,10 +1,10 @@
-"""Megatron-LM's own parser as the judge of `export --to megatron-lm` and `import --from megatron-lm`.
+"""Uses Megatron-LM's own parser to verify `export --to megatron-lm` and `import --from megatron-lm`.
 
     python scripts/stacks/megatron_lm.py CHECKOUT            every recipe's flags parsed there, compared with the plan; every example script imported
     python scripts/stacks/megatron_lm.py CHECKOUT --words    rewrites mpbridge/stacks/data/megatron_lm.json from that parser
 
 CHECKOUT: a clone of Megatron-LM. Needs torch, and triton (any build: it is imported, not used). No GPU, no Transformer Engine: the
-two places where its parser asks for them are answered. Exit code 0 when every compared fact is equal.
+two places where its parser checks for them are patched. Exit code 0 if every compared fact is equal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WIDE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.
 
 
 def prepare(checkout: Path) -> Any:
-    """Megatron-LM's modules (arguments, training) with what only a GPU could answer answered."""
+    """Megatron-LM's modules (arguments, training) with answers for what only a GPU could tell."""
     sys.path.insert(0, str(checkout))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if not hasattr(typing, "override"):
@@ -52,7 +52,7 @@ def prepare(checkout: Path) -> Any:
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=10, minor=0, name="B200")
 
     class FusedAdam:
-        """What megatron-core inspects: the names of its arguments."""
+        """megatron-core only inspects the names of its arguments."""
 
         def __init__(
             self, params: Any, lr: float = 1e-3, master_weights: bool = False, master_weight_dtype: Any = None,
@@ -73,7 +73,7 @@ def prepare(checkout: Path) -> Any:
 
 
 def parsed(modules: Any, flags: list[str]) -> dict[str, Any]:
-    """{'model': config, 'optimizer': config, 'ddp': config} that these flags give, or {'error': text}."""
+    """{'model': config, 'optimizer': config, 'ddp': config} resulting from these flags, or {'error': text}."""
     log, before = io.StringIO(), sys.argv
     sys.argv = ["pretrain", *MODEL, *flags]
     try:
@@ -90,7 +90,7 @@ def parsed(modules: Any, flags: list[str]) -> dict[str, Any]:
 
 
 def ddp_config(training: Any, args: Any) -> Any:
-    """The DDP config of its training loop; before it had a function for that, from the statement of its get_model that makes one."""
+    """The DDP config of its training loop; in versions without a function for that, from the statement in get_model that makes one."""
     if hasattr(training, "get_megatron_ddp_config"):
         return training.get_megatron_ddp_config(args)
     (maker,) = ast.parse(inspect.getsource(training.get_model)).body
@@ -106,7 +106,7 @@ def ddp_config(training: Any, args: Any) -> Any:
 
 
 def recipes_agree(modules: Any, version: str | None = None) -> tuple[int, int]:
-    """Facts compared and facts equal, over every recipe that can be said; prints each difference."""
+    """Number of facts compared and of equal ones, over all recipes that can be expressed; prints each difference."""
     from mpbridge import recipes
     from mpbridge.stacks.exporters import export
 
@@ -123,24 +123,24 @@ def recipes_agree(modules: Any, version: str | None = None) -> tuple[int, int]:
             continue
         said += 1
         more, alike = as_planned(name, got)
-        # no recipe states it, and the parser's default is not the class's: the export keeps what runs here
+        # no recipe states it, and the parser's default is not the class's: the export keeps the value that runs here
         softmax = got["model"].attention_softmax_in_fp32 == type(got["model"]).attention_softmax_in_fp32
         if not softmax:
             print(f"{name}: attention_softmax_in_fp32: {got['model'].attention_softmax_in_fp32} there")
         compared, equal = compared + more + 1, equal + alike + softmax
-    print(f"recipes said: {said}; planned facts compared: {compared}, equal: {equal}")
+    print(f"recipes expressed: {said}; planned facts compared: {compared}, equal: {equal}")
     return compared, equal
 
 
 def as_planned(name: str, got: dict[str, Any]) -> tuple[int, int]:
-    """Planned facts of a recipe that the configs of `got` (model, optimizer, ddp) have, and how many are equal; prints each difference."""
+    """Planned facts of a recipe in the configs `got` (model, optimizer, ddp), and the number of equal ones; prints each difference."""
     from mpbridge import get_mixed_precision_config, recipes, resolve
 
     return policy_as_planned(name, resolve(get_mixed_precision_config(name)), recipes[name].engine, got)
 
 
 def policy_as_planned(name: str, policy: Any, engine: str | None, got: dict[str, Any]) -> tuple[int, int]:
-    """The same of a policy on an engine; rules by module are asked of megatron-core's matcher, linear by linear."""
+    """The same for a policy on an engine; rules by module are checked with megatron-core's matcher, linear by linear."""
     from mpbridge import plan
     from mpbridge.formats import say
 
@@ -166,7 +166,7 @@ LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linea
 
 
 def rules_alike(name: str, policy: Any, recipe: Any) -> tuple[int, int]:
-    """Linears compared, and those whose scaling by the file, or by the autocast around their block, is the policy's."""
+    """Number of linears compared, and of those whose scaling, by the file or by the autocast around their block, matches the policy."""
     from megatron.core.quantization.quant_config import MatchContext
 
     compared = equal = 0
@@ -208,11 +208,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp8 moments": {"recipe": "bf16_mixed_bf16_moments", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"},
     "two wires": {"recipe": "bf16_megatron_fsdp", "grad_reduce_in_fp32": False, "grad_accumulation_dtype": "fp32"},
 }  # fmt: skip
-"""Additions to recipes, as a run's configuration has them."""
+"""Additions to recipes, as in a run's configuration."""
 
 
 def runs_agree(modules: Any) -> tuple[int, int]:
-    """Facts compared and equal, over exports of configured runs with the files that they name."""
+    """Number of facts compared and of equal ones, over exports of configured runs with the files that they name."""
     import tempfile
 
     from mpbridge import ConfigContainer, recipes
@@ -252,11 +252,11 @@ READ = (
     "use_precision_aware_optimizer",
     "fp8_param_gather",
 )
-"""Names of its namespace that a script decides; the reduction is compared apart, since validate_args settles it."""
+"""Names in its namespace that a script decides; the reduction is compared separately, since validate_args decides it."""
 
 
 def namespace(modules: Any, words: list[str]) -> Any:
-    """What its own parser makes of a command line, options of the program itself passed over; None where it refuses it."""
+    """How its own parser reads a command line, ignoring options of the program itself; None if it refuses it."""
     before, log = sys.argv, io.StringIO()
     sys.argv = ["pretrain", *words]
     try:
@@ -269,7 +269,7 @@ def namespace(modules: Any, words: list[str]) -> Any:
 
 
 def examples_agree(modules: Any, checkout: Path) -> tuple[int, int, int]:
-    """Example scripts imported, those whose words bash itself hands over and its parser takes, and those of them read alike.
+    """Number of example scripts imported, of those started by bash whose words its parser accepts, and of those read alike.
 
     The words are bash's (real_bash.py), not ours: what is compared is our reading of the file with its parser's reading of what bash started.
     """
@@ -287,7 +287,7 @@ def examples_agree(modules: Any, checkout: Path) -> tuple[int, int, int]:
             env = real_bash.given(path, dict(real_bash.MORE.get(path.parent.name, {})))
             try:
                 ours = read_file(path, stack="megatron-lm", env=env)
-            except DataError as error:  # a file of variables alone holds no option
+            except DataError as error:  # a file with only variables has no options
                 print(f"{path.name}: refused: {error}")
                 continue
             imported += 1
@@ -311,11 +311,11 @@ def examples_agree(modules: Any, checkout: Path) -> tuple[int, int, int]:
 
 
 SWITCHES = {"use_megatron_fsdp": "megatron_fsdp", "use_torch_fsdp2": "fsdp2"}
-"""Its flag of another engine than its own -> that engine here."""
+"""Flag that selects another engine -> that engine here."""
 
 
 def read_differently(ours: Any, args: Any) -> dict[str, tuple[Any, Any]]:
-    """Name -> (what the file was read as, what its parser made of it), for all that differ."""
+    """Name -> (our reading of the file, its parser's), for all that differ."""
     from mpbridge.stacks.optimizers import optimizer_named
 
     fields = {**ours.fields, "fp8_param_gather": ours.fields.get("fp8_param", False)}
@@ -331,7 +331,7 @@ def read_differently(ours: Any, args: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def reduces_in_fp32(args: Any) -> bool:
-    """What its validate_args settles of the reduction's dtype."""
+    """The reduction's dtype according to validate_args."""
     if args.bf16 and args.grad_reduce_in_bf16:
         return False
     return bool(
@@ -341,7 +341,7 @@ def reduces_in_fp32(args: Any) -> bool:
 
 
 def write_words(modules: Any, version: str | None) -> None:
-    """The options of that parser and how many values each takes; of an earlier version, what it lacks and what it has otherwise."""
+    """The options of that parser and how many values each takes; for an earlier version, what it lacks and what differs."""
     parser = modules.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     found = {
         option: 0 if action.nargs == 0 else 1 if action.nargs is None else action.nargs
@@ -364,11 +364,11 @@ def main() -> int:
     """The command line of this script."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("checkout", type=Path)
-    arguments.add_argument("--recipes", action="store_true", help="judge the exports alone, no example scripts")
-    arguments.add_argument("--examples", action="store_true", help="judge the example scripts alone, no exports")
+    arguments.add_argument("--recipes", action="store_true", help="only verify the exports, no example scripts")
+    arguments.add_argument("--examples", action="store_true", help="only verify the example scripts, no exports")
     arguments.add_argument("--words", action="store_true", help="rewrite the list of options")
     arguments.add_argument(
-        "--stack-version", metavar="V", help="of an earlier CHECKOUT: its flags and options, no configured runs"
+        "--stack-version", metavar="V", help="version of an earlier CHECKOUT: its flags and options, no configured runs"
     )
     args = arguments.parse_args()
     modules = prepare(args.checkout)

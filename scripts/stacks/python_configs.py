@@ -1,10 +1,10 @@
-"""Public configurations that are Python (torchtitan's config_registry functions, Megatron Bridge's recipes): read as text here, run there.
+"""Checks Python configurations (torchtitan's config_registry functions, Megatron Bridge's recipes): text read here against code run there.
 
     python scripts/stacks/python_configs.py --torchtitan CHECKOUT --bridge CHECKOUT
 
-Each function is read as text by `mpbridge import` and then really called, with stand-ins for whatever its file imports except its own
-repository's configuration files, precision classes and torch. Counted: functions read, refused by name, called, and read as they run. Exit
-code 0 when nothing crashed and all that was called reads alike. Needs torch.
+Each function is read as text by `mpbridge import` and then actually called, with stand-ins for all imports of its file except its own
+repository's configuration files, precision classes and torch. Counts functions that were read, refused by name, called, and read as they run. Exit
+code 0 if nothing crashed and every called function reads alike. Needs torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-# a configuration that asks the network is not run: it would be asked five times
+# a configuration that needs the network is not run: it would retry five times
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ sys.path[:] = [
 
 
 class StandIn(types.ModuleType):
-    """A module that has every name."""
+    """A module that has every attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -58,7 +58,7 @@ def fresh(*given: Any, **named: Any) -> Any:
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The named modules from their files, everything else of those packages (and whatever is not installed) as a stand-in."""
+    """Loads the named modules from their files; everything else in those packages (and anything not installed) is a stand-in."""
 
     def __init__(self, source: Path, packages: tuple[str, ...], real: Callable[[str], bool]) -> None:
         self.source, self.packages, self.real = source, packages, real
@@ -84,7 +84,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Rest(Finder):
-    """What a file of the checkout imports and is not installed, as a stand-in; asked last."""
+    """Stand-ins for imports of the checkout that are not installed; the last finder."""
 
     def __init__(self, checkouts: list[Path]) -> None:
         self.checkouts = tuple(str(path) for path in checkouts)
@@ -98,7 +98,7 @@ class Rest(Finder):
 
 
 def functions(file: Path) -> Iterator[str]:
-    """Public functions of a file that take no argument which they need."""
+    """Public functions of a file without required arguments."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             needed = len(node.args.args) - len(node.args.defaults)
@@ -108,7 +108,7 @@ def functions(file: Path) -> Iterator[str]:
 
 
 def bridge(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], dict[str, Any] | None]]:
-    """Files with their module names, and what a recipe's ConfigContainer says as fields."""
+    """Files with their module names, and a function from a recipe's ConfigContainer to fields."""
     source = checkout / "src"
     base = "megatron.bridge."
     own = (f"{base}recipes", f"{base}perf_recipes", f"{base}training.mixed_precision", f"{base}training.flat")
@@ -147,7 +147,7 @@ def bridge(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], dict
 
 
 def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], dict[str, Any] | None]]:
-    """Files with their module names, and what a Trainer.Config says."""
+    """Files with their module names, and a function from a Trainer.Config to fields."""
     own = ("torchtitan.config.configs",)
 
     def real(name: str) -> bool:
@@ -179,7 +179,7 @@ def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], 
 
 
 def _registry(*given: Any, **named: Any) -> Any:
-    """model_registry: what it was asked for."""
+    """model_registry: returns its arguments."""
     return fresh(asked=named)
 
 
@@ -189,7 +189,7 @@ def _plain(value: Any) -> Any:
 
 
 def ours(stack: str, found: Any) -> dict[str, Any]:
-    """The same facts of an import."""
+    """The same facts from an import."""
     if stack == "megatron-bridge":
         from mpbridge.stacks.meaning import rows
 
@@ -202,7 +202,7 @@ def ours(stack: str, found: Any) -> dict[str, Any]:
 
 
 def judge(stack: str, files: list[tuple[Path, str]], said: Callable[[Any], dict[str, Any] | None]) -> bool:
-    """Reads and calls every function; prints what differs and a line of counts."""
+    """Reads and calls every function; prints differences and a line of counts."""
     from mpbridge.errors import MpbridgeError
     from mpbridge.stacks.importers import read_file
 
@@ -210,7 +210,7 @@ def judge(stack: str, files: list[tuple[Path, str]], said: Callable[[Any], dict[
     for file, module_name in files:
         try:
             module: Any = importlib.import_module(module_name)
-        except Exception as error:  # a file that cannot be run beside stand-ins is read only
+        except Exception as error:  # a file that cannot be run with stand-ins is only read
             print(f"{module_name}: not run: {type(error).__name__}: {str(error)[:80]}")
             module = None
         for function in functions(file):

@@ -1,10 +1,10 @@
-"""The Python that `export` writes for FSDP2, accelerate, Lightning and transformers, run against the real packages on a CPU.
+"""Runs the Python that `export` writes for FSDP2, accelerate, Lightning and transformers with the real packages on a CPU.
 
     python scripts/stacks/python_exports.py
 
-What would start processes or load a model is recorded instead (fully_shard, Accelerator, Trainer, from_pretrained, torchao's MXFP8, which needs
-its kernels); policies, plugins, strategies, arguments, loss scales and torchao's conversion are the real classes, and of Transformer Engine's recipe
-the arguments are kept. Exit code 0 when every fact is as the export says: dtypes, loss scales, the layers that are quantized, and the recipe that
+Calls that would start processes or load a model are recorded instead (fully_shard, Accelerator, Trainer, from_pretrained, torchao's MXFP8, which needs
+its kernels); policies, plugins, strategies, arguments, loss scales and torchao's conversion are the real classes; for Transformer Engine's recipe
+the arguments are recorded. Exit code 0 if every fact is as the export states: dtypes, loss scales, the layers that are quantized, and the recipe that
 Transformer Engine is given. Needs torch, torchao, accelerate, lightning and transformers.
 """
 
@@ -23,7 +23,7 @@ sys.path[:] = [
 
 
 class Recorder:
-    """Keeps the arguments of each call."""
+    """Records the arguments of each call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -37,7 +37,7 @@ DEPTH = 8
 
 
 def model() -> Any:
-    """A module with blocks and an output layer, as the exported code expects one."""
+    """A module with blocks and an output layer, as the exported code expects."""
     import torch
 
     made = torch.nn.Module()
@@ -143,7 +143,7 @@ def lightning(text: str, meant: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _library() -> None:
-    """Transformer Engine's recipe under its name, as far as Lightning asks for it: the arguments, kept."""
+    """A substitute for Transformer Engine's recipe, sufficient for Lightning: records the arguments."""
     import enum
 
     import lightning.fabric.plugins.precision.transformer_engine as plugin
@@ -162,7 +162,7 @@ def _library() -> None:
 
 
 def _recipe(quant: Any, given: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What Transformer Engine makes of these arguments (its own defaults for the rest), against the rule that is meant."""
+    """Compares Transformer Engine's reading of these arguments (with its defaults for the rest) with the intended rule."""
     form = given.get("fp8_format", "HYBRID")
     found = {
         "format": getattr(form, "name", form).lower(),
@@ -186,7 +186,7 @@ def _scaled(meant: Any, given: dict[str, Any] | None) -> dict[str, tuple[Any, An
 
 
 def _converted(module: Any) -> set[str]:
-    """Names of the linears that torchao has replaced."""
+    """Names of the linears that torchao replaced."""
     return {name for name, one in module.named_modules() if type(one).__name__ == "Float8Linear"}
 
 
@@ -195,7 +195,7 @@ def _asked(module: Any, ask: Any) -> set[str]:
 
 
 def _layers(meant: Any, found: set[str]) -> dict[str, tuple[Any, Any]]:
-    """The linears of the layers that the regions quantize, and never the output layer."""
+    """The linears in the layers that the regions quantize, excluding the output layer."""
     wanted = set()
     for number in range(DEPTH):
         region = next(one for one in meant.regions if one.about(number, DEPTH))
@@ -215,14 +215,14 @@ def transformers(text: str, meant: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _facts(meant: Any, **found: Any) -> dict[str, tuple[Any, Any]]:
-    """Facts that differ: name -> (found, meant)."""
+    """Facts that differ: name -> (found, intended)."""
     return {
         name: (value, getattr(meant, name)) for name, value in found.items() if value != getattr(meant, name).torch()
     }
 
 
 def main() -> int:
-    """Runs every export that is possible; 0 when all facts are equal."""
+    """Runs every possible export; returns 0 if all facts are equal."""
     from mpbridge import recipes
     from mpbridge.stacks.exporters import export
 
@@ -242,7 +242,7 @@ def main() -> int:
             if bad:
                 wrong += 1
                 print(f"{stack} {name}: {bad}")
-    print(f"exports run against the real packages: {count}, as meant: {count - wrong}")
+    print(f"exports run with the real packages: {count}, as intended: {count - wrong}")
     return 1 if wrong else 0
 
 

@@ -1,11 +1,11 @@
-"""What bash itself hands to a script's programs: the judge of how mpbridge reads launch scripts.
+"""Compares mpbridge's reading of launch scripts with what bash itself passes to their programs.
 
-    python scripts/stacks/real_bash.py CHECKOUT [FOLDER ...]      (FOLDER: of the checkout, default: examples)
+    python scripts/stacks/real_bash.py CHECKOUT [FOLDER ...]      (FOLDER: in the checkout, default: examples)
 
-Each script is really run by bash on a copy of its folder, with an empty environment and a PATH on which the text tools alone are real (dirname,
+Each script is actually run by bash on a copy of its folder, with an empty environment and a PATH on which only the text tools are real (dirname,
 basename, readlink, realpath, seq): every other program is a recorder of its arguments. Scripts that name a program by an absolute path, or
-write to one, are left out. Existing files cannot be overwritten there (noclobber), and where the machine allows it there is no network.
-Exit code 0 when the words that mpbridge reads are those that bash hands over, for every script that starts a program.
+write to one, are skipped. Existing files cannot be overwritten there (noclobber), and if the machine allows it there is no network.
+Exit code 0 if the words that mpbridge reads are those that bash passes, for every script that starts a program.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if [[ -n $VALUES ]]; then
     trap left EXIT
 fi
 """
-"""Records every program that is not there. With VALUES set, what the script leaves in its variables, for files of options that start none."""
+"""Records every missing program. With VALUES set, also the final values of the script's variables, for files of options that start no program."""
 NOT_ALLOWED = re.compile(
     r">\s*[\"']?/(?!dev/(?:null|stdout|stderr))|(?:^|[;&|(]|\bexec)\s*/(?:usr|bin|sbin|opt|root|home)\S*|/dev/(?:tcp|udp)",
     re.MULTILINE,
@@ -57,11 +57,11 @@ SECONDS = 20
 
 
 def runs(script: Path, env: dict[str, str], work: Path, *, fragment: bool = False) -> list[list[str]] | str:
-    """Argument vectors of the programs that a script starts, or why it was not run. script: inside of a copy that may be written to."""
+    """Argument vectors of the programs that a script starts, or why it was not run. script: in a copy that may be written to."""
     text = re.sub(r"(?m)(^|\s)#.*$", "", script.read_text(encoding="utf-8", errors="replace"))
     if NOT_ALLOWED.search(text):
         return "names a program or a file by an absolute path"
-    # scripts for the checkout's root ask whether it is there; `<path to image>` in others reads a file of that name
+    # scripts for the checkout's root check that it exists; `<path to image>` in others reads a file of that name
     for name in ("pretrain_gpt.py", "pretrain_hybrid.py", "path", "some"):
         (script.parent / name).touch()
     record, values = work / "record", work / "values"
@@ -88,7 +88,7 @@ def runs(script: Path, env: dict[str, str], work: Path, *, fragment: bool = Fals
 
 
 def _surroundings(work: Path, record: Path) -> dict[str, str]:
-    """The environment of a script: the real tools and the recorder, which are put into `work`."""
+    """The environment of a script: the real tools and the recorder, written to `work`."""
     tools = work / "bin"
     tools.mkdir(exist_ok=True)
     for name in REAL:
@@ -101,12 +101,12 @@ def _surroundings(work: Path, record: Path) -> dict[str, str]:
 
 
 def _pieces(path: Path) -> list[str]:
-    """What the recorder wrote, without the NUL behind each; nothing where there is no file."""
+    """The recorder's output, without the NUL after each item; empty if there is no file."""
     return path.read_bytes().decode("utf-8", "replace").split("\0")[:-1] if path.exists() else []
 
 
 def _vectors(words: list[str]) -> list[list[str]]:
-    """Words, a line end behind each program's, as one list for each program that has any."""
+    """Splits words, with a line end after each program's, into one list per program that has any."""
     found: list[list[str]] = [[]]
     for word in words:
         if word == "\n":
@@ -117,7 +117,7 @@ def _vectors(words: list[str]) -> list[list[str]]:
 
 
 def _alone() -> list[str]:
-    """What runs a command without network, where this machine allows that."""
+    """The prefix that runs a command without network, if this machine allows it."""
     found = shutil.which("unshare")
     if found and not subprocess.run([found, "-rn", "true"], capture_output=True).returncode:
         return [found, "-rn"]
@@ -125,7 +125,7 @@ def _alone() -> list[str]:
 
 
 def program(vectors: list[list[str]]) -> list[str] | None:
-    """The words behind the Python program in the vector with the most options; the last of several. None: none starts one."""
+    """The words after the Python program in the vector with the most options; the last one if several. None if no vector starts one."""
     best: list[str] | None = None
     for words in vectors:
         at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
@@ -140,7 +140,7 @@ def _options(words: list[str]) -> int:
 
 
 def given(script: Path, env: dict[str, str]) -> dict[str, str]:
-    """`env` with a value for every variable that a script takes from outside: most end at once where theirs are missing."""
+    """`env` with a value for every variable that a script takes from outside: without theirs, most scripts end at once."""
     from mpbridge.stacks.shell import read_script
 
     first = read_script(script.read_text(encoding="utf-8", errors="replace"), env, script)
@@ -183,14 +183,14 @@ MORE = {
     "inference": {"1": "--hf-token", "2": "x", "3": "--hf-home", "4": "y", "5": "--checkpoint", "6": "z"},
     "modelopt": {"1": "Qwen/Qwen3-8B", "MLM_MODEL_CKPT": "ckpt", "TP": "2"},
 }
-"""Folder -> what its scripts are started with."""
+"""Folder -> arguments and variables for its scripts."""
 NOT_GIVEN = frozenset(
     {"RANDOM", "SECONDS", "HOSTNAME", "LAUNCH_SCRIPT", "SANDBOX_ENV_SETUP", "SANDBOX_ROOT", "MLM_ENV_SETUP"}
 )
 
 
 def _comparable(words: list[str]) -> list[str]:
-    """Words without process numbers: `$$` is another one in every run."""
+    """Words without process numbers: `$$` differs in every run."""
     return [re.sub(r"\d{3,}(?=\D*$)", "", word) if "/" in word else word for word in words]
 
 
@@ -220,7 +220,7 @@ def main() -> int:
     differ = counts.pop("differs", 0)
     others = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
     print(
-        f"scripts that start a program or hold options: {alike + differ}, read as bash hands them over: {alike}; others: {others}"
+        f"scripts that start a program or hold options: {alike + differ}, read as bash passes them: {alike}; others: {others}"
     )
     return 0 if alike and not differ else 1
 

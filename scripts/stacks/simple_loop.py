@@ -1,11 +1,11 @@
-"""Megatron-LM's examples/run_simple_mcore_train_loop.py under mpbridge's recipes, held against mpbridge's own loop, loss by loss.
+"""Megatron-LM's examples/run_simple_mcore_train_loop.py under mpbridge's recipes, compared with mpbridge's own loop, loss by loss.
 
     python scripts/stacks/simple_loop.py CHECKOUT [--steps 200] [--recipes bf16_mixed,fp16_mixed] [--worlds 1,2] [--show]
 
 CHECKOUT: a clone of Megatron-LM. A copy of the example with the edits of EDITS is written into a temporary folder and run there with the
 installed megatron-core, in one process and with tensor parallelism over two; then mpbridge.pretrain trains the same model from the same seed
-on the same samples. Every loss must be the same number, bit for bit. --show prints the edited copy instead. Exit code 0 when all are equal.
-Needs psutil beside mpbridge: the example ends with a checkpoint, whose writer in megatron-core asks it.
+on the same samples. Every loss must be the same number, bit for bit. --show prints the edited copy instead. Exit code 0 if all are equal.
+Also needs psutil: the example ends with a checkpoint, and megatron-core's writer uses it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ STEPS, SEED, BATCH, LENGTH = 200, 123, 8, 64
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A replacement in the example: what for, and the text before and after."""
+    """A replacement in the example: its purpose, and the text before and after."""
 
     kind: str
-    """recipe: what mpbridge is for; machine: NCCL and CUDA written into it; compare: so that two loops can be compared."""
+    """recipe: what mpbridge is for; machine: replaces hard-coded NCCL and CUDA; compare: makes two loops comparable."""
     why: str
     before: str
     after: str
@@ -174,7 +174,7 @@ EDITS = (
 
 
 def edited(checkout: Path) -> str:
-    """The example with every edit made. Raises SystemExit naming an edit whose text is not there exactly once."""
+    """The example with every edit applied. Raises SystemExit for an edit whose text does not occur exactly once."""
     text = (checkout / EXAMPLE).read_text(encoding="utf-8")
     for edit in EDITS:
         if text.count(edit.before) != 1:
@@ -184,7 +184,7 @@ def edited(checkout: Path) -> str:
 
 
 def ranks(command: list[str], world: int, folder: Path) -> str:
-    """What rank 0 of `world` processes prints; all of them are waited for. Raises SystemExit with the output of one that fails."""
+    """The output of rank 0 of `world` processes, after all have ended. Raises SystemExit with the output of a process that fails."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -226,7 +226,7 @@ def samples(copy: Path) -> Iterator[dict[str, Any]]:
 
 
 def own_loop(copy: Path, recipe: str, steps: int, world: int) -> None:
-    """mpbridge's loop on the example's model and samples; prints as the copy does."""
+    """mpbridge's loop on the example's model and samples; prints like the copy."""
     from mpbridge import ConfigContainer, pretrain
     from mpbridge.train.base import Hook
 
@@ -257,7 +257,7 @@ def own_loop(copy: Path, recipe: str, steps: int, world: int) -> None:
 
 
 def compared(copy: Path, recipe: str, steps: int, world: int) -> bool:
-    """Whether both loops print the same losses; prints a row."""
+    """Prints a row; returns whether both loops print the same losses."""
     here = [sys.executable, str(Path(__file__).resolve())]
     theirs = losses(ranks([sys.executable, str(copy), recipe, str(steps)], world, copy.parent))
     ours = losses(ranks([*here, "--own", str(copy), recipe, str(steps), str(world)], world, copy.parent))

@@ -1,9 +1,9 @@
-"""torchtitan's own configuration class as the judge of `export --to torchtitan` and `import --from torchtitan`.
+"""Uses torchtitan's own configuration class to verify `export --to torchtitan` and `import --from torchtitan`.
 
     python scripts/stacks/torchtitan.py CHECKOUT
 
-The `--training.*` arguments of every export are parsed into its TrainingConfig by tyro, as its ConfigManager does, and what its literals refuse
-must be what the import names as a contradiction. Needs torch and tyro.
+The `--training.*` arguments of every export are parsed into its TrainingConfig by tyro, as its ConfigManager does, and values that its literals refuse
+must be those that the import names as contradictions. Needs torch and tyro.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def training_config(checkout: Path) -> type:
-    """Its TrainingConfig, from the file: the package around it imports data loaders."""
+    """Its TrainingConfig, loaded from its file, because the package around it imports data loaders."""
     spec = importlib.util.spec_from_file_location(
         "torchtitan_configs", checkout / "torchtitan" / "config" / "configs.py"
     )
@@ -36,7 +36,7 @@ def training_config(checkout: Path) -> type:
 
 
 def parsed(config: type, words: list[str]) -> Any:
-    """Its TrainingConfig of the `--training.*` words, or the text of its refusal."""
+    """Its TrainingConfig from the `--training.*` arguments, or its error message."""
     import tyro
 
     pairs = zip(words[::2], words[1::2], strict=True)
