@@ -1,1 +1,1 @@
-"""How long a step takes: one list of the operations that a rank issues, priced by a few fitted constants. Loads no framework."""
+"""Predicts the time of a step: a list of the operations that a rank issues, priced with a few fitted constants. Loads no framework."""

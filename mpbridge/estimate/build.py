@@ -1,4 +1,4 @@
-"""The list of operations of one rank of a run: `work`."""
+"""Builds the list of operations of one rank of a run: `work`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a rank does whatever its micro-batch and recomputation: counted over its parameters, so the dearest part of a list of operations."""
+    """The work of a rank that does not depend on micro-batch size and recomputation. It is counted over the parameters, so it is the most expensive part to compute."""
 
     weights: float
-    """Bytes of weights and of their gradients through memory in one micro-batch."""
+    """Memory traffic of weights and their gradients per micro-batch, in bytes."""
     step: tuple[Collective, ...]
-    """Over data-parallel groups, once a step."""
+    """Over data-parallel groups, once per step."""
     optimizer: float
     """Bytes that the update reads and writes."""
 
 
 def standing(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Standing:
-    """Of the rank at those coordinates."""
+    """The Standing of the rank at those coordinates."""
     return Standing(
         weights=weight_bytes(policy, run, at),
         step=(*data_collectives(policy, run, at), *norm_collectives(policy, run, at)),
@@ -45,7 +45,7 @@ def standing(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Standin
 
 
 def work(policy: PrecisionPolicy, run: RunFacts, rank: int, known: Standing | None = None) -> Work:
-    """What that rank issues in one step. known: `standing` of a run with the same sizes. Raises BadValue for sizes that do not divide."""
+    """The operations that a rank issues in one step. known: `standing` of a run with the same sizes. Raises BadValue for sizes that do not divide."""
     divisible(run)
     at = Coordinates.of(rank, run.parallel)
     chunks = at.chunks(run)
@@ -73,7 +73,7 @@ def work(policy: PrecisionPolicy, run: RunFacts, rank: int, known: Standing | No
 
 
 def divisible(run: RunFacts) -> None:
-    """Raises BadValue, every size named, where tensors or batches cannot be cut as the layout asks."""
+    """Raises BadValue, naming every such size, if tensors or batches cannot be divided as the layout requires."""
     shape, parallel = run.shape, run.parallel
     pairs = [
         ("hidden_size", shape.hidden_size, "tensor parallel", parallel.tensor),
@@ -101,7 +101,7 @@ def divisible(run: RunFacts) -> None:
 
 
 def _layers(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
-    """(layers, those of experts) of a stage, multi-token prediction's included."""
+    """(layers, layers with experts) of a stage, including multi-token prediction."""
     layers = experts = 0
     last = run.shape.num_layers - 1
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Which layouts a search looks at: parallel sizes that divide, and the micro-batches and recomputation that go with each."""
+"""The layouts that a search considers: parallel sizes that divide, and micro-batch sizes and recomputation for each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MICRO_BATCHES = (1, 2, 4)
 
 
 def recompute_choices(run: RunFacts) -> tuple[Mapping[str, Any], ...]:
-    """Nothing, what the run's own settings select, everything."""
+    """No recomputation, what the run's own settings select, and full recomputation."""
     own = {name: run.model.get(name) for name in NONE}
     return (NONE, *([own] if own["recompute_granularity"] == "selective" else []), FULL)
 
@@ -37,9 +37,9 @@ def recompute_choices(run: RunFacts) -> tuple[Mapping[str, Any], ...]:
 def families(
     policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated: bool = False
 ) -> Iterator[tuple[RunFacts, ...]]:
-    """Layouts of that world whose sizes divide and whose states may fit; those of one family differ in micro-batch and recomputation only.
+    """Layouts of that world size whose sizes divide and whose states may fit; those of one family differ only in micro-batch size and recomputation.
 
-    stated: the author said whether the optimizer is distributed; else both are looked at where the run's is not.
+    stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not.
     """
     world = run.parallel.world_size
     sharded = "params" in run.traits.shards
@@ -67,7 +67,7 @@ def families(
 
 
 def _distributed(run: RunFacts, sizes: Parallel, *, stated: bool) -> tuple[bool, ...]:
-    """Whether the optimizer is distributed: what is worth a look."""
+    """The values of `distributed` for the optimizer that are worth considering."""
     here = run.optimizer.distributed
     if here or stated or run.traits.distributed_optimizer != "optional":
         return (here,)
@@ -87,7 +87,7 @@ def _family(
     model = {**unsplit(run, sizes).model, **NONE, **placed}
     optimizer = dataclasses.replace(run.optimizer, distributed=distributed)
     base = dataclasses.replace(run, parallel=sizes, model=model, optimizer=optimizer, micro_batch_size=1)
-    # 0: not known
+    # 0: unknown
     if machine.memory_bytes and _states_at_least(policy, base) > machine.memory_bytes:
         return
     try:
@@ -107,7 +107,7 @@ def _family(
 
 
 def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
-    """Parameters and gradients of an average stage: less than any GPU holds at its fullest."""
+    """Bytes of parameters and gradients of an average stage: a lower bound on what the fullest GPU holds."""
     shape, sizes = run.shape, run.parallel
     gates = 3 if shape.gated else 2
     dense = experts = 0
@@ -134,7 +134,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _experts(run: RunFacts, ranks: int) -> list[int]:
-    """Expert-parallel sizes: those that leave a GPU at most 16 experts, the three smallest of them; else the largest that divides."""
+    """Expert-parallel sizes: the three smallest that leave at most 16 experts per GPU; otherwise the largest that divides."""
     if not run.shape.experts:
         return [1]
     found = [
@@ -144,7 +144,7 @@ def _experts(run: RunFacts, ranks: int) -> list[int]:
 
 
 def _placements(run: RunFacts, pipeline: int) -> list[tuple[int | None, Mapping[str, Any]]]:
-    """(virtual stages, settings that place layers on them): without interleaving, and with most of it."""
+    """(virtual stages, settings that place layers on them): without interleaving, and with the most."""
     if pipeline == 1:
         return [(None, {})]
     found = []
@@ -156,8 +156,8 @@ def _placements(run: RunFacts, pipeline: int) -> list[tuple[int | None, Mapping[
 
 
 def placement(layers: int, ahead: int, chunks: int) -> Mapping[str, Any] | None:
-    """Settings that spread layers over that many chunks: evenly; with an embedding and a loss that count as layers; else by a layout that gives the
-    last chunk, then the first, what is missing. ahead: layers of multi-token prediction. None: there are too few layers."""
+    """Settings that spread layers over that many chunks: evenly; with the embedding and the loss counting as layers; otherwise by a layout in which the
+    last chunk, then the first, gets fewer layers. ahead: layers of multi-token prediction. None: there are too few layers."""
     if layers % chunks == 0:
         return {}
     if (layers + 2) % chunks == 0 and not ahead:

@@ -1,7 +1,7 @@
-"""What a rank sends in one step: kind, group, dtype, bytes and count, as megatron-core 0.16 issues them.
+"""The communication of a rank in one step: kind, group, dtype, bytes and count, as megatron-core 0.16 issues it.
 
 Tensor parallelism: tensor_parallel/layers.py (sequence parallelism gathers a column-parallel linear's input again in backward), cross_entropy.py (three
-reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer.py (each bucket once a step). Pipeline: pipeline_parallel/schedules.py.
+reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer.py (each bucket once per step). Pipeline: pipeline_parallel/schedules.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 
 def tensor_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Collective]:
-    """Of one micro-batch, over the tensor-parallel group."""
+    """Per micro-batch, over the tensor-parallel group."""
     ranks = run.parallel.tensor
     if ranks == 1:
         return
@@ -47,14 +47,14 @@ def _heads(run: RunFacts, chunks: tuple[Chunk, ...]) -> int:
 
 
 def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
-    """(all-gathers, reduce-scatters), or reductions alone without sequence parallelism."""
+    """(all-gathers, reduce-scatters); without sequence parallelism, reductions only."""
     gathers = reductions = 0
     sequence = run.parallel.sequence
     for chunk in chunks:
         again = full_layers(run, len(chunk.layers))
         plain = sum(not run.shape.is_expert_layer(layer) for layer in chunk.layers)
         count = len(chunk.layers)
-        # two pairs of linears in a dense layer, one beside experts; gathers: forward, backward, and the input once more for its weight's gradient
+        # two pairs of linears in a dense layer, one in a layer with experts; gathers: forward, backward, and the input again for the weight gradient
         pairs = count + plain
         gathers += 3 * pairs + 2 * again
         reductions += 2 * pairs + 2 * again
@@ -68,7 +68,7 @@ def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
 
 
 def context_collectives(policy: PrecisionPolicy, run: RunFacts, layers: int) -> Iterator[Collective]:
-    """Keys and values around the context-parallel ring: forward, and with their gradients in backward."""
+    """Keys and values around the context-parallel ring: in forward, and with their gradients in backward."""
     ranks, shape = run.parallel.context, run.shape
     if ranks == 1 or not layers:
         return
@@ -85,7 +85,7 @@ def context_collectives(policy: PrecisionPolicy, run: RunFacts, layers: int) -> 
 
 
 def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> Iterator[Collective]:
-    """The tokens' way to their experts and back, forward and backward, in a micro-batch with a balanced router."""
+    """Dispatch of tokens to their experts and back, forward and backward, in a micro-batch with a balanced router."""
     parallel, shape = run.parallel, run.shape
     width = parallel.expert_tensor or parallel.tensor
     if parallel.expert * width == 1 or not experts:
@@ -101,7 +101,7 @@ def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> 
             bytes=size,
             times=4 * experts,
         )
-        # the router's probabilities go with the tokens
+        # the router's probabilities are sent with the tokens
         wide = (
             DType.FP32 if policy.router is DType.FP32 or run.model.get("moe_router_dtype") == "fp32" else policy.compute
         )
@@ -116,7 +116,7 @@ def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> 
 
 
 def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
-    """Activations and their gradients between stages, in one micro-batch: each model chunk hands on once."""
+    """Activations and their gradients between stages, per micro-batch: each model chunk sends once."""
     stages = run.parallel.pipeline
     if stages == 1:
         return
@@ -139,7 +139,7 @@ def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates
 
 
 def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
-    """Gradients and parameters over data-parallel groups, once a step: of each buffer as a whole, whatever its buckets."""
+    """Gradients and parameters over data-parallel groups, once per step: each buffer as a whole, regardless of its buckets."""
     if "params" in run.traits.shards:
         yield from _sharded(policy, run, at)
         return
@@ -168,7 +168,7 @@ _WHOLE_BIASES = ("linear_proj.bias", "linear_fc2.bias", "mlp.router.weight", "ml
 
 
 def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
-    """Gradients of what every tensor-parallel rank holds whole while it sees only its part of the sequence (finalize_model_grads.py)."""
+    """Gradients of parameters that are replicated over tensor-parallel ranks, each of which processes only its part of the sequence (finalize_model_grads.py)."""
     if run.parallel.tensor == 1 or not run.parallel.sequence:
         return
     size = sum(
@@ -186,7 +186,7 @@ def _once(kind: str, group: str, ranks: int, dtype: DType, size: int) -> Collect
 
 
 def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
-    """Full sharding: weights are gathered for forward and again for backward, gradients scattered, in each micro-batch."""
+    """Full sharding: in each micro-batch weights are gathered for forward and again for backward, and gradients are reduce-scattered."""
     ranks = run.parallel.data * run.parallel.context
     if ranks == 1:
         return

@@ -1,4 +1,4 @@
-"""The fitted constants: read from data/step_time.json, which `scripts/fit_step_time.py` writes with the rows that they come from."""
+"""The fitted constants: read from data/step_time.json, which `scripts/fit_step_time.py` writes together with the rows they were fitted to."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ DATA = Path(__file__).with_name("data") / "step_time.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Multipliers on ideal times (1 / efficiency), and what the model takes as given."""
+    """Multipliers on ideal times (1 / efficiency), and the fixed assumptions of the model."""
 
     shared: Mapping[str, float]
     """'gemm_mxfp8', 'attention', 'memory' ... -> multiplier; 'host' in milliseconds."""
     machines: Mapping[str, float]
     """Machine -> multiplier of its matrix products and attention; absent: 1, and a wider band."""
     alike: Mapping[str, str]
-    """Products without rows of their own -> those that run alike ('gemm_delayed' -> 'gemm_tensorwise')."""
+    """GEMM types without rows of their own -> types with the same speed ('gemm_delayed' -> 'gemm_tensorwise')."""
     bands: Mapping[str, float]
-    """'machine with rows', 'machine without rows', 'unusual kernels' -> relative error that nine of ten predictions keep (unusual kernels: upwards only)."""
+    """'machine with rows', 'machine without rows', 'unusual kernels' -> relative error not exceeded in nine of ten predictions (unusual kernels: upwards only)."""
 
     def of(self, name: str) -> float:
         """The shared multiplier of that name. Raises KeyError."""
@@ -36,7 +36,7 @@ class Constants:
 
 @cache
 def constants() -> Constants:
-    """The shipped ones."""
+    """The shipped constants."""
     data = json.loads(DATA.read_text(encoding="utf-8"))
     return Constants(
         shared=MappingProxyType({name: row["value"] for name, row in data["shared"].items()}),

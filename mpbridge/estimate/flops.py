@@ -1,4 +1,4 @@
-"""Model FLOPs of a token, forward and backward, recomputation and padding left out: as published tables count them, and as PaLM's appendix does."""
+"""Model FLOPs per token, forward and backward, without recomputation and padding: as counted in published tables, and as in PaLM's appendix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpbridge.memory.alike import windowed
 
 
 def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
-    """Floating-point operations of a token as published tables count them: causal attention halved, no router.
+    """Floating-point operations per token as published tables count them: causal attention halved, no router.
 
     model: the model section, for sliding windows. Agrees with "Model TFLOP/s/GPU" of Megatron Bridge's performance summaries within 0.2 % in the median.
     """
@@ -20,11 +20,11 @@ def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
 
 
 def whole_square_flops_per_token(shape: ModelShape) -> int:
-    """Floating-point operations of a token, the whole square of a causal mask and the routers counted: what a run's log gives a rate of.
+    """Floating-point operations per token, counting the full square of a causal mask and the routers: the basis of the rate in a run's log.
 
-    6 for every weight that multiplies a token (2 forward, 4 backward), and for attention 12 * layers * sequence * (heads * head size):
+    6 for every weight that a token is multiplied by (2 forward, 4 backward), plus 12 * layers * sequence * (heads * head size) for attention:
     the "6N + 12LHQT" of PaLM (arXiv 2204.02311, appendix B). N is counted from the shape instead of the parameters: embeddings, norms and biases
-    multiply nothing, the output layer does, and of the experts only those that a token visits.
+    are not multiplied, the output layer is, and only the experts that a token visits are counted.
     """
     _, width = _attention(shape)
     layers = _layers(shape)
@@ -33,7 +33,7 @@ def whole_square_flops_per_token(shape: ModelShape) -> int:
 
 
 def attended(shape: ModelShape, model: Mapping[str, Any], layer: int) -> float:
-    """Keys that a query of that 0-based layer meets on average: half of the sequence, or a window's mean."""
+    """Average number of keys that a query of that 0-based layer attends to: half the sequence, or the mean over a window."""
     seq, window = shape.seq_length, model.get("window_size")
     if not window or not windowed(model, layer):
         return seq / 2
@@ -42,19 +42,19 @@ def attended(shape: ModelShape, model: Mapping[str, Any], layer: int) -> float:
 
 
 def _layers(shape: ModelShape) -> list[int]:
-    """The 0-based layers that a token passes; a prediction layer after the last is built like the last."""
+    """The 0-based layers that a token passes through; a prediction layer after the last is built like the last."""
     return [*range(shape.num_layers), *[shape.num_layers - 1] * shape.mtp_layers]
 
 
 def _weights(shape: ModelShape) -> int:
-    """Weights that multiply a token, routers left out."""
+    """Number of weights that a token is multiplied by, without routers."""
     projections, _ = _attention(shape)
     heads = shape.hidden_size * shape.vocab_size * (1 + shape.mtp_layers) + shape.mtp_layers * 2 * shape.hidden_size**2
     return heads + sum(projections + _mlp(shape, layer) for layer in _layers(shape))
 
 
 def _attention(shape: ModelShape) -> tuple[int, int]:
-    """Weights of the projections, and elements of scores and values for each key, over all heads."""
+    """(weights of the projections, elements of scores and values per key), over all heads."""
     hidden, heads = shape.hidden_size, shape.num_attention_heads
     latent = shape.latent_attention
     if latent is None:
@@ -68,7 +68,7 @@ def _attention(shape: ModelShape) -> tuple[int, int]:
 
 
 def _mlp(shape: ModelShape, layer: int) -> int:
-    """Weights of one layer's MLP that a token meets."""
+    """Number of weights of one layer's MLP that a token is multiplied by."""
     matrices = 3 if shape.gated else 2
     if not shape.is_expert_layer(layer):
         return matrices * shape.hidden_size * shape.ffn_hidden_size

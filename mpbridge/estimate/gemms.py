@@ -1,4 +1,4 @@
-"""The matrix products of a rank's layers and of its output layer, in one micro-batch."""
+"""The matrix products of a rank's layers and output layer, per micro-batch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
 
 
 def tokens(run: RunFacts) -> int:
-    """Of one micro-batch on one context-parallel rank."""
+    """Tokens per micro-batch on one context-parallel rank."""
     return run.shape.seq_length * run.micro_batch_size // run.parallel.context
 
 
 def routed(run: RunFacts) -> int:
-    """Rows that arrive at a rank's experts in one layer when the router is balanced."""
+    """Rows that arrive at a rank's experts in one layer with a balanced router."""
     width = run.parallel.expert_tensor or run.parallel.tensor
     return tokens(run) * run.shape.expert_topk * width // run.parallel.tensor
 
 
 def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) -> Iterator[MatrixProduct]:
-    """Every product of those model chunks in one micro-batch, recomputed ones included; layers of one kind are counted, not listed."""
+    """Every product of those model chunks per micro-batch, including recomputed ones; identical layers are counted, not listed."""
     kinds, alike = layer_kinds(policy, run), Counter[tuple[bool, int]]()
     for chunk in chunks:
         again = full_layers(run, len(chunk.layers))
@@ -44,7 +44,7 @@ def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) 
 
 
 def _beside_layers(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[MatrixProduct]:
-    """Of multi-token prediction and output layers."""
+    """Products of multi-token prediction and output layers."""
     depth = run.shape.num_layers
     if chunk.mtp:
         hidden = run.shape.hidden_size
@@ -60,7 +60,7 @@ def _beside_layers(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iter
 
 
 def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
-    """Whether a layer's linear is computed once more for the backward pass (transformer_config.py recompute_modules)."""
+    """Whether a layer's linear is recomputed for the backward pass (transformer_config.py recompute_modules)."""
     asked = recomputed_modules(run)
     if module.endswith(("linear_q_up_proj", "linear_kv_up_proj")):
         return "mla_up_proj" in asked
@@ -72,7 +72,7 @@ def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
 
 
 def full_layers(run: RunFacts, chunk_layers: int) -> int:
-    """How many of a chunk's layers full recomputation runs again."""
+    """How many of a chunk's layers are recomputed under full recomputation."""
     if run.model.get("recompute_granularity") != "full":
         return 0
     count = int(run.model.get("recompute_num_layers") or 1)
@@ -80,7 +80,7 @@ def full_layers(run: RunFacts, chunk_layers: int) -> int:
 
 
 def layer_gemms(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> Iterator[MatrixProduct]:
-    """Every product of one layer in one micro-batch; prefix: of its linears' paths ('decoder.layers.3')."""
+    """Every product of one layer per micro-batch; prefix: of its linears' paths ('decoder.layers.3')."""
     shape, parallel = run.shape, run.parallel
     mixture = shape.is_expert_layer(layer)
     here = (shape.experts or 0) // parallel.expert
@@ -101,7 +101,7 @@ def layer_gemms(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str)
             yield from linear_gemms(weight.module, rows, shape.experts or 0, shape.hidden_size, (router, ""))
         if not weight.linear:
             continue
-        # the first expert's products stand for all of the rank's experts
+        # the first expert's products represent all of the rank's experts
         name = weight.module
         if weight.expert:
             name = f"mlp.experts.{name.rpartition('.')[2]}"
@@ -149,7 +149,7 @@ def linear_gemms(
     times: int = 1,
     grouped: bool = False,
 ) -> Iterator[MatrixProduct]:
-    """Forward, gradient of the input, gradient of the weight of one linear [out, inner]."""
+    """The forward, dgrad and wgrad products of one linear [out, inner]."""
     shapes = {"forward": (rows, out, inner), "dgrad": (rows, inner, out), "wgrad": (out, inner, rows)}
     for step in PASSES:
         m, n, k = shapes[step]
@@ -159,5 +159,5 @@ def linear_gemms(
 
 
 def quantized(gemm: MatrixProduct, quant: Quant | None) -> MatrixProduct:
-    """The product with operands under that rule."""
+    """The product with its operands quantized under that rule."""
     return gemm if quant is None else replace(gemm, format=f"fp{quant.bits}", scaling=quant.scaling)

@@ -1,4 +1,4 @@
-"""Which parallel layouts of a model are legal, fit and are fast on a number of GPUs: `search`, and `nearest` for a run that does not fit."""
+"""Finds parallel layouts of a model that are legal, fit and are fast on a number of GPUs: `search`, and `nearest` for a run that does not fit."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Layout:
     answer: str
     """"fits" or "tight"."""
     seconds: float
-    """Predicted step."""
+    """Predicted time per step."""
     tokens_per_second: float
-    """Of one GPU, predicted."""
+    """Per GPU, predicted."""
 
     @property
     def line(self) -> str:
@@ -72,7 +72,7 @@ def line(run: RunFacts) -> str:
 
 
 def _setting(name: str, value: object) -> str:
-    """A model setting for a shell: a layout has brackets and bars, a list of modules quotes."""
+    """A model setting quoted for a shell: a layout contains brackets and bars, a list of modules contains quotes."""
     text = json.dumps(list(value)) if isinstance(value, (list, tuple)) else "null" if value is None else value
     return shlex.quote(f"model.{name}={text}")
 
@@ -86,10 +86,10 @@ def search(
     using: Constants | None = None,
     stated: bool = False,
 ) -> tuple[Layout, ...]:
-    """The fastest layouts of that world that are legal and not refused by memory, fastest first; empty when there is none.
+    """The fastest layouts of that world size that are legal and may fit in memory, fastest first; empty if there are none.
 
-    Every candidate that memory cannot refuse at a glance is priced; bytes and rules are then asked from the fastest on, until there are enough.
-    stated: the author said whether the optimizer is distributed, and it stays so. Raises BadValue for fewer than one layout.
+    Every candidate that a quick memory bound does not rule out is priced; bytes and rules are then checked from the fastest on, until there are enough.
+    stated: the author set whether the optimizer is distributed, so it is not changed. Raises BadValue if fewer than one layout is requested.
     """
     if most < 1:
         raise BadValue(f"{most} layouts: expected at least 1")
@@ -100,7 +100,7 @@ def search(
     priced.sort(key=lambda one: one.seconds)
     found: list[Layout] = []
     for one in priced:
-        # equally fast ones are told apart by their bytes
+        # ties in speed are broken by bytes
         if len(found) >= most and one.seconds > found[-1].seconds:
             break
         layout = _judged(policy, one, machine)
@@ -111,19 +111,19 @@ def search(
 
 
 class _Family:
-    """Candidates of the same sizes: what they share is counted once, when it is first asked for."""
+    """Candidates of the same sizes: what they share is computed once, on first use."""
 
     def __init__(self, policy: PrecisionPolicy, members: tuple[RunFacts, ...]) -> None:
         self._policy, self._first = policy, members[0]
 
     @functools.cached_property
     def states(self) -> list[States]:
-        """Of each kind of pipeline stage."""
+        """States of each kind of pipeline stage."""
         return stage_states(self._policy, self._first)
 
     @functools.cached_property
     def standing(self) -> Mapping[int, Standing] | None:
-        """Work of each kind of stage; None where it depends on the micro-batch: full sharding gathers weights for each."""
+        """Fixed work of each kind of stage; None if it depends on the micro-batch size, since full sharding gathers weights for each micro-batch."""
         if "params" in self._first.traits.shards:
             return None
         return standing_work(self._policy, self._first)
@@ -144,9 +144,9 @@ class _Priced:
 def _price(
     policy: PrecisionPolicy, family: _Family, members: tuple[RunFacts, ...], machine: Machine, using: Constants
 ) -> Iterator[_Priced]:
-    """The members of a family that memory may not refuse, with their predicted steps."""
+    """The members of a family that may fit in memory, with their predicted steps."""
     for run in members:
-        # activations of the first stage, which has most micro-batches in flight, at the near end of their band
+        # activations of the first stage, which has the most micro-batches in flight, at the low end of their band
         kept = activations(policy, run, Coordinates.of(0, run.parallel))
         if machine.memory_bytes and kept * (1 - uncertainty(run)) > machine.memory_bytes:
             continue
@@ -155,7 +155,7 @@ def _price(
 
 
 def _judged(policy: PrecisionPolicy, one: _Priced, machine: Machine) -> Layout | None:
-    """The layout; None where memory or a rule refuses it."""
+    """The layout; None if it does not fit or a rule forbids it."""
     try:
         held = one.family.fullest(one.run)
     except MpbridgeError:
@@ -178,10 +178,10 @@ def _legal(policy: PrecisionPolicy, run: RunFacts) -> bool:
 
 
 def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated: bool = False) -> RunFacts | None:
-    """The layout on the fewest GPUs, from this run's number on, that memory says fits; the one that changes least first. None: none up to 64 times as
-    many GPUs."""
+    """The layout that fits on the fewest GPUs, starting from this run's number; among these the one with the fewest changes. None: there is none up to 64
+    times as many GPUs."""
     here = run.parallel
-    # the author's own placement of layers on stages, which the search does not look for
+    # the author's own placement of layers on stages, which the search does not consider
     again = dataclasses.replace(run, model={**run.model, **FULL})
     if verdict(_Family(policy, (again,)).fullest(again), machine.memory_bytes) == "fits":
         return again

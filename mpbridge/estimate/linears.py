@@ -1,4 +1,4 @@
-"""What single linears cost under one rule or another: the same products, constants and casts as the prediction of a step."""
+"""The cost of individual linears under a quantization rule: the same products, constants and casts as in the prediction of a step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def layer_seconds(
     using: Constants,
     basis: Basis,
 ) -> Mapping[str, float]:
-    """Module below the layer (all experts' as 'mlp.experts.linear_fc1') -> seconds of a micro-batch on one rank, were every linear of it under `quant`.
+    """Module below the layer (all experts as 'mlp.experts.linear_fc1') -> seconds per micro-batch on one rank if all its linears were under `quant`.
 
-    GEMMs and quantization; with basis 'peaks' the GEMMs alone at the machine's peak, a bound that nothing reaches. Raises BadValue for a format without a rate.
+    GEMMs and quantization; with basis 'peaks' only the GEMMs at the machine's peak, a bound that is never reached. Raises BadValue for a format without a rate.
     """
     uniform = dataclasses.replace(policy, regions=(Region(quant=quant),))
     again = full_layers(run, run.shape.num_layers // run.parallel.pipeline) > 0
@@ -59,7 +59,7 @@ def linear_seconds(
 
 
 def seconds_of(gemms: Iterable[MatrixProduct], machine: Machine, using: Constants, basis: Basis) -> float:
-    """Of those products and the casts that feed them."""
+    """Seconds of those products and the casts of their operands."""
     gemms, total = tuple(gemms), 0.0
     for gemm in gemms:
         name, ideal = gemm_seconds(gemm, machine, saturated=basis == "predicted")

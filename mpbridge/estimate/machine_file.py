@@ -1,4 +1,4 @@
-"""A machine of the user's own, measured by `mpbridge calibrate` and read from its YAML file."""
+"""A user's own machine, measured by `mpbridge calibrate` and read from its YAML file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpbridge.hardware.machines import Machine, machine
 
 _NUMBERS = ("memory_bytes", "bandwidth", "nvlink", "domain", "network", "multiprocessors", "clock")
 FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
-"""Of products, as `Machine.flops` names them."""
+"""GEMM formats, as `Machine.flops` names them."""
 LARGEST = 65536
-"""Bytes of a machine file: what calibrate writes is about one kilobyte."""
+"""Maximum size of a machine file in bytes; calibrate writes about one kilobyte."""
 
 
 def read_machine(path: Path) -> tuple[Machine, Constants]:
-    """(the machine, constants with what was measured in place of what was fitted). Raises BadValue."""
+    """(the machine, constants with measured values in place of fitted ones). Raises BadValue."""
     data = _mapping(path)
     base, held = machine(data["machine"]), constants()
     own = data.get("constants") or {}
@@ -35,7 +35,7 @@ def read_machine(path: Path) -> tuple[Machine, Constants]:
         base,
         name=str(data.get("name") or base.name),
         peak=tuple({**dict(base.peak), **peak}.items()),
-        memory_source="as the machine file says" if "memory_bytes" in given else base.memory_source,
+        memory_source="from the machine file" if "memory_bytes" in given else base.memory_source,
         **given,
     )
     shared = {**held.shared, **{name: _positive(path, f"constants.{name}", value) for name, value in own.items()}}
@@ -43,7 +43,7 @@ def read_machine(path: Path) -> tuple[Machine, Constants]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """What the file holds, with a machine and its peaks."""
+    """The contents of the file, which has at least a machine and its peaks."""
     import yaml
 
     try:
@@ -69,7 +69,7 @@ def _known(path: Path, section: str, given: Iterable[Any], known: Iterable[str])
 
 
 def _numbers(path: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """What the file says about the machine beside its peaks."""
+    """The file's figures for the machine other than its peaks."""
     given: dict[str, Any] = {name: _positive(path, name, data[name]) for name in _NUMBERS if name in data}
     for whole in ("memory_bytes", "domain", "multiprocessors"):
         if whole in given:

@@ -1,6 +1,6 @@
-"""Bytes through memory in one micro-batch: norms and residuals, activation functions, routing, casts, weights, the loss.
+"""Memory traffic per micro-batch, in bytes: norms and residuals, activation functions, routing, casts, weights, the loss.
 
-Counted for one token and layer, every operand read once and written once by each kernel of the forward and of the backward pass.
+Counted per token and layer, with every operand read once and written once by each kernel of the forward and backward passes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWor
             flops += passes * 2 * rows * heads * width * keys
             scores += 2 * rows * heads * keys
             layers += 1
-    # unfused: the whole square is computed, written, normalized, read; twice as many positions as a causal kernel visits
+    # unfused: the full square is computed, written, normalized and read; twice as many positions as a causal kernel visits
     moved = 0.0 if kernel == "fused" else layers * rows * heads * shape.seq_length * 2 * 8
     if layers:
         yield AttentionWork(flops=flops * (1 if kernel == "fused" else 2), scores=scores, kernel=kernel, bytes=moved)
@@ -51,7 +51,7 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWor
 def traffic(
     policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...], gemms: tuple[MatrixProduct, ...], weights: float
 ) -> tuple[MemoryTraffic, ...]:
-    """Every kind with bytes above zero. weights: of `weight_bytes`."""
+    """Every kind of traffic above zero. weights: from `weight_bytes`."""
     shape, tensor, rows = run.shape, run.parallel.tensor, tokens(run)
     wide = policy.compute.bytes / 2
     found: defaultdict[str, float] = defaultdict(float)
@@ -81,7 +81,7 @@ def traffic(
 
 
 def _attention_bytes(run: RunFacts) -> float:
-    """Norms, residuals, rotary embedding and layout changes around attention, bytes of a token and layer at 16 bits."""
+    """Norms, residuals, rotary embedding and layout changes around attention, in bytes per token and layer at 16 bits."""
     shape = run.shape
     latent = shape.latent_attention
     if latent is None:
@@ -93,7 +93,7 @@ def _attention_bytes(run: RunFacts) -> float:
 
 
 def quantized_bytes(gemms: Iterable[MatrixProduct], arch: tuple[int, int] | None) -> float:
-    """Read and written by casts of inputs and output gradients: each once, for the products that use it."""
+    """Bytes read and written by casts of inputs and output gradients; each is cast once for all products that use it."""
     total = 0.0
     for gemm in gemms:
         if not gemm.scaling or gemm.step == "wgrad":
@@ -104,16 +104,16 @@ def quantized_bytes(gemms: Iterable[MatrixProduct], arch: tuple[int, int] | None
 
 
 def bits_of_format(name: str) -> int:
-    """Bits of an element of 'fp8' or 'fp4'."""
+    """Bits per element of 'fp8' or 'fp4'."""
     return int(name.removeprefix("fp"))
 
 
 def cast_bytes(name: str, bits: int, arch: tuple[int, int] | None) -> float:
-    """Bytes that the cast of one 16-bit element reads and writes under that scaling: the value, once more where the tensor's amax must be known first,
-    its code, a second copy where products want one, and the block's scale."""
+    """Bytes that the cast of one 16-bit element reads and writes under that scaling: the value, twice if the tensor's amax must be known first,
+    its code, a second copy if the GEMMs need one, and the block's scale."""
     row = scaling(name)
     block = row.blocks[0] if row.blocks is not None else None
-    # a scale of the whole tensor from the tensor itself: alone, or above block scales as in NVFP4
+    # a per-tensor scale computed from the tensor itself: alone, or above block scales as in NVFP4
     looked_up = 2 if not row.history and (row.per_tensor or bits < 8 or block is None) else 0
     scales = row.stored.scale_bytes / block.along if block is not None and block.along else 0.0
     copies = 2 if row.keeps_transposed(arch) else 1
@@ -121,7 +121,7 @@ def cast_bytes(name: str, bits: int, arch: tuple[int, int] | None) -> float:
 
 
 def weight_bytes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
-    """Weights read by forward and dgrad, their gradients read and written, in a micro-batch."""
+    """Bytes per micro-batch: weights read by forward and dgrad, their gradients read and written."""
     total = 0.0
     for chunk in parameters(run, at):
         for parameter in chunk:

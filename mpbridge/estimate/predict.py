@@ -1,4 +1,4 @@
-"""`estimate`: a step's time with its band, what it means in tokens and FLOPs, and where it goes."""
+"""`estimate`: the time of a step with its error band, the resulting rates in tokens and FLOPs, and where the time goes."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ class Estimate:
     band: float
     """Nine of ten predictions of this kind were within `span`."""
     one_sided: bool
-    """Whether real steps of this kind are only longer than predicted."""
+    """Whether the prediction is a lower bound: real steps of this kind only take longer."""
     because: str
-    """Which rows the band is from."""
+    """The measurements that the band comes from."""
     parts: Mapping[str, float]
     """Kind of work -> seconds; the sum is `seconds`."""
     tokens_per_second: float
-    """Of one GPU."""
+    """Per GPU."""
     flops_per_second: float
-    """Model FLOPs of one GPU: no recomputation, causal attention halved."""
+    """Model FLOP/s per GPU: without recomputation, causal attention halved."""
     peak: float
-    """Dense peak of the recipe's narrowest products on that machine, FLOP/s."""
+    """Dense peak of the recipe's lowest-precision GEMMs on that machine, FLOP/s."""
     world: int
     left_out: tuple[str, ...]
 
     @property
     def span(self) -> tuple[float, float]:
-        """Seconds: the near and the far end of the band."""
+        """The low and high end of the band, in seconds."""
         return self.seconds * (1 if self.one_sided else 1 - self.band), self.seconds * (1 + self.band)
 
     @property
     def share_of_peak(self) -> float:
-        """Model FLOPs beside the dense peak."""
+        """Model FLOP/s as a fraction of the dense peak."""
         return self.flops_per_second / self.peak if self.peak else 0.0
 
     @property
     def gpu_hours_per_billion_tokens(self) -> float:
-        """Of GPUs together."""
+        """Summed over all GPUs."""
         return 1e9 / self.tokens_per_second / 3600
 
 
 def estimate(
     policy: PrecisionPolicy, run: RunFacts, machine: Machine | None = None, using: Constants | None = None
 ) -> Estimate:
-    """The prediction for a run. machine: None: the run's own. Raises BadValue where it cannot be priced."""
+    """The prediction for a run. machine: None: the run's own. Raises BadValue if the run cannot be priced."""
     where = machine or run.machine
     if where is None or not where.peak:
         raise BadValue(
@@ -89,7 +89,7 @@ _NAMES = {
 
 
 def grouped(parts: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by the words that tables show, longest first."""
+    """Seconds by the labels shown in tables, longest first."""
     found: dict[str, float] = {}
     for name, value in parts.items():
         words = name.removeprefix("grouped:")
@@ -114,7 +114,7 @@ def _peak(policy: PrecisionPolicy, machine: Machine) -> float:
 
 
 def unusual(run: RunFacts) -> str:
-    """Why a model's kernels are not those of the fitted rows; empty when they are."""
+    """Why a model's kernels differ from those of the fitted rows; empty if they do not."""
     found = []
     if run.model.get("softmax_type") not in (None, "vanilla"):
         found.append("attention sinks")
@@ -126,7 +126,7 @@ def unusual(run: RunFacts) -> str:
 
 
 def longer(run: RunFacts) -> str:
-    """How far steps of unusual kernels are from their prediction, all to one side (`scripts/fit_step_time.py`); empty where kernels are usual."""
+    """How far steps with unusual kernels are from their prediction, always on one side (`scripts/fit_step_time.py`); empty for usual kernels."""
     odd = unusual(run)
     return (
         f"{odd}: 26 of 27 published runs of such a model take longer than predicted, 1.6 times in the median, 2.3 at worst"
@@ -139,7 +139,7 @@ def _band(run: RunFacts, machine: Machine, using: Constants) -> tuple[float, str
     if unusual(run):
         return using.bands["unusual kernels"], longer(run)
     if machine.name in using.machines and machine.name not in constants().machines:
-        return using.bands["machine without rows"], "rates that calibrate measured there, and no run beside them"
+        return using.bands["machine without rows"], "rates that calibrate measured there, with no run to compare"
     if machine.name in using.machines:
         return using.bands["machine with rows"], f"published runs on {machine.name}"
     return using.bands[

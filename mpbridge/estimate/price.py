@@ -1,4 +1,4 @@
-"""Ideal seconds of a rank's operations, by the constant that each is multiplied with."""
+"""Ideal seconds of a rank's operations, by the constant that each is multiplied by."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import Machine
 
 HOST_MOE, HOST_DENSE = 1.0, 0.25
-"""Host work of a layer and micro-batch, in units of the constant 'host': launches of a mixture of experts, and of a dense layer."""
+"""Host work per layer and micro-batch, in units of the constant 'host': kernel launches of a mixture of experts, and of a dense layer."""
 HOST_LATENT, HOST_SHARED = 0.25, 0.1
-"""More of it for latent attention's projections and for an always-on expert."""
+"""Additional host work for latent attention's projections and for a shared expert."""
 SATURATION = 64
-"""A product [m, k] x [k, n] takes (1 + 64/m)(1 + 64/n)(1 + 64/k) times its ideal time: half of the peak at 64 x large x large. Whole tiles and waves
-of tiles were tried on the fitted rows and made predictions worse (kernels choose their tiles, and split the last wave)."""
+"""A product [m, k] x [k, n] takes (1 + 64/m)(1 + 64/n)(1 + 64/k) times its ideal time: half the peak at 64 x large x large. Whole tiles and waves
+of tiles were tried on the fitted rows and made predictions worse (kernels choose their own tiles, and split the last wave)."""
 
 
 def gemm_seconds(gemm: MatrixProduct, machine: Machine, *, saturated: bool = True) -> tuple[str, float]:
-    """(the constant's name, ideal seconds of all its times). saturated: False prices even the smallest product at the peak. Raises BadValue for a machine without a rate for the format."""
+    """(name of the constant, ideal seconds of all its executions). saturated: False prices even the smallest product at the peak. Raises BadValue for a machine without a rate for the format."""
     peak = machine.flops(gemm.format)
     if peak is None and gemm.format == "fp32":
         peak = machine.flops("tf32") or machine.flops("fp32")
     if peak is None:
         raise BadValue(
-            f"{machine.name} has no rate for {gemm.format} products in the table: another recipe, or a --machine-file that names it"
+            f"{machine.name} has no rate for {gemm.format} products in the table: use another recipe, or a --machine-file that has it"
         )
     grown = (1 + SATURATION / max(1, gemm.m)) * (1 + SATURATION / max(1, gemm.n)) * (1 + SATURATION / max(1, gemm.k))
     return f"gemm_{gemm.scaling or gemm.format}", (grown if saturated else 1.0) * gemm.flops / peak
 
 
 def attention_seconds(part: AttentionWork, machine: Machine) -> float:
-    """Both products at the 16-bit peak, and the exponentials at 16 a clock and multiprocessor (32 on compute capability 10.3)."""
+    """Both products at the 16-bit peak, and the exponentials at 16 per clock and multiprocessor (32 on compute capability 10.3)."""
     peak = machine.flops("bf16") or machine.flops("fp16") or machine.flops("fp32") or 0.0
     found = part.flops / peak if peak else 0.0
     units = machine.multiprocessors * machine.clock * (32 if machine.arch == (10, 3) else 16)
@@ -42,7 +42,7 @@ def attention_seconds(part: AttentionWork, machine: Machine) -> float:
 
 
 def micro_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, float]:
-    """Constant -> ideal seconds of one micro-batch on the device. 'grouped:gemm_x' are multiplied with both constants."""
+    """Constant -> ideal seconds per micro-batch on the device. 'grouped:gemm_x' is multiplied by both constants."""
     found: defaultdict[str, float] = defaultdict(float)
     for gemm in work.gemms:
         name, seconds = gemm_seconds(gemm, machine)
@@ -59,7 +59,7 @@ def micro_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, f
 
 
 def step_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, float]:
-    """Constant -> ideal seconds of what happens once a step."""
+    """Constant -> ideal seconds of what happens once per step."""
     found: defaultdict[str, float] = defaultdict(float)
     for collective in work.step:
         for name, seconds in _wire(run, collective, machine):
@@ -69,7 +69,7 @@ def step_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, fl
 
 
 def host_units(run: RunFacts, work: Work) -> float:
-    """Host work of one micro-batch in units of the constant 'host': what CUDA graphs and dispatchers leave."""
+    """Host work per micro-batch in units of the constant 'host': what remains with CUDA graphs and dispatchers."""
     model = run.model
     scope = model.get("cuda_graph_scope")
     scopes = [scope] if isinstance(scope, str) else list(scope or ())
@@ -79,7 +79,7 @@ def host_units(run: RunFacts, work: Work) -> float:
         or model.get("external_cuda_graph")
     )
     factor = 1.0
-    # newer releases of megatron-core name the whole iteration as an implementation, older ones as a scope
+    # newer releases of megatron-core select full-iteration graphs by implementation, older ones by scope
     if any("full_iteration" in str(item) for item in (*scopes, model.get("cuda_graph_impl"))):
         factor = 0.0
     elif graphed:
@@ -95,7 +95,7 @@ def host_units(run: RunFacts, work: Work) -> float:
 
 
 def _wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, float]]:
-    """(constant, ideal seconds) of a collective: bytes that leave the rank over the link that bounds it."""
+    """(constant, ideal seconds) of a collective: the bytes that leave the rank, over the link that limits it."""
     if one.group == "expert":
         return _expert_wire(run, one, machine)
     size = float(one.bytes) * one.times
@@ -122,13 +122,13 @@ def _hidden(run: RunFacts) -> bool:
 
 
 def _link(machine: Machine, reach: int) -> float:
-    """Bytes per second and direction of the slowest link among `reach` neighbouring ranks; a missing network is left out, so priced as the inner link."""
+    """Bytes per second and direction of the slowest link among `reach` neighbouring ranks; an unknown network is ignored, so priced as the inner link."""
     inner = machine.nvlink or 1e10
     return inner if reach <= machine.domain or not machine.network else machine.network
 
 
 def _expert_wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, float]]:
-    """All-to-all: flexible dispatchers send a token once to each rank (and node) that it goes to, the plain one once for each of its experts."""
+    """All-to-all: flexible dispatchers send a token once to each rank (and node) that it goes to, the plain dispatcher once per expert."""
     topk = run.shape.expert_topk
     flexible = run.model.get("moe_token_dispatcher_type") == "flex"
     token = one.bytes * one.times / max(1, topk)

@@ -1,4 +1,4 @@
-"""Seconds of a step from ideal times and constants: stages, pipeline, what waits for whom."""
+"""Seconds per step from ideal times and constants: stages, pipeline, and what waits for what."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from mpbridge.memory.ranks import Coordinates, batches
 from mpbridge.precision.policy import PrecisionPolicy
 
 POWER = 3
-"""Device and host run beside each other: (device**3 + host**3)**(1/3) is the slower one, softly."""
+"""Device and host run in parallel: (device**3 + host**3)**(1/3) is a soft maximum of the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ideal:
-    """What a run's step is made of before constants: one entry for each pipeline stage."""
+    """The components of a run's step before constants are applied: one entry per pipeline stage."""
 
     machine: str
     micro: tuple[Mapping[str, float], ...]
-    """Constant -> ideal seconds of one micro-batch."""
+    """Constant -> ideal seconds per micro-batch."""
     host: tuple[float, ...]
-    """Units of the constant 'host' in one micro-batch."""
+    """Units of the constant 'host' per micro-batch."""
     step: tuple[Mapping[str, float], ...]
     batches: int
-    """Micro-batches of a data-parallel rank."""
+    """Micro-batches per data-parallel rank."""
     virtual: int
     tokens: float
-    """Of the whole step, on one GPU."""
+    """Per step and GPU."""
 
 
 def ideal(
@@ -41,7 +41,7 @@ def ideal(
 ) -> Ideal:
     """Every stage's operations at ideal speed. Raises BadValue for sizes that do not divide or formats without a rate.
 
-    known: of `standing_work`, of a run with the same sizes.
+    known: the result of `standing_work` for a run with the same sizes.
     """
     parallel = run.parallel
     every = parallel.world_size // parallel.pipeline
@@ -63,7 +63,7 @@ def ideal(
 
 
 def standing_work(policy: PrecisionPolicy, run: RunFacts) -> Mapping[int, Standing]:
-    """`Standing` of each kind of stage, by its first stage. Raises BadValue when layers do not divide."""
+    """The `Standing` of each kind of stage, by its first stage. Raises BadValue if layers do not divide."""
     every = run.parallel.world_size // run.parallel.pipeline
     return {
         stage: standing(policy, run, Coordinates.of(stage * every, run.parallel))

@@ -1,4 +1,4 @@
-"""What a run of ours measured: read from timing.json in its folder, which `pretrain` writes beside precision.json."""
+"""The timing measured by an mpbridge run: read from timing.json in its folder, which `pretrain` writes next to precision.json."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Timing:
     seconds: float
     """Median of the last steps."""
     tokens_per_second: float
-    """Of one process."""
+    """Per process."""
     steps: int
-    """That the median is over."""
+    """Number of steps in the median."""
     world_size: int
     config: dict[str, Any]
-    """The run's configuration, as ConfigContainer.as_data gives it."""
+    """The run's configuration, as returned by ConfigContainer.as_data."""
 
 
 def timing(folder: Path) -> Timing:
-    """The timing of that run. Raises BadValue for a folder without one, or with another content."""
+    """The timing of that run. Raises BadValue for a folder without one, or with an invalid one."""
     path = folder / NAME
     try:
         data = json.loads(text_of(path))

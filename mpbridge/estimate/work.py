@@ -1,6 +1,6 @@
-"""The operations of one training step on one rank, as megatron-core issues them: matrix products, attention, bytes through memory, collectives.
+"""The operations of one training step on one rank, as megatron-core issues them: matrix products, attention, memory traffic, collectives.
 
-Sizes are of one rank. `simulate --step` records the real megatron-core's products and collectives and compares them with this list.
+Sizes are per rank. `simulate --step` records the real megatron-core's products and collectives and compares them with this list.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class MatrixProduct:
     format: str
     """'fp32', 'bf16', 'fp16', 'fp8' or 'fp4'."""
     scaling: str = ""
-    """Of its quantized operands: 'tensorwise', 'mxfp8' ...; empty: none."""
+    """Scaling of its quantized operands: 'tensorwise', 'mxfp8' ...; empty: none."""
     step: Pass
     times: int = 1
-    """In one micro-batch."""
+    """Executions per micro-batch."""
     grouped: bool = False
-    """One of the experts' products."""
+    """Whether it is one of the experts' products."""
 
     @property
     def flops(self) -> float:
-        """Of all `times`."""
+        """Floating-point operations of all `times` executions."""
         return 2.0 * self.m * self.n * self.k * self.times
 
     @property
@@ -47,18 +47,18 @@ class AttentionWork:
     """Softmax(QK)V of some layers in one micro-batch, forward and backward."""
 
     flops: float
-    """Of both products, forward and backward (3.5 times the forward ones), masked positions left out."""
+    """FLOPs of both products, forward and backward (3.5 times the forward ones), without masked positions."""
     scores: float
-    """Exponentials, forward and again in backward."""
+    """Number of exponentials, in forward and again in backward."""
     kernel: str = "fused"
     """'fused', 'unfused' or 'local'."""
     bytes: float = 0.0
-    """Scores written and read through memory; 0 for fused kernels."""
+    """Bytes of scores written to and read from memory; 0 for fused kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTraffic:
-    """Bytes read and written by operations that memory bandwidth bounds, in one micro-batch."""
+    """Bytes read and written by memory-bound operations, per micro-batch."""
 
     kind: str
     """'norms', 'activation', 'routing', 'quantization', 'weights' or 'loss'."""
@@ -67,7 +67,7 @@ class MemoryTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One kind of communication. bytes: what this rank hands in (all-gather: its shard; reduce-scatter and all-to-all: its whole input)."""
+    """One kind of communication. bytes: this rank's input (all-gather: its shard; reduce-scatter and all-to-all: its whole input)."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "receive"]
     group: str
@@ -76,17 +76,17 @@ class Collective:
     dtype: str
     bytes: int
     times: int = 1
-    """In one micro-batch, or in the step for those of `Work.step`."""
+    """Executions per micro-batch, or per step for those in `Work.step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one rank does: `micro` once for each micro-batch, `step` once a step."""
+    """The work of one rank: `micro` once per micro-batch, `step` once per step."""
 
     stage: int
     layers: int
     experts: int
-    """Layers that are mixtures of experts."""
+    """Number of layers that are mixtures of experts."""
     gemms: tuple[MatrixProduct, ...]
     attention: tuple[AttentionWork, ...]
     traffic: tuple[MemoryTraffic, ...]
@@ -95,7 +95,7 @@ class Work:
     optimizer: float
     """Bytes that the update reads and writes."""
     offloaded: float = 0.0
-    """Bytes over the host link and back in one micro-batch."""
+    """Bytes over the host link and back per micro-batch."""
     left_out: tuple[str, ...] = field(default=())
     """What is not priced, with the sign of the error."""
 
