@@ -1,1 +1,1 @@
-"""What a machine is and can do: its table, the one probe of this one, library versions, and which policy runs where. Loads no framework."""
+"""What machines are and can do: the table of machines, the probe of the local one, library versions, and which policy runs where. Loads no framework."""

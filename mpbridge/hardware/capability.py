@@ -1,4 +1,4 @@
-"""Can this policy run on that machine: natively, only emulated, or not, and why. Pure; the machine need not be here."""
+"""Whether a policy runs on a machine natively, only emulated, or not at all, and why. Pure functions; the machine need not be the local one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ How = Literal["native", "emulated", "no"]
 QuantizedBy = Literal["transformer_engine", "emulation"]
 
 LIBRARIES: Mapping[str, str] = MappingProxyType({"transformer_engine": "Transformer Engine", "torchao": "torchao"})
-"""Field of Versions -> what people call the library."""
+"""Field of Versions -> the library's usual name."""
 ASSUMED = Versions(
     torch="2.11.0",
     megatron_core="0.16.1",
@@ -31,25 +31,25 @@ ASSUMED = Versions(
     cublaslt=None,
     python="3.12",
 )
-"""What another machine is assumed to have installed by default; shown wherever it was assumed."""
+"""Versions assumed by default for another machine; shown wherever they were assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """The answer. Truthy when it runs at all; `native` when it runs as the recipe's hardware does it."""
+    """The answer. True if it runs at all; `native` if it runs as on the recipe's own hardware."""
 
     how: How
-    """"emulated": not natively, but with `emulate: true` its rounding runs in the compute dtype, at no gain of speed."""
+    """"emulated": not natively, but with `emulate: true` its rounding is applied in the compute dtype, without a gain in speed."""
     reason: str
-    """Whole sentences: what is needed, what was found; for "native", what is special about it."""
+    """What is needed and what was found, in full sentences; for "native", anything special about it."""
     nearest: str | None = None
-    """The recipe closest to the wanted one that runs natively; None when this one does, or none does."""
+    """The recipe closest to the requested one that runs natively; None if the requested one does, or none does."""
     proven: bool = True
-    """False: the library reports it as supported, but it is not known to have been shown."""
+    """False: the library reports it as supported, but no evidence of it is known."""
 
     @property
     def native(self) -> bool:
-        """Whether it runs as the recipe's hardware does it."""
+        """Whether it runs as on the recipe's own hardware."""
         return self.how == "native"
 
     def __bool__(self) -> bool:
@@ -66,7 +66,7 @@ def can_run(
 ) -> Capability:
     """Whether `machine` with `versions` runs `policy`.
 
-    quantized_by: "emulation" asks for mpbridge's own rounding; then any machine that runs the 16-bit part is enough.
+    quantized_by: "emulation" means mpbridge's own rounding, for which any machine that runs the 16-bit part is sufficient.
     """
     base = _base_fault(policy, machine)
     if base:
@@ -92,7 +92,7 @@ def can_run(
 
 
 def refuse_unless_native(policy: PrecisionPolicy, machine: Machine, versions: Versions) -> Capability:
-    """The capability when it is native; otherwise raises Refused with one paragraph: why not, and what would work."""
+    """The capability, if it is native; otherwise raises Refused with one paragraph: why not, and what would work."""
     answer = can_run(policy, machine, versions)
     if answer.native:
         return answer
@@ -100,7 +100,7 @@ def refuse_unless_native(policy: PrecisionPolicy, machine: Machine, versions: Ve
     if answer.nearest:
         ways.append(f"--recipe {answer.nearest} runs here")
     if answer.how == "emulated":
-        ways.append("--emulate runs this recipe's rounding anywhere, at no gain of speed")
+        ways.append("--emulate runs this recipe's rounding anywhere, without a gain in speed")
     ways.append("`mpbridge doctor` lists what runs where")
     raise Refused(f"{machine.label} cannot run this recipe: {answer.reason}. What works: {'; '.join(ways)}.")
 
@@ -130,7 +130,7 @@ def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str
 
 
 def _option_faults(quant: Quant, versions: Versions) -> list[str]:
-    """Options that the recipe states and the installed Transformer Engine does not know; an absent one is another fault."""
+    """Options set by the recipe that the installed Transformer Engine does not have; a missing Transformer Engine is another fault."""
     have = versions.transformer_engine
     if have is None:
         return []
@@ -158,11 +158,11 @@ def _software_faults(need: Hardware, word: str, machine: Machine, versions: Vers
         return faults
     if versions.cuda is None:
         faults.append(
-            f"{word} needs CUDA {wanted} or later, and torch is a build without CUDA (or its CUDA version is not known)"
+            f"{word} needs CUDA {wanted} or later, and torch is a build without CUDA (or its CUDA version is unknown)"
         )
     elif not at_least(versions.cuda, wanted):
         faults.append(f"{word} needs CUDA {wanted} or later, torch was built for {versions.cuda}")
-    # on Ada FP8 GEMMs came with cublasLt 12.1.3 (check_fp8_support)
+    # on Ada, FP8 GEMMs need cublasLt 12.1.3 (check_fp8_support)
     if machine.arch == (8, 9) and versions.cublaslt is not None and not at_least(versions.cublaslt, "12.1.3"):
         faults.append(f"FP8 on compute capability 8.9 needs cublasLt 12.1.3 or later, found {versions.cublaslt}")
     return faults
@@ -199,7 +199,7 @@ def _unproven(machine: Machine) -> bool:
 
 
 def _nearest(policy: PrecisionPolicy, machine: Machine, versions: Versions) -> str | None:
-    """The first recipe among the substitutes, then the plain ones, that runs natively there."""
+    """The first recipe, among the substitutes and then the plain ones, that runs natively there."""
     base = "fp16" if policy.compute is DType.FP16 else "bf16"
     wanted = [SCALINGS[name] for quant in policy.quants[-1:] for name in quant.row.substitutes]
     names = [f"{base}_with_{row.entry}_mixed" for row in wanted] + [f"{base}_mixed", "fp16_mixed", "fp32"]

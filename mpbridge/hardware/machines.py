@@ -1,4 +1,4 @@
-"""Machines by name: compute capability, memory, dense peak speed by format, links. Data from the vendor's pages; nothing is probed here."""
+"""Machines by name: compute capability, memory, dense peak speed by format, links. Data from the vendor's pages; nothing is probed."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from mpbridge.scalings import Arch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One device of a kind, as can_run and the memory estimate see it. Tests and scripts make them by hand."""
+    """One type of device, as used by can_run and the memory estimate. Tests and scripts construct them directly."""
 
     name: str
     arch: Arch | None
     """CUDA compute capability; None: no GPU."""
     memory_bytes: int = 0
-    """What torch reports as total_memory; 0: not known. `memory_source` says whether it was read on one, inferred, or is the vendor's figure."""
+    """torch's total_memory; 0: unknown. `memory_source` says whether it was read on such a device, inferred, or is the vendor's figure."""
     memory_source: str = ""
     peak: tuple[tuple[str, float], ...] = ()
-    """(format, dense TFLOP/s of the tensor cores); "fp32" is outside of them. FP32 accumulation where the vendor names two rates."""
+    """(format, dense TFLOP/s of the tensor cores; "fp32": of the CUDA cores). With FP32 accumulation if the vendor lists two rates."""
     bandwidth: float = 0.0
-    """Memory bandwidth, bytes per second; 0: not known."""
+    """Memory bandwidth, bytes per second; 0: unknown."""
     multiprocessors: int = 0
-    """SMs; 0: not known."""
+    """Number of SMs; 0: unknown."""
     clock: float = 0.0
-    """Boost clock, Hz; 0: not known."""
+    """Boost clock, Hz; 0: unknown."""
     nvlink: float = 0.0
-    """Bytes per second and direction to GPUs of the same domain (NVLink, or PCIe where there is none); 0: not known."""
+    """Bytes per second and direction to GPUs of the same domain (NVLink, or PCIe without it); 0: unknown."""
     domain: int = 1
-    """GPUs that `nvlink` connects: 8 of an HGX board, 72 of an NVL72 rack."""
+    """Number of GPUs connected by `nvlink`: 8 on an HGX board, 72 in an NVL72 rack."""
     network: float = 0.0
-    """Bytes per second, direction and GPU to other domains; 0: no usual one, so the time of such traffic is not predicted."""
+    """Bytes per second, direction and GPU to other domains; 0: no typical value, so the time of such traffic is not predicted."""
     link_source: str = ""
     source: str = ""
     note: str = ""
@@ -50,23 +50,23 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """Name and compute capability: 'H100 (sm_90)'; a CPU has its name only."""
+        """Name and compute capability: 'H100 (sm_90)'; for a CPU just the name."""
         return f"{self.name} ({self.sm})" if self.gpu else self.name
 
     def flops(self, number_format: str) -> float | None:
-        """Dense FLOP/s of GEMMs in "fp32", "tf32", "fp16", "bf16", "fp8" or "fp4"; None: it has none, or not known."""
+        """Dense FLOP/s of GEMMs in "fp32", "tf32", "fp16", "bf16", "fp8" or "fp4"; None: not supported, or unknown."""
         found = dict(self.peak).get(number_format)
         return None if found is None else found * 1e12
 
 
 GIB = 2**30
 _RATIO = 79.65 * GIB / 80e9
-"""H100: what torch reports over the vendor's gigabytes. The other NVIDIA data-center GPUs are built alike: an inference, and `memory_source` says so."""
+"""Ratio of the memory that torch reports on an H100 to the vendor's gigabytes. It is inferred to hold for the other NVIDIA data-center GPUs, as `memory_source` states."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Where a GPU sits: gigabytes per second and direction."""
+    """The links of a GPU in its usual system: gigabytes per second and direction."""
 
     nvlink: float
     domain: int
@@ -89,16 +89,16 @@ _CHIPS = {
     "H100": (132, 1.75), "H200": (132, 1.75), "GH200": (132, 1.75), "B200": (148, 1.85), "GB200": (152, 1.9), "B300": (148, 1.85), "GB300": (152, 1.9),
     "RTX 5090": (170, 2.41), "RTX PRO 6000": (188, 2.6),
 }  # fmt: skip
-"""(SMs, GHz) as the vendor's architecture papers name them; the clock of Blackwell data-center GPUs is an assumption."""
+"""(SMs, GHz) from the vendor's architecture papers; the clock of Blackwell data-center GPUs is an assumption."""
 _READ = {"H100": 79.65, "B200": 178.35, "RTX 4090": 23.64}
-"""GiB that torch reported on one (in messages of runs that ran out of memory)."""
+"""GiB that torch reported on such a device (in out-of-memory messages)."""
 _INFERRED = ("A100", "H200", "GH200", "GB200", "B300", "GB300")
 
 
 def _memory(name: str, gigabytes: float) -> tuple[int, str]:
-    """(bytes, where from)."""
+    """(bytes, their source)."""
     if name in _READ:
-        return int(_READ[name] * GIB), "as torch reports it"
+        return int(_READ[name] * GIB), "as reported by torch"
     if name in _INFERRED:
         return int(gigabytes * 1e9 * _RATIO), "the vendor's gigabytes at the H100's ratio: an inference"
     return int(gigabytes * 1e9), "the vendor's gigabytes, times 10**9"
@@ -155,12 +155,12 @@ _ROWS: tuple[Machine, ...] = (
 
 
 def key(name: str) -> str:
-    """Spelling-free form of a machine's name: 'RTX-4090', 'rtx 4090' and 'rtx4090' are one."""
+    """Normalised form of a machine's name: 'RTX-4090', 'rtx 4090' and 'rtx4090' are the same."""
     return "".join(c for c in name.lower() if c.isalnum())
 
 
 machines: Mapping[str, Machine] = MappingProxyType({key(row.name): row for row in _ROWS})
-"""Every known machine by its spelling-free name, in the order of appearance."""
+"""Every known machine by its normalised name, in table order."""
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "h100sxm": "h100", "h10080gb": "h100", "a10080gb": "a100", "4090": "rtx4090", "5090": "rtx5090", "rtxpro6000blackwell": "rtxpro6000",
@@ -170,7 +170,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 def machine(name: str) -> Machine:
-    """The machine of that name, alias or 'sm_90'-like architecture (then its first example). Raises UnknownName with the nearest names."""
+    """The machine with that name or alias, or the first one of an architecture such as 'sm_90'. Raises UnknownName with the nearest names."""
     found = ALIASES.get(key(name), key(name))
     if found not in machines:
         raise UnknownName("machine", name, [*machines, *ALIASES])
@@ -178,12 +178,12 @@ def machine(name: str) -> Machine:
 
 
 def like(product: str) -> Machine | None:
-    """The table's row for a driver's product name ('NVIDIA H100 80GB HBM3'); None when it is not in the table."""
+    """The table's row for a driver's product name ('NVIDIA H100 80GB HBM3'); None if it is not in the table."""
     words = [key(word) for word in product.replace("-", " ").split()]
     joined = "".join(words)
     for row in sorted(_ROWS, key=lambda r: -len(r.name)):
         wanted = key(row.name)
-        # a single-word name must be a word of its own: an A100 is not an A10, a GB200 not a B200
+        # a single-word name must match a whole word: an A100 is not an A10, a GB200 is not a B200
         if row.gpu and (wanted in words or (" " in row.name and wanted in joined)):
             return row
     return None

@@ -1,4 +1,4 @@
-"""The one file that probes this machine: installed versions, GPUs, memory. Imports no framework."""
+"""The only file that probes the local machine: installed versions, GPUs, memory. Imports no framework."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WATCHED = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
 )
-"""Variables (or their beginnings) that contradict or complete a recipe."""
+"""Environment variables (or prefixes) that contradict or complete a recipe."""
 _TIMEOUT = 5.0  # seconds for nvidia-smi: a hung driver must not hang `mpbridge doctor`
 
 
@@ -36,7 +36,7 @@ _played: list[tuple[Machine, Versions]] = []
 
 @contextmanager
 def playing(machine: Machine, versions: Versions) -> Iterator[None]:
-    """Inside, that machine with those versions is what is here: Transformer Engine on a CPU plays a GPU."""
+    """Within this context the probe returns that machine and those versions: Transformer Engine on a CPU simulates a GPU."""
     _played.append((machine, versions))
     try:
         yield
@@ -45,12 +45,12 @@ def playing(machine: Machine, versions: Versions) -> Iterator[None]:
 
 
 def installed() -> Versions:
-    """Versions of what is installed here; None for what is not. Reads metadata and torch's version file, imports neither."""
+    """Versions of the installed packages; None for those that are not installed. Reads metadata and torch's version file without importing anything."""
     return _played[-1][1] if _played else _installed()
 
 
 def this_machine() -> Machine:
-    """What training would run on here: the first visible GPU, or the CPU with its memory where there is none or torch is a build without CUDA."""
+    """The device that training would use: the first visible GPU, or the CPU with its memory if there is none or torch is a build without CUDA."""
     return _played[-1][0] if _played else _this_machine()
 
 
@@ -81,7 +81,7 @@ def _this_machine() -> Machine:
 
 @functools.cache
 def gpus() -> tuple[Machine, ...]:
-    """Every visible GPU as nvidia-smi reports it, with the table's peak rates when its product is known; empty without a driver."""
+    """Every visible GPU as reported by nvidia-smi, with the table's peak rates if the product is known; empty without a driver."""
     text = _nvidia_smi("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
     seen = []
     for line in text.splitlines():
@@ -92,7 +92,7 @@ def gpus() -> tuple[Machine, ...]:
 
 
 def environment() -> dict[str, str]:
-    """The set variables among `WATCHED`."""
+    """Those of the `WATCHED` variables that are set."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
 
 
@@ -100,14 +100,14 @@ def _gpu(product: str, mebibytes: str, capability: str) -> Machine:
     major, minor = capability.split(".")
     known = like(product)
     base = known if known is not None else Machine(name=product, arch=None)
-    # what the driver reports about this card overrides the table
+    # the driver's figures for this card override the table
     memory = int(float(mebibytes)) * 2**20 if re.fullmatch(r"\d+(\.\d+)?", mebibytes) else base.memory_bytes
     return dataclasses.replace(
         base,
         name=base.name if known else product,
         arch=(int(major), int(minor)),
         memory_bytes=memory,
-        memory_source="as the driver reports it",
+        memory_source="as reported by the driver",
         note=product,
     )
 
@@ -118,7 +118,7 @@ def _visible(seen: list[Machine]) -> list[Machine]:
         return seen
     chosen: list[Machine] = []
     for item in wanted.split(","):
-        # CUDA stops at the first entry that is not an index; a UUID counts as some GPU
+        # CUDA stops at the first entry that is not an index; a UUID counts as one GPU
         if item.strip().isdigit() and int(item) < len(seen):
             chosen.append(seen[int(item)])
         elif item.strip().lower().startswith(("gpu-", "mig-")) and seen:
@@ -147,7 +147,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _megatron_core() -> str | None:
-    """The version of the megatron-core that an import would find: a source tree on the path has no metadata, and hides the installed one."""
+    """The version of megatron-core that an import would find: a source tree on the path has no metadata, and shadows the installed package."""
     try:
         spec = importlib.util.find_spec("megatron")
     except (ImportError, ValueError):
@@ -168,7 +168,7 @@ def _transformer_engine() -> str | None:
     found = _version("transformer-engine")
     if found is None:
         return None
-    # from wheels it comes as a meta package, a library (_cu12, _cu13) and a torch extension; only a source build has all in one
+    # as wheels it is a meta package, a library (_cu12, _cu13) and a torch extension; only a source build has everything in one package
     library = any(_version(f"transformer-engine-{cuda}") for cuda in ("cu12", "cu13"))
     if library:
         return found if _version("transformer-engine-torch") is not None else None
@@ -177,7 +177,7 @@ def _transformer_engine() -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA version that torch was built for; None for a CPU build."""
+    """The CUDA version that torch was built with; None for a CPU build."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):

@@ -1,4 +1,4 @@
-"""Which Transformer Engine: the releases that are known here, and where one is installed."""
+"""The Transformer Engine releases known here, and where one is installed."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from mpbridge.facts import Versions
 from mpbridge.hardware.versions import release as numbers
 
 VARIABLE = "MPBRIDGE_TE_PATH"
-"""Folders of `pip install --target`, in which releases stand side by side (separated as in PATH)."""
+"""Environment variable with folders made by `pip install --target`, one per release (separated as in PATH)."""
 CUDA_VERSION = "13.0"
-"""What a played machine answers: new enough for every recipe."""
+"""The CUDA version that a simulated machine reports: new enough for every recipe."""
 INSTALL = "pip install 'mpbridge[te-cpu]'"
 
 RELEASES: Mapping[tuple[int, int], str] = MappingProxyType(
     {
-        # what each changed for the kernel module; enumerations and argument lists stand in `enums` and `moe`
+        # what each release changed for the kernel module; enumerations and argument lists are in `enums` and `moe`
         (2, 11): "the release that megatron-core 0.16.1 accepts; blockwise scales compact or ready for a GEMM",
         (2, 12): "no Float8BlockScaleTensorFormat; swizzled scales (optimize_for_gemm)",
-        (2, 13): "gated sigmoid; the router's gradients are written in place; MXFP8's exponent bytes 0 and 254",
-        (2, 14): "NVFP4 block scale amax * (S/6); NVFP4 weights at rest; grouped tensors",
+        (2, 13): "gated sigmoid; router gradients are written in place; MXFP8's exponent bytes 0 and 254",
+        (2, 14): "NVFP4 block scale amax * (S/6); stored NVFP4 weights; grouped tensors",
         (2, 15): "BHSD attention formats",
-        (2, 16): "empty quantized tensors are made by the extension; no fused attention for 512 tokens",
+        (2, 16): "empty quantized tensors are created by the extension; no fused attention for 512 tokens",
         (2, 17): "routing maps in bits; NVFP4 4over6",
         (2, 18): "dense indices in the router; extra states are not unpickled",
         (2, 19): "scaled activations",
-        (2, 20): "cross entropy keeps its input and two statistics a token",
+        (2, 20): "cross entropy keeps its input and two statistics per token",
     }
 )
-"""Release (major, minor) -> what it changed. What is not a row is refused."""
+"""Release (major, minor) -> what it changed. Releases without a row are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Package:
 
     version: str
     folder: Path
-    """Where `transformer_engine` and its metadata lie."""
+    """The folder with `transformer_engine` and its metadata."""
     complete: bool
-    """Whether the CUDA parts are there too."""
+    """Whether the CUDA parts are installed too."""
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -57,12 +57,12 @@ class Package:
 
 
 def folders() -> list[Path]:
-    """The folders that MPBRIDGE_TE_PATH names."""
+    """The folders named by MPBRIDGE_TE_PATH."""
     return [Path(part) for part in os.environ.get(VARIABLE, "").split(os.pathsep) if part]
 
 
 def packages(where: Iterable[os.PathLike[str] | str] = ()) -> list[Package]:
-    """Every Transformer Engine in `where`, in MPBRIDGE_TE_PATH, and on the import path, in that order."""
+    """Every Transformer Engine in `where`, in MPBRIDGE_TE_PATH and on the import path, in that order."""
     found: list[Package] = []
     for place in [*map(Path, where), *folders(), None]:
         path: dict[str, Any] = {"path": [str(place)]} if place is not None else {}
@@ -76,7 +76,7 @@ def packages(where: Iterable[os.PathLike[str] | str] = ()) -> list[Package]:
 def choose(wanted: str | None, where: Iterable[os.PathLike[str] | str] = ()) -> Package:
     """The package of version `wanted` ('2.14', '2.20.2'; None: the first one).
 
-    Raises Refused where there is none, or its release is not in the table.
+    Raises Refused if there is none, or its release is not in the table.
     """
     there = packages(where)
     if not there:
@@ -104,10 +104,10 @@ def _refuse_unknown(version: str, release: tuple[int, ...]) -> None:
         low, high = min(RELEASES), max(RELEASES)
         raise Refused(
             f"Transformer Engine {version} is not in the table of releases (expected {low[0]}.{low[1]} to {high[0]}.{high[1]}): "
-            f"install one of those beside it, in a folder that {VARIABLE} names"
+            f"install one of those alongside it, in a folder named by {VARIABLE}"
         )
 
 
 def played_versions(here: Versions, package: Package) -> Versions:
-    """What is installed on a machine that `package` plays: its own version, and a CUDA that every recipe runs with."""
+    """The versions on a machine that `package` simulates: its own version, and a CUDA version that every recipe runs with."""
     return dataclasses.replace(here, transformer_engine=package.version, cuda=CUDA_VERSION, cublaslt="13.1.0")

@@ -1,4 +1,4 @@
-"""Versions in order, and the window of versions in which a statement holds."""
+"""Comparison of versions, and the window of versions in which a statement holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _parsed(text: str) -> Version:
-    """Without its pre-release and local part: a release candidate has the behaviour of its release."""
+    """The version without its pre-release and local parts: a release candidate behaves like its release."""
     from packaging.version import InvalidVersion, Version
 
     try:
@@ -29,13 +29,13 @@ def release(text: str) -> tuple[int, ...]:
 
 
 def at_least(have: str | None, wanted: str) -> bool:
-    """Whether `have` is `wanted` or later; False when it is not known. Trailing zeros do not count: 2.11 is 2.11.0."""
+    """Whether `have` is `wanted` or later; False if it is unknown. Trailing zeros are ignored: 2.11 equals 2.11.0."""
     return have is not None and _parsed(have) >= _parsed(wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """From `since` (included) to `until` (excluded) of one package; None: open."""
+    """Versions of one package from `since` (inclusive) to `until` (exclusive); None: unbounded."""
 
     package: str
     """A field of facts.Versions."""
@@ -43,7 +43,7 @@ class Window:
     until: str | None = None
 
     def holds(self, have: str | None) -> bool:
-        """Whether a version lies within. An unknown version counts as within: a false warning is better than a NaN at step 2."""
+        """Whether a version is in the window. An unknown version counts as inside: a false warning is better than a NaN at step 2."""
         if have is None:
             return True
         return (self.since is None or at_least(have, self.since)) and (

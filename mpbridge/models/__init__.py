@@ -1,1 +1,1 @@
-"""The GPT of a run and the modules that a CPU needs in it."""
+"""The GPT model of a run, and the modules that it needs on a CPU."""

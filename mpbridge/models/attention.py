@@ -1,4 +1,4 @@
-"""Causal attention for a CPU: matrix products over blocks of queries, each with the keys that it may see."""
+"""Causal attention for a CPU: matrix products over blocks of queries, each with the keys that it can attend to."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
 BLOCK = 128
-"""Queries at a time. Half of the scores of a causal matrix are never needed; blocks of 128 leave most of them out and keep the products large."""
+"""Queries per block. Half of the scores of a causal matrix are never needed; blocks of 128 skip most of them and keep the products large."""
 
 LONGEST = 2048
-"""Sequence length up to which probabilities are kept for the backward pass (2 bytes x heads x length**2 / 2 a sample under BF16)."""
+"""Sequence length up to which probabilities are kept for the backward pass (2 bytes x heads x length**2 / 2 per sample in BF16)."""
 
 
 class BlockedAttention(torch.autograd.Function):
     """softmax(scale q kT + causal mask) v of [sequence, batch, heads, width] tensors, as [sequence, batch, heads x width].
 
-    Against torch's flash kernel on an AVX512-BF16 CPU (one thread, 16 heads of 64): forward and backward take 8.5 ms instead of 14.2 at length 256,
-    83 instead of 122 at 1024 under BF16. The softmax is computed in FP32 and probabilities are stored in the input's dtype, as megatron-core's own does.
+    Compared with torch's flash kernel on an AVX512-BF16 CPU (BF16, one thread, 16 heads of 64), forward and backward take 8.5 ms instead of 14.2 at length 256,
+    and 83 instead of 122 at 1024. The softmax is computed in FP32 and probabilities are stored in the input's dtype, as in megatron-core's own attention.
     """
 
     @staticmethod
@@ -36,7 +36,7 @@ class BlockedAttention(torch.autograd.Function):
             end = min(start + BLOCK, length)
             scores = torch.bmm(q[:, start:end], k[:, :end].transpose(1, 2))
             scores[:, :, start:end] += mask[: end - start, : end - start]
-            # torch's softmax of 16-bit scores computes in FP32 and rounds its result
+            # torch's softmax of 16-bit scores computes in FP32 and rounds the result
             kept.append(torch.softmax(scores.mul_(scale), -1))
             out[start:end] = torch.bmm(kept[-1], v[:, :end]).transpose(0, 1)
         ctx.save_for_backward(q, k, v, *kept)
@@ -45,7 +45,7 @@ class BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of query, key and value; from the last block down, whose keys are all keys."""
+        """Gradients of query, key and value; starts at the last block, which attends to all keys."""
         q, k, v, *kept = ctx.saved_tensors
         length = q.shape[1]
         grad = grads[0].reshape(length, q.shape[0], -1).transpose(0, 1)
@@ -77,7 +77,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         **unused: Any,
     ) -> None:
-        # unused: process groups, and the widths of keys and values, which megatron-core's own local attention does not take (so MLA needs this one)
+        # unused: process groups, and the widths of keys and values, which megatron-core's own local attention does not accept (so MLA needs this class)
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -92,7 +92,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """[sequence, batch, heads x width] from query, key and value of [sequence, batch, heads, width]; the mask is causal whatever is given."""
+        """[sequence, batch, heads x width] from query, key and value of [sequence, batch, heads, width]; the mask is always causal, and a given one is ignored."""
         shared = query.shape[2] // key.shape[2]
         if shared > 1:
             key, value = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2)
@@ -107,18 +107,18 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropout: float
     ) -> torch.Tensor:
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        # where heads are split over tensor-parallel ranks each draws its own pattern; under sequence parallelism megatron-core forks outside
+        # if heads are split over tensor-parallel ranks, each draws its own dropout pattern; under sequence parallelism megatron-core forks the RNG state outside
         fork = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
         with fork:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=scale)
         return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Nothing: no parameters."""
+        """Empty: there are no parameters."""
         return {}
 
 
 def attends_plainly(config: Any) -> bool:
-    """Whether `CausalAttention` computes what `config` asks for: FP32 softmax, no window, no sink, no per-layer scaling."""
+    """Whether `CausalAttention` supports `config`: FP32 softmax, no window, no sink, no per-layer scaling."""
     plain = config.softmax_type == "vanilla" and config.window_size is None and not config.apply_query_key_layer_scaling
     return bool(plain and config.attention_softmax_in_fp32)

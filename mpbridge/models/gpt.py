@@ -39,11 +39,11 @@ from mpbridge.models.residual import keep_wide
 from mpbridge.precision.policy import PrecisionPolicy
 
 Backend = Callable[[Any], Any]
-"""From a TransformerConfig to megatron-core's BackendSpecProvider."""
+"""Makes megatron-core's BackendSpecProvider from a TransformerConfig."""
 
 
 def local_layer_spec(config: Any, backend: Any, *, experts: int | None) -> ModuleSpec:
-    """One transformer layer of `backend`'s modules; megatron-core's own builder of it takes no backend."""
+    """One transformer layer of `backend`'s modules; megatron-core's own function for it does not accept a backend."""
     norm, column, row = backend.layer_norm(), backend.column_parallel_linear(), backend.row_parallel_linear()
     qk_norm = L2Norm if config.qk_l2_norm else norm if config.qk_layernorm else IdentityOp
     if config.multi_latent_attention:
@@ -62,7 +62,7 @@ def local_layer_spec(config: Any, backend: Any, *, experts: int | None) -> Modul
             linear_qkv=column, linear_proj=row, core_attention=backend.core_attention(), **norms
         )
         attention = ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
-        # checkpoints name norms as Transformer Engine's fused modules do, so that CPU and GPU read each other's
+        # checkpoints name norms as Transformer Engine's fused modules do, so that CPU and GPU can read each other's
         keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
         keys |= {} if experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     mlp = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, moe_grouped_gemm=False)
@@ -79,7 +79,7 @@ def local_layer_spec(config: Any, backend: Any, *, experts: int | None) -> Modul
 
 
 def multi_token_spec(config: Any, spec: Any, provider: Any, *, chunk: int | None) -> Any:
-    """The layers that predict further tokens (mtp_num_layers), of the decoder's last layer's kind; None where there are none, or none on this stage."""
+    """The multi-token prediction layers (mtp_num_layers), built like the decoder's last layer; None if there are none, or none on this stage."""
     if not config.mtp_num_layers:
         return None
     if not getattr(spec, "layer_specs", True):
@@ -91,7 +91,7 @@ def multi_token_spec(config: Any, spec: Any, provider: Any, *, chunk: int | None
 
 
 def _last_layer(config: Any, provider: Any) -> Any:
-    """The decoder's last layer, for a chunk that has none of its layers (a layout that ends in '|mL')."""
+    """The decoder's last layer, for a chunk without decoder layers (a layout that ends in '|mL')."""
     if provider is None:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 
@@ -101,7 +101,7 @@ def _last_layer(config: Any, provider: Any) -> Any:
 
 
 def _expert_layers(config: Any) -> list[bool]:
-    """For each layer of the whole model whether it is a mixture of experts (moe_layer_freq: every n-th, or a list of 0 and 1)."""
+    """For each layer of the whole model, whether it is a mixture of experts (moe_layer_freq: every n-th, or a list of 0 and 1)."""
     if not config.num_moe_experts:
         return [False] * config.num_layers
     frequency = config.moe_layer_freq
@@ -109,7 +109,7 @@ def _expert_layers(config: Any) -> list[bool]:
 
 
 def block_spec(config: Any, backend: Any, *, chunk: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (and of its interleaved `chunk`) from `backend`, final norm included."""
+    """The layers of this pipeline stage (or of its interleaved `chunk`) from `backend`, including the final norm."""
     dense = local_layer_spec(config, backend, experts=None)
     expert = local_layer_spec(config, backend, experts=config.num_moe_experts) if config.num_moe_experts else dense
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
@@ -121,7 +121,7 @@ def block_spec(config: Any, backend: Any, *, chunk: int | None) -> TransformerBl
 
 
 def transformer_engine_spec(config: Any, *, chunk: int | None) -> Any:
-    """What megatron-core builds of Transformer Engine's modules on CUDA."""
+    """What megatron-core builds from Transformer Engine's modules on CUDA."""
     if config.num_moe_experts:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -136,7 +136,7 @@ def transformer_engine_spec(config: Any, *, chunk: int | None) -> Any:
 def build_chunks(
     config: Any, arguments: Mapping[str, Any], policy: PrecisionPolicy, *, cuda: bool, backend: Backend | None = None
 ) -> list[torch.nn.Module]:
-    """The model chunks of this rank, unwrapped but for Float16Module: one, or as many as its pipeline stage interleaves.
+    """The model chunks of this rank, without wrappers except Float16Module: one, or as many as its pipeline stage interleaves.
 
     arguments: GPTModel's own (`megatron.targets.GPT_ARGUMENTS`). backend: makes the linears' provider; None: Transformer Engine on CUDA, `CpuSpecProvider` on a CPU.
     """
@@ -160,9 +160,9 @@ def gpt_model(
     backend: Backend | None = None,
     chunk: int | None = None,
 ) -> Any:
-    """The GPTModel of this stage (of its interleaved `chunk`), parameters as megatron-core drew them; otherwise as `build_chunks`.
+    """The GPTModel of this stage (or of its interleaved `chunk`), with parameters as initialised by megatron-core; otherwise as `build_chunks`.
 
-    FSDP2 shards it as it is: Float16Module would round FP32 storage to BF16 on its way in.
+    FSDP2 shards it directly: Float16Module would round FP32 storage to BF16.
     """
     enter_chunk(config, chunk)
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=chunk is None, vp_stage=chunk)
@@ -182,7 +182,7 @@ def gpt_model(
 
 
 def _in_precision(config: Any, model: torch.nn.Module, policy: PrecisionPolicy) -> torch.nn.Module:
-    """The model in Float16Module where the config is 16-bit, with the parameters that `policy.keep_fp32` names left in FP32."""
+    """The model wrapped in Float16Module if the config is 16-bit, with the parameters that `policy.keep_fp32` names left in FP32."""
     if not (config.bf16 or config.fp16):
         return model
     kept = fp32_modules(model, policy.keep_fp32)
@@ -197,7 +197,8 @@ def _in_precision(config: Any, model: torch.nn.Module, policy: PrecisionPolicy) 
 
 
 def fp32_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> dict[torch.nn.Module, list[str]]:
-    """Modules with their own parameters that a glob over global names matches. Raises BadValue for a glob that matches nothing anywhere."""
+    """Modules -> those of their own parameters whose global names match a glob. Raises BadValue for a glob that matches nothing, if this rank
+    has the whole model."""
     names = global_names(model)
     missing = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names.values())]
     whole = (
@@ -218,7 +219,7 @@ def fp32_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> dict[torc
 
 
 def _computes_in_fp32(module: torch.nn.Module, outside: torch.dtype) -> None:
-    """Casts what goes into `module` to FP32 and what comes out back to `outside`."""
+    """Casts the inputs of `module` to FP32 and its outputs back to `outside`."""
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, tuple):
@@ -230,11 +231,11 @@ def _computes_in_fp32(module: torch.nn.Module, outside: torch.dtype) -> None:
 
 
 def global_names(model: torch.nn.Module) -> dict[str, str]:
-    """From local parameter and buffer names to global ones: layers counted over all pipeline stages, experts over all expert-parallel ranks."""
+    """Local parameter and buffer names -> global ones, with layers counted over all pipeline stages and experts over all expert-parallel ranks."""
     prefixes: dict[str, str] = {}
     for name, module in model.named_modules():
         head, _, index = name.rpartition(".")
-        # (the layer inside a multi-token prediction block is not numbered: '...transformer_layer')
+        # (the layer inside a multi-token prediction block has no number: '...transformer_layer')
         if isinstance(module, TransformerLayer) and index.isdecimal():
             prefixes[name + "."] = f"{head}.{module.layer_number - 1}."
         elif name.endswith(".local_experts"):
@@ -244,7 +245,7 @@ def global_names(model: torch.nn.Module) -> dict[str, str]:
     found = {}
     for name in [n for n, _ in model.named_parameters()] + [n for n, _ in model.named_buffers()]:
         full = name
-        # experts first: their prefix holds the layer's local number
+        # experts first: their prefix contains the layer's local number
         for local in sorted((p for p in prefixes if name.startswith(p)), key=len, reverse=True):
             full = prefixes[local] + full.removeprefix(local) if full.startswith(local) else full
         found[name] = full

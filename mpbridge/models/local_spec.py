@@ -1,4 +1,4 @@
-"""Modules that replace what megatron-core's own local spec cannot do, or does slowly, on a CPU, behind its BackendSpecProvider."""
+"""Replacements, behind megatron-core's BackendSpecProvider, for modules of its local spec that do not work on a CPU, or are slow there."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mpbridge.models.attention import CausalAttention, attends_plainly
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm; an input of another dtype than the weight (an FP32 residual stream) is normalised in FP32 and comes out in the weight's dtype.
+    """torch's LayerNorm; an input whose dtype differs from the weight's (an FP32 residual stream) is normalised in FP32 and returned in the weight's dtype.
 
-    Transformer Engine's norms do the same, torch's refuse it on a CPU.
+    Transformer Engine's norms do the same; torch's reject it on a CPU.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, with other input dtypes treated as `LayerNorm` does; torch's own would hand FP32 on to the next linear."""
+    """torch's RMSNorm, with other input dtypes handled as in `LayerNorm`; torch's own would pass FP32 on to the next linear."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalised over the last axis."""
@@ -39,21 +39,21 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class Norm:
-    """LayerNorm or RMSNorm, also under sequence parallelism (megatron-core's own wrapper of torch's refuses that)."""
+    """LayerNorm or RMSNorm, also under sequence parallelism (megatron-core's own wrapper of torch's norms rejects that)."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
         """The norm module that `config.normalization` names."""
         norm = (RMSNorm if config.normalization == "RMSNorm" else LayerNorm)(hidden_size, eps=eps)
         for parameter in norm.parameters():
-            # finalize_model_grads sums the gradients of parameters so marked over the tensor-parallel group
+            # finalize_model_grads sums the gradients of parameters with this mark over the tensor-parallel group
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
 
 class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
-    """megatron-core's local modules with norm, attention and experts that run on a CPU in every parallel layout.
+    """megatron-core's local modules, with norms, attention and experts that run on a CPU in every parallel layout.
 
-    A subclass that returns other linears (`column_parallel_linear`, `row_parallel_linear`) changes every linear of every layer: the emulation does.
+    A subclass that returns other linears (`column_parallel_linear`, `row_parallel_linear`) changes every linear of every layer, which is what the emulation does.
     """
 
     def __init__(self, config: Any) -> None:
@@ -64,9 +64,9 @@ class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
         return Norm
 
     def core_attention(self) -> type:
-        """Ours where it computes the same, else megatron-core's own."""
+        """mpbridge's attention if it supports the config, otherwise megatron-core's own."""
         return CausalAttention if attends_plainly(self.config) else DotProductAttention
 
     def grouped_mlp_modules(self, *unused: bool, **named: bool) -> Any:
-        """One expert after the other, whatever is asked: grouped GEMMs are CUDA kernels."""
+        """Always sequential experts: grouped GEMMs are CUDA kernels."""
         return experts_in_turn(self.column_parallel_linear(), self.row_parallel_linear())

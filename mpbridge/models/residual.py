@@ -1,4 +1,4 @@
-"""The FP32 residual stream: megatron-core rounds it to 16 bits in its first addition (fused_bias_dropout.py of 0.16.1), so the addition is ours there."""
+"""The FP32 residual stream: megatron-core rounds it to 16 bits in its first addition (fused_bias_dropout.py of 0.16.1), so mpbridge replaces the addition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Add = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], 
 
 
 def wide_add(training: bool, fused: bool) -> Add:
-    """What megatron-core's get_bias_dropout_add gives, but for the sum: it has the residual's dtype. fused: taken, as megatron-core passes it."""
+    """Replaces megatron-core's get_bias_dropout_add; the sum has the residual's dtype. fused: accepted because megatron-core passes it, and ignored."""
 
     def add(
         with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
@@ -25,7 +25,7 @@ def wide_add(training: bool, fused: bool) -> Add:
 
 
 def keep_wide(config: Any, spec: Any) -> None:
-    """Makes every layer of a layer or block spec add in the residual's dtype, where the config asks for an FP32 residual stream."""
+    """Makes every layer of a layer or block spec add in the residual's dtype, if the config has an FP32 residual stream."""
     if not config.fp32_residual_connection:
         return
     for layer in _layers(spec):

@@ -1,4 +1,4 @@
-"""FP8 by torchao inside megatron-core's parallel linears: their local matrix product is torchao's, native on a GPU, emulated by torchao itself elsewhere."""
+"""torchao's FP8 inside megatron-core's parallel linears: their local matrix product is torchao's, native on a GPU, emulated by torchao itself elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchaoPlug:
-    """What a linear multiplies with."""
+    """The GEMM configuration of one linear."""
 
     gemms: Gemms
     config: Any
@@ -43,7 +43,7 @@ class TorchaoPlug:
 
 
 class _Float8(_Emulated):
-    """Mixed into megatron-core's parallel linears: weights, communication and checkpoints stay theirs."""
+    """Mixin for megatron-core's parallel linears, which keep their weights, communication and checkpoints."""
 
     plug: Any = None
 
@@ -55,7 +55,7 @@ class _Float8(_Emulated):
     def product(
         self, plain: LocalMatmul, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """torchao's product; megatron-core's own where the rule is high precision."""
+        """torchao's product, or megatron-core's own if the rule is high precision."""
         if self.plug is None or self.plug.owner.is_paused:
             return plain(input, weight, *args, **kwargs)
         bias = kwargs.get("bias")
@@ -72,8 +72,8 @@ class Float8RowParallelLinear(_Float8, RowParallelLinear):  # type: ignore[misc]
 
 
 def multiply(config: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T with forward and backward GEMMs in float8 as a Float8LinearConfig says; x: [..., in], weight: [out, in]."""
-    # an expert without tokens: torchao's own layer raises an IndexError where the dimension to scale along is empty
+    """x @ weight.T with forward and backward GEMMs in float8 according to a Float8LinearConfig; x: [..., in], weight: [out, in]."""
+    # an expert without tokens: torchao's own layer raises an IndexError if the dimension to scale along is empty
     if not x.numel():
         return torch.nn.functional.linear(x, weight.to(x.dtype))
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -90,7 +90,7 @@ def multiply(config: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 
 def config_of(quant: Quant, *, emulate: bool) -> Any:
-    """torchao's Float8LinearConfig for a rule. Raises Refused where torchao is missing."""
+    """torchao's Float8LinearConfig for a rule. Raises Refused if torchao is missing."""
     import dataclasses
 
     try:
@@ -102,7 +102,7 @@ def config_of(quant: Quant, *, emulate: bool) -> Any:
 
 
 class TorchaoLinears:
-    """What `mpbridge.emulation.Emulation` is to emulated linears: gives the linears of a built model their rules. There is no state to keep."""
+    """The counterpart of `mpbridge.emulation.Emulation` for torchao: assigns rules to the linears of a built model. It has no state."""
 
     def __init__(self, policy: PrecisionPolicy, *, emulate: bool) -> None:
         self.policy, self.emulate, self.is_paused = policy, emulate, False
@@ -113,11 +113,11 @@ class TorchaoLinears:
         self._configs = {quant: config_of(quant, emulate=emulate) for quant in policy.quants if quant.row.core is None}
 
     def backend(self, base: Any) -> Any:
-        """A BackendSpecProvider with torchao's linears; the rest comes from `base`."""
+        """A BackendSpecProvider with torchao's linears; everything else comes from `base`."""
         return EmulatedBackend(base, Float8ColumnParallelLinear, Float8RowParallelLinear)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Gives the linears their rules. Raises Refused for a rule of which torchao knows only a part."""
+        """Assigns the linears their rules. Raises Refused for a rule that torchao supports only in part."""
         for chunk in chunks:
             for linear, name, below, layer, layers in places(chunk):
                 gemms = self.policy.gemms_at(below, layer, layers, name)
@@ -126,7 +126,7 @@ class TorchaoLinears:
                     continue
                 if len({gemms.fprop, gemms.dgrad, gemms.wgrad}) > 1:
                     raise Refused(
-                        f"{name}: {rule_words(gemms)}; torchao takes one rule for the three GEMMs of a linear"
+                        f"{name}: {rule_words(gemms)}; torchao supports one rule for all three GEMMs of a linear"
                     )
                 cast_as = Cast(quant=gemms.distinct[0])
                 config = self._configs[cast_as.quant]
@@ -136,14 +136,14 @@ class TorchaoLinears:
                 self._linears.append(linear)
 
     def step_begin(self) -> None:
-        """Nothing: weights are cast in every forward pass."""
+        """Does nothing: weights are cast in every forward pass."""
 
     def eval_begin(self) -> None:
         """Nothing."""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """High precision inside."""
+        """Within this context the linears compute in high precision."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -158,16 +158,16 @@ class TorchaoLinears:
         """Nothing."""
 
     def detach(self) -> None:
-        """Takes the rules away."""
+        """Removes the rules."""
         for linear in self._linears:
             del linear.plug
         self._linears, self.plugs = [], {}
 
     def notes(self) -> tuple[str, ...]:
-        """Who multiplies, and what differs from a GPU."""
+        """What computes the GEMMs, and how the result differs from a GPU's."""
         import torchao
 
-        count = f"{len(self.plugs)} linears quantized, {len(self.high)} kept high"
+        count = f"{len(self.plugs)} linears quantized, {len(self.high)} kept in high precision"
         if not self.emulate:
             return (f"float8 by torchao {torchao.__version__}: {count}",)
         return (

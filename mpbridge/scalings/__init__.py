@@ -1,7 +1,7 @@
 """One table of quantization scalings: formats, blocks, stored form, hardware, GEMM sizes, libraries. Imports no framework.
 
-A new scaling is a row of `SCALINGS`, its arithmetic in `mpbridge.emulation`, and a recipe that names it. Everything that asks what a scaling is
-(resolve, capability, GEMM sizes, memory, rules, emulation, audit, tables) reads the row; a scaling without a row cannot be resolved.
+A new scaling is a row of `SCALINGS`, its arithmetic in `mpbridge.emulation`, and a recipe that names it. Everything that depends on a scaling
+(resolve, capability, GEMM sizes, memory, rules, emulation, audit, tables) reads that row; a scaling without a row cannot be resolved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpbridge.scalings.rows import ROWS
 SCALINGS: Mapping[str, Scaling] = MappingProxyType({row.name: row for row in ROWS})
 """Every scaling by name."""
 DEFAULTS: Mapping[int, str] = MappingProxyType({8: "tensorwise", 4: "nvfp4"})
-"""Bits of the element -> the scaling of a recipe that names a format only."""
+"""Bits per element -> the scaling of a recipe that names only a format."""
 
 
 def scaling(name: str) -> Scaling:
@@ -40,17 +40,17 @@ def scaling(name: str) -> Scaling:
 
 
 def choices(bits: int) -> tuple[str, ...]:
-    """Names of the scalings that take elements of so many bits: what fp8_recipe and fp4_recipe may say."""
+    """Names of the scalings with elements of that many bits: the legal values of fp8_recipe and fp4_recipe."""
     return tuple(row.name for row in ROWS if any(bits_of(format) == bits for format in row.formats))
 
 
 def formats(bits: int) -> tuple[str, ...]:
-    """The author's formats of so many bits: what fp8 and fp4 may say."""
+    """The formats of that many bits that an author can choose: the legal values of fp8 and fp4."""
     return tuple(format for format in ELEMENTS if bits_of(format) == bits)
 
 
 def scaling_of_recipe(class_name: str) -> str | None:
-    """Our name for a library's recipe class; None: not one of the table."""
+    """The scaling of a library's recipe class; None: not in the table."""
     return next((row.name for row in ROWS if any(name == class_name for _, name in row.recipes)), None)
 
 

@@ -15,7 +15,7 @@ _RECIPES = "Transformer Engine common/recipe/__init__.py (read once, at import)"
 def _switch(
     name: str, variable: str, *, set_means: bool, since: str, meaning: str, needs: tuple[Need, ...] = ()
 ) -> Option:
-    """A switch that the text '1' turns from its default."""
+    """A switch that the text '1' changes from its default."""
     return Option(
         name=name, choices=(not set_means, set_means), variable=variable, spelled=(("1", set_means),), since=since,
         meaning=meaning, source=_RECIPES, needs=needs,
@@ -23,20 +23,20 @@ def _switch(
 
 
 def _same(*texts: str) -> tuple[tuple[str, str], ...]:
-    """Values that are spelled as they are called."""
+    """Values whose text in the variable is their name."""
     return tuple((text, text) for text in texts)
 
 
 _BACKWARD = Option(
     name="backward", choices=("quantized", "high_precision", "dequantized"), variable="NVTE_BACKWARD_OVERRIDE",
     spelled=(("high_precision", "high_precision"), ("dequantized", "dequantized")), strict=True, since="2.15",
-    meaning="operands of dgrad and wgrad: quantized, the high-precision originals, or what the forward's copies dequantize to", source=_RECIPES,
+    meaning="operands of dgrad and wgrad: quantized, the high-precision originals, or the forward copies dequantized", source=_RECIPES,
 )  # fmt: skip
 _WHOLE = Block(across=0, along=0, scale="fp32")
 _FP8 = ("e4m3", "hybrid")
 _PER_TENSOR = Sizes(
     tokens=16, inner=16, outer=16, shard=1, expert=16,
-    tokens_untransposed=8,  # the weight gradient then needs no transposed operand, whose leading dimension the tokens would be
+    tokens_untransposed=8,  # wgrad then needs no transposed operand, whose leading dimension would be the tokens
     gains_above=(4096, 1024), source=f"{_BASE}; common/gemm/cublaslt_gemm.cu: leading dimensions", shard_source=_SHARD,
 )  # fmt: skip
 _FLOAT8 = StoredForm(tensor="Float8Tensor", both_copies=False, source=f"{_TE} tensor/storage/float8_tensor_storage.py")
@@ -73,7 +73,7 @@ ROWS: tuple[Scaling, ...] = (
     Scaling(
         name="blockwise", words="FP8 with blockwise scaling", formats=_FP8,
         blocks=(Block(across=1, along=128, scale="fp32"), Block(across=128, along=128, scale="fp32")),
-        # one FP32 for a block of 128x128, the inner count padded to 4
+        # one FP32 scale per 128x128 block, the inner count padded to 4
         stored=StoredForm(tensor="Float8BlockwiseQTensor", both_copies=True, count=4, source=f"{_TE} tensor/float8_blockwise_tensor.py"),
         hardware=Hardware(low=(9, 0), engine="2.3", cuda="12.9", source=f"{_CHECKS} check_fp8_block_scaling_support"),
         sizes=Sizes(tokens=16, inner=16, outer=16, shard=128, expert=16, source=f"{_BASE}; common/gemm/cublaslt_gemm.cu",
@@ -109,11 +109,11 @@ ROWS: tuple[Scaling, ...] = (
             _switch("stochastic_rounding", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", set_means=False, since="2.7",
                     meaning="gradients are rounded stochastically"),
             _switch("square_weights", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", set_means=False, since="2.7",
-                    meaning="weights have one scale for 16x16 elements"),
+                    meaning="weights have one scale per 16x16 elements"),
             _switch("row_scaled_activations", "NVTE_NVFP4_ROW_SCALED_ACTIVATION", set_means=True, since="2.16",
-                    meaning="an activation has one second-level scale for each of its rows", needs=(
+                    meaning="an activation has one second-level scale per row", needs=(
                         Need(values=(True,), option="hadamard", legal=(False,)),
-                        # the column copy of a row-scaled tensor, which wgrad reads, came later
+                        # the columnwise copy of a row-scaled tensor, which wgrad reads, came later
                         Need(values=(True,), option="backward", legal=("high_precision", "dequantized"), until="2.19"),
                     )),
             Option(name="four_over_six", choices=("none", "weights", "activations", "all"), variable="NVTE_NVFP4_4OVER6", strict=True, since="2.17",
@@ -129,7 +129,7 @@ ROWS: tuple[Scaling, ...] = (
                    meaning="which of those operands keep their block scales below 256 instead of 448"),
             Option(name="four_over_six_error", choices=("MAE", "MSE"), variable="NVTE_NVFP4_4OVER6_ERR_MODE", strict=True, since="2.17",
                    spelled=(*_same("MAE", "MSE"), ("mae", "MAE"), ("mse", "MSE")), source=_RECIPES,
-                   meaning="the error that decides: the sum of absolute or of squared differences"),
+                   meaning="the error that decides: the sum of absolute or squared differences"),
             _switch("four_over_six_fast_error", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", set_means=True, since="2.17",
                     meaning="errors are those of the scaled tensor, with fewer roundings"),
             _switch("fast_math", "NVTE_USE_FAST_MATH", set_means=True, since="2.14", meaning="approximate division, and no rounding after the transform"),

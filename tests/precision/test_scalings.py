@@ -131,5 +131,5 @@ def test_an_option_is_read_as_transformer_engine_reads_it() -> None:
     assert rounding.setting(False) == "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
     assert rounding.setting(True) == "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING unset"
     backward = scaling("mxfp8").option("backward")
-    with pytest.raises(BadValue, match="NVTE_BACKWARD_OVERRIDE='yes': Transformer Engine takes high_precision"):
+    with pytest.raises(BadValue, match="NVTE_BACKWARD_OVERRIDE='yes': Transformer Engine accepts high_precision"):
         backward.read({"NVTE_BACKWARD_OVERRIDE": "yes"})
