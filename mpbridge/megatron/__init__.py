@@ -1,1 +1,1 @@
-"""megatron-core: its configs made from a plan, written live, and its recipe of rules for single modules."""
+"""megatron-core: its configs built from a plan or written in place, and its recipe of rules for individual modules."""

@@ -1,4 +1,4 @@
-"""What has to be replaced inside megatron-core for a CPU: names that only CUDA or Transformer Engine can serve. `mpbridge.devices` installs and takes back."""
+"""Replacements inside megatron-core for a CPU: names that only work with CUDA or Transformer Engine. `mpbridge.devices` installs and removes them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _IMPORTED = (
 )
 
 FUSED_ADAM_MODULE = "transformer_engine.pytorch.optimizers"
-"""The full name by which OptimizerConfig imports FusedAdam."""
+"""The module from which OptimizerConfig imports FusedAdam."""
 
 
 def import_all() -> None:
-    """Imports what will be patched before anything is replaced: a module first imported inside would keep replacements under its own names."""
+    """Imports everything that will be patched before anything is replaced: a module first imported while patched would keep the replacements under its own names."""
     for name in _IMPORTED:
         _core(name)
 
@@ -40,46 +40,46 @@ def _core(name: str) -> Any:
 
 
 def patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any, coalescing: Any) -> Iterator[Patch]:
-    """Replacements for as long as CUDA calls are redirected; the arguments stand for its random states, its copies of split
+    """Replacements for as long as CUDA calls are redirected; the arguments replace its random states, its copies of split
     sizes, its streams and torch's manager of coalesced collectives."""
     random = _core("tensor_parallel.random")
     yield from aliases({"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state})
     yield from aliases({"_coalescing_manager": coalescing})
     moe_utils, dispatcher = _core("transformer.moe.moe_utils"), _core("transformer.moe.token_dispatcher")
-    # 0.16.1 names it without importing it where Transformer Engine is missing: NameError in the router; where it is there, it is a CUDA kernel
+    # 0.16.1 uses it without importing it if Transformer Engine is missing: NameError in the router; if present, it is a CUDA kernel
     yield moe_utils, "te_general_gemm", None
     yield from _tensor_list_patches()
     latent, ahead = _core("transformer.multi_latent_attention"), _core("transformer.multi_token_prediction")
     if not isinstance(latent.TELinear, type):
-        # 0.16.1 takes the placeholder for Transformer Engine itself: TypeError from isinstance() in every MLA layer
+        # 0.16.1 mistakes the placeholder for Transformer Engine itself: TypeError from isinstance() in every MLA layer
         yield latent, "HAVE_TE", False
     if hasattr(ahead, "is_inference_column_parallel_linear"):
-        # since 0.17 it asks isinstance() of a class that is None without Transformer Engine; nothing is an inference layer here
+        # since 0.17 it calls isinstance() with a class that is None without Transformer Engine; there are no inference layers here
         yield ahead, "is_inference_column_parallel_linear", lambda module: False
     for module in (moe_utils, dispatcher):
         if hasattr(module, "maybe_move_tensor_to_cpu"):
             yield module, "maybe_move_tensor_to_cpu", split_sizes
-    # a class attribute that megatron-core fills when a dispatcher is made: there whenever the layer is, also for dispatchers that an earlier layer saw
+    # a class attribute that megatron-core sets when a dispatcher is created: patched whenever the layer is active, so that dispatchers of earlier layers get it too
     yield dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream
-    # CPU and "CUDA" share one generator here, so its warning about that is always true
-    # ("disabled" and not "level": a logger caches what its level allows, also after the level is back)
+    # CPU and "CUDA" share one generator here, so its warning about that always applies
+    # ("disabled" rather than "level": a logger caches what its level allows, even after the level is restored)
     yield logging.getLogger(random.__name__), "disabled", True
 
 
 def aliases(replacements: Mapping[str, Any]) -> Iterator[Patch]:
-    """The same names in every module of megatron-core that took them with "from ... import"."""
+    """The same names in every megatron-core module that imported them with "from ... import"."""
     for module in list(sys.modules.values()):
         if is_core(module):
             yield from ((module, name, new) for name, new in replacements.items() if name in vars(module))
 
 
 def is_core(module: Any) -> bool:
-    """Whether a module, or the name of one, is megatron-core's."""
+    """Whether a module, or a module name, belongs to megatron-core."""
     return str(getattr(module, "__name__", module)).startswith("megatron.")
 
 
 def fused_adam_patches(adam: type | None) -> Iterator[Patch]:
-    """Makes `adam` what megatron-core takes for Transformer Engine's FusedAdam, without pretending that Transformer Engine exists."""
+    """Makes megatron-core use `adam` as Transformer Engine's FusedAdam, without pretending that Transformer Engine is installed."""
     optimizer, distributed = _core("optimizer"), _core("optimizer.distrib_optimizer")
     for module in (optimizer, distributed):
         yield module, "Adam", adam
@@ -88,12 +88,12 @@ def fused_adam_patches(adam: type | None) -> Iterator[Patch]:
     yield distributed, "USING_TE_OPTIMIZER", True
     for module in (optimizer, _core("optimizer.optimizer_config")):
         if hasattr(module, "is_te_min_version"):
-            # asked for nothing but "is FusedAdam new enough"; without Transformer Engine it raises TypeError
+            # called only to check that FusedAdam is new enough; without Transformer Engine it raises TypeError
             yield module, "is_te_min_version", lambda *args, **kwargs: True
 
 
 def _tensor_list_patches() -> Iterator[Patch]:
-    """megatron-core's own norms and scalings of tensor lists, where an installed Transformer Engine or Apex has put its CUDA kernels."""
+    """megatron-core's own norms and scalings of tensor lists, in place of the CUDA kernels of an installed Transformer Engine or Apex."""
     utils = _core("utils")
     local = {
         "multi_tensor_applier": utils.local_multi_tensor_applier,

@@ -1,4 +1,4 @@
-"""The inside of Megatron-FSDP's wrapper: its buffers, the gathers under way, and what it does not do right."""
+"""Internals of Megatron-FSDP's wrapper: its buffers, pending gathers, and workarounds for its bugs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BufferRole = Literal["params", "main_params", "grads"]
 
 
 def wrap(config: Any, ddp: Any, chunk: Any, device: torch.device) -> Any:
-    """The wrapper around a model chunk. Since 0.17 the name is a function's, which chooses between two implementations; this is the first of them."""
+    """The wrapper around a model chunk. Since 0.17 the name is a function that chooses between two implementations; this is the first of them."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
     kind = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV1", mcore_fsdp_adapter.FullyShardedDataParallel)
@@ -22,33 +22,33 @@ def wrap(config: Any, ddp: Any, chunk: Any, device: torch.device) -> Any:
 
 
 def parameters(wrapped: Any) -> dict[str, Any]:
-    """Name in the bare model -> the sharded parameter that an optimizer updates."""
+    """Name in the unwrapped model -> the sharded parameter that an optimizer updates."""
     return {bare_name(name): parameter for name, parameter in _buffer(wrapped).optimizer_named_parameters}
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without those of the wrappers around the model."""
+    """A parameter's name without the prefixes of the wrappers around the model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
 
 
 def install_main_weights(wrapped: Any) -> None:
-    """Main weights into the model's own."""
+    """Copies the main weights into the model weights."""
     _buffer(wrapped).copy_main_weights_to_model_weights()
 
 
 def settle(wrapped: Any) -> None:
-    """Waits for the gathers under way."""
+    """Waits for pending gathers."""
     pipeline = wrapped.module.all_gather_pipeline
     while pipeline.param_gather_event_map:
         pipeline.wait_bucket_ready(*next(iter(pipeline.param_gather_event_map)))
 
 
 def release(wrapped: Any) -> None:
-    """Takes the wrapper's hooks off its parameters' gradients, so that a model that nobody uses can be freed.
+    """Removes the wrapper's hooks from its parameters' gradients, so that an unused model can be freed.
 
-    They hold the wrapper, and torch holds them with the parameters in C++, where Python's collector cannot follow: the model and the threads of its
+    The hooks reference the wrapper, and torch holds them with the parameters in C++, where Python's garbage collector cannot follow: the model and the threads of its
     process groups would live as long as the process.
     """
     hooks = wrapped.module.grad_acc_hooks
@@ -58,16 +58,16 @@ def release(wrapped: Any) -> None:
 
 
 def do_not_reduce(wrapped: Any) -> None:
-    """Takes the reduction out where one process holds everything.
+    """Disables the reduction if one process holds everything.
 
-    There the wrapper accumulates into the whole gradient buffer and then adds that buffer's own "reduced" copy to it: gradients come out twice as large
+    In that case the wrapper accumulates into the whole gradient buffer and then adds that buffer's own "reduced" copy to it: gradients are twice too large
     after one micro-batch and worse after more (seen on 0.16.1; at two processes they are exact).
     """
     wrapped.module.grad_reduce_pipeline.reduce_gradients = lambda *args, **kwargs: None
 
 
 def offset(wrapped: Any, name: str, parameter: Any) -> tuple[int, ...]:
-    """Where this rank's rows of a parameter begin: the wrapper cuts flat buffers, at multiples of a row."""
+    """Where this rank's rows of a parameter begin: the wrapper splits flat buffers at multiples of a row."""
     original = parameter.orig_param
     buffer = _buffer(wrapped)
     group = buffer.parameter_groups[buffer.param_to_param_group[original]]
@@ -78,7 +78,7 @@ def offset(wrapped: Any, name: str, parameter: Any) -> tuple[int, ...]:
 
 
 def held(wrapped: Any) -> Iterator[tuple[BufferRole, str, torch.Tensor]]:
-    """(role, parameter, local shard) of model weights as they rest between steps, main weights and gradients; shared tensors named once."""
+    """(role, parameter, local shard) of model weights as stored between steps, main weights and gradients; shared tensors are listed once."""
     buffer = _buffer(wrapped)
     for group in buffer.parameter_groups:
         for index, parameter in enumerate(group.params):
@@ -95,7 +95,7 @@ def held(wrapped: Any) -> Iterator[tuple[BufferRole, str, torch.Tensor]]:
 
 @contextmanager
 def indexed_device(cuda: bool) -> Iterator[None]:
-    """The wrapper makes 'cuda:<current device>' of a number; the CPU layer's current device is not a number. It also warns that a CPU is not such a device."""
+    """The wrapper builds 'cuda:<current device>' from a number, but the CPU layer's current device is not a number. It also warns that a CPU is not such a device."""
     if cuda:
         yield
         return

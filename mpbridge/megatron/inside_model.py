@@ -1,4 +1,4 @@
-"""The inside of megatron-core's modules: hooks that have no public name, and what differs between its versions when a layer is specified."""
+"""Internals of megatron-core's modules: hooks without a public name, and differences between its versions in how layers are specified."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 
 LocalMatmul = Callable[..., torch.Tensor]
-"""(input, weight, *, bias, tp_group, sequence_parallel ...) -> input Wt: the local matrix product of a parallel linear, without its communication."""
+"""(input, weight, *, bias, tp_group, sequence_parallel ...) -> input W^T: the local matrix product of a parallel linear, without its communication."""
 
 
 class OwnProduct:
-    """Mixed in before one of megatron-core's parallel linears: `product` decides how its local matrix product is computed."""
+    """Mixin placed before one of megatron-core's parallel linears: `product` determines how its local matrix product is computed."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         plain: LocalMatmul = super()._forward_impl  # type: ignore[misc]
@@ -34,10 +34,10 @@ class OwnProduct:
 
 
 def first_microbatch(chunks: Iterable[torch.nn.Module]) -> None:
-    """Tells modules that keep quantized weights from micro-batch to micro-batch that the next one is the first of a step: they quantize anew.
+    """Tells modules that cache quantized weights over micro-batches that the next one is the first of a step, so that they quantize again.
 
-    The schedules do so only where the config's `fp8` or `fp4` is set (`set_is_first_microbatch`, megatron-core 0.16.1 to 0.20 transformer/module.py): under
-    a `quant_recipe` alone Transformer Engine's modules would train for ever on the weights of the first step.
+    The schedules do so only if the config's `fp8` or `fp4` is set (`set_is_first_microbatch`, megatron-core 0.16.1 to 0.20 transformer/module.py): with
+    only a `quant_recipe`, Transformer Engine's modules would train on the weights of the first step forever.
     """
     for chunk in chunks:
         modules: Iterable[Any] = chunk.modules()
@@ -47,15 +47,15 @@ def first_microbatch(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def release(chunks: Iterable[Any]) -> None:
-    """Takes megatron-core's DistributedDataParallel's hooks off the gradients, so that a model that nobody uses can be freed; other chunks are left alone.
+    """Removes the hooks of megatron-core's DistributedDataParallel from the gradients, so that an unused model can be freed; other chunks are left alone.
 
-    The hooks hold the wrapper, and torch holds them in C++ with every graph that a parameter is a leaf of: one tensor that is kept with its graph (a token
-    dispatcher keeps its last probabilities, a distributed optimizer its slices of FP32 parameters) leads back to the model in a circle that Python's
-    collector cannot see. The model would live, and with it the threads of its process groups, as long as the process.
+    The hooks reference the wrapper, and torch holds them in C++ with every graph that has a parameter as a leaf: a single tensor kept with its graph (a token
+    dispatcher keeps its last probabilities, a distributed optimizer its slices of FP32 parameters) closes a reference cycle to the model that Python's
+    garbage collector cannot see. The model, and the threads of its process groups, would live as long as the process.
     """
     for chunk in chunks:
         for node in getattr(chunk, "grad_accs", ()):
-            # a node's hooks are in one dictionary, which only the handle of a hook leads to
+            # a node's hooks are in one dictionary, which is reachable only through the handle of a hook
             node.register_hook(_nothing).hooks_dict_ref().clear()
 
 
@@ -64,7 +64,7 @@ def _nothing(*_: Any) -> None:
 
 
 def multiply_in(output_layer: Any, dtype: torch.dtype) -> None:
-    """Makes the output layer multiply, and so return, in `dtype`; parameters and gradients keep theirs."""
+    """Makes the output layer compute, and so return, in `dtype`; parameters and gradients keep their dtypes."""
     multiply = output_layer._forward_impl
 
     def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def multiply_in(output_layer: Any, dtype: torch.dtype) -> None:
 
 
 def experts_in_turn(column: type, row: type) -> Any:
-    """What `grouped_mlp_modules` of a backend returns for experts computed one after the other: since 0.17 a builder, before a pair."""
+    """What a backend's `grouped_mlp_modules` returns for sequential experts: since 0.17 a builder, before that a pair."""
     parts = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     if "moe_use_legacy_grouped_gemm" in inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters:
         return SequentialMLP, parts
@@ -83,7 +83,7 @@ def experts_in_turn(column: type, row: type) -> Any:
 
 @contextmanager
 def latent_attention_takes(column: type) -> Iterator[None]:
-    """While layers are built: megatron-core's MLA checks its down projections against a list of classes, which knows no subclass (emulated linears)."""
+    """Context for building layers: megatron-core's MLA checks its down projections against a list of classes and rejects subclasses (emulated linears)."""
     listed = multi_latent_attention.ColumnParallelLinear
     multi_latent_attention.ColumnParallelLinear = column
     try:
@@ -93,7 +93,7 @@ def latent_attention_takes(column: type) -> Iterator[None]:
 
 
 def router_biases_in_fp32(model: torch.nn.Module) -> None:
-    """megatron-core does it in the first forward pass; a load-balancing bias is FP32 from the start."""
+    """Casts load-balancing biases to FP32 right away; megatron-core does it in the first forward pass."""
     for router in model.modules():
         if isinstance(router, TopKRouter):
             router._maintain_float32_expert_bias()

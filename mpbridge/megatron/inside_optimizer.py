@@ -1,4 +1,4 @@
-"""The inside of megatron-core's optimizers: which tensors they hold for a parameter, which gradients they read, and how they group parameters."""
+"""Internals of megatron-core's optimizers: which tensors they hold for a parameter, which gradients they read, and how they group parameters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizers of a ChainedOptimizer that hold anything, or the one that is not chained; a rank without parameters has stubs."""
+    """The optimizers of a ChainedOptimizer that hold anything, or the optimizer itself if it is not chained; a rank without parameters has stubs."""
     found = getattr(optimizer, "chained_optimizers", None)
     there = [optimizer] if found is None else found
     return [part for part in there if part is not None and not getattr(part, "is_stub_optimizer", False)]
 
 
 def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(model parameter, what the inner optimizer updates for it) of one of megatron-core's optimizers."""
+    """(model parameter, the tensor that the inner optimizer updates for it) of one of megatron-core's optimizers."""
     if hasattr(part, "shard_fp32_groups"):
         sixteen = part.shard_float16_groups if reads_decoupled(part) else part.shard_fp32_from_float16_groups
         groups = [(part.model_float16_groups, sixteen), (part.model_fp32_groups, part.shard_fp32_groups)]
@@ -34,7 +34,7 @@ def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def shard_of(part: Any, parameter: Any) -> tuple[int, int] | None:
-    """First element and end of what a distributed optimizer updates on this rank of a flat model parameter; None: all of it."""
+    """(begin, end) of the part of a flat model parameter that a distributed optimizer updates on this rank; None: all of it."""
     if not hasattr(part, "shard_fp32_groups"):
         return None
     where = part._get_model_param_range_map(parameter)["param"]
@@ -42,12 +42,12 @@ def shard_of(part: Any, parameter: Any) -> tuple[int, int] | None:
 
 
 def reads_decoupled(part: Any) -> bool:
-    """Whether this optimizer takes its gradients from `.decoupled_grad`."""
+    """Whether this optimizer reads its gradients from `.decoupled_grad`."""
     return bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
 
 def never_decoupled(config: Any) -> None:
-    """Tells an OptimizerConfig that gradients are on `.grad`, whatever it derived."""
+    """Makes an OptimizerConfig read gradients from `.grad`, whatever it derived."""
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
 
 
@@ -59,15 +59,15 @@ def gradients(part: Any) -> list[torch.Tensor]:
 
 
 def gradients_for_norm(part: Any) -> list[torch.Tensor]:
-    """Those of them that count for the global norm on this rank, each parameter once."""
+    """The local gradients that count towards the global norm on this rank, each parameter once."""
     name = "get_grads_for_grad_norm" if hasattr(part, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
     found: list[torch.Tensor] = getattr(part, name)()
     return found
 
 
 def counted_gradients(optimizer: Any, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, what this rank counts of the parameter's reduced gradient), so that each element is counted once over all ranks: nothing of a replica, of a
-    shared copy or of a tensor-parallel duplicate; of a gradient that a distributed optimizer shards, the flat part that was reduced here.
+    """(name, the part of the parameter's reduced gradient that this rank counts), so that each element is counted once over all ranks: nothing of a replica, a
+    shared copy or a tensor-parallel duplicate; for a gradient that a distributed optimizer shards, the flat part that was reduced here.
     """
     some = parts(optimizer)
     sharded = any(hasattr(part, "shard_fp32_groups") for part in some)
@@ -92,7 +92,7 @@ def _original(parameter: Any) -> bool:
 
 
 def _replica(parameter: Any) -> int:
-    """Rank among those that hold the same part of that parameter."""
+    """Rank within the group that holds the same part of that parameter."""
     from megatron.core import parallel_state
 
     if not getattr(parameter, "allreduce", True):
@@ -108,16 +108,16 @@ def set_moment_dtypes(part: Any, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def gather_mxfp8(optimizer: Any) -> None:
-    """Main weights into the gradient buffer that MXFP8 parameters are gathered through; megatron-core leaves this to the training script."""
+    """Copies main weights into the gradient buffer through which MXFP8 parameters are gathered; megatron-core leaves this to the training script."""
     for part in optimizer.chained_optimizers:
         part._copy_main_params_to_param_buffer()
 
 
 def gather_now(chunks: list[Any]) -> None:
-    """Gathers the parameters between two steps, where the next forward pass would.
+    """Gathers the parameters between steps, which otherwise the next forward pass would do.
 
-    megatron-core marks them as gathered, and the next forward pass then leaves out what follows a gather: weights in FP8 would keep the transposes of the step
-    before (`finish_param_sync` of 0.16.1: `post_all_gather_processing` runs after its own gathers only).
+    megatron-core marks them as gathered, and the next forward pass then skips what follows a gather: FP8 weights would keep the transposes of the previous
+    step (`finish_param_sync` of 0.16.1: `post_all_gather_processing` runs only after its own gathers).
     """
     from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 
@@ -129,7 +129,7 @@ def gather_now(chunks: list[Any]) -> None:
 
 
 class _Named:
-    """What the grouping asks of a model."""
+    """The part of a model's interface that the grouping uses."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._parameters = parameters
@@ -139,9 +139,9 @@ class _Named:
 
 
 def refresh_mxfp8(chunks: list[Any], optimizer: Any) -> None:
-    """Brings MXFP8 weights up to date between two steps, through the gradient buffer, whose content is put back.
+    """Updates MXFP8 weights between steps through the gradient buffer, whose contents are restored.
 
-    `start_param_sync(force_sync=True)` would gather what the buffer holds at that moment, the gradients, and mark the weights as gathered:
+    `start_param_sync(force_sync=True)` would gather what the buffer holds at that point, the gradients, and mark the weights as gathered:
     the next forward pass would then read this rank's shard and zeros.
     """
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -152,7 +152,7 @@ def refresh_mxfp8(chunks: list[Any], optimizer: Any) -> None:
             if group.param_gather_handle is None:
                 group.start_param_sync()
             group.finish_param_sync(skip_next_bucket_dispatch=True)
-            group.param_gather_dispatched = False  # the next forward pass gathers as ever
+            group.param_gather_dispatched = False  # the next forward pass gathers as usual
     for buffer, data in zip(buffers, kept, strict=True):
         buffer.grad_data.copy_(data)
 
@@ -161,7 +161,7 @@ def parameter_groups(parameters: Mapping[str, Any], config: Any) -> list[dict[st
     """megatron-core's own groups of named parameters: no weight decay for biases and norms, multipliers, minimum rates."""
     from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 
-    # since 0.17 None means no rules at all, and norms would decay
+    # since 0.17 None means no rules at all, so norms would decay
     groups: list[dict[str, Any]] = _get_param_groups(
         [_Named(parameters)], config, get_standard_config_overrides(config)
     )
@@ -169,7 +169,7 @@ def parameter_groups(parameters: Mapping[str, Any], config: Any) -> list[dict[st
 
 
 def update_router_biases(chunks: list[Any], config: Any) -> None:
-    """The routers' load-balancing biases, after the tokens of a step were counted."""
+    """Updates the routers' load-balancing biases, once the tokens of a step are counted."""
     from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 
     _update_router_expert_bias(chunks, config)

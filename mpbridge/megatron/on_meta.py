@@ -1,4 +1,4 @@
-"""What has to be replaced inside megatron-core so that it builds and steps on meta tensors over fake process groups."""
+"""Replacements inside megatron-core that let it build and step on meta tensors over fake process groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _core(name: str) -> Any:
 
 
 def patches() -> Iterator[Patch]:
-    """Replacements for the rest of the process: a simulated rank has one of its own."""
+    """Replacements for the rest of the process: each simulated rank has its own process."""
     state = _core("parallel_state")
     make = state.create_group
 
@@ -27,12 +27,12 @@ def patches() -> Iterator[Patch]:
     yield state, "create_group", create_group
     dispatcher = _core("transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
     yield dispatcher, "preprocess", balanced
-    # what to copy to the host is there already
+    # what would be copied to the host is already there
     yield dispatcher, "_maybe_dtoh_and_synchronize", lambda self, point, tokens_per_expert=None: tokens_per_expert
 
 
 def balanced(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
-    """MoEAlltoAllTokenDispatcher.preprocess with a router that spreads tokens evenly: split sizes are data, which meta tensors do not have."""
+    """MoEAlltoAllTokenDispatcher.preprocess with a router that distributes tokens evenly: split sizes are data, which meta tensors do not have."""
     routed = routing_map.size(0) * self.config.moe_router_topk
     counts = [routed // self.num_experts + int(i < routed % self.num_experts) for i in range(self.num_experts)]
     each = [sum(counts[r * self.num_local_experts : (r + 1) * self.num_local_experts]) for r in range(self.ep_size)]
@@ -46,6 +46,6 @@ def balanced(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
 
 
 class Chosen:
-    """How many elements a boolean mask of the router selects."""
+    """The number of elements that a boolean mask of the router selects."""
 
     count = 0

@@ -1,4 +1,4 @@
-"""megatron-core's process-wide state: what an engine changes and megatron-core never restores."""
+"""megatron-core's process-wide state, which an engine changes and megatron-core never restores."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ State = list[tuple[Any, str, Any]]
 """(owner, name, value)."""
 
 ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Environment variables that megatron-core sets for Transformer Engine from model.attention_backend, and leaves behind."""
+"""Environment variables that megatron-core sets for Transformer Engine from model.attention_backend, and never resets."""
 
 _BUFFERS = {
     "_GLOBAL_MEMORY_BUFFER": "_set_global_memory_buffer",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": "_set_global_symmetric_memory_buffer",  # gone since 0.17
 }
-"""Belong to an engine, not to its layout: they hold its activations. Name -> what makes a new one."""
+"""Buffers that belong to an engine, not to its layout, since they hold its activations. Name -> function that creates a new one."""
 
 
 def process_wide() -> State:
-    """Parallel state, random trackers and the scales of auxiliary losses as they are now."""
+    """The current parallel state, random state trackers and scales of auxiliary losses."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -29,14 +29,14 @@ def process_wide() -> State:
 
 
 def layout() -> State:
-    """The process groups of the parallel layout that is set up now, without the buffers of whoever uses it."""
+    """The process groups of the current parallel layout, without the buffers of the engine that uses it."""
     from megatron.core import parallel_state
 
     return [entry for entry in _values(parallel_state) if entry[1] not in _BUFFERS]
 
 
 def fresh_buffers() -> None:
-    """New buffers for the next engine of a layout that is used again."""
+    """Creates new buffers for the next engine of a layout that is reused."""
     from megatron.core import parallel_state
 
     for make in _BUFFERS.values():
@@ -45,9 +45,9 @@ def fresh_buffers() -> None:
 
 
 def forget_angles() -> None:
-    """Empties the caches of the rotary embeddings' methods, which are the classes': they hold modules and process groups of engines that are gone.
+    """Empties the caches of the rotary embeddings' methods, which belong to the classes and hold modules and process groups of engines that no longer exist.
 
-    A gloo group that is held keeps its three threads (rotary_pos_embedding.py and yarn_rotary_pos_embedding.py: lru_cache around forward).
+    A gloo group that is still referenced keeps its three threads (rotary_pos_embedding.py and yarn_rotary_pos_embedding.py: lru_cache around forward).
     """
     from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 
@@ -63,20 +63,20 @@ def forget_router_losses() -> None:
 
     if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
         moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
-    else:  # since 0.17 an object of a module of its own
+    else:  # since 0.17 an object in a separate module
         from megatron.core.transformer.moe import moe_logging
 
         moe_logging.destroy_moe_metrics_tracker()
 
 
 def restore(state: State) -> None:
-    """Puts the values back."""
+    """Restores the values."""
     for owner, name, value in state:
         setattr(owner, name, value)
 
 
 def _values(*owners: Any) -> State:
-    """The upper-case names of modules, and the two others that hold state."""
+    """The values of upper-case names of modules, and of the two others that hold state."""
     others = ("main_loss_backward_scale", "_global_process_group_list")
     return [
         (owner, name, copy.copy(value) if isinstance(value, (list, dict)) else value)

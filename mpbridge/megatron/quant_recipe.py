@@ -1,4 +1,4 @@
-"""Rules for single modules, compiled to megatron-core's RecipeConfig: for each pipeline stage its own, because megatron-core counts layers per stage."""
+"""Rules for individual modules, compiled to megatron-core's RecipeConfig: one per pipeline stage, because megatron-core counts layers per stage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mpbridge.megatron_spec.precision_field import ModuleRules
 
 
 class StageRecipe(RecipeConfig):  # type: ignore[misc]  # megatron-core is not typed
-    """megatron-core's recipe of one model chunk; `rules` says what it was made from.
+    """megatron-core's recipe for one model chunk, made from `rules`.
 
-    Configs are usually made before ranks are known: then it is compiled when megatron-core first asks.
+    Configs are usually constructed before ranks are known; in that case it is compiled on first use.
     """
 
     def __init__(self, rules: ModuleRules, config: Any, vp_stage: int | None = None) -> None:
@@ -36,7 +36,7 @@ class StageRecipe(RecipeConfig):  # type: ignore[misc]  # megatron-core is not t
             self.matchers, self.configs, self.compiled = plain.matchers, plain.configs, True
 
     def match(self, operator_context: Any) -> Any:
-        """The quantization of a module, or None where the block around it decides. Raises Refused when the chunk is still not known."""
+        """The quantization of a module, or None if the block around it decides. Raises Refused if the chunk is still unknown."""
         if not self.compiled:
             self._compile()
         if not self.compiled:
@@ -52,24 +52,24 @@ class StageRecipe(RecipeConfig):  # type: ignore[misc]  # megatron-core is not t
     __hash__ = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: Any) -> StageRecipe:
-        # it is never changed, and megatron-core deep-copies configs
+        # it is immutable, and megatron-core deep-copies configs
         return copy.copy(self)
 
 
 def compile_rules(rules: ModuleRules, config: Any, vp_stage: int | None = None) -> StageRecipe:
-    """`rules` for the model chunk that this rank builds from `config`; left open where the chunk is not known yet."""
+    """`rules` for the model chunk that this rank builds from `config`; not compiled yet if the chunk is unknown."""
     return StageRecipe(rules, config, vp_stage)
 
 
 def enter_chunk(config: Any, vp_stage: int | None = None) -> None:
-    """Makes `config.quant_recipe` that of one chunk; call it before each GPTModel of an interleaved pipeline. Nothing happens without module rules."""
+    """Sets `config.quant_recipe` to that of one chunk; call it before each GPTModel of an interleaved pipeline. Does nothing without module rules."""
     recipe = getattr(config, "quant_recipe", None)
     if isinstance(recipe, StageRecipe):
         config.quant_recipe = compile_rules(recipe.rules, config, vp_stage)
 
 
 def chunk_layers(config: Any, vp_stage: int | None = None) -> tuple[int, ...] | None:
-    """Global 0-based numbers of the layers of this rank's chunk, in order; None where ranks or chunk are not known."""
+    """Global 0-based numbers of the layers of this rank's chunk, in order; None if ranks or chunk are unknown."""
     if config.pipeline_model_parallel_size == 1:
         return tuple(range(config.num_layers))
     interleaved = (config.virtual_pipeline_model_parallel_size or 1) > 1

@@ -1,4 +1,4 @@
-"""megatron-core's description of a sharded state, read and rebuilt here: which part of which global tensor each leaf is. Nothing is written or opened.
+"""Reads and rebuilds megatron-core's description of a sharded state: which part of which global tensor each leaf is. Performs no file I/O.
 
 The classes are those of megatron.core.dist_checkpointing.mapping (0.16.1 to 0.20); its strategies, planners and serializers are not used.
 """
@@ -45,21 +45,21 @@ def is_written_here(leaf: Any) -> bool:
 
 
 def wide(leaf: Any) -> Any:
-    """A leaf's tensor, dequantized where it rests in 8 bits with scales: a checkpoint holds values."""
+    """A leaf's tensor, dequantized if it is stored in 8 bits with scales: a checkpoint holds values."""
     from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
     return dequantize_fp8_tensor(leaf.data) if is_float8tensor(leaf.data) else leaf.data
 
 
 def _built(factory: Any) -> Any:
-    """A factory's parts. They are cut from values: Transformer Engine 2.11 fails to split an MXFP8 tensor, as a gated MLP's factory does."""
+    """A factory's parts. They are split after dequantization: Transformer Engine 2.11 fails to split an MXFP8 tensor, as a gated MLP's factory does."""
     whole = copy.copy(factory)
     whole.data = wide(factory)
     return whole.build()
 
 
 def entries(tree: Any) -> Iterator[Any]:
-    """Every ShardedTensor and ShardedObject in a state, factories built."""
+    """Every ShardedTensor and ShardedObject in a state, with factories built."""
     if _is_factory(tree):
         yield from entries(_built(tree))
     elif isinstance(tree, dict):
@@ -73,13 +73,13 @@ def entries(tree: Any) -> Iterator[Any]:
 
 
 def common(tree: Any) -> Any:
-    """What is in a state besides sharded and local parts: equal on all ranks, plain. Containers that become empty are left out."""
+    """The parts of a state that are neither sharded nor local: plain data, equal on all ranks. Containers that become empty are dropped."""
     found = _kept(tree, lambda leaf: _LEAF if _is_local(leaf) or hasattr(leaf, "replica_id") else leaf)
     return {} if found is _LEAF else found
 
 
 def filled(tree: Any, read: Callable[[Any], Any]) -> Any:
-    """The state with what `read` returns for each ShardedTensor and ShardedObject; factories merged, local parts unwrapped, the rest left out."""
+    """The state with what `read` returns for each ShardedTensor and ShardedObject; factories are merged, local parts unwrapped, the rest dropped."""
 
     def leaf(item: Any) -> Any:
         if _is_factory(item):
@@ -93,7 +93,7 @@ def filled(tree: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def _kept(tree: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`tree` with `leaf` applied to its leaves; those that come back as _LEAF, and containers that lose all they had, are left out."""
+    """`tree` with `leaf` applied to its leaves; those returned as _LEAF, and containers that become empty, are dropped."""
     if isinstance(tree, dict):
         made = {name: new for name, item in tree.items() if (new := _kept(item, leaf)) is not _LEAF}
         return made if made or not tree else _LEAF

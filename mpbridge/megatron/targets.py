@@ -1,4 +1,4 @@
-"""megatron-core's configs: made once from inputs and a plan (build), or changed in an existing script (apply). Neither runs a recipe as something else."""
+"""megatron-core's configs: constructed once from inputs and a plan (build), or changed in an existing script (apply). Both refuse to run a recipe as something else."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger("mpbridge")
 
 
 GPT_ARGUMENTS = frozenset({*GPT.__dataclass_fields__, "parallel_output"})
-"""Keys of the model section that are GPTModel's own arguments and not fields of TransformerConfig."""
+"""Keys of the model section that are GPTModel's own arguments rather than fields of TransformerConfig."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What an engine is built from."""
+    """The configs that an engine is built from."""
 
     model: Any
     """TransformerConfig or MLATransformerConfig."""
@@ -49,12 +49,12 @@ class Targets:
 def build(
     inputs: Mapping[str, Any], plan: Plan, *, machine: Machine | None = None, versions: Versions | None = None
 ) -> Targets:
-    """megatron-core's configs, constructed once from `inputs` with the plan's writes in them.
+    """megatron-core's configs, constructed once from `inputs` with the plan's writes applied.
 
     inputs: {"model", "optimizer", "ddp"} -> mapping (or a live config, which is then written in place); "parallel" is merged into the model.
-    machine, versions: what will run it; None: what is here.
-    Raises Refused when that machine would run the recipe as something else, UnknownName or Contradiction for fields that do not exist,
-    StalePlan when inputs changed since the plan, UpstreamRefused when megatron-core's own validation says no.
+    machine, versions: what will run it; None: the local ones.
+    Raises Refused if that machine would run the recipe as something else, UnknownName or Contradiction for fields that do not exist,
+    StalePlan if inputs changed since the plan was made, UpstreamRefused if megatron-core's own validation rejects the values.
     """
     refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
     live: dict[str, Any] = {name: inputs[name] for name in TARGETS if name in inputs and not is_inputs(inputs[name])}
@@ -82,10 +82,10 @@ def apply(
     on_conflict: Literal["warn", "error"] = "warn",
     emulated: bool = False,
 ) -> Receipt:
-    """Writes `plan` onto its live objects, all or nothing; hand the receipt to the next plan's `after`.
+    """Writes `plan` onto its live objects, all or nothing; pass the receipt to the next plan's `after`.
 
-    emulated: says that the caller attaches mpbridge.emulation; a plan for emulation is refused without it, for it would train in 16 bits.
-    on_conflict: "warn" logs the author's values that are overridden, on rank 0; "error" refuses them.
+    emulated: the caller attaches mpbridge.emulation; a plan for emulation is refused without it, because it would train in 16 bits.
+    on_conflict: "warn" logs the author's values that are overridden, on rank 0; "error" raises Conflict.
     Raises Refused, Conflict, StalePlan, UpstreamRefused, BadValue.
     """
     if plan.realization == "emulated" and not emulated and plan.policy is not None and plan.policy.quantized:
@@ -98,7 +98,7 @@ def apply(
     refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
     _refuse_unspoken(plan)
     receipt = commit(plan, on_conflict=on_conflict, spell=_compile)
-    if plan.conflicts and os.environ.get("RANK", "0") == "0":  # once, as torchrun numbers its processes
+    if plan.conflicts and os.environ.get("RANK", "0") == "0":  # only on torchrun's rank 0
         log.warning(
             "the recipe overrides values that were set:\n%s", "\n".join(f"  {write}" for write in plan.conflicts)
         )
@@ -106,12 +106,12 @@ def apply(
 
 
 def _refuse_unspoken(plan: Plan) -> None:
-    """Raises Refused for a scaling that no field of megatron-core says: it runs in linears that an engine of ours puts in."""
+    """Raises Refused for a scaling that no megatron-core field can express: it runs in linears that mpbridge's own engines insert."""
     quants = () if plan.policy is None or plan.realization == "emulated" else plan.policy.quants
     unspoken = dict.fromkeys(quant.scaling for quant in quants if quant.row.core is None)
     if unspoken:
         raise Refused(
-            f"megatron-core has no word for {', '.join(unspoken)} scaling, so this script's linears would train in 16 bits;"
+            f"megatron-core has no setting for {', '.join(unspoken)} scaling, so this script's linears would train in 16 bits;"
             " train it with mpbridge, whose engines put such GEMMs into the linears"
         )
 
@@ -123,7 +123,7 @@ def refuse_unable(
     machine: Machine | None = None,
     versions: Versions | None = None,
 ) -> None:
-    """Raises Refused when that machine would run a quantized policy as something else. What is not given is asked of this machine."""
+    """Raises Refused if that machine would run a quantized policy as something else. What is not given is taken from the local machine."""
     if policy is None or realization == "emulated" or not policy.quantized:
         return
     refuse_unless_native(policy, machine or this_machine(), versions or installed())
@@ -134,7 +134,7 @@ def _compile(rules: Any, config: Any) -> Any:
 
 
 def _classes(latent: bool) -> dict[str, type]:
-    # here and not at the top: importing megatron-core costs seconds, and a refusal should not
+    # imported here rather than at the top: importing megatron-core takes seconds, and a refusal should not
     transformer = importlib.import_module("megatron.core.transformer.transformer_config")
     return {
         "model": transformer.MLATransformerConfig if latent else transformer.TransformerConfig,
@@ -144,7 +144,7 @@ def _classes(latent: bool) -> dict[str, type]:
 
 
 def _gpt_arguments(section: dict[str, Any], config: type) -> dict[str, Any]:
-    """Takes GPTModel's own arguments out of the model section; those that the config has as well (MLA's rotary_base) stay in both."""
+    """Moves GPTModel's own arguments out of the model section; those that the config also has (MLA's rotary_base) stay in both."""
     own = {name: section[name] for name in GPT_ARGUMENTS if name in section}
     for name in own:
         if name not in _fields(config):
@@ -153,9 +153,9 @@ def _gpt_arguments(section: dict[str, Any], config: type) -> dict[str, Any]:
 
 
 def _add_yarn(config: Any, gpt: dict[str, Any]) -> None:
-    """Moves yarn_* from GPTModel's arguments onto the config object, where GPTModel and its attention look for them (no field of any class).
+    """Moves yarn_* from GPTModel's arguments onto the config object, where GPTModel and its attention look for them (they are not fields of any class).
 
-    Only under YaRN: attention scales sines and cosines of every model whose config has such an attribute.
+    Only with YaRN: attention scales sines and cosines of every model whose config has such an attribute.
     """
     given = {name: gpt.pop(name) for name in YARN if name in gpt}
     if gpt.get("position_embedding_type") == "yarn":
@@ -178,7 +178,7 @@ def _refuse_unknown(sections: Mapping[str, Mapping[str, Any]], classes: Mapping[
     if len(faults) == 1:
         raise faults[0]
     if faults:
-        raise Contradiction(map(str, faults), subject="megatron-core does not know these settings")
+        raise Contradiction(map(str, faults), subject="megatron-core does not have these settings")
 
 
 def _construct(name: str, config: type, section: dict[str, Any], plan: Plan) -> Any:
@@ -192,7 +192,7 @@ def _construct(name: str, config: type, section: dict[str, Any], plan: Plan) -> 
         if now is not None and not same(_value(write.name, now, fields[write.field]), write.before):
             raise StalePlan(f"{write.name} is {now!r} now and was {write.before!r} when the plan was made: plan again")
         if isinstance(write.after, ModuleRules):
-            rules.append((write.field, write.after))  # compiled for the finished config
+            rules.append((write.field, write.after))  # compiled once the config is complete
         else:
             values[write.field] = spelled(write.after, None, None)
     try:
@@ -207,7 +207,7 @@ def _construct(name: str, config: type, section: dict[str, Any], plan: Plan) -> 
 
 
 def _value(where: str, value: Any, field: Any) -> Any:
-    """An input as megatron-core takes it: dtypes in any spelling, functions and enumerations by name."""
+    """An input in the form that megatron-core takes; accepts dtypes in any spelling, functions and enumerations by name."""
     if isinstance(value, (str, DType)) and "torch.dtype" in str(field.type):
         try:
             return dtype(value).torch()

@@ -1,1 +1,1 @@
-"""What megatron-core's configs are, by version: fields, precision rows, classes of the other fields, names. Loads no framework; `mpbridge.megatron` is the part that does."""
+"""Describes megatron-core's configs by version: fields, the table of precision fields, classification of the others, names. Loads no framework; `mpbridge.megatron` does."""

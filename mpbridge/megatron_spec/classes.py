@@ -1,4 +1,4 @@
-"""Precision-looking fields that no policy decides, and why. With `megatron_spec.fields.TABLE` they cover every described version; a test holds it."""
+"""Precision-looking fields that no policy decides, and why. Together with `megatron_spec.fields.TABLE` they cover every described version, as a test checks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ LOOKS_LIKE_PRECISION = re.compile(
     r"fp8|fp4|fp32|fp16|bf16|fp64|half|dtype|autocast|quant|amax|prec|reduced|loss_scale|hysteresis|nan|remainder|kitchen|transpose_cache"
     r"|scal|epsilon|large_grads|first_last"
 )
-"""Names that the completeness test asks about."""
+"""Pattern of field names that the completeness test covers."""
 
 USERS_OWN: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         (
             "model",
             "activation_func_fp8_input_store",
-        ): "stores an activation's input in FP8 for the backward pass, whether GEMMs are quantized or not",
-        ("model", "disable_parameter_transpose_cache"): "memory against time in Transformer Engine",
-        ("model", "fp8_interval"): "read nowhere in megatron-core 0.16.1",
-        ("model", "tp_only_amax_red"): "whose amax values are combined in FP8: a question of communication",
-        ("model", "use_kitchen"): "another quantization library altogether",
-        ("model", "use_kitchen_attention"): "another quantization library altogether",
-        ("model", "kitchen_attention_backend"): "another quantization library altogether",
+        ): "stores an activation function's input in FP8 for the backward pass, whether or not GEMMs are quantized",
+        ("model", "disable_parameter_transpose_cache"): "trades memory for time in Transformer Engine",
+        ("model", "fp8_interval"): "not read anywhere in megatron-core 0.16.1",
+        ("model", "tp_only_amax_red"): "which ranks combine FP8 amaxes: a matter of communication",
+        ("model", "use_kitchen"): "a different quantization library",
+        ("model", "use_kitchen_attention"): "a different quantization library",
+        ("model", "kitchen_attention_backend"): "a different quantization library",
         (
             "model",
             "apply_query_key_layer_scaling",
-        ): "scales attention scores by the layer's number (and forces an FP32 softmax)",
+        ): "scales attention scores by the layer number (and forces an FP32 softmax)",
         ("optimizer", "muon_fp32_matmul_prec"): "Muon's own arithmetic",
         (
             "ddp",
             "reduce_scatter_with_fp32_accumulation",
-        ): "sums 16-bit gradients locally in FP32: a choice beside grad_reduce_in_fp32",
-        ("ddp", "check_for_large_grads"): "a check, and not about precision alone",
+        ): "sums 16-bit gradients locally in FP32, independent of grad_reduce_in_fp32",
+        ("ddp", "check_for_large_grads"): "a check, not only of precision",
         ("model", "moe_dispatch_fwd_dtype"): "what one dispatcher (ncclep) sends to the experts",
         ("model", "moe_combine_bwd_dtype"): "what one dispatcher (ncclep) sends back in the backward pass",
         ("model", "moe_single_grouped_weight"): "one weight tensor for all experts of a rank",
@@ -41,7 +41,7 @@ USERS_OWN: Mapping[tuple[str, str], str] = MappingProxyType(
         ("model", "dsa_indexer_k_norm_fp32"): "one norm of sparse attention's indexer",
     }
 )
-"""(target, field) -> what it does. Left alone; a plan reports it where it is set, and the audit reads it."""
+"""(target, field) -> what it does. Left alone; a plan reports it if it is set, and the audit reads it."""
 
 PROCESS_WIDE: Mapping[tuple[str, str], str] = MappingProxyType(
     {
@@ -49,23 +49,23 @@ PROCESS_WIDE: Mapping[tuple[str, str], str] = MappingProxyType(
             "model",
             "disable_bf16_reduced_precision_matmul",
         ): "sets torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction for the whole process, "
-        "also for what runs later; the CPU device layer puts the flag back",
+        "also for what runs later; the CPU device layer restores the flag",
     }
 )
-"""(target, field) -> which process-wide switch it throws. Left alone and reported."""
+"""(target, field) -> the process-wide switch that it sets. Left alone and reported."""
 
 NOT_PRECISION: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         (
             "model",
             "grad_scale_func",
-        ): "a function that training scripts set: the loss scale's, after the optimizer exists",
-        ("model", "moe_grad_scale_func"): "as grad_scale_func, of the auxiliary losses",
-        ("model", "mtp_grad_scale_func"): "as grad_scale_func, of multi-token prediction's loss",
+        ): "a function set by training scripts once the optimizer exists: the loss scale's",
+        ("model", "moe_grad_scale_func"): "like grad_scale_func, for the auxiliary losses",
+        ("model", "mtp_grad_scale_func"): "like grad_scale_func, for the multi-token prediction loss",
         (
             "model",
             "experimental_attention_variant_loss_scale_func",
-        ): "as grad_scale_func, of an attention variant's loss",
+        ): "like grad_scale_func, for the loss of an attention variant",
         ("model", "inference_moe_disable_fused_quant_kernels"): "inference only",
         ("model", "dsa_indexer_k_norm_epsilon"): "a norm's formula",
         ("model", "mup_attn_scale_power"): "attention's formula",
@@ -87,7 +87,7 @@ NOT_PRECISION: Mapping[tuple[str, str], str] = MappingProxyType(
 MARK: Mapping[str, str] = MappingProxyType(
     {"model": "params_dtype", "optimizer": "params_dtype", "ddp": "grad_reduce_in_fp32"}
 )
-"""Target -> a field that its config has in every version: who declares it is megatron-core's config, not an object around it."""
+"""Target -> a field that its config has in every version: an object that declares it is megatron-core's config, not a wrapper around it."""
 
 FILLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -101,4 +101,4 @@ FILLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ddp": (),
     }
 )
-"""What megatron-core's post-init makes of precision fields: taken from the checked twin, since a live object's post-init is over."""
+"""Fields that megatron-core's post-init derives from precision fields: copied from the validated twin, since a live object's post-init has already run."""

@@ -1,7 +1,7 @@
-"""The written table: every precision field that a policy decides on megatron-core's three configs, its value, why, and what would change it.
+"""The table of every precision field that a policy decides on megatron-core's three configs: its value, why, and what would change it.
 
-A row says in which versions of megatron-core its field exists. Fields that a policy does not decide stand in `megatron_spec.classes`; a test
-demands that every precision-looking field of every described version is in exactly one class.
+A row states the versions of megatron-core in which its field exists. Fields that a policy does not decide are in `megatron_spec.classes`; a test
+requires that every precision-looking field of every described version is in exactly one class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpbridge.precision.policy import Quant, own_main
 
 
 def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> FieldValue:
-    """Attribute of the policy's quantization, or megatron-core's default where there is none."""
+    """Attribute of the policy's quantization, or megatron-core's default without one."""
 
     def value(facts: Facts) -> Any:
         quant: Quant | None = getattr(facts.policy, low)
@@ -26,7 +26,7 @@ def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> FieldV
 
 
 def _word(low: Literal["fp8", "fp4"], off: str) -> FieldValue:
-    """megatron-core's word for the scaling, or its default where there is none."""
+    """megatron-core's name for the scaling, or its default without one."""
 
     def value(facts: Facts) -> Any:
         quant: Quant | None = getattr(facts.policy, low)
@@ -36,7 +36,7 @@ def _word(low: Literal["fp8", "fp4"], off: str) -> FieldValue:
 
 
 def _scale(attribute: str) -> FieldValue:
-    """A detail of dynamic loss scaling; without loss scaling megatron-core reads none of them."""
+    """A parameter of dynamic loss scaling; without loss scaling megatron-core reads none of them."""
     return lambda facts: KEEP if facts.policy.loss_scale is None else getattr(facts.policy.loss_scale, attribute)
 
 
@@ -53,7 +53,7 @@ def _stated(attribute: str) -> FieldValue:
 
 
 def _state(attribute: str) -> FieldValue:
-    """An optimizer state's dtype; megatron-core refuses anything but FP32 there without its precision-aware optimizer."""
+    """An optimizer state's dtype; megatron-core rejects anything but FP32 without its precision-aware optimizer."""
 
     def value(facts: Facts) -> Any:
         if facts.policy.precision_aware is False:
@@ -67,7 +67,7 @@ def _state(attribute: str) -> FieldValue:
 
 
 def _router(facts: Facts) -> Any:
-    """The strings 'fp32' and 'fp64': megatron-core (moe/router.py) compares with them, and a torch dtype there does nothing, silently."""
+    """The strings 'fp32' and 'fp64': megatron-core (moe/router.py) compares with them, and silently ignores a torch dtype."""
     if facts.policy.router is not None:
         return facts.policy.router.short
     own = facts.own("model", "moe_router_dtype", None)
@@ -76,12 +76,12 @@ def _router(facts: Facts) -> Any:
     try:
         meant = dtype(own)
     except BadValue:
-        return KEEP  # megatron-core's or the schema's to refuse
+        return KEEP  # left for megatron-core or the schema to reject
     return meant.short if meant in (DType.FP32, DType.FP64) else None
 
 
 def _optimizer_scaling(facts: Facts) -> Any:
-    """With FP8 off none; Megatron-LM's arguments always say "delayed" there, which disables nothing and is left alone."""
+    """None with FP8 off. Megatron-LM's arguments always set "delayed", which disables nothing and is left alone."""
     if facts.fp8:
         return facts.fp8.row.core
     return KEEP if facts.own("optimizer", "fp8_recipe", None) == "delayed" else None
@@ -90,12 +90,12 @@ def _optimizer_scaling(facts: Facts) -> Any:
 def _softmax(facts: Facts) -> Any:
     if facts.policy.softmax_fp32 is None:
         return KEEP
-    # megatron-core forces it on under query-key layer scaling
+    # megatron-core forces it on with query-key layer scaling
     return facts.policy.softmax_fp32 or bool(facts.own("model", "apply_query_key_layer_scaling", False))
 
 
 def _main_copy(facts: Facts) -> Any:
-    """Megatron-FSDP holds FP32 main weights or none; policies that say neither keep the user's."""
+    """Megatron-FSDP holds FP32 main weights or none; policies that specify neither keep the user's choice."""
     policy = facts.policy
     if not facts.megatron_fsdp or policy.main_params not in (DType.FP32, policy.params):
         return KEEP
@@ -103,7 +103,7 @@ def _main_copy(facts: Facts) -> Any:
 
 
 def _main_copy_dtype(facts: Facts) -> Any:
-    """The same since main weights there have a dtype of their own; None: the parameters are their own main weights."""
+    """The same for versions in which Megatron-FSDP's main weights have a dtype; None: the parameters are their own main weights."""
     kept = _main_copy(facts)
     return kept if kept is KEEP else DType.FP32 if kept else None
 
@@ -124,7 +124,7 @@ def _module_rules(facts: Facts) -> ModuleRules | None:
 
 
 def _reuse(facts: Facts) -> bool:
-    # Megatron-LM's arguments.py switches it off as well: Megatron-FSDP has no such shared buffer
+    # Megatron-LM's arguments.py also switches it off: Megatron-FSDP has no such shared buffer
     return facts.policy.reuse_grad_buffer and not facts.megatron_fsdp
 
 
@@ -147,12 +147,12 @@ def _with_stored_mxfp8(facts: Facts, value: Any) -> bool:
 
 
 def _state_turns(facts: Facts, value: Any) -> bool:
-    # a narrow state asks for the precision-aware optimizer by itself, unless the parameters are their own main copy
+    # a state below FP32 by itself requires the precision-aware optimizer, unless the parameters are their own main copy
     return facts.aware or (not own_main(facts.policy) and value != facts.policy.params)
 
 
 def _low_states(facts: Facts) -> bool:
-    """Whether a state is narrower than FP32, which only a precision-aware optimizer can keep."""
+    """Whether a state is below FP32, which only a precision-aware optimizer can keep."""
     policy = facts.policy
     return any(state not in (None, DType.FP32) for state in (policy.main_params, policy.exp_avg, policy.exp_avg_sq))
 
@@ -169,10 +169,16 @@ _HALVES: tuple[PrecisionField, ...] = (
         "optimizer",
         "bf16",
         lambda f: f.policy.compute is DType.BF16 and not own_main(f.policy),
-        "main weights beside BF16 parameters",
+        "main weights separate from BF16 parameters",
         False,
     ),
-    _row("optimizer", "fp16", lambda f: f.policy.compute is DType.FP16, "main weights beside FP16 parameters", False),
+    _row(
+        "optimizer",
+        "fp16",
+        lambda f: f.policy.compute is DType.FP16,
+        "main weights separate from FP16 parameters",
+        False,
+    ),
     _row("model", "params_dtype", lambda f: f.policy.params, "resident parameters", DType.FP32),
     _row("optimizer", "params_dtype", lambda f: f.policy.params, "resident parameters", DType.FP32),
     _row(
@@ -232,8 +238,8 @@ _HALVES: tuple[PrecisionField, ...] = (
 _LOW: tuple[PrecisionField, ...] = (
     _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None),
     _row("model", "fp8_recipe", _word("fp8", "delayed"), "how FP8 scales are chosen", "delayed"),
-    _row("model", "fp8_param", _of("fp8", "stored", False), "weights at rest in FP8", False, knob="fp8_param", turns=_storage_turns),
-    _row("model", "fp8_quantizer_factory", _of("fp8", "factory", None), "of the custom FP8 recipe only", None),
+    _row("model", "fp8_param", _of("fp8", "stored", False), "weights stored in FP8", False, knob="fp8_param", turns=_storage_turns),
+    _row("model", "fp8_quantizer_factory", _of("fp8", "factory", None), "for the custom FP8 recipe only", None),
     _row("model", "fp8_margin", _of("fp8", "margin", 0), "delayed scaling only", 0, knob="fp8_margin", turns=_with_fp8),
     _row("model", "fp8_amax_history_len", _of("fp8", "amax_history", 1), "delayed scaling only", 1, knob="fp8_amax_history_len", turns=_with_fp8),
     _row("model", "fp8_amax_compute_algo", _of("fp8", "amax_algo", "most_recent"), "delayed scaling only", "most_recent", knob="fp8_amax_compute_algo", turns=_with_fp8),
@@ -244,24 +250,24 @@ _LOW: tuple[PrecisionField, ...] = (
          knob="fp8_multi_head_attention", turns=lambda f, v: f.policy.fp8 is not None and f.policy.fp8.attention != "none"),
     _row("model", "fp4", _of("fp4", "format", None), "format of GEMM operands", None),
     _row("model", "fp4_recipe", _word("fp4", "nvfp4"), "how FP4 scales are chosen", "nvfp4"),
-    _row("model", "fp4_param", _of("fp4", "stored", False), "weights at rest in FP4", False, knob="fp4_param", turns=_with_fp4),
-    _row("model", "fp4_quantizer_factory", _of("fp4", "factory", None), "of the custom FP4 recipe only", None),
-    _row("model", "first_last_layers_bf16", lambda f: f.policy.ends is not None and f.policy.quant is not None, "edge layers out of quantization", False, knob="first_last_layers_bf16",
+    _row("model", "fp4_param", _of("fp4", "stored", False), "weights stored in FP4", False, knob="fp4_param", turns=_with_fp4),
+    _row("model", "fp4_quantizer_factory", _of("fp4", "factory", None), "for the custom FP4 recipe only", None),
+    _row("model", "first_last_layers_bf16", lambda f: f.policy.ends is not None and f.policy.quant is not None, "edge layers excluded from quantization", False, knob="first_last_layers_bf16",
          turns=lambda f, v: f.policy.quant is not None),
-    _row("model", "num_layers_at_start_in_bf16", _edge(0), "first layers out of quantization", 1, knob="num_layers_at_start_in_bf16",
+    _row("model", "num_layers_at_start_in_bf16", _edge(0), "first layers excluded from quantization", 1, knob="num_layers_at_start_in_bf16",
          turns=lambda f, v: f.policy.ends is not None),
-    _row("model", "num_layers_at_end_in_bf16", _edge(1), "last layers out of quantization", 1, knob="num_layers_at_end_in_bf16",
+    _row("model", "num_layers_at_end_in_bf16", _edge(1), "last layers excluded from quantization", 1, knob="num_layers_at_end_in_bf16",
          turns=lambda f, v: f.policy.ends is not None),
-    _row("model", "fp8_output_proj", lambda f: False, "the output layer is outside of quantization", False, holds=SINCE_017),
-    _row("model", "quant_recipe", _module_rules, "rules for single modules", None),
-    # told in spite of emulation: it decides who keeps main weights, and needs no Transformer Engine
-    _row("optimizer", "fp8_recipe", _optimizer_scaling, "only with FP8 on: else it disables the precision-aware optimizer", None),
+    _row("model", "fp8_output_proj", lambda f: False, "the output layer is not quantized", False, holds=SINCE_017),
+    _row("model", "quant_recipe", _module_rules, "rules for individual modules", None),
+    # written even under emulation: it decides who keeps main weights, and needs no Transformer Engine
+    _row("optimizer", "fp8_recipe", _optimizer_scaling, "only with FP8 on: otherwise it disables the precision-aware optimizer", None),
     _row("optimizer", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
     _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
-    _row("ddp", "fp8_param_gather", _of("fp8", "stored", False), "parameters on the wire in FP8", False, knob="fp8_param_gather", turns=_storage_turns),
-    _row("ddp", "fp4_param_gather", _of("fp4", "stored", False), "parameters on the wire in FP4", False, knob="fp4_param_gather", turns=_with_fp4, holds=SINCE_017, required=True),
+    _row("ddp", "fp8_param_gather", _of("fp8", "stored", False), "parameters all-gathered in FP8", False, knob="fp8_param_gather", turns=_storage_turns),
+    _row("ddp", "fp4_param_gather", _of("fp4", "stored", False), "parameters all-gathered in FP4", False, knob="fp4_param_gather", turns=_with_fp4, holds=SINCE_017, required=True),
 )  # fmt: skip
 _STATES: tuple[PrecisionField, ...] = (
     _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32",
@@ -272,7 +278,7 @@ _STATES: tuple[PrecisionField, ...] = (
     _row("ddp", "megatron_fsdp_main_grads_dtype", _under_megatron_fsdp(_accumulated),
          "Megatron-FSDP's accumulated gradients; none: in the parameters' dtype", None, holds=SINCE_017),
     _row("ddp", "megatron_fsdp_grad_comm_dtype", _under_megatron_fsdp(lambda f: f.policy.reduce if f.policy.accumulate else None),
-         "gradients on the wire; none: as they are accumulated", None, holds=SINCE_017),
+         "gradients in communication; none: as they are accumulated", None, holds=SINCE_017),
     _row("ddp", "megatron_fsdp_use_decoupled_grad", _under_megatron_fsdp(lambda f: False), "the optimizer reads its gradients from .grad", False, holds=SINCE_017),
     _row("optimizer", "use_precision_aware_optimizer", _stated("precision_aware"), "FusedAdam owns main weights and moments", False,
          knob="use_precision_aware_optimizer", turns=lambda f, v: v is True or not _low_states(f)),
@@ -305,16 +311,16 @@ def _needs(low: Literal["fp8", "quantized"]) -> FieldValue:
 
 
 _CLEARED: tuple[PrecisionField, ...] = (
-    _row("ddp", "check_for_nan_in_grad", _dynamic, "its fatal check would end the run at the first overflow that the loss scale is made to skip", False,
+    _row("ddp", "check_for_nan_in_grad", _dynamic, "its fatal check would end the run at the first overflow, which the loss scale is designed to skip", False,
          kind="cleared"),
-    _row("ddp", "keep_fp8_transpose_cache", _needs("fp8"), "means FP8 weights", False, kind="cleared"),
+    _row("ddp", "keep_fp8_transpose_cache", _needs("fp8"), "requires FP8 weights", False, kind="cleared"),
     _row("ddp", "param_name_patterns_for_fp32_local_accumulation", lambda f: () if f.policy.reduce is DType.FP32 else KEEP,
-         "FP32 gradients accumulate in FP32 anyway, and megatron-core refuses both", (), kind="cleared", holds=SINCE_017),
-    _row("model", "moe_router_padding_for_quantization", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
-    _row("model", "moe_router_padding_for_fp8", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
+         "FP32 gradients accumulate in FP32 anyway, and megatron-core rejects both", (), kind="cleared", holds=SINCE_017),
+    _row("model", "moe_router_padding_for_quantization", _needs("quantized"), "megatron-core rejects it without FP8 or FP4", False, kind="cleared"),
+    _row("model", "moe_router_padding_for_fp8", _needs("quantized"), "megatron-core rejects it without FP8 or FP4", False, kind="cleared"),
 )  # fmt: skip
 
 TABLE: tuple[PrecisionField, ...] = tuple(
     sorted((*_HALVES, *_LOW, *_STATES, *_CLEARED), key=lambda row: TARGETS.index(row.target))
 )
-"""All rows, by target; the order in which a plan lists them."""
+"""All rows by target, in the order in which a plan lists them."""

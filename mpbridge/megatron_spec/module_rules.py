@@ -1,4 +1,4 @@
-"""Rules for single modules in the words of megatron-core's RecipeConfig, which a plan writes and Megatron-LM reads from a file. Loads no framework."""
+"""Rules for individual modules in the format of megatron-core's RecipeConfig, which a plan writes and Megatron-LM reads from a file. Loads no framework."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpbridge.precision.wording import rule_words
 def as_dict(
     rules: ModuleRules, chunk: Sequence[int], layers: int, *, ahead: int = 0, core: str | None = None
 ) -> dict[str, Any]:
-    """What RecipeConfig.from_config_dict takes: matchers for each (layer of the chunk, rule), first match wins.
+    """The input of RecipeConfig.from_config_dict: matchers for each (layer of the chunk, rule); the first match wins.
 
-    chunk: global numbers of the chunk's layers, in order; the n-th is 'decoder.layers.n' there. layers: of the whole model. ahead: depths of
-    multi-token prediction. core: version of megatron-core; None: the installed one. Edge layers and the default are left to the block's own autocast (first_last_layers_bf16, fp8, fp4).
+    chunk: global numbers of the chunk's layers, in order; the n-th is 'decoder.layers.n' there. layers: depth of the whole model. ahead: number of
+    multi-token prediction depths. core: version of megatron-core; None: the installed one. Edge layers and the default are left to the block's own autocast (first_last_layers_bf16, fp8, fp4).
     """
     base = rules.regions[-1].quant
     configs: dict[str, Any] = {}
@@ -28,7 +28,7 @@ def as_dict(
         stem, theirs = DECODER.format(local), DECODER.format(layer)
         for index, region in _asked(rules.regions, layer, layers):
             key = _config(configs, index, region, outside=base is None, core=core)
-            # a whole path has the model's layer number, megatron-core matches the stage's
+            # a full path has the model's layer number, megatron-core matches the stage's
             for number, glob in enumerate(within(region.modules, theirs)):
                 _add(matchers, f"layer{local}_rule{index}_{number}", f"{stem}{glob}", key)
     for depth in range(ahead):
@@ -43,7 +43,7 @@ def as_dict(
 
 
 def _asked(regions: tuple[Region, ...], layer: int | None, layers: int) -> Iterator[tuple[int, Region]]:
-    """The regions that speak of a layer before the block around it does."""
+    """(position, region) of the regions that apply to a layer, up to the one that the block around it handles itself."""
     base = regions[-1].quant
     for index, region in enumerate(regions):
         if region.about(layer, layers):
@@ -53,7 +53,7 @@ def _asked(regions: tuple[Region, ...], layer: int | None, layers: int) -> Itera
 
 
 def _ahead(glob: str, depth: int) -> Iterator[str]:
-    """Patterns for the linears of a depth of multi-token prediction."""
+    """Patterns for the linears of one multi-token prediction depth."""
     for stem in MTP:
         own = stem.format(depth)
         yield from (f"{own}{rest}" for rest in within(glob, own))
@@ -65,8 +65,8 @@ def _ahead(glob: str, depth: int) -> Iterator[str]:
 def _config(configs: dict[str, Any], index: int, region: Region, *, outside: bool, core: str | None) -> str:
     if region.gemms is not None:
         raise Refused(
-            f"the rule of {region.modules} mixes formats in one linear ({rule_words(region.gemms)}): Transformer Engine does that from 2.19 on only, and "
-            "megatron-core's quant_recipe has no word for it; emulate=true can"
+            f"the rule of {region.modules} mixes formats in one linear ({rule_words(region.gemms)}): Transformer Engine supports that only since 2.19, and "
+            "megatron-core's quant_recipe cannot express it; emulate=true can"
         )
     key = f"rule{index}" + ("_outside" if outside else "")
     configs[key] = params(region.quant, outside=outside, core=core)
@@ -78,7 +78,7 @@ def _add(matchers: dict[str, Any], name: str, pattern: str, key: str) -> None:
 
 
 def params(quant: Quant | None, *, outside: bool, core: str | None = None) -> dict[str, Any]:
-    """megatron-core's per-module parameters (extensions/transformer_engine.py, TEQuantizationRecipe); nothing named means high precision."""
+    """megatron-core's per-module parameters (extensions/transformer_engine.py, TEQuantizationRecipe); none means high precision."""
     recipe: dict[str, Any] = {}
     if quant is not None:
         recipe[f"fp{quant.bits}_quantization_recipe"] = quant.row.core
@@ -87,7 +87,7 @@ def params(quant: Quant | None, *, outside: bool, core: str | None = None) -> di
         if quant.row.factory:
             recipe["custom_recipe_factory"] = quant.factory
         if quant.stored and SINCE_017.holds(core or current()):
-            # since then a module's own rule also decides how its weight rests
+            # since 0.17 a module's own rule also decides how its weight is stored
             recipe[f"fp{quant.bits}_param"] = True
         if outside:
             # the block around it opens no autocast, so the module must open its own

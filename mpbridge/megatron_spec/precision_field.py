@@ -1,4 +1,4 @@
-"""What a row of the table of precision fields is: a place in a config, its value under a policy, why, and the versions that have it."""
+"""The row type of the table of precision fields: a field of a config, its value under a policy, why, and the versions that have it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TARGETS: tuple[Target, ...] = ("model", "optimizer", "ddp")
 
 
 class _Absent:
-    """A value that stands for none."""
+    """A sentinel for an absent value."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,16 +36,16 @@ class _Absent:
 ALWAYS: Final = Window(package="megatron_core")
 """Every described version."""
 KEEP: Final = _Absent("KEEP")
-"""The policy does not decide this field: it stays, or goes back to, what it was before any recipe."""
+"""The policy does not decide this field: it keeps, or returns to, its value before any recipe."""
 UNSET: Final = _Absent("UNSET")
-"""The inputs do not name this field."""
+"""The inputs do not set this field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRules:
-    """What model.quant_recipe must say, free of megatron-core's types: the policy's regions in order.
+    """The contents of model.quant_recipe without megatron-core's types: the policy's regions in order.
 
-    megatron.quant_recipe makes megatron-core's RecipeConfig of it, for one pipeline stage: megatron-core counts layers per stage, regions do not.
+    megatron.quant_recipe compiles it to megatron-core's RecipeConfig for one pipeline stage: megatron-core counts layers per stage, regions do not.
     """
 
     regions: tuple[Region, ...]
@@ -53,16 +53,16 @@ class ModuleRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a row's value is made of."""
+    """The inputs from which a row's value is computed."""
 
     policy: PrecisionPolicy
-    """As written to megatron-core: without quantization when that is emulated."""
+    """The policy as written to megatron-core: without quantization if that is emulated."""
     fp8: Quant | None
-    """The FP8 that runs, emulated or not."""
+    """The FP8 quantization of the run, emulated or not."""
     own: Callable[[Target, str, Any], Any]
-    """(target, field, default) -> what the target says apart from any recipe."""
+    """(target, field, default) -> the target's own value, without any recipe."""
     core: str
-    """The described version of megatron-core that stands for the targets'."""
+    """The described version of megatron-core that represents the targets' version."""
 
     @property
     def aware(self) -> bool:
@@ -72,7 +72,7 @@ class Facts:
 
     @property
     def wide_stages(self) -> bool:
-        """Whether megatron-core itself sends FP32 between stages: since 0.17 its post-init sets pipeline_dtype so under an FP32 residual stream."""
+        """Whether megatron-core itself sends FP32 between stages: since 0.17 its post-init sets pipeline_dtype that way with an FP32 residual stream."""
         if not SINCE_017.holds(self.core):
             return False
         stated = self.policy.residual_fp32
@@ -97,25 +97,25 @@ class PrecisionField:
     """The field's value under a policy, dtypes as DType; or KEEP."""
     why: str
     default: Any
-    """megatron-core's own, dtypes as DType; a test compares it with the schema of each version."""
+    """megatron-core's own default, dtypes as DType; a test compares it with the schema of each version."""
     knob: str | None = None
-    """Field of MixedPrecisionConfig that keeps an author's value here; None: only another recipe does."""
+    """Field of MixedPrecisionConfig that preserves an author's value here; None: only another recipe does."""
     turns: Callable[[Facts, Any], bool] = lambda facts, value: True
-    """(facts, the author's value) -> whether that knob alone keeps it under this policy."""
+    """(facts, the author's value) -> whether the knob alone preserves it under this policy."""
     kind: Literal["owned", "cleared"] = "owned"
-    """cleared: reset only where the policy makes it illegal or fatal, else left alone."""
+    """cleared: reset only if the policy makes it illegal or fatal, otherwise left alone."""
     holds: Window = ALWAYS
     """The versions of megatron-core that have the field."""
     none_derives: bool = False
-    """None there means "derive it" and is nobody's choice."""
+    """Whether None means "derive it", so that it is not an author's choice."""
     follows: str | None = None
-    """Field of the same config that megatron-core's post-init copies here: a value that equals it is nobody's choice."""
+    """Field of the same config that megatron-core's post-init copies here: a value equal to it is not an author's choice."""
     compared_as_text: str | None = None
-    """Where megatron-core compares the value with strings: which ones. A dtype object there does nothing."""
+    """The strings that megatron-core compares the value with, if it does; a dtype object has no effect then."""
     required: bool = False
-    """Nothing else tells a version without the field: a policy that wants more than the default is refused there."""
+    """Whether a policy that needs more than the default is refused on a version without the field, because nothing else can express it."""
 
     @property
     def holds_dtype(self) -> bool:
-        """Whether the value is a torch dtype, which inputs may spell in any way."""
+        """Whether the value is a torch dtype, which inputs may give in any spelling."""
         return self.field.endswith("dtype") and self.compared_as_text is None

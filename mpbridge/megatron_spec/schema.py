@@ -1,4 +1,4 @@
-"""The generated schema: each field of megatron-core's four config classes with its types, words and default, one file per version."""
+"""The generated schema: each field of megatron-core's four config classes with its types, choices and default, one file per version."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ REPLACED: Mapping[str, str] = MappingProxyType(
         "cuda_graph_scope": "cuda_graph_modules",
     }
 )
-"""Old name -> new: megatron-core translates the first into the second when a config is made, and refuses to be given both."""
+"""Old name -> new name: megatron-core translates the first to the second when a config is constructed, and rejects both together."""
 
 
 @functools.cache
 def upstream(version: str) -> Mapping[str, Any]:
-    """A described version's file: class name -> field -> record, and "megatron_core": the version it was made from."""
+    """The schema of a described version: class name -> field -> record, and "megatron_core": the version it was generated from."""
     data: dict[str, Any] = json.loads((FOLDER / f"{version}.json").read_text(encoding="utf-8"))
     return MappingProxyType(data)
 
 
 def records(section: str, *, latent: bool = False, version: str | None = None) -> Mapping[str, Mapping[str, Any]]:
-    """field -> record ("types", "default", perhaps "choices") of a section's class; version: of megatron-core, None: the one that is here."""
+    """field -> record ("types", "default", perhaps "choices") of a section's class; version: megatron-core's, None: the installed one."""
     data = upstream(nearest(version or current()))
     found: Mapping[str, Mapping[str, Any]] = data[CLASSES[section]]
     return {**found, **data[LATENT]} if latent and section == "model" else found

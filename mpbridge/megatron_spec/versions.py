@@ -14,15 +14,15 @@ FOLDER = Path(__file__).with_name("schema")
 
 BEFORE_017 = Window(package="megatron_core", until="0.17")
 SINCE_017 = Window(package="megatron_core", since="0.17")
-"""0.16.1 is the last release before this border, Megatron-LM d98e8a64 (0.20.0) the version read after it; those between were not looked at."""
+"""0.16.1 is the last release reviewed before this boundary, Megatron-LM d98e8a64 (0.20.0) the version reviewed after it; those in between were not reviewed."""
 
 
 _IMPORTED = ((SINCE_017, "triton"),)
-"""Packages that `import megatron.core` needs and does not declare for a CPU."""
+"""Packages that `import megatron.core` needs but does not declare for a CPU."""
 
 
 def missing(version: str | None) -> tuple[str, ...]:
-    """The packages without which that version cannot even be imported, and that are not here."""
+    """The packages that that version needs to be imported at all and that are not installed."""
     wanted = [package for window, package in _IMPORTED if version is not None and window.holds(version)]
     return tuple(package for package in wanted if importlib.util.find_spec(package) is None)
 
@@ -34,10 +34,10 @@ def described() -> tuple[str, ...]:
 
 
 def nearest(have: str | None) -> str:
-    """The described version that stands for `have`: the newest that is not newer, else the oldest; the oldest, too, where none is installed."""
+    """The described version that represents `have`: the newest that is not newer, otherwise the oldest; also the oldest if none is installed."""
     return next((version for version in reversed(described()) if at_least(have, version)), described()[0])
 
 
 def current() -> str | None:
-    """The version of megatron-core that an import here would find; None without one."""
+    """The version of megatron-core that an import would find; None without one."""
     return installed().megatron_core

@@ -97,7 +97,7 @@ def spelled(value: Any, owner: Any, spell: Spell | None) -> Any:
     if isinstance(value, ModuleRules):
         if spell is None:
             raise BadValue(
-                "the plan has rules for single modules: use mpbridge.apply, or pass spell=mpbridge.megatron.quant_recipe.compile_rules"
+                "the plan has rules for individual modules: use mpbridge.apply, or pass spell=mpbridge.megatron.quant_recipe.compile_rules"
             )
         return spell(value, owner)
     return value

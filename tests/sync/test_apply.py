@@ -179,7 +179,7 @@ def test_quantization_is_refused_on_a_machine_that_would_train_it_in_16_bits(nam
 def test_a_scaling_that_megatron_core_has_no_word_for_is_refused_where_it_could_run(name: str) -> None:
     objects = live(INPUTS["dense"])
     before = facts_of(objects)
-    with pytest.raises(Refused, match=r"megatron-core has no word for rowwise.*would train in 16 bits"):
+    with pytest.raises(Refused, match=r"megatron-core has no setting for rowwise.*would train in 16 bits"):
         apply(planned(objects, FOREIGN[name]), machine=GPU, versions=HERE)
     assert facts_of(objects) == before
 

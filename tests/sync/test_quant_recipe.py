@@ -151,7 +151,7 @@ def test_formats_that_differ_by_gemm_have_no_word_in_megatron_core() -> None:
         Region(modules="mlp.*", quant=MXFP8, gemms=Gemms(fprop=MXFP8, dgrad=None, wgrad=None)),
         Region(quant=BASE),
     )
-    with pytest.raises(Refused, match=r"Transformer Engine does that from 2\.19 on only"):
+    with pytest.raises(Refused, match=r"Transformer Engine supports that only since 2\.19"):
         quant_recipe.as_dict(ModuleRules(regions=regions), range(4), 4)
 
 
