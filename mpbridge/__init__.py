@@ -1,10 +1,10 @@
 """mpbridge: one name decides every precision fact of a megatron-core training run, and live tensors prove it.
 
-The way through the house, top to bottom; data flows down once and nothing below knows what is above it:
+The flow of a run, top to bottom; data flows down only, and no layer depends on those above it:
 
     a name, a file or a MixedPrecisionConfig        precision.registry, precision.config
       | resolve          frozen PrecisionPolicy     precision.resolve, precision.policy
-      | rules            machine, sizes, memory: pure answers            rules, memory, estimate
+      | rules            machine, sizes, memory: pure functions          rules, memory, estimate
       | plan             what would be written to which field, and why    sync.plan
       | build or apply   megatron-core configs from inputs, or the same writes onto live objects
       | engine.build     model, wrapper, optimizer  engines, on CUDA or on the CPU device layer
@@ -12,7 +12,7 @@ The way through the house, top to bottom; data flows down once and nothing below
       | train            schedules, loss scale, checkpoints
       | report           tables, plots
 
-docs/architecture.md has the picture of all rooms; the contracts in pyproject.toml hold it (`lint-imports`).
+docs/architecture.md has the diagram of all packages; the contracts in pyproject.toml enforce it (`lint-imports`).
 
 The names below are resolved on first use, so that `import mpbridge` loads neither torch nor megatron.
 """
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from mpbridge.tune.module import tune_module
     from mpbridge.witnessing.witness import witness
 
-if not TYPE_CHECKING:  # seen by mypy, this would make every name of the package an Any
+if not TYPE_CHECKING:  # visible to mypy, this would make every name of the package Any
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:

@@ -1,7 +1,7 @@
-"""Keeps a Transformer Engine without its CUDA parts out of the way of everybody who asks whether there is one.
+"""Makes a Transformer Engine without its CUDA parts look uninstalled to code that checks for one.
 
-`mpbridge[te-cpu]` installs the pure-Python wheel `transformer-engine`, whose import dies of the missing libraries with a RuntimeError;
-megatron-core expects an ImportError. Installed with `import mpbridge`; it looks at nothing before somebody imports transformer_engine.
+`mpbridge[te-cpu]` installs the pure-Python wheel `transformer-engine`, whose import fails with a RuntimeError because of the missing libraries;
+megatron-core expects an ImportError. The guard is installed by `import mpbridge` and does nothing until transformer_engine is imported.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _LIBRARIES = ("transformer_engine_torch*.so", "libtransformer_engine*.so")
 
 
 def has_libraries(folder: Path) -> bool:
-    """Whether Transformer Engine's compiled parts lie in or beside the package in `folder`."""
+    """Whether Transformer Engine's compiled parts are in or next to the package in `folder`."""
     places = (folder, folder / NAME, folder / NAME / "wheel_lib")
     return any(any(place.glob(pattern)) for place in places for pattern in _LIBRARIES)
 
 
 class Guard:
-    """A finder that finds nothing; asked for an incomplete Transformer Engine it raises ModuleNotFoundError."""
+    """A finder that finds nothing, but raises ModuleNotFoundError for an incomplete Transformer Engine."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
-        """None, so that the other finders go on."""
+        """Returns None, so that the other finders continue."""
         if name != NAME or path is not None:
             return
         for entry in map(Path, sys.path):
@@ -39,7 +39,7 @@ class Guard:
 
 
 def install() -> None:
-    """Puts the guard in front of the other finders, once."""
+    """Inserts the guard before the other finders, once."""
     if not any(
         type(finder).__name__ == Guard.__name__ and type(finder).__module__ == __name__ for finder in sys.meta_path
     ):

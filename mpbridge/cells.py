@@ -1,4 +1,4 @@
-"""What a notebook shows of our objects: small HTML tables. Loads no framework."""
+"""HTML representations of mpbridge's objects in notebooks: small tables. Loads no framework."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKED = {"bad": "color:#b3261e;font-weight:600", "warn": "color:#8a5a00;font-we
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, tones: Sequence[str] = (), note: str = ""
 ) -> str:
-    """A table. tones: '', 'warn' or 'bad' for each row. Everything is escaped: a value is never markup."""
+    """An HTML table. tones: '', 'warn' or 'bad' per row. Everything is escaped: values are never markup."""
     heads = "".join(f'<th style="{STYLE}">{html.escape(column)}</th>' for column in columns)
     lines = []
     for number, row in enumerate(rows):
@@ -27,18 +27,18 @@ def table(
 
 
 def facts(title: str, values: Mapping[str, Any], *, note: str = "") -> str:
-    """Names and values; what is None or empty is left out."""
+    """A table of names and values, without those that are None or empty."""
     rows = [(name, value) for name, value in values.items() if value not in (None, "", (), [], {})]
     return table(title, ("", ""), rows, note=note)
 
 
 def fields(title: str, thing: Any, *, note: str = "") -> str:
-    """The fields of a dataclass that are set."""
+    """A table of the fields of a dataclass that are set."""
     return facts(title, {one.name: getattr(thing, one.name) for one in dataclasses.fields(thing)}, note=note)
 
 
 def shown(value: Any) -> str:
-    """A value in a cell."""
+    """A value as displayed in a cell."""
     if isinstance(value, str):
         return value
     if isinstance(value, (tuple, list)):
@@ -54,7 +54,7 @@ def in_notebook() -> bool:
 
 
 class Bar:
-    """A progress bar in a notebook's cell, drawn again in place."""
+    """A progress bar in a notebook's cell, updated in place."""
 
     def __init__(self, total: int) -> None:
         from IPython.display import HTML, display
@@ -63,7 +63,7 @@ class Bar:
         self._handle: Any = display(HTML(self._text(0, "")), display_id=True)
 
     def draw(self, done: int, text: str) -> None:
-        """`done` of the total, and a line of text."""
+        """Displays `done` of the total, and a line of text."""
         self._handle.update(self._html(self._text(done, text)))
 
     def _text(self, done: int, text: str) -> str:

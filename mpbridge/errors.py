@@ -1,17 +1,17 @@
-"""The exceptions of mpbridge. Those of one room stand there: train.faults.LostRank, locks.Locked, cli.main.Interrupted.
+"""The exceptions of mpbridge. Exceptions used in a single package are defined there: train.faults.LostRank, locks.Locked, cli.main.Interrupted.
 
 MpbridgeError                     exit_code 2: the call was wrong
 |- UnknownName                    kind, given, near, known; also an AttributeError and a LookupError
 |- BadValue                       a value of the wrong type or outside its legal set; also a ValueError
 |- Contradiction                  faults: everything that does not fit together in one config; also a ValueError
-|- DuplicateName                  a name is taken
+|- DuplicateName                  a name is already taken
 |- RecipeError                    a recipe's factory or file failed
 |- StalePlan                      a target changed between plan and apply
 |- DataError                      a corpus, index or record that cannot be used
 |- CheckpointError                a checkpoint that cannot be read or does not fit
 `- Refused                        exit_code 1: the call was valid and the answer is no
    |- Conflict                    the recipe overrides an author's value and on_conflict is "error"
-   |- UpstreamRefused             megatron-core's own check said no
+   |- UpstreamRefused             megatron-core's own validation rejects the values
    `- AuditFailed                 live tensors are not what the policy promised
 """
 
@@ -25,16 +25,16 @@ MOST_SHOWN = 160
 """Characters of a value in a message."""
 
 MOST_NAMED = 8
-"""Unknown names in one place that are each said with the nearest known one; of more the number is said."""
+"""Unknown names in one place that are reported individually, with the nearest known one; the rest are only counted."""
 
 
 def brief(value: object) -> str:
-    """A value as a message shows it: texts in quotes, bounded as `cut` does."""
+    """A value as shown in a message: strings in quotes, truncated as in `cut`."""
     return cut(repr(value))
 
 
 def cut(text: object, most: int = MOST_SHOWN) -> str:
-    """At most `most` characters of a text that somebody else wrote, then how many there are."""
+    """At most `most` characters of a text from outside mpbridge, followed by its length if it is truncated."""
     whole = str(text)
     return whole if len(whole) <= most else f"{whole[:most]}... ({len(whole):,} characters)"
 
@@ -46,7 +46,7 @@ class MpbridgeError(Exception):
 
 
 class UnknownName(MpbridgeError, AttributeError, LookupError):
-    """No such recipe, field, engine, machine ...: the text says the nearest names first, all of them only when nothing is near."""
+    """No such recipe, field, engine, machine ...: the message lists the nearest names, or all known names if none is near."""
 
     def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
         self.kind, self.given, self.known = kind, given, tuple(sorted(set(known)))
@@ -63,7 +63,7 @@ class UnknownName(MpbridgeError, AttributeError, LookupError):
 
 
 def nearest(given: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.65) -> tuple[str, ...]:
-    """The names that `given` was probably meant to be, best first: alike as a whole, or word by word ('bf16_mxpf8' is bf16_with_mxfp8_mixed)."""
+    """The names that `given` was probably meant to be, best first: similar as a whole, or word by word ('bf16_mxpf8' is bf16_with_mxfp8_mixed)."""
 
     @functools.cache  # hundreds of names share their words
     def alike(a: str, b: str) -> float:
@@ -74,7 +74,7 @@ def nearest(given: str, known: Iterable[str], *, most: int = 3, cutoff: float = 
 
     def score(name: str) -> float:
         other = name.lower().replace("-", "_")
-        # a mistyped word weighs as much as it is long; words that were left out cost little
+        # a mistyped word weighs as much as it is long; omitted words cost little
         by_word = sum(
             len(word) * max(alike(word, candidate) for candidate in other.split("_")) for word in words
         ) / max(1, sum(map(len, words)))
@@ -85,11 +85,11 @@ def nearest(given: str, known: Iterable[str], *, most: int = 3, cutoff: float = 
 
 
 class BadValue(MpbridgeError, ValueError):
-    """A value of the wrong type or outside of its legal set."""
+    """A value of the wrong type or outside its legal set."""
 
 
 class Contradiction(MpbridgeError, ValueError):
-    """Everything that does not fit together, one entry per fault; raised once with all of them."""
+    """Everything that does not fit together, one entry per fault; raised once with all faults."""
 
     def __init__(self, faults: Iterable[str], subject: str = "the precision config contradicts itself") -> None:
         self.faults, self.subject = tuple(faults), subject
@@ -100,7 +100,7 @@ class Contradiction(MpbridgeError, ValueError):
 
 
 class DuplicateName(MpbridgeError, ValueError):
-    """A recipe, alias or engine of that name exists already."""
+    """A recipe, alias or engine with that name already exists."""
 
 
 class RecipeError(MpbridgeError):
@@ -130,7 +130,7 @@ class Conflict(Refused):
 
 
 class UpstreamRefused(Refused):
-    """megatron-core's own validation refuses the final values."""
+    """megatron-core's own validation rejects the final values."""
 
 
 class AuditFailed(Refused):

@@ -1,4 +1,4 @@
-"""RunFacts: what, besides the policy, decides whether and how a run works. Frozen, and free of any framework."""
+"""RunFacts: everything besides the policy that determines whether and how a run works. Frozen, and independent of any framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Realization = Literal["native", "emulated"]
 ADAMS = ("adam", "torch_adamw")
 """Values of optimizer.optimizer with Adam's two moments for every parameter."""
 MOST = 10_000
-"""Of layers or experts: more is a typo, and would take minutes to answer."""
+"""Maximum number of layers or experts: more is a typo, and would take minutes to process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ModelShape:
     num_query_groups: int
     kv_channels: int
     vocab_size: int
-    """As embedded, padding included."""
+    """Rows of the embedding, including padding."""
     seq_length: int
     gated: bool = False
     """gated_linear_unit: fc1 has twice the rows."""
@@ -46,10 +46,10 @@ class ModelShape:
     """num_moe_experts; None: dense."""
     expert_ffn_hidden_size: int = 0
     expert_layers: tuple[bool, ...] = ()
-    """For each layer whether it is a mixture of experts; empty when dense."""
+    """Whether each layer is a mixture of experts; empty if the model is dense."""
     expert_topk: int = 0
     shared_expert_size: int = 0
-    """Width of the always-on expert; 0: none."""
+    """Width of the shared expert; 0: none."""
     expert_bias: bool = False
     """moe_router_enable_expert_bias: a buffer of one FP32 value per expert."""
     grouped_gemm: bool = False
@@ -57,14 +57,14 @@ class ModelShape:
     """MLA: q_lora_rank (0: none), kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim."""
     mtp_layers: int = 0
     sinks: bool = False
-    """softmax_type "learnable": a parameter a head in the denominator of its softmax."""
+    """softmax_type "learnable": one parameter per head in the denominator of its softmax."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "experts", "mtp_layers"):
             value = getattr(self, name) or 0
             if not 0 <= value <= MOST:
                 raise BadValue(f"{name}={value}: expected 0 to {MOST}")
-        # each expert has a row in every table: thirty times DeepSeek-V3's number is the cap
+        # each expert has a row in every table: the limit is thirty times DeepSeek-V3's number
         if self.num_layers * (self.experts or 0) > 50 * MOST:
             raise BadValue(
                 f"num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"
@@ -77,7 +77,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Parallel sizes; data parallelism is what remains of the world."""
+    """Parallel sizes; the data-parallel size is the world size divided by the others."""
 
     world_size: int = 1
     tensor: int = 1
@@ -86,7 +86,7 @@ class Parallel:
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
-    """None: as `tensor`."""
+    """None: the same as `tensor`."""
     sequence: bool = False
 
     def __post_init__(self) -> None:
@@ -98,31 +98,31 @@ class Parallel:
 
     @property
     def data(self) -> int:
-        """Replicas that split the batch."""
+        """Number of replicas that split the batch."""
         return self.world_size // (self.tensor * self.pipeline * self.context)
 
     @property
     def expert_data(self) -> int:
-        """Replicas of each expert's weights."""
+        """Number of replicas of each expert's weights."""
         return max(1, self.world_size // ((self.expert_tensor or self.tensor) * self.expert * self.pipeline))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """Who updates, and what the optimizer's own section says about its states."""
+    """Which optimizer updates the weights, and what the optimizer section says about its states."""
 
     name: str = "adam"
-    """megatron-core's `optimizer`, or "torch_adamw" for torch's own on FSDP2 (`memory.keeps.updater`)."""
+    """megatron-core's `optimizer` setting, or "torch_adamw" for torch's own on FSDP2 (`memory.keeps.updater`)."""
     distributed: bool = False
     cpu_offload: bool = False
     overlap_param_gather_with_step: bool = False
     settings: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
-    """The optimizer section's other plain settings, the plan's writes applied."""
+    """The optimizer section's other plain settings, with the plan's writes applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """Installed or assumed versions, as text; None: not there (or not known, for the CUDA ones)."""
+    """Installed or assumed versions, as strings; None: not installed (for the CUDA ones: or unknown)."""
 
     torch: str | None = None
     megatron_core: str | None = None
@@ -133,14 +133,14 @@ class Versions:
     python: str | None = None
 
     def of(self, library: str) -> str | None:
-        """The version of a library by its field's name."""
+        """The version of a library, by its field name."""
         found: str | None = getattr(self, library)
         return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Everything that rules, shapes, memory and fingerprints ask besides the policy."""
+    """Everything besides the policy that rules, shapes, memory and fingerprints depend on."""
 
     shape: ModelShape
     parallel: Parallel = Parallel()
@@ -148,20 +148,20 @@ class RunFacts:
     realization: Realization = "native"
     optimizer: OptimizerFacts = OptimizerFacts()
     model: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
-    """The model section's other plain settings (transformer_impl, recompute_*, moe_token_dispatcher_type, fusions ...), the plan's writes applied."""
+    """The model section's other plain settings (transformer_impl, recompute_*, moe_token_dispatcher_type, fusions ...), with the plan's writes applied."""
     ddp: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
     """The ddp section with the plan's writes applied (overlap_grad_reduce, bucket_size, ...)."""
     micro_batch_size: int = 1
     global_batch_size: int = 1
     versions: Versions = Versions()
     machine: Any = None
-    """hardware.machines.Machine that will run it; None: not known."""
+    """The hardware.machines.Machine that will run it; None: unknown."""
     inert: tuple[str, ...] = ()
-    """Precision settings that the author gave and that nothing reads, in words (`precision.inert`)."""
+    """Precision settings by the author that nothing reads, as text (`precision.inert`)."""
     environment: Mapping[str, str] = field(default_factory=lambda: types.MappingProxyType({}))
     """NVTE_* and CUDA_* variables that contradict or complete a recipe."""
 
     @property
     def traits(self) -> EngineTraits:
-        """The engine's. Raises UnknownName."""
+        """Traits of the engine. Raises UnknownName."""
         return traits(self.engine)

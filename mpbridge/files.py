@@ -1,4 +1,4 @@
-"""Files that a stranger may have put there: opened only when they are regular files, never through a link; JSON read without surprises."""
+"""Opens files from untrusted sources: only regular files, never through a link; strict and bounded parsing of JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import IO, Any, NoReturn
 from mpbridge.errors import CheckpointError
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 LARGEST_JSON = 1 << 28
-"""Bytes of a JSON file that is read at all: the index of a checkpoint with a million shards has a quarter of that."""
+"""Maximum size in bytes of a JSON file that is read: the index of a checkpoint with a million shards has a quarter of that."""
 
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
@@ -25,22 +25,22 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-# a FIFO must not block the open; systems that lack a flag go without it
+# opening a FIFO must not block; a flag that the system lacks is not used
 _SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def kind_of(mode: int) -> str:
-    """What a file is that is not a regular one, with its article."""
+    """The kind of a file that is not regular, with its article."""
     return next((name for holds, name in _KINDS if holds(mode)), "a special file")
 
 
 def opened(file: Path) -> IO[bytes]:
-    """`file` for reading in binary. Raises CheckpointError that names it where it is anything but a regular file, FileNotFoundError without it."""
+    """Opens `file` for reading in binary. Raises CheckpointError naming it if it is not a regular file, FileNotFoundError if it does not exist."""
     return os.fdopen(_descriptor(file, os.O_RDONLY), "rb")
 
 
 def opened_inside(folder: Path, name: str) -> IO[bytes]:
-    """`folder`/`name` for reading, where no folder on the way below `folder` may be a link either. Raises as `opened` does."""
+    """Opens `folder`/`name` for reading; no folder on the path below `folder` may be a link either. Raises as `opened` does."""
     place = folder
     for part in name.split("/")[:-1]:
         place = place / part
@@ -52,9 +52,9 @@ def opened_inside(folder: Path, name: str) -> IO[bytes]:
 
 
 def opened_to_write(file: Path, *, append: bool = False) -> IO[str]:
-    """`file` for writing text, made where it is missing; emptied unless `append`.
+    """Opens `file` for writing text, creating it if it is missing; truncates it unless `append`.
 
-    Raises CheckpointError where it is a link, not a regular file, or a file that has another name elsewhere: somebody else's content.
+    Raises CheckpointError if it is a link, not a regular file, or has a second name elsewhere (a hard link), since its content may belong to someone else.
     """
     handle = _descriptor(file, os.O_RDWR | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
     if not append:
@@ -84,7 +84,7 @@ def _refuse(file: Path, mode: int) -> NoReturn:
 
 
 def regular(file: Path | str) -> IO[bytes]:
-    """A file that the user named, for reading in binary: links are followed. Raises OSError that says what it is where it is not a regular file, without
+    """Opens a file named by the user for reading in binary; links are followed. Raises OSError stating what it is if it is not a regular file, without
     waiting for a FIFO's writer."""
     handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     mode = os.fstat(handle).st_mode
@@ -95,26 +95,26 @@ def regular(file: Path | str) -> IO[bytes]:
 
 
 def text_of(file: Path | str, *, errors: str = "strict") -> str:
-    """All of such a file as UTF-8. Raises as `regular` does, and UnicodeDecodeError unless `errors` is 'replace'."""
+    """The whole text of such a file, as UTF-8. Raises as `regular` does, and UnicodeDecodeError unless `errors` is 'replace'."""
     with regular(file) as stream:
         return stream.read().decode("utf-8", errors)
 
 
 def why(error: Exception) -> str:
-    """What an exception of reading says, on one line: of OSError the reason alone."""
+    """The message of an exception raised while reading, on one line; for OSError only the reason."""
     said = error.strerror if isinstance(error, OSError) else None
     return " ".join((said or str(error) or type(error).__name__).split())
 
 
 def read_json(file: Path, *, largest: int = LARGEST_JSON) -> Any:
-    """The JSON value in `file`. Raises CheckpointError that names the file for anything else: damage, nesting without end, NaN, another kind of file."""
+    """The JSON value in `file`. Raises CheckpointError naming the file for anything else: damage, excessive nesting, NaN, another kind of file."""
     with opened(file) as stream:
         text = stream.read(largest + 1)
     return parsed(text, str(file), largest=largest)
 
 
 def parsed(text: bytes, name: str, *, largest: int = LARGEST_JSON) -> Any:
-    """The JSON value in `text`; `name` stands in the error. Raises CheckpointError."""
+    """The JSON value in `text`. Raises CheckpointError, which mentions `name`."""
     if len(text) > largest:
         raise CheckpointError(f"{name} cannot be read: larger than {largest} bytes")
     try:

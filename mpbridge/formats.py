@@ -1,4 +1,4 @@
-"""Number formats, the dtype parser, and the one lazy access to torch's dtypes. Imports no framework."""
+"""Number formats, the dtype parser, and the only (lazy) access to torch's dtypes. Imports no framework."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DType(enum.Enum):
-    """A storage format of tensors; the value is torch's name for it."""
+    """A storage dtype of tensors; the value is torch's name for it."""
 
     FP64 = "float64"
     FP32 = "float32"
@@ -39,12 +39,12 @@ class DType(enum.Enum):
 
     @property
     def mantissa(self) -> int | None:
-        """Bits of mantissa that are stored (IEEE 754; bfloat16 keeps the upper seven of FP32's 23); None for integers."""
+        """Number of stored mantissa bits (IEEE 754; bfloat16 keeps the upper seven of FP32's 23); None for integers."""
         return {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}.get(self.value)
 
     def torch(self) -> torch.dtype:
         """The torch dtype; imports torch."""
-        # import_module keeps the rule "data floors import no framework" checkable
+        # import_module, so that the contract "data layers import no framework" stays checkable
         return cast("torch.dtype", getattr(importlib.import_module("torch"), self.value))
 
     def __repr__(self) -> str:
@@ -55,16 +55,16 @@ _SPELLINGS: Mapping[str, DType] = MappingProxyType(
     {member.value: member for member in DType}
     | {member.short: member for member in DType}
     | {"float": DType.FP32, "single": DType.FP32, "32": DType.FP32, "half": DType.FP16, "double": DType.FP64}
-    # Megatron-LM's flags say "fp8" for Adam moments and mean uint8 storage with a scale
+    # Megatron-LM's flags use "fp8" for Adam moments and mean uint8 storage with a scale
     | {"fp8": DType.UINT8, "byte": DType.UINT8, "short": DType.INT16}
 )
 
 
 def dtype(spelling: object) -> DType:
-    """The DType that 'bf16', 'bfloat16', 'torch.bfloat16', torch.bfloat16 or a DType stands for; raises BadValue."""
+    """The DType for 'bf16', 'bfloat16', 'torch.bfloat16', torch.bfloat16 or a DType. Raises BadValue."""
     if isinstance(spelling, DType):
         return spelling
-    # a torch.dtype prints as 'torch.bfloat16', so no import is needed to read one
+    # str() of a torch.dtype is 'torch.bfloat16', so it can be read without importing torch
     name = str(spelling).strip().lower().removeprefix("torch.")
     if name not in _SPELLINGS:
         legal = ", ".join(member.short for member in DType)
@@ -73,7 +73,7 @@ def dtype(spelling: object) -> DType:
 
 
 def say(value: Any) -> str:
-    """How a value is displayed: dtypes by their short name in every spelling, None as 'none', 2**32 as such."""
+    """A value as displayed: dtypes in any spelling by their short name, None as 'none', powers of two as '2**32'."""
     if isinstance(value, DType):
         return value.short
     text = str(value)
@@ -111,7 +111,7 @@ class NumberFormat:
     """A low-precision element or scale format.
 
     exponent, mantissa: bits of each field; bias: subtracted from the stored exponent; largest: largest finite value;
-    smallest: smallest positive (subnormal where there are subnormals) value; signed: has a sign bit.
+    smallest: smallest positive value (subnormal, if the format has subnormals); signed: has a sign bit.
     Sources: E4M3 and E5M2: arXiv 2209.05433 (E4M3 here is the "fn" variant: no infinities); E2M1 and E8M0: OCP Microscaling Formats v1.0.
     """
 
@@ -126,7 +126,7 @@ class NumberFormat:
 
     @property
     def bits(self) -> int:
-        """Storage bits."""
+        """Number of storage bits."""
         return self.signed + self.exponent + self.mantissa
 
 

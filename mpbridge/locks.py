@@ -1,4 +1,4 @@
-"""One writer at a time: a lock of the kernel's on a file."""
+"""A file lock in the kernel that allows one writer at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Locked(Exception):
 
 
 def lock(path: Path, *, wait: bool) -> IO[str]:
-    """`path`, open for writing and held by this process until it is closed; its folder is made. wait: until it is free; else raises Locked.
+    """Opens `path` for writing and locks it for this process until it is closed; creates its folder. wait: block until it is free; otherwise raises Locked.
 
-    The lock ends with the process, however that ends, and a forked child does not have it. On a file system without locks nothing is held.
-    Raises OSError when the file cannot be made, CheckpointError where it is a link or no regular file.
+    The lock ends with the process, however that ends, and is not inherited by forked children. On a file system without locks nothing is locked.
+    Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = opened_to_write(path, append=True)

@@ -1,4 +1,4 @@
-"""Configurations and recipes that come with mpbridge, by name: `configs/` beside a checkout's package, inside of an installed one."""
+"""The configurations and recipes shipped with mpbridge, by name: `configs/` is next to the package in a checkout, and inside it when installed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def folder() -> Path:
-    """Where they are."""
+    """The folder that contains them."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"
 
 
 def configurations() -> dict[str, Path]:
-    """Name -> file; a folder `configs` of the user's, in the working directory, goes before ours."""
+    """Name -> file; a `configs` folder of the user's in the working directory takes precedence over the shipped one."""
     return {found.stem: found for place in (folder(), Path("configs")) for found in sorted(place.glob("*.yaml"))}
 
 
 def configuration(wanted: str) -> Path:
-    """The file that `wanted` means: a path, there or not, or a name, 'gpt_tiny' or 'configs/gpt_tiny.yaml'. Raises UnknownName."""
+    """The file that `wanted` refers to: a path, existing or not, or a name such as 'gpt_tiny' or 'configs/gpt_tiny.yaml'. Raises UnknownName."""
     path = Path(wanted)
     ours = path.suffix in YAML and path.parent in (Path("."), Path("configs"))
     if path.suffix in YAML and (path.exists() or not ours):
@@ -37,17 +37,17 @@ def configuration(wanted: str) -> Path:
 
 
 def recipe_files() -> dict[str, Path]:
-    """Name -> file of each recipe that is YAML."""
+    """Name -> file of each recipe defined in YAML."""
     return {found.stem: found for found in sorted((folder() / "recipes").glob("*.yaml"))}
 
 
 def recipe_file(wanted: str) -> Path | None:
-    """The file of the recipe called `wanted`, 'bf16_grads' or 'configs/recipes/bf16_grads.yaml' away from a checkout; None: there is none."""
+    """The file of the recipe `wanted`, given as 'bf16_grads' or, outside a checkout, as 'configs/recipes/bf16_grads.yaml'; None: there is none."""
     path = Path(wanted)
     ours = path.suffix in YAML and path.parent == Path("configs/recipes") and not path.exists()
     return recipe_files().get(path.stem if ours else wanted.strip().lower().replace("-", "_"))
 
 
 def label(path: Path) -> str:
-    """How a file is named to people: one of ours by its name, wherever it is installed."""
+    """A file's display name: a shipped one by its name, wherever it is installed."""
     return f"mpbridge's {path.stem}" if path.is_absolute() and path.is_relative_to(folder()) else str(path)

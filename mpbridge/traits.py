@@ -1,6 +1,6 @@
-"""What each engine is, as data: what it shards, who holds main weights, what it cannot do. Read by every floor; loads no framework.
+"""Each engine's properties as data: what it shards, who holds main weights, what it cannot do. Read by every layer; loads no framework.
 
-An engine's traits stand beside its class (`engines/*_traits.py`); another package offers an engine by an entry point of the group `mpbridge.engines`
+An engine's traits are next to its class (`engines/*_traits.py`); another package provides an engine through an entry point in the group `mpbridge.engines`
 whose value is an `EngineTraits`.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, Literal
 from mpbridge.errors import BadValue, DuplicateName, UnknownName
 
 ENTRY_POINTS = "mpbridge.engines"
-"""Entry point group in which other packages offer engines: name -> an EngineTraits of that name."""
+"""Entry point group through which other packages provide engines: name -> an EngineTraits with that name."""
 DEFAULT = "mcore"
-"""The engine of a run that names none."""
+"""The engine of a run that does not name one."""
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
         "mcore": "mpbridge.engines.mcore_traits:TRAITS",
@@ -30,8 +30,8 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 """Name -> 'module:attribute' of its traits."""
 
 Sharding = Literal["whole", "buffers", "rows", "even"]
-"""How one role of a parameter is divided among the data-parallel ranks: not at all; as equal pieces of megatron-core's buckets; by rows, as torch
-FSDP2 cuts; in equal shares."""
+"""How one role of a parameter is divided among the data-parallel ranks: not at all; in equal pieces of megatron-core's buckets; by rows, as in torch
+FSDP2; in equal shares."""
 MainWeights = Literal["megatron_core", "optimizer", "wrapper"]
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -44,49 +44,49 @@ class EngineTraits:
     engine: str
     """'module:class' of the engine; imported when one is built."""
     summary: str
-    """One line about who shards and reduces."""
+    """One line on who shards and reduces."""
     layout: Sharding
     """How it divides what it shards."""
     shards: frozenset[str] = frozenset()
-    """Roles that it always divides among data-parallel ranks."""
+    """Roles that it always shards over data-parallel ranks."""
     sharding_setting: str = ""
-    """Field of the ddp section that says how far sharding goes; '': `shards` is all there is."""
+    """Field of the ddp section that sets the level of sharding; '': only `shards`."""
     sharding_levels: Mapping[str, frozenset[str]] = field(default_factory=lambda: _EMPTY)
-    """Value of `sharding_setting` -> the roles that it shards."""
+    """Value of `sharding_setting` -> the roles that are sharded."""
     distributed_optimizer: Literal["optional", "always", "never"]
-    """Whether megatron-core's distributed optimizer can be had with it (optional), is what it does in any case, or must stay off."""
+    """Whether megatron-core's distributed optimizer can be chosen (optional), is always what it does, or must stay off (never)."""
     main_weights: MainWeights
-    """Who holds main weights beside 16-bit parameters: megatron-core's optimizer classes (or FusedAdam, by their flag), FusedAdam alone, or the wrapper."""
+    """Who holds main weights separate from 16-bit parameters: megatron-core's optimizer classes (or FusedAdam, by their flag), only FusedAdam, or the wrapper."""
     optimizers: tuple[str, ...]
     """Values of optimizer.optimizer that it builds."""
     parallelisms: frozenset[str] = frozenset()
-    """Beside data parallelism: 'tensor', 'pipeline', 'context', 'expert'."""
+    """Supported in addition to data parallelism: 'tensor', 'pipeline', 'context', 'expert'."""
     wide_storage: bool = False
-    """Whether it keeps FP32 parameters under 16-bit compute."""
+    """Whether it supports FP32 parameters with 16-bit compute."""
     stored_weights: bool = False
-    """Whether weights can rest in a low format."""
+    """Whether weights can be stored in low precision."""
     per_token_loss: bool = False
     """Whether gradients can be divided by the tokens of all ranks."""
     quantizers: frozenset[str] = frozenset({"transformer_engine"})
-    """Libraries whose quantized GEMMs it can put into its linears; rows of the table of scalings name them."""
+    """Libraries whose quantized GEMMs it supports in its linears; the rows of the table of scalings name them."""
     exact_memory: bool = True
-    """Whether the memory prediction gives its live bytes to the byte."""
+    """Whether the memory prediction matches its live bytes to the byte."""
     checkpoints: str
-    """Form of its checkpoints: engines of one form read each other's."""
+    """Format of its checkpoints: engines with the same format can read each other's."""
     ddp_switch: str = ""
     """Field of the ddp section that is true exactly on this engine; '': there is none."""
     ddp_defaults: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
-    """Settings of the ddp section that it gets where the author says nothing."""
+    """Settings of the ddp section that apply if the author sets nothing."""
     refuses: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     """Switch of the model section that must stay off -> why."""
     rules: str = ""
-    """'module:attribute' of its own rules, a tuple of rules.base.Rule that are asked on this engine only."""
+    """'module:attribute' of its own rules, a tuple of rules.base.Rule that apply to this engine only."""
     label: str = ""
-    """How people call it; '': the name."""
+    """Its usual name; '': the engine's name."""
 
     @property
     def full_name(self) -> str:
-        """For messages."""
+        """The engine's name in messages."""
         return self.label or self.name
 
     def sharded(self, role: str, *, distributed: bool, ddp: Mapping[str, Any] = _EMPTY) -> Sharding:
@@ -111,12 +111,12 @@ def traits(name: str) -> EngineTraits:
 
 
 def known(name: str) -> EngineTraits | None:
-    """The traits of the engine called `name`, or None: a checkpoint may come from an engine that is not installed here."""
+    """The traits of the engine called `name`, or None, since a checkpoint may come from an engine that is not installed."""
     return traits(name) if name in _places() else None
 
 
 def attribute(path: str) -> Any:
-    """What 'module:attribute' names."""
+    """The object that 'module:attribute' refers to."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -126,7 +126,7 @@ def _places() -> dict[str, str]:
     for point in _installed():
         if point.name in places:
             raise DuplicateName(
-                f"entry point {point.value!r} offers an engine named {point.name!r}, which exists already"
+                f"entry point {point.value!r} provides an engine named {point.name!r}, which already exists"
             )
         places[point.name] = point.value
     return places
