@@ -139,7 +139,7 @@ RULES: tuple[Rule, ...] = (
             and (_on_cpu(c) or not c.native or c.model("transformer_impl") == "local")
             and "experts with add_bias_linear=true on megatron-core's local layers"
         ),
-        expected="experts without biases: there the bias is added in place to a view that autograd does not allow to be modified",
+        expected="experts without biases: the local layers add them in place to a view, which autograd rejects",
         cure="model.add_bias_linear=false",
         source="megatron-core 0.16.1 transformer/mlp.py MLP.forward",
     ),

@@ -143,7 +143,7 @@ def _expert_overlap(case: Case) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    row("expert-settings-without-experts", _experts_without, "model.num_moe_experts", "drop them, or give model.num_moe_experts"),
+    row("expert-settings-without-experts", _experts_without, "model.num_moe_experts", "drop them, or set model.num_moe_experts"),
     row("top-one-before-softmax", _top_one, "the softmax before the selection: over one expert it is 1, and its gradient 0", "model.moe_router_pre_softmax=true"),
     row("router-groups", _groups, "a number of groups that divides the experts, and no more selected groups than there are",
          "model.moe_router_num_groups, a divisor of num_moe_experts and at least moe_router_group_topk"),
