@@ -106,7 +106,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.hf is not None and (args.config or args.checkpoint or args.overrides or args.stack):
         faults.append("--hf DIR is the model: drop --config, --checkpoint, --stack and settings")
     if not args.out.parent.is_dir() or args.out.is_dir():
-        faults.append(f"--out {args.out}: expected a file's name in a folder that exists")
+        faults.append(f"--out {args.out}: expected a file name in an existing folder")
     if args.out.suffix not in (".yaml", ".yml"):
         faults.append(f"--out {args.out}: a recipe file ends in .yaml")
     if faults:

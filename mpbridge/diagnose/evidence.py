@@ -137,7 +137,7 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
     except BadValue:
         there = (folder / PRECISION).exists()
         made.gaps.append(
-            f"{PRECISION} holds no audits that this version can read"
+            f"{PRECISION} contains no audits that this version can read"
             if there
             else f"no {PRECISION}: recipe, settings and audits are not known"
         )

@@ -99,7 +99,7 @@ def _spike(case: Symptoms, first: int, last: int, evidence: list[str], score: fl
         cause="data-spike", step=first, score=score,
         sentence=f"the data of steps {first} to {last} are unlike those around them",
         evidence=evidence,
-        advice=[f"look at the samples of those steps (consumed_samples in metrics.jsonl: {_samples(case, first)})", "train.nonfinite='rollback N' skips such data only where the loss is not finite; otherwise clean the corpus"],
+        advice=[f"look at the samples of those steps (consumed_samples in metrics.jsonl: {_samples(case, first)})", "train.nonfinite='rollback N' skips such data only if the loss is not finite; otherwise clean the corpus"],
     )  # fmt: skip
 
 

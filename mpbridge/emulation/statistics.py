@@ -46,7 +46,7 @@ class Sample:
     """Delayed scaling: log2 of (the scale for this amax / the stored scale); 0 is fresh, below 0 saturates, above 0 wastes
     range."""
     ranges: tuple[int, ...]
-    """Rows by floor(log2) of their amax in units of the codes, from BINS[0] to BINS[1]; rows of zeros are left out."""
+    """Rows by floor(log2) of their amax in units of the codes, from BINS[0] to BINS[1]; rows of zeros are excluded."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
             and f"torch's AdamW under a recipe whose states are not {c.policy.params.short}, unlike its parameters"
         ),
         expected="states in the parameters' dtype: torch's AdamW can hold no others",
-        cure="optimizer.optimizer=adam (FusedAdam where states need it), or recipe fp32_params_bf16_compute",
+        cure="optimizer.optimizer=adam (FusedAdam if states need it), or recipe fp32_params_bf16_compute",
         source="torch.optim.AdamW; NeMo AutoModel PR 2248",
     ),
     Rule(

@@ -81,7 +81,7 @@ def _listed(value: Any) -> list[Mapping[str, Any]]:
 def _of_parts(file: Path) -> Vocabulary:
     tokens = read_json_file(file, largest=LARGEST)
     if not isinstance(tokens, dict) or not (file.parent / "merges.txt").is_file():
-        raise BadValue(f"{file}: expected tokens with their numbers, and merges.txt beside it")
+        raise BadValue(f"{file}: expected tokens with their ids, and merges.txt next to it")
     return _counted(tokens, file, None)
 
 

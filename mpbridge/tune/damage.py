@@ -47,7 +47,7 @@ def joint(
 def damages(
     units: Sequence[DecisionUnit], levels: Mapping[str, Quant], scores: Scores, whole: Joint
 ) -> list[dict[str, float]]:
-    """For each unit: level -> its part of the squared relative gradient error; levels that its shapes cannot take are left out.
+    """For each unit: level -> its part of the squared relative gradient error; levels that its shapes cannot take are omitted.
 
     The joint damage of each kind of GEMM is divided among the linears by their scores: the damage of one linear is about proportional to its score, and
     damage adds up over linears because their rounding errors are independent.

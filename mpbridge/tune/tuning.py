@@ -54,7 +54,7 @@ class TuningRequest:
     """Whether linears that one GEMM computes are already one module (megatron-core's are)."""
     seed: int = 1234
     notes: tuple[str, ...] = ()
-    """What was left out before anything was measured, and why."""
+    """What was excluded before anything was measured, and why."""
 
     @property
     def high(self) -> str:

@@ -66,7 +66,7 @@ def main() -> int:
     args = arguments.parse_args()
     parse, dtype = prepare(args.checkout)
     said, meant = exports_agree(parse, dtype)
-    print(f"exports parsed there: {said}, as meant: {meant}")
+    print(f"exports parsed there: {said}, as intended: {meant}")
     imported, compared, alike = examples_agree(args.checkout, parse, dtype)
     print(f"example files imported: {imported}; compared with the parser: {compared}; read alike: {alike}")
     return 0 if said == meant and compared == alike else 1

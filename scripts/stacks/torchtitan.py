@@ -73,7 +73,7 @@ def main() -> int:
         wanted = (meant.storage.value, meant.compute.value, meant.wire.value)
         found = got if isinstance(got, str) else (got.dtype, got.mixed_precision_param, got.mixed_precision_reduce)
         if found != wanted or (back.storage, back.compute, back.wire) != (meant.storage, meant.compute, meant.wire):
-            print(f"{name}: parsed as {found}, meant {wanted}")
+            print(f"{name}: parsed as {found}, intended {wanted}")
             wrong += 1
     traps = [
         "--training.mixed_precision_reduce bfloat16",
@@ -85,7 +85,7 @@ def main() -> int:
         for trap in traps
     )
     print(
-        f"exports parsed there: {said}, as meant: {said - wrong}; refused there and named by import: {agreed} of {len(traps)}"
+        f"exports parsed there: {said}, as intended: {said - wrong}; refused there and named by import: {agreed} of {len(traps)}"
     )
     return 0 if not wrong and agreed == len(traps) else 1
 

@@ -554,7 +554,7 @@ def test_settings_of_another_kind_are_left_out_and_said(run: Written, value: obj
     (folder / "precision.json").write_text(json.dumps(value))
     found = diagnose(folder)
     assert found.healthy
-    assert "precision.json holds no audits that this version can read" in found.run.gaps
+    assert "precision.json contains no audits that this version can read" in found.run.gaps
     diagnosis_page(found).html()
 
 
