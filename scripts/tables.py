@@ -82,6 +82,7 @@ def recipe_table() -> str:
 def short_recipe_table() -> str:
     """Every recipe once, by the arithmetic of its GEMMs."""
     from mpbridge.precision.recipes import BUILT_IN
+    from mpbridge.scalings import SCALINGS
 
     kinds = dict[str, list[str]]()
     for r in BUILT_IN:
@@ -89,7 +90,7 @@ def short_recipe_table() -> str:
         kind = "FP32, BF16 or FP16"
         if config.fp8 or config.fp4:
             scaling = str(config.fp4_recipe or "nvfp4" if config.fp4 else config.fp8_recipe or "tensorwise")
-            kind = f"{'FP4' if config.fp4 else 'FP8'}, {scaling} scaling"
+            kind = f"{'FP4' if config.fp4 else 'FP8'}, a scale per {'tensor' if SCALINGS[scaling].per_tensor else 'block or row'}"
         kinds.setdefault(kind, []).append(f"`{r.name}`")
     return markdown(("GEMMs", "recipes"), [(kind, ", ".join(names)) for kind, names in kinds.items()])
 
