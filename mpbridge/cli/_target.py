@@ -16,6 +16,7 @@ from mpbridge.facts import RunFacts, Versions
 from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import Machine, machine
 from mpbridge.hardware.probe import installed, this_machine
+from mpbridge.hardware.transformer_engine import RELEASES
 from mpbridge.hardware.versions import release
 
 _OPTIONS = {
@@ -27,7 +28,7 @@ _OPTIONS = {
 }
 _EXAMPLES = {
     "cuda": ("11.8", "12.1", "12.4", "12.6", "12.8", "12.9", "13.0"),
-    "te": ("1.13", "2.0", "2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12"),
+    "te": ("1.13", *(f"2.{minor}" for minor in range(11)), *(f"{major}.{minor}" for major, minor in RELEASES)),
     "mcore": ("0.13.1", "0.14.0", "0.15.0", "0.16.0", "0.16.1", "0.17.0"),
     "torch": ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13"),
     "cublaslt": ("12.1.3", "12.8", "12.9"),

@@ -117,6 +117,7 @@ def test_an_illegal_config_is_all_its_faults_and_no_traceback(ask):
         (["--target", "h10O"], "h100"),
         (["--target", "b20"], "b200"),
         (["--te", "2.l1"], "2.11"),
+        (["--te", "2.l8"], "2.18"),
         (["--target", "h100", "--cuda", "twelve"], "12."),
     ],
 )
