@@ -136,7 +136,7 @@ def _facts(kind: str) -> tuple[Any, Any]:
 def test_an_entry_point_that_takes_a_built_in_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point = importlib.metadata.EntryPoint(name="mcore", value="theirs:TRAITS", group=registry.ENTRY_POINTS)
     monkeypatch.setattr(registry, "_installed", lambda: (point,))
-    with pytest.raises(DuplicateName, match="exists already"):
+    with pytest.raises(DuplicateName, match="already exists"):
         engine_names()
 
 

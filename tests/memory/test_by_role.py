@@ -149,7 +149,7 @@ def test_mxfp8_gather_stores_two_copies_and_no_buffer():
 def test_where_fp8_costs_more_it_says_why():
     compared = against_bf16(policy("fp8_sc"), facts())
     assert compared.mine.states > compared.reference.states
-    assert "BF16 weights stay" in " ".join(compared.reasons)
+    assert "BF16 weights remain" in " ".join(compared.reasons)
 
 
 def test_pipeline_imbalance_and_the_second_copy_of_a_tied_embedding():
