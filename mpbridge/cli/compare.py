@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpbridge.cli.import_ import HEADINGS, variables
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.errors import BadValue
+from mpbridge.errors import BadValue, DataError
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported
@@ -124,11 +124,17 @@ _NOTES = {kind: heading for kind, heading in HEADINGS if kind != "in_force"}
 """Kind of note -> its heading: what is said of a stack's file below the tables."""
 
 
+_FOREIGN = (".json", ".toml", ".sh", ".pt", ".ckpt", ".pth")
+"""Endings of files of other stacks, which no recipe has."""
+
+
 def _foreign(name: str, stack: str | None, version: str | None, env: Mapping[str, str]) -> Imported | None:
     """What another stack's file says; None for a recipe or a run of mpbridge. Foreign files are never executed: a Python file is read as text, as `import` does."""
     known = key(name) in recipes
     path = Path(name)
     python = name.endswith(".py") or ".py:" in name
+    if not known and path.suffix in _FOREIGN and not path.exists():
+        raise DataError(f"{path}: no such file")
     if not known and not python and ":" in name and not path.exists():
         raise BadValue(
             f"{name}: a function of a Python module would have to be executed, which compare does not do: give a recipe's name,"

@@ -95,6 +95,9 @@ def read_data(data: Any, *, version: str) -> Imported:
     if fsdp:
         _megatron_fsdp(read_, fields, notes)
     _overridden(read_, fields, notes)
+    if read_.at("model.quant_recipe") is not None:
+        read_.whole.add("model.quant_recipe")
+        notes.cannot.append("model.quant_recipe: rules by module stand in it; the linears that it matches run by them")
     raise_faults(read_.faults, "this run_config.yaml")
     engine = engine_with("wrapper") if fsdp else DEFAULT
     distributed = read_.at("ddp.use_distributed_optimizer", read_.at("optimizer.use_distributed_optimizer"))

@@ -11,7 +11,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.stacks.base import Export, Fragment, Request, compared
 from mpbridge.stacks.meaning import Meaning
-from mpbridge.stacks.sharded_torch import SCALER_COST, SPELL, TORCH_SCALER, torch_meaning
+from mpbridge.stacks.sharded_torch import SCALER_COST, SPELL, TORCH_SCALER, torch_meaning, with_main
 
 NAME = "transformers"
 VERSIONS = {"5.23": "5.23.0"}
@@ -36,7 +36,7 @@ def export(request: Request) -> Export:
     """Python with the two deciding settings: the loading dtype and the arguments. Data parallelism is torch's DDP."""
     policy = request.policy
     theirs = _meaning(policy)
-    lines = compared(request.ours, theirs, COSTS)
+    lines = compared(request.ours, theirs, with_main(COSTS, theirs))
     piece = Fragment(name="python", text=_python(theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=lines)
 

@@ -71,7 +71,7 @@ def test_compare_shows_what_the_second_costs(capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["costs"]["wire"].startswith("half")
 
 
-@pytest.mark.parametrize("stack", ["torchtitan", "fsdp2", "automodel", "accelerate", "lightning"])
+@pytest.mark.parametrize("stack", ["torchtitan", "fsdp2", "automodel", "accelerate", "lightning", "transformers"])
 def test_the_same_arithmetic_from_other_weights_is_said_where_no_copy_is_kept(stack: str) -> None:
     def about(name: str) -> list[str]:
         return [line.text for line in export(name, stack).lines if line.fact == "main"]

@@ -173,6 +173,8 @@ def test_compare_holds_two_versions_of_a_stack_against_each_other(
     assert "megatron-lm 0.9 is not supported" in " ".join(capsys.readouterr().out.split())
     assert main([*given, *versions, "--stack-version", "1"]) == 2
     assert "given 3 times" in capsys.readouterr().err
+    assert main(["compare", "bf16_mixed", str(tmp_path / "ds.json")]) == 2
+    assert "ds.json: no such file" in capsys.readouterr().err
     assert main(["compare", "bf16_mixed", "full_bf16", "--stack-version", "0.16"]) == 2
     assert "neither A nor B" in capsys.readouterr().err
 

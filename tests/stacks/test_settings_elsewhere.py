@@ -313,6 +313,14 @@ def test_settings_of_bridges_model_that_mixed_precision_overrides_are_named_by_t
     assert [line.partition(":")[0] for line in found.inert] == ["model.fp8=hybrid", "model.fp8_recipe=delayed"]
 
 
+def test_bridges_rules_by_module_are_said() -> None:
+    found = read(
+        "megatron-bridge", mixed_precision="bf16_mixed", model={"quant_recipe": {"matchers": [], "config_dict": {}}}
+    )
+    assert any(line.startswith("model.quant_recipe: rules by module") for line in found.cannot_express)
+    assert not any("quant_recipe" in line for line in (*found.other, *found.assumed))
+
+
 def test_a_run_of_bridge_without_mixed_precision_is_what_its_other_sections_say() -> None:
     def without(**said: Any) -> tuple[Imported, str]:
         found = read("megatron-bridge", mixed_precision=None, ddp={"grad_reduce_in_fp32": True}, **said)
