@@ -44,6 +44,11 @@ class MpbridgeError(Exception):
 
     exit_code = 2
 
+    @property
+    def line(self) -> str:
+        """The text on one line, as a table shows it."""
+        return " ".join(str(self).split("\n"))
+
 
 class UnknownName(MpbridgeError, AttributeError, LookupError):
     """No such recipe, field, engine, machine ...: the message lists the nearest names, or all known names if none is near."""
@@ -94,6 +99,11 @@ class Contradiction(MpbridgeError, ValueError):
     def __init__(self, faults: Iterable[str], subject: str = "the precision config contradicts itself") -> None:
         self.faults, self.subject = tuple(faults), subject
         super().__init__("\n".join([f"{subject}:", *(f"  - {fault}" for fault in self.faults)]))
+
+    @property
+    def line(self) -> str:
+        """The faults behind their subject, on one line."""
+        return f"{self.subject}: {'; '.join(self.faults)}"
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.faults, self.subject)

@@ -81,7 +81,7 @@ def _search(
         except MpbridgeError as error:
             if len(names) == 1 and isinstance(error, Contradiction):
                 raise
-            faults.append(str(error).replace("\n", " "))
+            faults.append(error.line)
     if not where.machine.memory_bytes:
         left_out[f"memory: that of {where.machine.label} is unknown, so no layout is rejected for it"] = None
     found.sort(key=lambda pair: pair[1].seconds)

@@ -94,7 +94,7 @@ def _advice(
             )
             made.append(_timed(advise(entry, run.policy, facts, reference=reference), run, facts, where))
         except MpbridgeError as error:
-            made.append(Advice(recipe=name, status=entry.status, legal=False, reason=str(error).replace("\n", " ")))
+            made.append(Advice(recipe=name, status=entry.status, legal=False, reason=error.line))
     return made, list(left_out)
 
 

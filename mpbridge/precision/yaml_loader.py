@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from pathlib import Path
@@ -13,6 +14,8 @@ MOST_CHARACTERS = 100_000
 """Of a file; PyYAML reads about 350,000 a second, and a configuration has a few thousand."""
 MOST_BRACKETS = 50
 """That are open at once: PyYAML's time grows with the square of it."""
+MOST_WRITTEN = 20_000
+"""Keys and values in a file as it is written; PyYAML reads some 50,000 a second."""
 MOST_VALUES = 100_000
 """Keys and values with every alias written out: a few lines of aliases to aliases stand for billions."""
 
@@ -23,6 +26,14 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         """Safe loading, plus 1e-3 and the like as numbers; a duplicate key is an error."""
+
+        written = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.written += 1
+            if self.written > MOST_WRITTEN:
+                raise yaml.YAMLError(f"more than {MOST_WRITTEN:,} keys and values")
+            return super().compose_node(parent, index)
 
         def get_single_node(self) -> Any:
             return of_bounded_size(super().get_single_node())
@@ -74,17 +85,28 @@ def of_bounded_size(node: Any) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """The plain data in `text`. Raises yaml.YAMLError, also for a text above the limits on length and nesting."""
+    """The plain data in `text`. Raises yaml.YAMLError, also for a text above the limits on length, nesting and values."""
+    found = _loaded(text)
+    if isinstance(found, Exception):
+        raise found
+    return copy.deepcopy(found)
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(text: str) -> Any:
+    """The data, or the exception: a command asks a recipe's file for several things, and each would read it again."""
     import yaml
 
     if len(text) > MOST_CHARACTERS:
-        raise yaml.YAMLError(f"{len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
+        return yaml.YAMLError(f"{len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
     if _open_brackets(text) > MOST_BRACKETS:
-        raise yaml.YAMLError("nested too deeply to be a configuration")
+        return yaml.YAMLError("nested too deeply to be a configuration")
     try:
         return yaml.load(text, Loader=_loader())
     except RecursionError:
-        raise yaml.YAMLError("nested too deeply to be a configuration") from None
+        return yaml.YAMLError("nested too deeply to be a configuration")
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+        return error
 
 
 def read_yaml(path: Path) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpbridge.cli.main import main
+from mpbridge.precision import yaml_loader
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +69,21 @@ def test_a_file_that_is_no_configuration_is_refused_quickly(
         said = capsys.readouterr().err
         assert "odd.yaml" in said
         assert len(said) < 1000
+
+
+def test_a_tables_reason_has_faults_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "--config", "gpt_tiny", "--target", "h100"]) == 0
+    assert "the configuration cannot be used: mixed_precision" in capsys.readouterr().out
+
+
+def test_a_recipes_file_is_read_once_however_much_is_asked_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "odd.yaml"
+    place.write_text("model: {" + ", ".join(f"a{i}: {i}" for i in range(300)) + "}", encoding="utf-8")
+    before = yaml_loader._loaded.cache_info().misses
+    assert main(["show", str(place)]) == 2
+    assert yaml_loader._loaded.cache_info().misses == before + 1
 
 
 DEVICE = "/dev/zero"

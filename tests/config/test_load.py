@@ -139,6 +139,11 @@ def test_a_file_that_never_ends_is_refused_at_once(file, text):
         loaded(file(text))
 
 
+def test_a_file_of_many_values_is_refused_before_all_are_read(file):
+    with pytest.raises(BadValue, match="more than 20,000 keys and values"):
+        loaded(file(f"model: [{'1,' * 49_000}]"))
+
+
 def test_an_override_that_never_ends_is_refused():
     faults: list[str] = []
     dotted(["model=&m {a: *m}"], faults)
