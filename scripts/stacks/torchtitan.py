@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import io
+import logging
 import shlex
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +55,120 @@ def parsed(config: type, words: list[str]) -> Any:
             )
     except SystemExit:
         return " ".join(log.getvalue().split())[-200:]
+
+
+NOT_INSTALLED = (
+    "grain", "datasets", "spmd_types", "torch_checkpointing", "torchdata", "torch_remat", "tokenizers", "torchvision", "av", "helion", "deep_ep", "wandb",
+)  # fmt: skip
+"""Packages that its models import; those that are missing here are stand-ins, for names alone."""
+MODELS = (
+    ("llama3", "debugmodel"),
+    ("qwen3", "debugmodel_moe"),
+    ("deepseek_v3", "debugmodel"),
+    ("gpt_oss", "debugmodel"),
+)
+"""Two dense kinds of attention and three mixtures, with and without shared experts."""
+CONVERTED = ("bf16_with_mxfp8_mixed", "bf16_with_fp8_rowwise", "bf16_with_fp8_rowwise_gw_hp", "bf16_with_nvfp4_mixed")
+REFUSED = {("deepseek_v3", "bf16_with_nvfp4_mixed")}
+"""Widths that 128 does not divide: its own converter of NVFP4 says so."""
+
+
+class _Nothing(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+
+class Nothing(metaclass=_Nothing):
+    """A class, a decorator and an instance with every attribute."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        pass
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return given[0] if given and callable(given[0]) else self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def __or__(self, other: Any) -> Any:
+        return self
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (Nothing,), {})
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The last finder: only what no other finds comes to it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        known = name.partition(".")[0] in NOT_INSTALLED
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
+
+    def create_module(self, spec: Any) -> Any:
+        made = _Module(spec.name)
+        made.__path__ = []
+        return made
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+def converters_agree(checkout: Path) -> tuple[int, int]:
+    """(exported functions run on a model, those that convert what the recipe quantizes and no more)."""
+    from mpbridge.stacks.exporters import export
+
+    sys.path.insert(0, str(checkout))
+    sys.meta_path.append(_StandIns())
+    logging.disable(logging.WARNING)
+    for name in ("float8", "mx", "nvfp4"):  # a GPU that has every format
+        importlib.import_module(f"torchtitan.components.quantization.{name}").has_cuda_capability = lambda *wanted: True
+    ran = right = 0
+    for name, flavor in MODELS:
+        registry = importlib.import_module(f"torchtitan.models.{name}").model_registry
+        for recipe in CONVERTED:
+            text = next(piece.text for piece in export(recipe, "torchtitan").pieces if piece.name.endswith(".py"))
+            scope: dict[str, Any] = {}
+            exec(text, scope)
+            ran += 1
+            wrong = wrongly_converted(scope["quantized"], registry, flavor, experts="GroupedExpertsConverter" in text)
+            if wrong is None or (wrong.startswith("ValueError") and (name, recipe) in REFUSED):
+                right += 1
+            else:
+                print(f"{recipe} on {name}: {wrong}")
+    return ran, right
+
+
+def wrongly_converted(quantized: Callable[..., Any], registry: Any, flavor: str, *, experts: bool) -> str | None:
+    """What the function leaves or converts against the recipe; None if nothing."""
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts
+
+    config = types.SimpleNamespace(model_spec=registry(flavor), compile=types.SimpleNamespace(enable=True))
+    try:
+        model = quantized(config, registry, flavor).model_spec.model
+    except ValueError as error:
+        return f"ValueError: {error}"
+    found = []
+    for name, one, *_ in model.traverse(Linear.Config):
+        wanted = name.startswith("layers.") and not name.endswith("router.gate")
+        if (type(one) is not Linear.Config) is not wanted:
+            found.append(name)
+    for name, one, *_ in model.traverse(GroupedExperts.Config):
+        plain = not type(one)._owner.__name__.startswith(("MXFP8", "Float8"))
+        if plain is experts:
+            found.append(name)
+    return ", ".join(found) or None
 
 
 def main() -> int:
@@ -87,7 +207,9 @@ def main() -> int:
     print(
         f"exports parsed there: {said}, as intended: {said - wrong}; refused there and named by import: {agreed} of {len(traps)}"
     )
-    return 0 if not wrong and agreed == len(traps) else 1
+    ran, right = converters_agree(args.checkout.resolve())
+    print(f"exported functions run with its converters: {ran}, as the recipe says: {right}")
+    return 0 if not wrong and agreed == len(traps) and ran == right else 1
 
 
 if __name__ == "__main__":
