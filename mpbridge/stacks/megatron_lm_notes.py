@@ -55,8 +55,6 @@ def _inert_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[Con
     edges = read.on("edges")
     yield bool({"first", "last"} & said) and not edges, "--num-layers-at-*-in-bf16 without --first-last-layers-bf16"
     yield edges and off and values["fp4"] is None, "--first-last-layers-bf16 without a quantization"
-    hybrid = values["fp8"] == "hybrid"
-    yield recipe == "mxfp8" and hybrid, "--fp8-format hybrid under mxfp8: all operands are E4M3"
 
 
 def _inert_reduction(read: Parsed, values: Mapping[str, Any]) -> Iterator[ConditionalNote]:
@@ -125,6 +123,10 @@ def _contradicting_quantization(read: Parsed, values: Mapping[str, Any]) -> Iter
         "--use-torch-fsdp2 with --use-megatron-fsdp: described as Megatron-FSDP",
     )
     delayed = bool(fp8) and values["fp8_recipe"] == "delayed"
+    yield (
+        fp8 == "hybrid" and values["fp8_recipe"] == "mxfp8",
+        "--fp8-format hybrid with --fp8-recipe mxfp8: gradients are quantized to E5M2, which diverged and was withdrawn (Megatron-Bridge#638)",
+    )
     yield read.on("edges") and delayed, "--first-last-layers-bf16 with delayed scaling: megatron-core refuses it"
     yield stored and fp8 is None, "--fp8-param-gather without --fp8-format"
     sharded = read.on("distributed") or read.on("megatron_fsdp") or read.on("fsdp2")

@@ -549,6 +549,8 @@ def test_random_plain_data_ends_in_an_answer_or_in_our_own_error(stack: str) -> 
         ("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer", "bf16_mixed, use_precision_aware_optimizer=true"),
         ("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype fp8", "bf16_mixed, exp_avg_dtype=uint8"),
         ("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "bf16_mixed_bf16_moments"),
+        ("--bf16 --fp8-format hybrid --fp8-recipe mxfp8",
+         "bf16_with_mxfp8_mixed, fp8=hybrid, fp8_param_gather=false, reuse_grad_buf_for_mxfp8_param_ag=false"),
         ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "bf16_with_fp8_subchannel_scaling_mixed, fp8=e4m3"),
     ],
 )  # fmt: skip
