@@ -32,7 +32,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         contradicts.append(f"distributed.strategy={strategy}: AutoModel has {', '.join(_MEANINGS)}; described as ddp")
     storage = _storage(read, assumed)
     quant = _quant(read, inert, cannot)
-    _backend(read, cannot, contradicts)
+    _backend(read, inert, cannot, contradicts)
     gate = read.dtype("model.backend.gate_precision")
     meaning = _MEANINGS.get(strategy, _ddp)(read, storage, contradicts)
     meaning, ends = dataclasses.replace(_with_optimizer(read, meaning), router=gate), None
@@ -57,9 +57,12 @@ def read_data(data: Any, *, version: str) -> Imported:
     return with_rest(found, read)
 
 
-def _backend(read: Reader, cannot: list[str], contradicts: list[str]) -> None:
+def _backend(read: Reader, inert: list[str], cannot: list[str], contradicts: list[str]) -> None:
     """What model.backend says of the linears and of the experts, apart from each other."""
     linear, experts = (str(read.at(f"model.backend.{name}") or "") for name in ("linear", "experts"))
+    if experts in ("te", "gmm") and read.at("model.backend.dispatcher") == "torch":
+        inert.append(f"model.backend.experts={experts} with dispatcher=torch: AutoModel runs them with torch_mm")
+        experts = "torch_mm"
     if experts == "torch_mm_mxfp8":
         cannot.append(
             "model.backend.experts=torch_mm_mxfp8: the experts' grouped GEMMs run in MXFP8, the linears do not"

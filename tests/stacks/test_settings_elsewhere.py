@@ -359,3 +359,6 @@ def test_automodels_backend_tells_the_experts_from_the_linears() -> None:
     experts = backend(linear="torch", experts="te", te_fp8={"recipe": "mxfp8"})
     assert not experts.contradicts
     assert any("only the experts are quantized" in line for line in experts.cannot_express)
+    plain = backend(linear="torch", experts="te", dispatcher="torch", te_fp8={"recipe": "mxfp8"})
+    assert any("AutoModel runs them with torch_mm" in line for line in plain.inert)
+    assert any("AutoModel raises ValueError" in line for line in plain.contradicts)
