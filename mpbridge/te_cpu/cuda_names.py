@@ -20,6 +20,7 @@ from mpbridge.emulation.gemm import product
 from mpbridge.emulation.operands import Operand
 from mpbridge.hardware.transformer_engine import CUDA_VERSION
 from mpbridge.megatron.cpu import Patch
+from mpbridge.te_cpu import premultiplied
 from mpbridge.te_cpu.played import Played
 from mpbridge.te_cpu.refusals import refused_in_torch
 
@@ -189,6 +190,7 @@ def played_patches(played: Played) -> Iterator[Patch]:
         for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
             yield owner, name, _on_gloo(getattr(owner, name))
         yield owner, "barrier", _without_devices(owner.barrier)
+    yield from premultiplied.patches()
 
 
 def _on_gloo(original: Any) -> Any:

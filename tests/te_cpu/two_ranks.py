@@ -53,29 +53,44 @@ RUNS = {
 """Name -> recipe and overrides."""
 
 
+REGISTRY = "registry"
+"""A name that stands for every recipe of the registry that the machine runs, on both models."""
+
+
+def settings(name: str, played: list[str]) -> tuple[str, list[str]]:
+    """The model of a run, and its overrides."""
+    recipe, *overrides = RUNS[name]
+    experts = "experts" in name
+    chosen = [f"mixed_precision.recipe={recipe}", *SHAPE, *(EXPERTS if experts else ()), *played, *overrides]
+    return "moe_tiny" if experts else "gpt_tiny", chosen
+
+
+def registry(played: list[str]) -> dict[str, tuple[str, list[str]]]:
+    """The same for every recipe of the registry."""
+    from mpbridge.precision.registry import recipes
+    from tests.te_cpu.inside.matrix import native, settings_of
+
+    return {
+        f"{name}, {model}": (model, [f"mixed_precision.recipe={name}", *SHAPE, *played, *settings_of(name, model)])
+        for name in recipes
+        if native(name)
+        for model in ("gpt_tiny", "moe_tiny")
+    }
+
+
 def main() -> None:
     machine, te, *names = sys.argv[1:]
+    played = ["emulate=te", f"target={machine}", f"te='{te}'"]
     with transformer_engine_on_cpu(machine, te=te):
         import torch.distributed as dist
 
         from mpbridge.train.machine import process_group
 
+        runs = registry(played) if names == [REGISTRY] else {name: settings(name, played) for name in names}
         with process_group(False):
-            for name in names:
-                recipe, *overrides = RUNS[name]
-                experts = "experts" in name
-                config = ROOT / f"configs/{'moe_tiny' if experts else 'gpt_tiny'}.yaml"
-                played = ["emulate=te", f"target={machine}", f"te='{te}'"]
-                settings = [
-                    f"mixed_precision.recipe={recipe}",
-                    *SHAPE,
-                    *(EXPERTS if experts else ()),
-                    *played,
-                    *overrides,
-                ]
-                summary = mpbridge.pretrain(
-                    ConfigContainer.load(config, settings).resolved(world_size=dist.get_world_size()), quiet=True
-                )
+            for name, (model, chosen) in runs.items():
+                config = ConfigContainer.load(ROOT / f"configs/{model}.yaml", chosen)
+                summary = mpbridge.pretrain(config.resolved(world_size=dist.get_world_size()), quiet=True)
                 if dist.get_rank() == 0:
                     print(
                         json.dumps({"name": name, "first": summary.first_loss, "last": summary.last_loss}), flush=True

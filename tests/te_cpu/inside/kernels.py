@@ -7,11 +7,14 @@ import math
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from torch.distributed import distributed_c10d
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
+from mpbridge.engines.parallel import start_process_group, stop_process_group
 from mpbridge.errors import Refused
 from mpbridge.te_cpu.contents import codes_at_limit
 from mpbridge.te_cpu.played import now
@@ -269,3 +272,20 @@ def test_offsets_of_splits_are_their_running_sums() -> None:
     assert (ends.tolist(), ends.dtype) == ([3, 3, 8], torch.int32)
     assert (begins.tolist(), begins.dtype) == ([0, 21, 21, 56], torch.int64)
     assert tex.splits_to_offsets(sizes, 7).tolist() == [0, 21, 21, 56]
+
+
+def test_a_premultiplied_sum_multiplies_what_is_sent() -> None:
+    """NCCL's PREMUL_SUM, with which Megatron-FSDP reduces gradients: gloo refuses it."""
+    made = start_process_group(False)
+    try:
+        half = dist._make_nccl_premul_sum(0.5)
+        whole, gradients, shard = torch.full((4,), 6.0), torch.full((4,), 3.0), torch.zeros(4)
+        dist.all_reduce(whole, half)
+        dist.reduce_scatter_tensor(shard, gradients, op=half)
+        assert (whole.tolist(), shard.tolist(), gradients.tolist()) == ([3.0] * 4, [1.5] * 4, [3.0] * 4)
+        with distributed_c10d._coalescing_manager(dist.group.WORLD):
+            dist.reduce_scatter_tensor(output=shard, input=whole, op=half)
+        assert shard.tolist() == [1.5] * 4
+    finally:
+        if made:
+            stop_process_group()

@@ -82,10 +82,8 @@ def native(name: str) -> bool:
     return can_run(resolve(get_mixed_precision_config(name)), this_machine(), installed()).native
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt_tiny", "moe_tiny"])
-@pytest.mark.parametrize("name", [name for name in recipes if native(name)])
-def test_every_recipe_of_the_registry_trains(name, model) -> None:
+def settings_of(name: str, model: str) -> list[str]:
+    """What a recipe of the registry needs beside TINY to train that model."""
     policy = resolve(get_mixed_precision_config(name))
     more = list(OVERLAP) if policy.reuse_grad_buffer else []
     if model == "moe_tiny":
@@ -98,7 +96,14 @@ def test_every_recipe_of_the_registry_trains(name, model) -> None:
     more += deep + ([] if sharded else ["ddp.use_distributed_optimizer=false"])
     if name.startswith("fp16"):
         more.append("mixed_precision.initial_loss_scale=1024")
-    trains(name, *more, model=model)
+    return more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt_tiny", "moe_tiny"])
+@pytest.mark.parametrize("name", [name for name in recipes if native(name)])
+def test_every_recipe_of_the_registry_trains(name, model) -> None:
+    trains(name, *settings_of(name, model), model=model)
 
 
 @pytest.mark.played("hopper")  # a Blackwell runs them all
