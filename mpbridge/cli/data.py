@@ -163,7 +163,7 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
         "file": str(files.file),
         "tokens": files.size,
         "end of text": end,
-        **({} if files.end is None else {"token": files.end_token, "as said by": files.ends_by}),
+        **({} if files.end is None else {"token": files.end_token, "as said by": files.ends_by.removeprefix("by ")}),
         "padding": f"none{f' ({files.pad_by})' if files.pad_by else ''}" if files.pad is None else files.pad,
         **({} if files.pad is None else {"padding as said by": files.pad_by}),
     }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mpbridge.cli.main import main
 from mpbridge.config.container import ConfigContainer
 from mpbridge.data.tokenizer import identity, tokenizer
 from mpbridge.errors import BadValue, Contradiction, DataError
@@ -239,6 +240,11 @@ def test_who_says_which_token_ends_a_text_is_asked_in_order(tmp_path: Path) -> N
     assert tokenizer_files(str(place), "<other>").ends_by == "data.end_of_text"  # before everything
     two = tokenizer_files(str(vocabulary(tmp_path / "two", "</s>", "<|endoftext|>")))
     assert (two.end, two.ends_by) == (None, "'<|endoftext|>' and '</s>' are both possible")
+
+
+def test_inspect_reads_as_a_sentence_where_a_name_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", "--tokenizer", str(vocabulary(tmp_path / "tok", "</s>"))]) == 0
+    assert "as said by   its name only, since" in capsys.readouterr().out
 
 
 def test_who_says_which_token_fills_up_is_asked_in_order(tmp_path: Path) -> None:
