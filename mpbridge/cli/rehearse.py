@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import find_config, whole
+from mpbridge.cli.text import print_line
 from mpbridge.errors import BadValue
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
     from mpbridge.config.container import ConfigContainer
 
     container = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
-    return rehearsal.rehearse(container, recipes, steps=args.steps, every=args.every)
+    return rehearsal.rehearse(container, recipes, steps=args.steps, every=args.every, say=print_line)
 
 
 def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:

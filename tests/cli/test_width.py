@@ -11,6 +11,8 @@ import pytest
 
 import mpbridge.cli
 from mpbridge.cli.main import main, verbs
+from mpbridge.cli.text import print_line
+from mpbridge.errors import BadValue
 from mpbridge.report.console import console, tell
 from mpbridge.report.records import prose
 
@@ -78,6 +80,20 @@ def test_verbs_print_through_the_functions_that_know_the_width() -> None:
         )
         found += [f"{path.name}:{node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "print"]  # fmt: skip
     assert found == []
+
+
+def test_a_rehearsals_verdicts_are_printed_as_prose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpbridge.rehearse import rehearsal
+
+    given: dict[str, object] = {}
+
+    def rehearse(*parts: object, **more: object) -> None:
+        given.update(more)
+        raise BadValue("not now")
+
+    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
+    assert main(["rehearse", "--config", "gpt_tiny", "--out", str(tmp_path / "out")]) == 2
+    assert given["say"] is print_line
 
 
 @pytest.mark.parametrize(
