@@ -91,7 +91,6 @@ def test_main_grads_in_bf16_contradict_or_switch_the_buckets() -> None:
     [
         ("--bf16 --num-layers-at-start-in-bf16 3", "first-last-layers-bf16"),
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 16", "only under delayed scaling"),
-        ("--bf16 --fp8-format hybrid --fp8-recipe mxfp8", "E4M3"),
         ("--bf16 --attention-softmax-in-fp32", "does not read it"),
         ("--bf16 --use-torch-fsdp2 --accumulate-allreduce-grads-in-fp32", "does not read it"),
         ("--bf16 --hysteresis 3", "without --fp16"),
