@@ -193,7 +193,8 @@ def plain_call(
             case ("torch._utils", "_rebuild_tensor_v3"):
                 held, offset, size, stride, _, _, dtype = args[:7]
                 return tensor(held, offset, size, stride, dtype_of(dtype))
-            case ("torch.storage", "_load_from_bytes"):
+            # megatron-core 0.20 puts the second in the place of the first when it is imported, so pickles written after that name it
+            case ("torch.storage", "_load_from_bytes") | ("megatron.core.safe_globals", "safe_load_from_bytes"):
                 return _from_bytes(args[0], depth + 1)
             case ("torch", "Size"):
                 return tuple(args[0])

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from mpbridge.checkpoint import convert, extra_state, io, state, store
+from mpbridge.checkpoint.archive import plain_call
 from mpbridge.checkpoint.opcodes import UnpickledCall, read
 from mpbridge.checkpoint.plain import decoded, encoded
 from mpbridge.checkpoint.verdict import FILE
@@ -365,6 +366,19 @@ def test_names_stand_for_themselves():
     found, end = read(pickled("x"), lambda name, args: UnpickledCall(name, args))
     assert (str(found.name), found.args) == ("posix.mkdir", ("x",))
     assert end == len(pickled("x"))
+
+
+@pytest.mark.parametrize(
+    "loader", ["torch.storage\n_load_from_bytes", "megatron.core.safe_globals\nsafe_load_from_bytes"]
+)
+def test_a_tensor_in_a_pickle_is_read_whoever_is_to_load_its_storage(loader):
+    raw = pickle.dumps(torch.arange(3.0), protocol=3)
+    for written in ("torch.storage\n_load_from_bytes", "megatron.core.safe_globals\nsafe_load_from_bytes"):
+        raw = raw.replace(f"c{written}\n".encode(), f"c{loader}\n".encode())
+    assert f"c{loader}\n".encode() in raw
+    found, _ = read(raw, plain_call())
+    assert found.dtype == "float32"
+    assert found.content() == torch.arange(3.0).numpy().tobytes()
 
 
 def test_references_without_an_end_are_refused():

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from mpbridge.hardware.probe import installed
+from mpbridge.megatron_spec.versions import BEFORE_017
 from tests.engines import two_ranks
 
 
@@ -108,4 +110,6 @@ def test_m5_norm_and_clipping_are_of_the_gradient_that_the_optimizer_reads(two: 
 
 
 def test_unsharded_megatron_fsdp_is_refused_because_its_reduction_skips_every_buffer(two: Any) -> None:
-    assert two["unsharded_modes"] == [[0.0] * 4, [1.0] * 4], "0.16.1 reduces now: offer no_shard again"
+    skipped, reduced = [[0.0] * 4, [1.0] * 4], [[1.0] * 4] * 2
+    # 0.20 reduces, and counts every replica in the norm: the rule's second reason
+    assert two["unsharded_modes"] == (skipped if BEFORE_017.holds(installed().megatron_core) else reduced)
