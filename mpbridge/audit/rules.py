@@ -9,7 +9,7 @@ from typing import Any
 from mpbridge.formats import say
 from mpbridge.precision.policy import Gemms, Quant
 from mpbridge.precision.wording import HIGH, rule_words
-from mpbridge.scalings import scaling_of_recipe
+from mpbridge.scalings import ELEMENTS, scaling_of_recipe
 
 
 def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
@@ -41,15 +41,31 @@ def recipe_of(module: Any) -> Any:
 
 
 def details(module: Any, quant: Quant) -> tuple[str, str]:
-    """(promised, found) in words, of the details of a module's recipe object other than class and format; equal if they agree."""
+    """(promised, found) in words, of a module's quantizers and of the details of its recipe object other than class and format; equal if they agree."""
     recipe = recipe_of(module)
-    promised, found = [], []
-    for name, wanted, attribute in _wanted(quant):
-        has = _DETAILS[attribute](recipe)
-        if has is not None and has != wanted:
-            promised.append(f"{name} {say(wanted)}")
-            found.append(f"{name} {say(has)}")
-    return ", ".join(promised), ", ".join(found)
+    pairs = [(name, wanted, _DETAILS[attribute](recipe)) for name, wanted, attribute in _wanted(quant)]
+    pairs += _elements(module, quant)
+    wrong = dict.fromkeys((name, say(wanted), say(has)) for name, wanted, has in pairs if has not in (None, wanted))
+    return ", ".join(f"{name} {wanted}" for name, wanted, _ in wrong), ", ".join(
+        f"{name} {has}" for name, _, has in wrong
+    )
+
+
+def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, str, str | None]]:
+    """(operands, promised element format, the one that a quantizer writes).
+
+    A module keeps the quantizers that it has made while the class of its recipe stays (module/base.py, 2.11 to 2.20: `set_meta_tensor`), so they can
+    differ from the recipe object that it shows.
+    """
+    made = getattr(module, "quantizers", None) or {}
+    states = (("scaling_fwd", "inputs and weights"), ("scaling_bwd", "gradients"))
+    for (state, operands), wanted in zip(states, ELEMENTS[quant.format], strict=True):
+        for quantizer in made.get(state) or ():
+            yield operands, wanted, _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""))
+
+
+_ELEMENTS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"}
+"""transformer_engine_torch.DType -> a key of formats.FORMATS."""
 
 
 def _wanted(quant: Quant) -> Iterator[tuple[str, Any, str]]:

@@ -147,6 +147,38 @@ def test_another_recipe_object_in_one_layer_is_named(kind) -> None:
     assert "decoder.layers.1." not in said
 
 
+@pytest.mark.parametrize(
+    ("recipe", "state", "element", "said_of_it"),
+    [
+        *(pytest.param(name, "scaling_bwd", "kFloat8E4M3", "gradients e4m3", marks=on_hopper) for name in (DELAYED, TENSORWISE, BLOCKWISE)),
+        pytest.param(MXFP8, "scaling_fwd", "kFloat8E5M2", "inputs and weights e5m2", marks=on_blackwell),
+    ],
+)  # fmt: skip
+def test_quantizers_that_write_another_format_than_the_recipe_object_are_named(
+    recipe, state, element, said_of_it
+) -> None:
+    import transformer_engine_torch as tex
+
+    def plant(engine) -> None:
+        linear = next(
+            module for name, module in engine.model[0].named_modules() if name.endswith("layers.0.mlp.linear_fc2")
+        )
+        forward = linear.forward
+
+        def other(*args, **kwargs):
+            for quantizer in linear.quantizers.get(state, ()):
+                quantizer.dtype = getattr(tex.DType, element)
+            return forward(*args, **kwargs)
+
+        linear.forward = other
+
+    low = ["mixed_precision.fp8_param_gather=false"]
+    low += ["mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"] * (recipe == MXFP8)
+    said = found(recipe, ALL, *low, hooks=(Plant(built=plant),))
+    assert said_of_it in said
+    assert "decoder.layers.0.mlp.linear_fc2" in said
+
+
 # --- what the modules keep from step to step -------------------------------------------------------------------------------------------------
 @on_hopper
 def test_a_frozen_scale_is_named(monkeypatch) -> None:
