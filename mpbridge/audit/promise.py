@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
@@ -33,6 +33,8 @@ class Promises:
     """Emulation keeps weights in 16 or 32 bits regardless of what the recipe stores."""
     foreign: bool = False
     """The model is not megatron-core's: the dtypes of its norms, residual stream, rotary angles and loss are up to its own code."""
+    _kept: dict[DType, Mapping[str, Holding]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """`kept` by dtype: every tensor asks, each time that metrics are written."""
 
     @property
     def seen(self) -> bool:
@@ -47,7 +49,11 @@ class Promises:
 
     def kept(self, at_rest: DType) -> Mapping[str, Holding]:
         """`memory.keeps` of a parameter stored in that dtype."""
-        return keeps(self.policy, self.run.traits, self.run.optimizer, at_rest=at_rest, ddp=self.run.ddp)
+        if at_rest not in self._kept:
+            self._kept[at_rest] = keeps(
+                self.policy, self.run.traits, self.run.optimizer, at_rest=at_rest, ddp=self.run.ddp
+            )
+        return self._kept[at_rest]
 
     def of(self, role: str, parameter: str) -> str | None:
         """The storage format promised for a tensor of `role`; ABSENT; or None if the policy says nothing about it."""
