@@ -1,1 +1,1 @@
-"""Low precision while a run trains: what quantization does to live tensors, every so many steps, as data beside the metrics."""
+"""Low precision while a run trains: the effect of quantization on live tensors, measured at regular steps and stored next to the metrics."""

@@ -1,4 +1,4 @@
-"""The hook that measures: every `logger.precision_every` steps, and once more right after a step that looks wrong."""
+"""The hook that measures every `logger.precision_every` steps, and again right after a step that looks wrong."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from mpbridge.telemetry.tokens import Tokens
 from mpbridge.telemetry.weights import weight_rows
 
 ELEMENTS = 1 << 14
-"""Elements of an operand that a measured step looks at, in whole rows: a fourth of a rehearsal's, since training waits for it."""
+"""Elements of an operand that a measured step examines, in whole rows: a quarter of a rehearsal's, since training waits for it."""
 PATIENCE = 10
-"""Steps between two measurements that were not due: a run that is wrong at every step is not measured at every step."""
+"""Minimum number of steps between two unscheduled measurements, so that a run that goes wrong at every step is not measured at every step."""
 UNLIKE = 100
-"""Events about tokens that a run writes at most."""
+"""Maximum number of events about tokens that a run writes."""
 RECENT = 20
-"""Steps that a loss or a gradient norm is compared with."""
+"""Number of earlier steps with which a loss or a gradient norm is compared."""
 
 
 class StatisticsHook:
-    """Takes part in `mpbridge.train`'s loop (its Hook's methods). every: steps between two measurements; 0: none. Nothing of it changes a bit of training.
+    """A hook of `mpbridge.train`'s loop. every: steps between two measurements; 0: none. It does not change a bit of training.
 
-    A step that is measured costs at most one more. Raises BadValue for a negative `every`. All ranks measure the same steps; rank 0 writes.
+    A measured step takes at most as long as two. Raises BadValue for a negative `every`. All ranks measure the same steps; rank 0 writes.
     """
 
     def __init__(self, folder: Path | str | None, *, every: int | None) -> None:
@@ -56,13 +56,13 @@ class StatisticsHook:
 
     # --- moments -------------------------------------------------------------------------------------------------------------------------
     def built(self, training: Any) -> None:
-        """Lets go of an engine that a schedule has replaced."""
+        """Detaches from an engine that a schedule has replaced."""
         self._let_go()
         if self.on and _rank() == 0:
             self._tokens.attach(training.engine.model)
 
     def started(self, training: Any) -> None:
-        """Drops lines of steps that will be done again, where a run goes on."""
+        """On a resume, drops the lines of steps that will be repeated."""
         if self.on and not self._begun and _rank() == 0:
             assert self.folder is not None
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class StatisticsHook:
         self._begun = True
 
     def stepping(self, training: Any) -> None:
-        """Begins to look, where the step to come is due."""
+        """Starts measuring if the next step is due."""
         step = int(training.counters.iteration) + 1
         self._tokens.on = True
         if not self.on or (step % self.every and not self._alarm):
@@ -82,7 +82,7 @@ class StatisticsHook:
         self._look.start()
 
     def stepped(self, training: Any, result: Any) -> None:
-        """Collects and writes, where the step was looked at; asks for another look where it went wrong."""
+        """Collects and writes the measurement of this step, if any; requests another one if the step looks wrong."""
         step = int(training.counters.iteration)
         look, self._look = self._look, None
         nats = self._data(training)
@@ -105,19 +105,19 @@ class StatisticsHook:
         self._judge(step, result)
 
     def evaluated(self, training: Any, loss: float) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def finished(self, training: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def closed(self) -> None:
-        """Takes every hook off."""
+        """Removes every hook."""
         self._let_go()
         self._tokens.close()
 
     # --- parts ---------------------------------------------------------------------------------------------------------------------------
     def _data(self, training: Any) -> float | None:
-        """Nats a token of rank 0's samples; tokens unlike those before are an event, up to a number that a log can hold."""
+        """Nats per token of rank 0's samples. Tokens unlike the earlier ones are recorded as an event, at most UNLIKE times."""
         self._tokens.on = False
         found = self._tokens.step()
         if found is None:
@@ -130,7 +130,7 @@ class StatisticsHook:
         return nats
 
     def _judge(self, step: int, result: Any) -> None:
-        """Every rank has the same result, so every rank comes to the same answer."""
+        """Every rank has the same result, so all ranks decide alike."""
         why = ""
         for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
             before = sorted(self._recent[name])
@@ -164,7 +164,7 @@ class StatisticsHook:
 
 
 class _Look:
-    """One measured step of one engine."""
+    """The measurement of one step of one engine."""
 
     def __init__(self, engine: Any, why: str) -> None:
         self.engine, self.why, self.seconds = engine, why, 0.0
@@ -178,17 +178,17 @@ class _Look:
         self.realization = "emulated" if self._emulation is not None else "native" if native else "high precision"
 
     def start(self) -> None:
-        """Hooks on."""
+        """Installs the hooks."""
         self.probe.start(self.engine.model)
         if self.tap is not None:
             self.tap.start()
-        # a rehearsal has an observer of its own
+        # a rehearsal brings its own observer
         if self._emulation is not None and self._emulation.observer is None:
             self.statistics = Statistics(elements=ELEMENTS)
             self._emulation.observer = _Ear(self.statistics, self.noise)
 
     def stop(self) -> tuple[dict[str, list[list[Any]]], list[str]]:
-        """Hooks off; (tables, what could not be read)."""
+        """Removes the hooks; returns (tables, what could not be read)."""
         began = time.perf_counter()
         self.probe.stop()
         notes: list[str] = []
@@ -205,9 +205,7 @@ class _Look:
         stored = self.tap is not None and any(quant.stored for quant in self.engine.run.policy.quants)
         if stored:
             # detaching such a parameter in a distributed optimizer changes which transpose Transformer Engine takes for the next step's dgrad
-            notes.append(
-                "parameters that rest in a low format are not measured: reading them would change the next step"
-            )
+            notes.append("parameters stored in a low format are not measured: reading them would change the next step")
         tables = {
             "operands": operands,
             "linears": self.probe.rows(self.noise.ratios()),
@@ -218,7 +216,7 @@ class _Look:
 
 
 class _Ear:
-    """The observer of an emulation: statistics of every operand, and samples of those that a weight's gradient is made of."""
+    """The observer of an emulation: statistics of every operand, and samples of the operands of wgrad."""
 
     def __init__(self, statistics: Statistics, noise: Noise) -> None:
         self.statistics, self.noise = statistics, noise

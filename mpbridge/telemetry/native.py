@@ -1,7 +1,7 @@
-"""Transformer Engine's quantized tensors on their way into its GEMMs: what they hold, beside the tensors that they were made of.
+"""Transformer Engine's quantized tensors as they enter its GEMMs, compared with the tensors from which they were quantized.
 
-The one door is `transformer_engine_torch.generic_gemm(A, transA, B, transB, ...)` (pytorch/cpp_extensions/gemm.py): fprop is TN of (weight, x), dgrad NN
-of (weight, dy), wgrad NT of (x, dy); and its grouped sister, which takes lists.
+All of them pass through `transformer_engine_torch.generic_gemm(A, transA, B, transB, ...)` (pytorch/cpp_extensions/gemm.py), where fprop is TN of
+(weight, x), dgrad NN of (weight, dy) and wgrad NT of (x, dy), or through its grouped counterpart, which takes lists.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _DOORS = ("generic_gemm", "te_general_grouped_gemm")
 _GEMM: dict[tuple[bool, bool], Gemm] = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
 _SIDES: dict[Gemm, tuple[str, str]] = {"fprop": ("w", "x"), "dgrad": ("w", "dy"), "wgrad": ("x", "dy")}
 ROWS = 256
-"""Rows of an operand that are compared with their source."""
+"""Number of rows of an operand that are compared with their source."""
 
 
 class Tap:
-    """Looks at the quantized operands of one step's GEMMs. gemms_of: the rules that the policy has for a linear."""
+    """Observes the quantized operands of one step's GEMMs. gemms_of: the policy's rules for a linear."""
 
     def __init__(self, probe: Probe, noise: Noise, gemms_of: Callable[[str], Gemms | None]) -> None:
         self.probe, self.noise, self.gemms_of = probe, noise, gemms_of
         self.found: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.unread: dict[str, int] = {}
-        """Why operands could not be looked at -> how many."""
+        """Reason why operands could not be read -> how many."""
         self._sources: dict[tuple[str, str], torch.Tensor] = {}
         self._modules: dict[str, Any] = {}
         self._doors: dict[str, Any] = {}
 
     # --- begin and end -------------------------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Stands in the doors of the compiled extension, where it is loaded."""
+        """Wraps the GEMM functions of the compiled extension, if it is loaded."""
         extension = sys.modules.get("transformer_engine_torch")
         self.probe.source = self._source
         for name in _DOORS:
@@ -52,7 +52,7 @@ class Tap:
                 setattr(extension, name, self._watched(real))
 
     def stop(self) -> None:
-        """Gives them back."""
+        """Restores them."""
         extension = sys.modules.get("transformer_engine_torch")
         for name, real in self._doors.items():
             setattr(extension, name, real)
@@ -75,7 +75,7 @@ class Tap:
     def _watched(self, real: Any) -> Any:
         def call(A: Any, transa: bool, B: Any, transb: bool, *args: Any, **named: Any) -> Any:
             gemm = _GEMM.get((bool(transa), bool(transb)))
-            # forward stands in a linear, backward after the hook on its output; a replay of the forward pass is forward again
+            # forward runs inside a linear, backward after the hook on its output; a recomputed forward pass is a forward pass again
             path = self.probe.inside if gemm == "fprop" else self.probe.gradients
             if gemm is not None and path is not None:
                 pairs = zip(A, B, strict=False) if isinstance(A, (list, tuple)) else ((A, B),)
@@ -103,7 +103,7 @@ class Tap:
             values = values_of(operand, column=column)
         except (
             Exception
-        ) as error:  # a release, a layout or a device whose copies cannot be read: said, and the run goes on
+        ) as error:  # a release, a layout or a device whose copies cannot be read: noted, and the run continues
             why = f"{type(operand).__name__}, {'column' if column else 'row'} copy: {type(error).__name__}"
             self.unread[why] = self.unread.get(why, 0) + 1
             return
@@ -121,7 +121,7 @@ class Tap:
             self.noise.note(path, side, source, values)
 
     def _exact(self, path: str, side: str, values: torch.Tensor, *, column: bool, bits: int) -> torch.Tensor | None:
-        """The tensor that the operand was made of; None where it is not at hand (gathered, grouped, or rotated before the cast)."""
+        """The tensor from which the operand was quantized; None if it is not available (gathered, grouped, or rotated before the cast)."""
         if bits == 4 and column and side != "w":
             return None  # rotated by a Hadamard transform
         module: Any = self._modules.get(path)
@@ -136,7 +136,7 @@ class Tap:
 
 
 def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """What a linear with a norm before it quantizes: the norm's result, in FP32 as the fused kernel has it."""
+    """The input that a linear with a fused norm quantizes: the norm's result, in FP32 as in the fused kernel."""
     weight = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return x
@@ -152,7 +152,7 @@ def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _compared(values: torch.Tensor, source: torch.Tensor | None, limit: torch.Tensor | None) -> dict[str, Any]:
-    """Shares and errors on some rows; without the source what the codes alone tell (zeros and codes at the limit, nothing of what they were)."""
+    """Shares and errors on a sample of rows; without the source only what the codes themselves show (amax and non-finite values)."""
     if source is None:
         return {
             "flushed": None, "saturated": None, "amax": float(values.abs().amax()) if values.numel() else 0.0,

@@ -1,4 +1,4 @@
-"""What goes into a run's linears and what comes back, on one step: hooks on the modules, which only read."""
+"""Inputs and output gradients of a run's linears in one step, read by hooks on the modules."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from mpbridge.telemetry.records import LINEARS
 
 
 class Probe:
-    """Statistics of the first micro-batch's inputs and output gradients, by linear; `rows` reads them once the step is over.
+    """Statistics of the first micro-batch's inputs and output gradients, by linear; `rows` reads them after the step.
 
-    Numbers stay on their device until then: a GPU waits for nothing in between.
+    Until then the numbers stay on their device, so that a GPU never waits.
     """
 
     def __init__(self) -> None:
         self.inside: str | None = None
-        """The linear whose forward runs now, or whose backward began last."""
+        """The linear whose forward pass is running; None outside of one."""
         self.gradients: str | None = None
-        """The linear whose backward began last; None while forward runs."""
+        """The linear whose backward pass started last; None during the forward pass."""
         self.source: Callable[[str, Any, str, torch.Tensor], None] | None = None
-        """Told (path, module, 'x' or 'dy', tensor) of each, before the linear's GEMMs run."""
+        """Called with (path, module, 'x' or 'dy', tensor) for each of them, before the linear's GEMMs run."""
         self._hooks: list[Any] = []
         self._found: dict[str, dict[str, torch.Tensor]] = {}
         self._seen: set[str] = set()
 
     def start(self, chunks: list[Any]) -> None:
-        """Puts the hooks on."""
+        """Installs the hooks."""
         for path, module in linears(chunks).items():
             self._hooks.append(module.register_forward_pre_hook(self._enters(path)))
             self._hooks.append(module.register_forward_hook(self._leaves(path)))
 
     def stop(self) -> None:
-        """Takes them off."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -49,7 +49,7 @@ class Probe:
             tensor = next((one for one in tensors_in(args) if one.is_floating_point()), None)
             if tensor is None or not tensor.numel() or path in self._found:
                 return
-            # a forward pass without gradients is repeated in backward (activation recomputation); the first one counts
+            # with activation recomputation the forward pass is repeated in backward; the first one counts
             self._found[path] = _input(tensor.detach())
             if self.source is not None:
                 self.source(path, module, "x", tensor.detach())
@@ -96,7 +96,7 @@ def _input(x: torch.Tensor) -> dict[str, torch.Tensor]:
     channels = x.abs().reshape(-1, x.shape[-1]).amax(0).float()
     top = channels.nan_to_num(math.inf).argmax()
     bulk = channels.median()
-    # channels that are zero for every token say nothing about the others
+    # if most channels are zero for every token, there is no typical channel to compare with
     outlier = torch.where(bulk > 0, channels[top] / bulk, torch.ones_like(bulk))
     return {
         "x_amax": channels[top],
@@ -113,6 +113,6 @@ def _gradient(dy: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _rms(x: torch.Tensor) -> torch.Tensor:
-    """Root mean square in FP32; the vector norm sums in FP32 and copies nothing."""
+    """Root mean square in FP32; the vector norm sums in FP32 without a copy of the tensor."""
     norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
     return norm / math.sqrt(x.numel())

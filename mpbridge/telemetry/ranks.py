@@ -1,4 +1,4 @@
-"""The worst of what all ranks measured, in a number of collectives and of bytes that hardly depends on how many there are."""
+"""The worst values over all ranks; the number of collectives and of bytes hardly depends on the world size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mpbridge.telemetry.records import OPERANDS, SMALLEST, TABLES, WORDS, merged
 
 Tables = dict[str, list[list[Any]]]
 _NONE, _NUMBER, _NAN = 0.0, 1.0, 2.0
-"""What a cell holds on a rank; the largest of all ranks is what it holds together: one NaN is a NaN."""
+"""What a rank's cell contains; the maximum over ranks is the kind of the combined cell, so that a single NaN gives NaN."""
 
 
 def worst_of_all(tables: Mapping[str, Sequence[Sequence[Any]]]) -> Tables:
     """`merged` over all ranks, on every rank; every rank calls it.
 
-    Four collectives: the rows' names (ranks of one stage have the same, which travel once), then three sums of the shape of the whole table, 8 bytes a
-    cell and direction: what cells hold, their extremes, whole numbers that belong to another column's extreme.
+    The rows' names are gathered first (ranks of one pipeline stage have the same names, which are sent once). Three all-reduces over the cells of all
+    tables follow, 8 bytes per value: the kinds of the cells, their extremes in both directions, and the channels that belong to an outlier.
     """
     own = merged([tables])
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -45,7 +45,7 @@ def _words(table: str) -> int:
 
 
 def _worst(values: Sequence[Any], columns: Sequence[str]) -> list[Any]:
-    """Cell by cell the worst over ranks."""
+    """The worst value of each cell over all ranks."""
     held = largest([_NONE if value is None else _NAN if value != value else _NUMBER for value in values])
     # both directions in one reduction
     numbers = [-math.inf if value is None or value != value else float(value) for value in values]
@@ -62,7 +62,7 @@ def _worst(values: Sequence[Any], columns: Sequence[str]) -> list[Any]:
 
 
 def _channels(found: list[Any], values: Sequence[Any], columns: Sequence[str]) -> list[Any]:
-    """x_channel is the channel of the rank whose x_outlier is the worst, not the largest number of a channel."""
+    """Sets x_channel to the channel of the rank with the worst x_outlier, instead of the largest channel number."""
     at = [i for i, column in enumerate(columns) if column == "x_channel"]
     outlier = {i: i - 1 for i in at if columns[i - 1] == "x_outlier"}
     own = [values[i] if values[i] is not None and values[outlier[i]] == found[outlier[i]] else -1 for i in outlier]

@@ -1,4 +1,4 @@
-"""statistics.jsonl read back: whole where it is small, in samples where it is not. Loads no framework."""
+"""Reads statistics.jsonl: a small file in full, a large one in samples. Loads no framework."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mpbridge.files import regular
 from mpbridge.telemetry.records import FILE, LINEARS, OPERANDS, SCHEMA, TABLES, WEIGHTS, WORDS
 
 LARGEST = 32 << 20
-"""Bytes of statistics that are read: about 100 measured steps of a model of a hundred layers. A longer file is sampled."""
+"""Maximum number of bytes that are read: about 100 measured steps of a model with a hundred layers. A longer file is sampled."""
 
 _STEP = re.compile(rb'"iteration": ?(\d{1,18})')
 _WORDS = ("nan", "inf", "-inf")
 _WORDED = frozenset({*OPERANDS[:WORDS], LINEARS[0], WEIGHTS[0]})
 _TEXT, _NUMBER = (str,), (float, int, type(None))
-"""What stands in a column of words, and in any other."""
+"""Types of the values in a column of words, and in any other column."""
 
 
 class TensorRow(Mapping[str, Any]):
-    """A tensor's numbers at one step by the name of the column; all rows of a file share the names."""
+    """A tensor's numbers at one step by column name; all rows of a file share the names."""
 
     __slots__ = ("_at", "_values")
 
@@ -34,7 +34,7 @@ class TensorRow(Mapping[str, Any]):
         return self._values[self._at[name]]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dict's."""
+        """Same as `dict.get`."""
         at = self._at.get(name)
         return default if at is None else self._values[at]
 
@@ -46,7 +46,7 @@ class TensorRow(Mapping[str, Any]):
 
 
 class MeasuredStep:
-    """One line of the file, read back: `tables["operands"]` is a list of rows."""
+    """One line of the file: `tables["operands"]` is a list of rows."""
 
     def __init__(self, data: Mapping[str, Any], names: dict[tuple[str, ...], dict[str, int]] | None = None) -> None:
         self.step = int(data["iteration"])
@@ -56,8 +56,8 @@ class MeasuredStep:
 
 
 def _rows(name: str, table: Any, names: dict[tuple[str, ...], dict[str, int]]) -> list[TensorRow]:
-    """A table's rows; numbers written as words are numbers again. Raises ValueError where columns are missing, a row is not as long as the columns, or a
-    value is not of its column's kind."""
+    """A table's rows; numbers written as words are converted back. Raises ValueError if columns are missing, a row's length differs from the number of
+    columns, or a value has the wrong type for its column."""
     if not isinstance(table, Mapping):
         return []
     columns = tuple(map(str, table["columns"]))
@@ -75,27 +75,27 @@ def _rows(name: str, table: Any, names: dict[tuple[str, ...], dict[str, int]]) -
                     raise ValueError(f"{columns[i]} is a {type(value).__name__}")
                 row[i] = float(value)
             elif value.__class__ is int:
-                float(value)  # a number of four hundred digits is none
+                float(value)  # raises OverflowError for an integer that no float can hold
         found.append(TensorRow(at, row))
     return found
 
 
 @dataclass(slots=True)
 class RunStatistics:
-    """What was read of a run's statistics."""
+    """A run's statistics, as far as they could be read."""
 
     measured: list[MeasuredStep] = field(default_factory=list)
-    """Oldest first; a step that was done again counts as it was done last."""
+    """Oldest first; of a repeated step, the last repetition."""
     faults: list[str] = field(default_factory=list)
-    """What could not be read, as sentences."""
+    """What could not be read, in sentences."""
     left_out: int = 0
-    """Measured steps that were not read since the file is too large."""
+    """Number of measured steps that were not read because the file is too large."""
 
 
 def read(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> RunStatistics:
-    """The statistics in `folder`, or in a file itself.
+    """The statistics in `folder`, which may also be the file itself.
 
-    A file of more than LARGEST bytes is sampled evenly, first and last measurement included; half of the sample is from the ranges of steps `within`, where there are any.
+    A file of more than LARGEST bytes is sampled evenly, including the first and the last measurement; if ranges of steps are given (`within`), half of the sample is from them.
     """
     path = folder / FILE if folder.is_dir() else folder
     made = RunStatistics()
@@ -143,11 +143,11 @@ def _read_lines(stream: IO[bytes], made: RunStatistics, within: Sequence[tuple[i
 
 
 _Place = tuple[int, int, int | None]
-"""Where a line begins, how long it is, and the step that it is about as far as its beginning tells."""
+"""Offset and length of a line, and its step, if the start of the line shows it."""
 
 
 def _places(stream: IO[bytes]) -> tuple[list[_Place], int, bool]:
-    """The lines of a file, its size, and whether the last line has its end. No line is read further than LARGEST."""
+    """The lines of a file, its size, and whether the last line is complete. At most LARGEST bytes of a line are read."""
     places: list[_Place] = []
     offset, last = 0, b"\n"
     while line := stream.readline(LARGEST):
@@ -158,7 +158,7 @@ def _places(stream: IO[bytes]) -> tuple[list[_Place], int, bool]:
 
 
 def _sample(steps: Sequence[int | None], room: int, within: Sequence[tuple[int, int]]) -> set[int]:
-    """About `room` of the steps, half of them from the ranges."""
+    """About `room` of the steps, half of them from the ranges `within`."""
     known = sorted({step for step in steps if step is not None})
     chosen: set[int] = set()
     for low, high in within:
@@ -168,7 +168,7 @@ def _sample(steps: Sequence[int | None], room: int, within: Sequence[tuple[int, 
 
 
 def _evenly(steps: Sequence[int], count: int) -> list[int]:
-    """So many of the steps, the first and the last among them."""
+    """`count` of the steps, evenly spaced, including the first and the last."""
     if len(steps) <= count or count < 2:
         return list(steps[: max(count, 0)])
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]

@@ -1,7 +1,7 @@
-"""statistics.jsonl: what was measured of a run's tensors, one line a measured step. Loads no framework.
+"""statistics.jsonl: the measurements of a run's tensors, one line per measured step. Loads no framework.
 
 A line is {"schema", "iteration", "realization", "recipe", "why", "seconds", "nats_per_token", "notes", "operands": {"columns", "rows"}, "linears": ..., "weights": ...};
-a table's rows are lists in the order of its columns, so that a model of a hundred layers stays small.
+a table's rows are lists in the order of its columns, which keeps the lines of a model with a hundred layers short.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from mpbridge.files import text_of
 
 FILE = "statistics.jsonl"
-"""In the run's folder."""
+"""Its name in the run's folder."""
 SCHEMA = 1
 OPERANDS = (
     "linear", "side", "copy", "gemms", "format", "scaling", "flushed", "saturated", "amax", "scale", "staleness", "sqnr", "row_error", "nonfinite",
 )  # fmt: skip
 """One operand of a quantized linear. linear: global name; side: 'x', 'w', 'dy'; gemms: 'fprop+wgrad'; flushed, saturated: shares of its nonzero elements;
-scale: what elements are multiplied by before the cast (with blocks the median); staleness: log2 of the scale that the amax asks for over the stored
-one, delayed scaling only (below 0 saturates); sqnr: dB; row_error: median relative error of a row."""
+scale: the factor by which elements are multiplied before the cast (the median over blocks); staleness: log2 of the scale that the amax requires over
+the stored one, delayed scaling only (below 0 saturates); sqnr: dB; row_error: median relative error of a row."""
 LINEARS = (
     "linear", "x_amax", "x_rms", "x_outlier", "x_channel", "dy_amax", "dy_rms", "nonfinite", "grad_to_noise",
 )  # fmt: skip
@@ -33,15 +33,15 @@ WEIGHTS = ("parameter", "rms", "amax", "nonfinite", "main_gap", "exp_avg_rms", "
 its sum of squares that its largest element holds."""
 TABLES: Mapping[str, tuple[str, ...]] = {"operands": OPERANDS, "linears": LINEARS, "weights": WEIGHTS}
 KEYS: Mapping[str, int] = {"operands": 3, "linears": 1, "weights": 1}
-"""Table -> how many of its first columns name a row."""
+"""Table -> number of leading columns that identify a row."""
 WORDS = 6
-"""How many of an operand's first columns are words, the same on every rank."""
+"""Number of leading columns of OPERANDS that are words, the same on every rank."""
 SMALLEST = frozenset({"sqnr", "grad_to_noise", "scale"})
-"""Columns of which the smallest value is the one to look at; of others the largest, staleness by its size."""
+"""Columns in which the smallest value is the worst; in the others it is the largest, in staleness the largest magnitude."""
 
 
 def merged(parts: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> dict[str, list[list[Any]]]:
-    """Tables as one: of a row that several have, the worst value of each column."""
+    """Merges tables; a row that occurs in several gets the worst value of each column."""
     found: dict[str, list[list[Any]]] = {}
     for name, columns in TABLES.items():
         rows: dict[tuple[Any, ...], list[Any]] = {}
@@ -55,7 +55,7 @@ def merged(parts: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> dict[str, 
 def _together(known: Sequence[Any], row: Sequence[Any], columns: Sequence[str]) -> list[Any]:
     made = [_worse(one, other, column) for one, other, column in zip(known, row, columns, strict=True)]
     if "x_channel" in columns:
-        # a channel's number has no worst: it belongs to the outlier beside it
+        # a channel number cannot be compared: it belongs to the outlier next to it
         channel, outlier = columns.index("x_channel"), columns.index("x_outlier")
         made[channel] = known[channel] if made[outlier] == known[outlier] else row[channel]
     return made
@@ -85,14 +85,14 @@ def line(facts: Mapping[str, Any], tables: Mapping[str, Sequence[Sequence[Any]]]
 
 
 def _short(value: Any) -> Any:
-    """Five digits are enough, and JSON has no NaN: float() reads these words back."""
+    """Rounds to five digits; JSON has no NaN, so non-finite values become words that float() reads."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.5g}") if math.isfinite(value) else str(value)
 
 
 def kept(path: Path, after: int) -> list[str]:
-    """The lines of a file that belong to steps up to `after`; none with 0. Lines that cannot be read are left out, and that is said."""
+    """The lines of a file that belong to steps up to `after`; none if it is 0. Unreadable lines are omitted with a warning."""
     if not after or not path.is_file():
         return []
     found, lines = [], text_of(path, errors="replace").splitlines()
@@ -104,14 +104,14 @@ def kept(path: Path, after: int) -> list[str]:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             lost += 1
     if lost:
-        from mpbridge.report.console import warn  # brings rich, which readers do without
+        from mpbridge.report.console import warn  # imports rich, which readers do not need
 
         warn(f"{path}: {lost} of {len(lines)} lines cannot be read and are skipped")
     return found
 
 
 def headlines(tables: Mapping[str, Iterable[Sequence[Any]]]) -> dict[str, float]:
-    """A few numbers of a measured step, for trackers: the worst of each over all tensors."""
+    """Key figures of a measured step for trackers: the worst value of each over all tensors."""
     found: dict[str, float] = {}
     for table, column, name in _HEADLINES:
         at = TABLES[table].index(column)

@@ -1,4 +1,4 @@
-"""Whether the tokens of a step are like those before them: a loss that jumps on ordinary tokens is not the data's."""
+"""Whether a step's tokens resemble those before: if the loss jumps on ordinary tokens, the data is not the cause."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 FEWEST, RECENT = 6, 20
-"""Steps before the first judgement, and how many a step is compared with."""
+"""Steps before the first judgement, and the number of earlier steps with which a step is compared."""
 LEAST = 0.5
-"""Nats a token: what lies below is never called unlike."""
+"""Nats per token: a smaller difference from the usual value is never reported."""
 
 
 class Tokens:
-    """Counts the tokens that the embedding of this rank is given, and prices each step's by how often each was seen before.
+    """Counts the tokens that reach this rank's embedding, and scores each step's tokens by how often they occurred before.
 
-    The price is nats a token under the counts so far, one added to each: about the entropy of single tokens where nothing changes, and up to the
-    logarithm of the vocabulary for tokens that were never seen. A rank without an embedding sees none.
+    The score is the nats per token under the counts so far, plus one each: about the entropy of single tokens if nothing changes, and at least the
+    logarithm of the vocabulary size for tokens that never occurred. A rank without an embedding sees none.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class Tokens:
         self._seen: torch.Tensor | None = None
         self._recent: deque[float] = deque(maxlen=RECENT)
         self.on = False
-        """Whether what passes now belongs to a step in training."""
+        """Whether the current forward pass belongs to a training step."""
 
     def attach(self, chunks: list[Any]) -> None:
-        """Listens to the embedding of these models in place of the ones before."""
+        """Hooks the embeddings of these model chunks, and releases those hooked before."""
         self.close()
         for chunk in chunks:
             for name, module in chunk.named_modules():
@@ -38,7 +38,7 @@ class Tokens:
                     self._hooks.append(module.register_forward_pre_hook(self._look))
 
     def close(self) -> None:
-        """Listens to nothing."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -55,9 +55,9 @@ class Tokens:
         self._now.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.float32))
 
     def step(self) -> tuple[float, float | None] | None:
-        """(nats a token of the step that ended, the usual ones where it is unlike them); None where no token was seen.
+        """(nats per token of the step that ended, the usual value if this one differs from it); None if no token was seen.
 
-        Tokens that are unlike are not counted among those seen: the next of their kind are unlike too.
+        Unusual tokens are not added to the counts, so that more of the same kind are unusual too.
         """
         if self._now is None or self._seen is None:
             return None

@@ -1,4 +1,4 @@
-"""Parameters, main weights and moments after an update, by parameter: sizes, and whether the model still holds what its main weights say."""
+"""Parameters, main weights and moments after an update: their magnitudes, and whether each weight equals its rounded main weight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def weight_rows(tensors: Iterable[Any]) -> list[list[Any]]:
     rows = []
     for name, roles in by_name.items():
         weight = _numbers(roles.get("params"))
-        # a fully sharded engine keeps nothing of some parameters on this rank
+        # under full sharding this rank may hold no part of a parameter
         source = weight if weight is not None else _numbers(roles.get("main_params"))
         if source is None:
             continue
@@ -42,7 +42,7 @@ def weight_rows(tensors: Iterable[Any]) -> list[list[Any]]:
 
 
 def _numbers(tensor: Any) -> torch.Tensor | None:
-    """A tensor's values; None where there are none that can be read as they are."""
+    """A tensor's values; None if it has none, or none that can be read directly."""
     if tensor is None or not tensor.numel():
         return None
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -60,7 +60,7 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def _gap(weight: torch.Tensor | None, main: Any) -> float | None:
-    """Share of elements in which the model is not its main weight, rounded; None where they cannot be laid beside each other."""
+    """Share of elements that differ from the main weight rounded to the weight's dtype; None if the two cannot be compared."""
     high = _numbers(main)
     if weight is None or high is None or high.shape != weight.shape or weight.dtype.itemsize < 2:
         return None
