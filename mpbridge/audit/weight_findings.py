@@ -31,33 +31,22 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
             else "",
         )
     ]
-    compared, quantized = sum(rank.compared for rank in ranks), sum(rank.quantized for rank in ranks)
-    if compared:
-        bad = [rank.unequal for rank in ranks]
-        findings.append(
-            Finding(
-                subject="weights as read",
-                promised="main weights, rounded",
-                found="different" if any(bad) else "main weights, rounded",
-                ok=not any(bad),
-                count=compared,
-                offenders=offenders(bad),
-                cure="main weights do not reach what the forward pass reads" if any(bad) else "",
+    for subject, promised, count, bad in (
+        ("weights as read", "main weights, rounded", sum(r.compared for r in ranks), [r.unequal for r in ranks]),
+        ("quantized weights as read", "main weights, quantized", sum(r.quantized for r in ranks), [r.misread for r in ranks]),
+    ):  # fmt: skip
+        if count:
+            findings.append(
+                Finding(
+                    subject=subject,
+                    promised=promised,
+                    found="different" if any(bad) else promised,
+                    ok=not any(bad),
+                    count=count,
+                    offenders=offenders(bad),
+                    cure="main weights do not reach what the forward pass reads" if any(bad) else "",
+                )
             )
-        )
-    if quantized:
-        bad = [rank.misread for rank in ranks]
-        findings.append(
-            Finding(
-                subject="quantized weights as read",
-                promised="main weights, quantized",
-                found="different" if any(bad) else "main weights, quantized",
-                ok=not any(bad),
-                count=quantized,
-                offenders=offenders(bad),
-                cure="main weights do not reach what the forward pass reads" if any(bad) else "",
-            )
-        )
     return findings + (_motion_findings(ranks) if stepped else [])
 
 
