@@ -5,12 +5,16 @@ functions in turn, each with its parameters shuffled (seed 0). A call draws the 
 used its --minutes; so the drawn tests are an unbiased sample that includes every test function. Every result is kept in the store, and the
 next call continues where this one ended. A test that used --each seconds of CPU time is out of time, which counts as failed. `--table` prints the
 results of the store by file; `--docs PAGE` writes them into a page.
+
+If jemalloc is installed (Debian: libjemalloc2), the tests run with it: glibc gives the memory of every large tensor back to the system, and clearing
+it again for the next one is most of what these tests would cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import ctypes.util
 import dataclasses
 import json
 import os
@@ -68,6 +72,8 @@ AS_IN_QA = {
     "NVTE_FUSED_ATTN": "0",
 }
 """Variables that Transformer Engine's qa/L0_pytorch_unittest/test.sh sets for test_numerics.py."""
+KEEP_MEMORY = "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0"
+"""jemalloc's options: huge pages, nothing is given back, also not what is larger than 8 MiB."""
 WALL = 10
 """Maximum ratio of a test's wall time to its CPU time, on a machine shared with others."""
 EXCLUDED = (
@@ -263,6 +269,7 @@ def run_files(clone: Path, names: list[str], te: str, target: str, options: argp
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "MPBRIDGE_PLAYED": target,
             "MPBRIDGE_TE": te,
+            **allocator(),
         }
         if "test_checkpoint.py" in names:
             script = tests / "test_checkpoint.py"
@@ -273,6 +280,12 @@ def run_files(clone: Path, names: list[str], te: str, target: str, options: argp
         command += [*(["-k", options.expression] if options.expression else []), *(str(tests / name) for name in names)]
         ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         return (ran.stdout + ran.stderr)[-1500:]
+
+
+def allocator() -> dict[str, str]:
+    """Variables under which a process allocates with jemalloc; none if it is not installed."""
+    found = ctypes.util.find_library("jemalloc")
+    return {"LD_PRELOAD": found, "MALLOC_CONF": KEEP_MEMORY} if found else {}
 
 
 def write_checkpoints(script: Path, folder: str, environment: dict[str, str]) -> str:
