@@ -186,7 +186,7 @@ def multi_tensor_sgd(
                 g = g + momentum * moment if nesterov else moment
             if wd and wd_after_momentum:
                 g = g + wd * w
-            new = w - lr * g
-            weight.copy_(new)
+            # sgd.cu adds the update to the stored weight: an FP16 weight gets an update that is rounded to FP16 first
+            weight.add_((-lr * g).to(weight.dtype))
             if copy:
-                copy[0].copy_(new)
+                copy[0].copy_(weight)

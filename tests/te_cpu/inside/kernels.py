@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import numpy
 import pytest
@@ -140,6 +141,25 @@ def test_the_machine_answers() -> None:
     assert torch.cuda.get_device_capability() == now().capability
     assert torch.cuda.get_device_properties(0).total_memory == now().machine.memory_bytes
     assert torch.zeros(1, device="cuda").is_cuda
+    for ask in (torch.cuda.mem_get_info, torch.cuda.memory.mem_get_info):
+        free, total = ask()
+        # what is free is this machine's: torch's test helpers would else start a test of 60 GB
+        assert total == now().machine.memory_bytes
+        assert 0 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_sgd_in_fp16_rounds_as_torchs() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.rand(4096, dtype=torch.float16)) for _ in range(2))
+    theirs.data.copy_(ours.data)
+    fused = te.optimizers.FusedSGD([ours], lr=0.25, momentum=0.125)
+    reference = torch.optim.SGD([theirs], lr=0.25, momentum=0.125)  # powers of two: its extra roundings are exact
+    for _ in range(5):
+        ours.grad = torch.rand_like(ours)
+        theirs.grad = ours.grad.clone()
+        fused.step()
+        reference.step()
+        assert torch.equal(ours, theirs)
 
 
 def test_adam_with_sixteen_bit_remainders_is_adam_in_fp32() -> None:
