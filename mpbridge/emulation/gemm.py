@@ -82,7 +82,7 @@ def product(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None 
     left, right = a.values, b.values
     if left.device.type != "cpu":
         return _product_on_gpu(a, b, out, bias)
-    factor = _factor(a, b)
+    factor = joint_factor(a, b)
     narrow = torch.bfloat16
     if (
         out is not narrow
@@ -101,17 +101,23 @@ def product(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None 
     return torch.addmm(addend, left, right, beta=0.0 if bias is None else 1.0, alpha=alpha)
 
 
-def _factor(a: Operand, b: Operand) -> torch.Tensor | None:
-    """The fp32 product of both operands' factors; None: 1."""
-    if a.alpha is None or b.alpha is None:
-        return b.alpha if a.alpha is None else a.alpha
-    return a.alpha * b.alpha
+def joint_factor(a: Operand, b: Operand) -> torch.Tensor | None:
+    """The fp32 factor of a product, from both operands' factors; None: 1.
+
+    NVFP4 with one amax for each operand: amax * amax * (1 / both constants), in that order, as compute_nvfp4_per_tensor_scale_kernel does
+    (common/recipe/nvfp4.cu, v2.11 to v2.20); a product of two quotients differs in its last digit.
+    """
+    if a.factor is None or b.factor is None:
+        return b.alpha if a.factor is None else a.alpha
+    if a.divisor != 1.0 and b.divisor != 1.0 and a.factor.numel() == b.factor.numel() == 1:
+        return a.factor * b.factor * (1.0 / (a.divisor * b.divisor))
+    return a.alpha * b.alpha  # type: ignore[operator]  # neither is None
 
 
 def _product_on_gpu(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
     # no value may be copied to the host here; an fp32 result makes the multiplication by the factor accurate enough for a single rounding
     result = torch.mm(a.values, b.values, out_dtype=torch.float32)
-    factor = _factor(a, b)
+    factor = joint_factor(a, b)
     result = result if factor is None else result * factor
     return (result if bias is None else result + bias.float()).to(out)
 
@@ -139,7 +145,7 @@ class QuantizedLinear(torch.autograd.Function):
             )  # kernels are compiled for tensors without gradients
             row = _seen(plug, "fprop", "x", flat, replay=replay)
             weights = _weights(plug, weight, x.dtype, column=ctx.needs_input_grad[0])
-            y = product(row, Operand(weights[0].values.t(), weights[0].alpha), x.dtype, bias)
+            y = product(row, weights[0].turned(), x.dtype, bias)
             column = None
             if ctx.needs_input_grad[1]:
                 column = _for_wgrad(plug, row, flat, replay=replay)
@@ -162,7 +168,7 @@ class QuantizedLinear(torch.autograd.Function):
             if x_column is not None:
                 shared = row is not None and _shared(plug.dgrad, plug.wgrad, "dy")
                 column = row if shared and row is not None else _seen(plug, "wgrad", "dy", flat)
-                dw = product(Operand(column.values.t(), column.alpha), x_column, ctx.dtypes[1])
+                dw = product(column.turned(), x_column, ctx.dtypes[1])
             db = flat.float().sum(0).to(grad.dtype) if ctx.has_bias else None
         if ctx.first:
             plug.emulation.end_backward()
@@ -229,14 +235,16 @@ def _save(ctx: Any, *operands: Operand | None) -> None:
     tensors = [
         tensor
         for operand in operands
-        for tensor in ((None, None) if operand is None else (operand.values, operand.alpha))
+        for tensor in ((None, None) if operand is None else (operand.values, operand.factor))
     ]
     ctx.save_for_backward(*tensors)
+    ctx.divisors = [1.0 if operand is None else operand.divisor for operand in operands]
 
 
 def _saved(ctx: Any) -> tuple[Operand | None, Operand | None]:
-    x_values, x_alpha, w_values, w_alpha = ctx.saved_tensors
+    x_values, x_factor, w_values, w_factor = ctx.saved_tensors
+    x_divisor, w_divisor = ctx.divisors
     return (
-        None if x_values is None else Operand(x_values, x_alpha),
-        None if w_values is None else Operand(w_values, w_alpha),
+        None if x_values is None else Operand(x_values, x_factor, x_divisor),
+        None if w_values is None else Operand(w_values, w_factor, w_divisor),
     )

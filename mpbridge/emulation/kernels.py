@@ -35,7 +35,7 @@ from mpbridge.emulation.scales import (
     nvfp4_global,
     scale_from_amax,
 )
-from mpbridge.formats import E2M1, E4M3, NumberFormat
+from mpbridge.formats import E2M1, NumberFormat
 
 _log = logging.getLogger(__name__)
 TensorPair = tuple[torch.Tensor, torch.Tensor]
@@ -65,10 +65,10 @@ def mxfp8_block_factors(amax: torch.Tensor, number: NumberFormat, rules: Rules) 
 
 
 def nvfp4_factors(amax: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """NVFP4: (multiplier, E4M3 block scale, fp32 factor of the whole tensor)."""
+    """NVFP4: (multiplier, E4M3 block scale, fp32 amax of the whole tensor)."""
     overall = amax.amax()
     multiplier, scale = nvfp4_block(amax, nvfp4_global(overall), rules)
-    return multiplier, scale, overall / (E2M1.largest * E4M3.largest)
+    return multiplier, scale, overall
 
 
 def four_over_six(
@@ -139,7 +139,7 @@ def nvfp4_fused_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, 
     amax = view.abs().amax(1, keepdim=True).float()
     overall = torch.where(amax == amax, amax, 0.0).amax()
     multiplier, scale = nvfp4_block(amax, nvfp4_global(overall), rules)
-    return multiplier, scale, overall / (E2M1.largest * E4M3.largest)
+    return multiplier, scale, overall
 
 
 # --- codes --------------------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from mpbridge.formats import E2M1, E4M3
 from mpbridge.scalings import Block
 
 Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(multiplier before the cast, block scale, second-level factor)."""
+"""(multiplier before the cast, block scale, amax of the second level)."""
 
 
 class Nvfp4:
@@ -50,14 +50,14 @@ class Nvfp4:
 
     def _nvfp4(self, x: torch.Tensor, slot: str, side: Side, copy: OperandCopy) -> Operand:
         source, view, across = self._nvfp4_view(x, side, copy)
-        multiplier, factor, alpha = self._nvfp4_factors(x, view, side, copy)
+        multiplier, factor, overall = self._nvfp4_factors(x, view, side, copy)
         if side == "dy" and self.options.get("stochastic_rounding", True):
             random = self._randomness.bytes(view.shape, f"{slot}.{copy}")
             out = self._kernel(values_stochastic, view, self.out)(view, multiplier, factor, random)
         else:
             out = self._kernel(values, view, E2M1, self.out)(view, multiplier, factor)
         out = out.view(source.shape)
-        return Operand(out.t() if across else out, alpha)
+        return Operand(out.t() if across else out, overall, E2M1.largest * self._largest_scale(side))
 
     def _nvfp4_view(self, x: torch.Tensor, side: Side, copy: OperandCopy) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """(the tensor that is rounded, the kernels' view of it, whether it is x transposed)."""
@@ -77,7 +77,7 @@ class Nvfp4:
     def _nvfp4_factors(
         self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy, overall: torch.Tensor | None = None
     ) -> Factors:
-        """(multiplier before the cast, block scale, second-level factor) of a view. overall: the tensor's amax, if the view is only part of it."""
+        """(multiplier before the cast, block scale, amax of the second level) of a view. overall: the tensor's amax, if the view is only part of it."""
         square = side == "w" and self.block("w").square
         if overall is None and not square and not self.four_over_six(side) and not self.row_scaled(side):
             return self._plain_factors(x, view, side, copy)
@@ -85,13 +85,12 @@ class Nvfp4:
         if square:
             return self._square_factors(view, amax, side, overall)
         lines = self._line_peaks(x, amax, side, copy) if overall is None else overall
-        bound = self._largest_scale(side)
-        alpha = lines / (E2M1.largest * bound)
+        overall = lines
         if self.row_scaled(side) and copy == "row":
             lines = lines.repeat_interleave(view.shape[0] // lines.shape[0], 0)
         if self.four_over_six(side):
-            return (*self._four_or_six(view, amax, lines, side, square=False), alpha)
-        return (*nvfp4_block(amax, nvfp4_global(lines), self.rules), alpha)
+            return (*self._four_or_six(view, amax, lines, side, square=False), overall)
+        return (*nvfp4_block(amax, nvfp4_global(lines), self.rules), overall)
 
     def _plain_factors(self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy) -> Factors:
         # the kernel fused with the transform makes the rotated copy and, from 2.14 on, also the row copy; its block amaxes propagate NaN
@@ -107,11 +106,10 @@ class Nvfp4:
         if not self.four_over_six(side):
             lines = blocks.amax() if overall is None else overall
             factors = spread(nvfp4_block(blocks, nvfp4_global(lines), self.rules), along)
-            return (*factors, lines / (E2M1.largest * E4M3.largest))
+            return (*factors, lines)
         amax = spread((blocks, blocks), along)[0]
         lines = amax.amax() if overall is None else overall
-        alpha = lines / (E2M1.largest * self._largest_scale(side))
-        return (*self._four_or_six(view, amax, lines, side, square=True), alpha)
+        return (*self._four_or_six(view, amax, lines, side, square=True), lines)
 
     def _line_peaks(self, x: torch.Tensor, amax: torch.Tensor, side: Side, copy: OperandCopy) -> torch.Tensor:
         """The amax that sets the second-level scale: one for the tensor, or one for each line of x under row scaling."""
@@ -137,12 +135,9 @@ class Nvfp4:
     def _explain_nvfp4(
         self, x: torch.Tensor, operand: Operand, side: Side, copy: OperandCopy
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert operand.alpha is not None  # its second-level scale
         source, view, across = self._nvfp4_view(x, side, copy)
         # under row scaling the scales are recomputed from the lines themselves
-        overall = None
-        if not self.row_scaled(side):
-            overall = operand.alpha * (E2M1.largest * self._largest_scale(side))
+        overall = None if self.row_scaled(side) else operand.factor
         multiplier = self._nvfp4_factors(x, view, side, copy, overall)[0].expand(view.shape).reshape(source.shape)
         return (source.t().float(), multiplier.t()) if across else (source.float(), multiplier)
 

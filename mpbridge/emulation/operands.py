@@ -28,8 +28,19 @@ class Operand:
 
     values: torch.Tensor
     """In bf16 if that is exact, else in fp32."""
-    alpha: torch.Tensor | None = None
-    """fp32 factor for the epilogue: a scalar, or one for each line, [rows, 1] or [1, columns]; None: 1."""
+    factor: torch.Tensor | None = None
+    """fp32 factor for the epilogue: a scalar, or one for each line, [rows, 1] or [1, columns]; None: 1. NVFP4: the amax."""
+    divisor: float = 1.0
+    """Constant by which the factor is divided. NVFP4: the largest code times the largest block scale."""
+
+    @property
+    def alpha(self) -> torch.Tensor | None:
+        """The factor divided by the constant."""
+        return self.factor if self.factor is None or self.divisor == 1.0 else self.factor / self.divisor
+
+    def turned(self) -> Operand:
+        """The transpose of an operand with one factor."""
+        return Operand(self.values.t(), self.factor, self.divisor)
 
     def dequantized(self) -> torch.Tensor:
         """The operand's value in fp32, for statistics and tests."""

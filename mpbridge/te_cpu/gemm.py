@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.emulation.gemm import product
+from mpbridge.emulation.gemm import joint_factor, product
 from mpbridge.emulation.operands import Operand
 from mpbridge.formats import E5M2
 from mpbridge.te_cpu.activations import gelu_gradient, gelu_value
@@ -65,8 +65,8 @@ def generic_gemm(
     _check_types(A, B)
     _check_blocks(A, B, use_split_accumulator)
     _check_epilogue(A, dtype, biased=bias is not None, gelu=gelu, grad=grad)
-    x = _turned(left) if transB else left
-    w = _turned(right) if transA else right
+    x = left.turned() if transB else left
+    w = right.turned() if transA else right
     bias_gradient = _bias_gradient(left, shape_b, dtype) if grad and bias is not None else None
     pre_gelu = None
     if gelu:
@@ -86,10 +86,6 @@ def generic_gemm(
         pre_gelu,
         extra_output,
     ]
-
-
-def _turned(operand: Operand) -> Operand:
-    return Operand(operand.values.t(), operand.alpha)
 
 
 def _dtype_of(D: Any, A: Any) -> torch.dtype:
@@ -160,15 +156,14 @@ def _result(x: Operand, w: Operand, out: torch.dtype, bias: torch.Tensor | None,
     if x.values.numel() == 0 or w.values.numel() == 0:
         return x.values.new_zeros(x.values.shape[0], w.values.shape[1], dtype=out)
     low = x.values.dtype is torch.bfloat16 and w.values.dtype is torch.bfloat16
-    if low and alpha == 1.0 and x.alpha is None and w.alpha is None and bias is None and out is torch.bfloat16:
+    if low and alpha == 1.0 and x.factor is None and w.factor is None and bias is None and out is torch.bfloat16:
         return torch.mm(x.values, w.values)
     if low and alpha == 1.0:
         return product(x, w, out, bias)
-    factor = alpha
-    for operand in (x, w):
-        factor = factor if operand.alpha is None else factor * float(operand.alpha)
+    joint = joint_factor(x, w)
     result = x.values.float() @ w.values.float()
-    result = result if factor == 1.0 else result * factor
+    if joint is not None or alpha != 1.0:
+        result = result * (alpha if joint is None else alpha * joint)
     return (result if bias is None else result + bias.float()).to(out)
 
 

@@ -172,4 +172,4 @@ def _nvfp4(tensor: Any, column: bool) -> Operand:
     if amax.numel() > 1:  # one factor per row
         values = values.float() * (amax.float().reshape(-1, 1) / largest)
         return Operand(values.t() if column else values)
-    return Operand(values.t() if column else values, (amax.float() / largest).reshape(()))
+    return Operand(values.t() if column else values, amax.float().reshape(()), largest)

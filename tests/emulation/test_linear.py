@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,20 @@ def test_product_applies_factor_and_bias_before_the_only_rounding(dtype: torch.d
     # half a unit of the last place in 16 bits; fp32 output rounds once more, at the product's size
     atol = 0 if dtype != torch.float32 else 2.0**-24 * float(exact.abs().max())
     assert torch.allclose(with_bias.double(), exact + bias.double(), rtol=torch.finfo(dtype).eps, atol=atol)
+
+
+def test_nvfp4s_factor_is_computed_in_the_order_of_its_kernel() -> None:
+    # compute_nvfp4_per_tensor_scale_kernel in common/recipe/nvfp4.cu: alpha_in * amax_A * amax_B * factor_inv in fp32
+    generator = numpy.random.default_rng(0)
+    constant = numpy.float32(1.0 / (6.0 * 6.0 * 448.0 * 448.0))
+    one, others = torch.eye(16, dtype=torch.bfloat16), 0
+    for a, b in generator.uniform(0.5, 50, (200, 2)).astype(numpy.float32):
+        left, right = (Operand(one, torch.tensor(amax), 6.0 * 448.0) for amax in (a, b))
+        assert product(left, right, torch.float32)[0, 0].item() == a * b * constant
+        assert left.alpha is not None
+        assert right.alpha is not None
+        others += (left.alpha * right.alpha).item() != a * b * constant
+    assert others > 20  # a product of quotients is another number
 
 
 @pytest.mark.parametrize("scaling", ALL)
