@@ -38,6 +38,10 @@ RUNS = {
         f"--fp8-format e4m3 --fp8-recipe mxfp8 {GATHER} --reuse-grad-buf-for-mxfp8-param-ag {OVERLAP}",
     ),
     "nvfp4": ("b200", "--fp4-format e2m1 --fp4-recipe nvfp4"),
+    "tensorwise, experts": (
+        "h100",
+        "--fp8-format hybrid --fp8-recipe tensorwise --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm",
+    ),
 }
 """Name -> machine, and what pretrain_gpt.py is told beside SMALL."""
 SIMPLE = "examples/run_simple_mcore_train_loop.py"

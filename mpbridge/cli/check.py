@@ -17,6 +17,7 @@ from mpbridge.rules.base import Violation
 from mpbridge.rules.gemm_shapes import Misfit, lint, spans, token_multiple
 from mpbridge.rules.table import broken, rules
 from mpbridge.train.admission import Admission
+from mpbridge.train.preflight import on_cpu
 
 SUMMARY = "check whether a configuration is valid on a machine: every broken rule, every unsuitable size"
 
@@ -75,6 +76,7 @@ def as_data(
             "assumed": list(where.assumed),
         },
         "capability": dataclasses.asdict(answer),
+        "played": made.played is not None,
         "violations": [dataclasses.asdict(v) for v in violations],
         "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in findings],
         "bf16_layers": _edges(made.policy, made.facts.shape.num_layers),
@@ -99,6 +101,8 @@ def _print(
         f"recipe {made.recipe}, engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}"
     )
     print_line(f"target {where.line()}")
+    if made.played is not None:
+        print_line(f"here   played {on_cpu(made)}")
     print_line(f"runs   {answer.how}{'' if answer.proven else ' (unproven)'}: {answer.reason}")
     warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
     if warmup:

@@ -27,7 +27,7 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     machine, warnings = require_here(run.policy, facts)
     how = "natively" if facts.realization == "native" else "emulated"
     if run.played is not None:
-        how = f"by Transformer Engine {facts.versions.transformer_engine}'s own Python on the CPU"
+        how = on_cpu(run)
     tell(
         out,
         f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}"
@@ -41,6 +41,11 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     for warning in warnings:
         tell(out, str(warning), style="yellow")
     return warnings
+
+
+def on_cpu(run: Run) -> str:
+    """By whom a run is computed that plays a GPU."""
+    return f"by Transformer Engine {run.facts.versions.transformer_engine}'s own Python on the CPU"
 
 
 def _make(folder: Path) -> None:

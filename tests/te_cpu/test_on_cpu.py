@@ -57,3 +57,22 @@ def test_processes_that_a_script_spawns_play_the_same_machine(tmp_path) -> None:
     done = on_cpu(script, "--flag", "x")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("{'name': 'B200', 'weight': 'cpu', 'value': 7}")
+
+
+def test_check_says_that_the_target_is_played() -> None:
+    te = release_or_skip(OLDEST)
+    command = [sys.executable, "-m", "mpbridge", "check", "--recipe", "bf16_with_fp8_delayed_scaling_mixed"]
+    command.append("ddp.use_distributed_optimizer=true")
+    for more, played in (["--emulate", "te", "--te", te], True), ([], False):
+        done = subprocess.run(
+            [*command, *more, "--target", "h100"],
+            cwd=ROOT,
+            env=environment() | {"COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said = "here   played by Transformer Engine 2.11.0's own Python on the CPU"
+        assert (said in done.stdout) is played
