@@ -40,7 +40,7 @@ RUNS = {
     "nvfp4": ("b200", "--fp4-format e2m1 --fp4-recipe nvfp4"),
     "tensorwise, experts": (
         "h100",
-        "--fp8-format hybrid --fp8-recipe tensorwise --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm",
+        "--fp8-format hybrid --fp8-recipe tensorwise --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear",
     ),
 }
 """Name -> machine, and what pretrain_gpt.py is told beside SMALL."""

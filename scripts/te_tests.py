@@ -4,7 +4,7 @@ The clone is only read; it must be at the tag of the release given as --te. A fi
 functions in turn, each with its parameters shuffled (seed 0). A call draws the first --least tests of that order, and further ones until the file has
 used its --minutes; so the drawn tests are an unbiased sample that includes every test function. Every result is kept in the store, and the
 next call continues where this one ended. A test that used --each seconds of CPU time is out of time, which counts as failed. `--table` prints the
-results of the store by file; `--docs PAGE` writes them into a page.
+results of the store by file; `--docs PAGE` writes them into a page, where rows of files that were run whole stay if the store lacks the file.
 
 If jemalloc is installed (Debian: libjemalloc2), the tests run with it: glibc gives the memory of every large tensor back to the system, and clearing
 it again for the next one is most of what these tests would cost.
@@ -16,6 +16,7 @@ import argparse
 import collections
 import ctypes.util
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -94,10 +95,17 @@ EXCLUDED = (
 REPORTER = """
 import collections, json, os, random, signal, time
 from pathlib import Path
-import pytest
+import pytest, torch
 OUT, SECONDS, TESTS = json.loads(os.environ["TE_TESTS_OUT"]), float(os.environ["TE_TESTS_SECONDS"]), Path(os.environ["TE_TESTS"])
 LEAST, EACH = int(os.environ["TE_TESTS_LEAST"]), float(os.environ["TE_TESTS_EACH"])
 LEFT = {}
+def _divided(divide):  # CUDA multiplies by the reciprocal of a number (torch's BinaryDivTrueKernel.cu): the tests' own references rely on that
+    def div(a, b, **how):
+        if isinstance(b, (int, float)) and not how and torch.is_tensor(a) and a.dtype is torch.float32:
+            return a * (1.0 / torch.tensor(b, dtype=torch.float32))
+        return divide(a, b, **how)
+    return div
+torch.div = _divided(torch.div)
 DONE = {file: set(names) for file, names in json.load(open(os.environ["TE_TESTS_DONE"])).items()}
 USED, FILE_OF, BEGAN = collections.Counter(), {}, {}
 def _used(nodeid):
@@ -161,6 +169,8 @@ class Found:
     collected: list[str]
     results: dict[str, tuple[str, str, float]]
     """Test -> outcome, text of a failure, seconds of CPU time."""
+    on: str
+    """Day of the last result."""
 
     def count(self) -> collections.Counter[str]:
         """Drawn tests by outcome; 'slow': out of time."""
@@ -176,11 +186,6 @@ class Found:
         passed = sum(weights[name] * count["passed"] for name, count in drawn.items())
         countable = sum(weights[name] * sum(count[key] for key in COUNTED) for name, count in drawn.items())
         return passed, countable
-
-    def estimate(self) -> float | None:
-        """Share of passing tests among those that count, by `weighted`."""
-        passed, countable = self.weighted()
-        return passed / countable if countable else None
 
     def hours(self) -> float:
         """CPU hours that all tests of the file take, by `weighted`'s weights; one that is out of time counts with its limit."""
@@ -214,7 +219,7 @@ def read(store: Path, te: str, target: str, name: str) -> Found:
     """The stored results of a file on a machine; the last result of a test counts."""
     path = place(store, te, target, name)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    collected = next((row["collected"] for row in reversed(rows) if "collected" in row), [])
+    collected: list[str] = next((row["collected"] for row in reversed(rows) if "collected" in row), [])
     results = {
         row["node"]: (outcome_of(row["outcome"], row["text"]), row["text"], row.get("cpu", row.get("seconds", 0.0)))
         for row in rows
@@ -223,7 +228,8 @@ def read(store: Path, te: str, target: str, name: str) -> Found:
     if collected:
         known = set(collected)
         results = {node: result for node, result in results.items() if node in known}
-    return Found(te, target, name, collected, results)
+    on = datetime.date.fromtimestamp(path.stat().st_mtime).isoformat() if path.exists() else "-"
+    return Found(te, target, name, collected, results, on)
 
 
 def outcome_of(outcome: str, text: str) -> str:
@@ -308,44 +314,103 @@ def share(passed: float, of: float) -> str:
     return f"{100 * passed / of:.1f} %" if of else "-"
 
 
-def table(everything: list[Found]) -> list[str]:
-    """The results by release, file and machine, in Markdown, with a line per release and the reasons why tests do not count."""
+@dataclasses.dataclass
+class Row:
+    """One line of the table."""
+
+    file: str
+    """Without '.py'."""
+    machine: str
+    tests: int
+    count: collections.Counter[str]
+    """Drawn tests by outcome."""
+    passed: float
+    """How many of the file's tests pass and how many count, by `Found.weighted`."""
+    countable: float
+    on: str
+
+    @classmethod
+    def of(cls, found: Found) -> Row:
+        machine = {"h100": "H100", "b200": "B200"}[found.target]
+        name = found.file.removesuffix(".py")
+        return cls(name, machine, len(found.collected), found.count(), *found.weighted(), found.on)
+
+    @classmethod
+    def read(cls, line: str) -> Row | None:
+        """The row of a file that was run whole; None for any other line."""
+        cells = [cell.strip() for cell in line.strip("|\n ").split("|")]
+        if len(cells) != len(HEAD.strip("| ").split("|")) or not cells[2].isdigit() or cells[2] != cells[3]:
+            return None
+        count = collections.Counter(dict(zip(OUTCOMES, map(int, cells[4:9]), strict=True)))
+        counted = sum(count[key] for key in COUNTED)
+        return cls(cells[0], cells[1], int(cells[2]), count, count["passed"], counted, cells[-1])
+
+    def __str__(self) -> str:
+        """The share excludes tests that need an excluded feature and tests that skip themselves."""
+        cells = [self.tests, self.count.total(), *(self.count[key] for key in OUTCOMES)]
+        ran = share(self.count["passed"], sum(self.count[key] for key in COUNTED))
+        whole = share(self.passed, self.countable)
+        return "| " + " | ".join([self.file, self.machine, *map(str, cells), ran, whole, self.on]) + " |"
+
+
+OUTCOMES = ("passed", "failed", "slow", "refused", "skipped")
+"""In the order of the table's columns."""
+
+
+def table(everything: list[Found], page: str = "") -> list[str]:
+    """The results by release, file and machine, in Markdown, with a line per release and the reasons why tests do not count.
+
+    page: an older table; its rows of files that were run whole stay if `everything` lacks the file.
+    """
     lines = []
+    older = re.split(r"^Release ([\d.]+):$", page, flags=re.MULTILINE)
+    kept = {
+        te: [row for line in text.splitlines() if (row := Row.read(line))]
+        for te, text in zip(older[1::2], older[2::2], strict=True)
+    }
     for te in sorted({found.te for found in everything}):
         found_of = [found for found in everything if found.te == te]
-        lines += [f"Release {te}:", "", HEAD, "|---|---|" + "--:|" * 9]
-        total, collected = collections.Counter[str](), 0
-        passed = countable = 0.0
-        for found in found_of:
-            total += found.count()
-            passed, countable = passed + found.weighted()[0], countable + found.weighted()[1]
-            collected += len(found.collected)
-            machine = {"h100": "H100", "b200": "B200"}[found.target]
-            lines.append(
-                row(found.file.removesuffix(".py"), machine, found.count(), len(found.collected), found.estimate())
-            )
-        whole = passed / countable if countable else None
-        lines += [row("all", "", total, collected, whole), "", *short(found_of), cost(found_of), *reasons(found_of), ""]
+        rows = {(row.file, row.machine): row for row in (*kept.get(te, ()), *map(Row.of, found_of))}
+        places = {name.removesuffix(".py"): at for at, name in enumerate(FILES)}
+        ordered = sorted(rows.values(), key=lambda row: places[row.file])
+        count = sum((row.count for row in ordered), collections.Counter[str]())
+        tests, passed, countable = (
+            sum(getattr(row, key) for row in ordered) for key in ("tests", "passed", "countable")
+        )
+        whole = Row("all", "", tests, count, passed, countable, "")
+        lines += [
+            f"Release {te}:",
+            "",
+            HEAD,
+            "|---|---|" + "--:|" * 9 + "---|",
+            *map(str, ordered),
+            str(whole),
+            "",
+        ]
+        lines += [*short(ordered), *unseen(found_of), cost(found_of), *reasons(found_of), ""]
     return lines
 
 
-HEAD = "| file | machine | tests | drawn | passed | failed | out of time | needs a GPU | skips itself | passed of what counts | the file, by function |"
+HEAD = "| file | machine | tests | drawn | passed | failed | out of time | needs a GPU | skips itself | passed of what counts | the file, by function | on |"
 
 
 WANTED = 0.95
 """Share that every file should reach."""
 
 
-def short(found_of: list[Found]) -> list[str]:
-    """Files that do not reach that share in the last column, and functions of which no test was drawn."""
-    below = [
-        found.file.removesuffix(".py")
-        for found in found_of
-        if (whole := found.estimate()) is not None and whole < WANTED
-    ]
-    unseen = {found.file.removesuffix(".py"): found.unseen() for found in found_of if found.unseen()}
-    lines = [f"- below {100 * WANTED:.0f} % by function: {', '.join(below) or 'none'}"]
-    told = ", ".join(f"{name} ({count} tests)" for name, count in unseen.items())
+def short(rows: list[Row]) -> list[str]:
+    """Files that do not reach that share in the last column."""
+    below = [row.file for row in rows if row.countable and row.passed / row.countable < WANTED]
+    return [f"- below {100 * WANTED:.0f} % by function: {', '.join(below) or 'none'}"]
+
+
+def unseen(found_of: list[Found]) -> list[str]:
+    """Functions of which no test was drawn, and the tests that were not run."""
+    functions = {found.file.removesuffix(".py"): found.unseen() for found in found_of if found.unseen()}
+    told = ", ".join(f"{name} ({count} tests)" for name, count in functions.items())
+    missing = {found.file.removesuffix(".py"): len(found.collected) - found.count().total() for found in found_of}
+    left = ", ".join(f"{name} {count}" for name, count in missing.items() if count > 0)
+    lines = [f"- not run: {left}"] if left else []
     return lines + ([f"- functions of which no test was drawn: {told}"] if told else [])
 
 
@@ -381,14 +446,6 @@ SAID = 8
 """Number of the tests' own reasons that are listed."""
 
 
-def row(name: str, machine: str, count: collections.Counter[str], collected: int, estimate: float | None) -> str:
-    """One line of the table: the share excludes tests that need an excluded feature and tests that skip themselves."""
-    cells = [collected, count.total(), *(count[key] for key in (*COUNTED, "refused", "skipped"))]
-    ran = share(count["passed"], sum(count[key] for key in COUNTED))
-    whole = "-" if estimate is None else share(estimate, 1)
-    return "| " + " | ".join([name, machine, *map(str, cells), ran, whole]) + " |"
-
-
 def stored(store: Path) -> list[Found]:
     """Everything in the store, in the table's order."""
     releases = sorted({path.name.split("-")[0] for path in store.glob("*.jsonl")})
@@ -404,11 +461,12 @@ def stored(store: Path) -> list[Found]:
 START, END = "<!-- te_tests -->", "<!-- end of te_tests -->"
 
 
-def write_page(page: Path, lines: list[str]) -> None:
+def write_page(page: Path, everything: list[Found]) -> None:
     """Writes the table between the marks of a page."""
     text = page.read_text(encoding="utf-8")
     before, rest = text.split(START, 1)
-    after = rest.split(END, 1)[1]
+    old, after = rest.split(END, 1)
+    lines = table(everything, old)
     page.write_text(before + START + "\n" + "\n".join(lines).strip() + "\n" + END + after, encoding="utf-8")
 
 
@@ -445,7 +503,7 @@ def report(names: list[str], target: str, said: str, options: argparse.Namespace
     """Prints a line per file, and some failures."""
     for name in names:
         found = read(options.store, options.te, target, name)
-        print(f"{options.te} {row(name, target, found.count(), len(found.collected), found.estimate())}", flush=True)
+        print(f"{options.te} {Row.of(found)}", flush=True)
         failed = [(node, text) for node, (outcome, text, _) in found.results.items() if outcome == "failed"]
         for node, text in failed[: options.show]:
             print(f"--- {node}\n{text}", file=sys.stderr)
@@ -467,7 +525,7 @@ def main() -> int:
     if options.table:
         print("\n".join(table(stored(options.store))))
     if options.docs:
-        write_page(options.docs, table(stored(options.store)))
+        write_page(options.docs, stored(options.store))
     return 0
 
 
