@@ -337,6 +337,11 @@ class Row:
     countable: float
     on: str
 
+    @property
+    def part(self) -> bool:
+        """Whether some of the file's tests were not run."""
+        return self.count.total() < self.tests
+
     @classmethod
     def of(cls, found: Found) -> Row:
         machine = {"h100": "H100", "b200": "B200"}[found.target]
@@ -345,9 +350,9 @@ class Row:
 
     @classmethod
     def read(cls, line: str) -> Row | None:
-        """The row of a file that was run whole; None for any other line."""
+        """The row that a line of a page is; None if it is none. Of a file that was not run whole the weighted counts are unknown: those of the drawn tests."""
         cells = [cell.strip() for cell in line.strip("|\n ").split("|")]
-        if len(cells) != len(HEAD.strip("| ").split("|")) or not cells[2].isdigit() or cells[2] != cells[3]:
+        if len(cells) != len(HEAD.strip("| ").split("|")) or not cells[2].isdigit() or not cells[1]:
             return None
         count = collections.Counter(dict(zip(OUTCOMES, map(int, cells[4:9]), strict=True)))
         counted = sum(count[key] for key in COUNTED)
@@ -372,13 +377,20 @@ def table(everything: list[Found], page: str = "") -> list[str]:
     """
     lines = []
     older = re.split(r"^Release ([\d.]+):$", page, flags=re.MULTILINE)
-    kept = {
+    before = {
         te: [row for line in text.splitlines() if (row := Row.read(line))]
         for te, text in zip(older[1::2], older[2::2], strict=True)
     }
     for te in sorted({found.te for found in everything}):
         found_of = [found for found in everything if found.te == te]
-        rows = {(row.file, row.machine): row for row in (*kept.get(te, ()), *map(Row.of, found_of))}
+        rows = {(row.file, row.machine): row for row in map(Row.of, found_of)}
+        for row in before.get(te, ()):
+            if not row.part:
+                rows.setdefault((row.file, row.machine), row)
+            elif (row.file, row.machine) not in rows:
+                print(
+                    f"{te}: {row.file} was not run whole and is not in the store: its row is dropped", file=sys.stderr
+                )
         places = {name.removesuffix(".py"): at for at, name in enumerate(FILES)}
         ordered = sorted(rows.values(), key=lambda row: places[row.file])
         count = sum((row.count for row in ordered), collections.Counter[str]())

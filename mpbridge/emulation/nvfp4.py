@@ -84,10 +84,10 @@ class Nvfp4:
         amax = self._kernel(peaks, view)(view)
         if square:
             return self._square_factors(view, amax, side, overall)
-        lines = self._line_peaks(x, amax, side, copy) if overall is None else overall
-        overall = lines
+        overall = self._line_peaks(x, amax, side, copy) if overall is None else overall
+        lines = overall
         if self.row_scaled(side) and copy == "row":
-            lines = lines.repeat_interleave(view.shape[0] // lines.shape[0], 0)
+            lines = overall.repeat_interleave(view.shape[0] // overall.shape[0], 0)
         if self.four_over_six(side):
             return (*self._four_or_six(view, amax, lines, side, square=False), overall)
         return (*nvfp4_block(amax, nvfp4_global(lines), self.rules), overall)

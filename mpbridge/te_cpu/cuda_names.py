@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,11 +113,12 @@ def _counters(played: Played) -> dict[str, Any]:
 
 
 def _unoccupied() -> int:
-    """Bytes of this machine's memory that are free: what a program that asks before it allocates really gets."""
+    """Bytes of this machine's memory that a program can still have, as far as Linux tells: what one that asks before it allocates really gets."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return sys.maxsize
+        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else sys.maxsize
 
 
 def _generator(original: Any) -> Any:
