@@ -260,8 +260,8 @@ def test_no_framework_and_half_a_second_even_for_671b(command):
     costs = [(_cost(_PLAIN)[0], *_cost(_CHILD, *command)) for _ in range(3)]
     assert all(error.strip().endswith("[]") for _, _, error in costs)
     unit, seconds = min(plain for plain, _, _ in costs), min(cost for _, cost, _ in costs)
-    # recommend prices every recipe too
-    assert seconds / unit < (3 if command[0] == "recommend" else 1.6)
+    # recommend prices every recipe too, and memory searches for layouts, since this run does not fit
+    assert seconds / unit < {"recommend": 3, "memory": 2}.get(command[0], 1.6)
 
 
 @pytest.mark.parametrize("name", recipes)
