@@ -73,8 +73,8 @@ AS_IN_QA = {
     "NVTE_FUSED_ATTN": "0",
 }
 """Variables that Transformer Engine's qa/L0_pytorch_unittest/test.sh sets for test_numerics.py."""
-KEEP_MEMORY = "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0"
-"""jemalloc's options: huge pages, nothing is given back, also not what is larger than 8 MiB."""
+KEEP_MEMORY = "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0,narenas:1"
+"""jemalloc's options: huge pages, nothing is given back, also not what is larger than 8 MiB, and the backward pass's thread takes from the same memory."""
 WALL = 10
 """Maximum ratio of a test's wall time to its CPU time, on a machine shared with others."""
 EXCLUDED = (
@@ -93,11 +93,12 @@ EXCLUDED = (
 )
 """A failure's text -> the excluded feature that it needs, besides the kernels that are refused by name."""
 REPORTER = """
-import collections, json, os, random, signal, time
+import collections, ctypes, gc, json, os, random, signal, time
 from pathlib import Path
 import pytest, torch
 OUT, SECONDS, TESTS = json.loads(os.environ["TE_TESTS_OUT"]), float(os.environ["TE_TESTS_SECONDS"]), Path(os.environ["TE_TESTS"])
 LEAST, EACH = int(os.environ["TE_TESTS_LEAST"]), float(os.environ["TE_TESTS_EACH"])
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
 LEFT = {}
 def _divided(divide):  # CUDA multiplies by the reciprocal of a number (torch's BinaryDivTrueKernel.cu): the tests' own references rely on that
     def div(a, b, **how):
@@ -148,8 +149,15 @@ def pytest_collection_modifyitems(session, config, items):
 def pytest_runtest_setup(item):
     BEGAN[item.nodeid] = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, EACH)
+def _give_back():  # what jemalloc kept, before a machine of this size runs out of memory
+    held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if held > MEMORY:
+        gc.collect()
+        if purge := getattr(ctypes.CDLL(None), "mallctl", None):
+            purge(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))
 def pytest_runtest_teardown(item, nextitem):
     signal.setitimer(signal.ITIMER_PROF, 0)
+    _give_back()
     file = FILE_OF[item.nodeid]
     USED[file] += _used(item.nodeid)
     LEFT[file] -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ def _pairs(
     return token, row if pad_offsets is None else row + pad_offsets.long()[expert], expert
 
 
+_PAIRS_AT_ONCE = 4096
+"""Rows that are gathered together: at 9,216 columns a temporary of 150 MB in FP32, where 32,768 pairs would need 1.2 GB each."""
+
+
+def _in_parts(*pairs: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors of `_pairs` in parts of `_PAIRS_AT_ONCE`, in their order."""
+    return zip(*(of.split(_PAIRS_AT_ONCE) for of in pairs), strict=True)
+
+
 def permute_with_mask_map(
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
@@ -49,7 +59,8 @@ def permute_with_mask_map(
     """(rows by expert, their scales, their probabilities)."""
     token, row, expert = _pairs(row_id_map, num_experts, pad_offsets)
     out = torch.zeros(num_out_tokens, hidden_size, dtype=inp.dtype)
-    out[row] = inp.detach()[token]
+    for tokens, rows in _in_parts(token, row):
+        out[rows] = inp.detach()[tokens]
     permuted_scale = permuted_probs = None
     if scale is not None:
         permuted_scale = torch.zeros(num_out_tokens, int(scale_hidden_dim or scale.shape[-1]), dtype=scale.dtype)
@@ -75,11 +86,13 @@ def unpermute_with_mask_map(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(every token's rows summed in FP32 and weighted, probabilities by token and expert)."""
     token, row, expert = _pairs(row_id_map, num_experts, pad_offsets)
-    part = inp.detach()[row].float()
-    if merging_probs is not None:
-        part = part * merging_probs.detach()[token, expert].float().unsqueeze(1)
-    out = torch.zeros(num_tokens, hidden_size).index_add_(0, token, part).to(inp.dtype)
-    probs = None
+    total = torch.zeros(num_tokens, hidden_size)
+    for tokens, rows, experts in _in_parts(token, row, expert):
+        part = inp.detach()[rows].float()
+        if merging_probs is not None:
+            part *= merging_probs.detach()[tokens, experts].float().unsqueeze(1)
+        total.index_add_(0, tokens, part)
+    out, probs = total.to(inp.dtype), None
     if permuted_probs is not None:
         probs = torch.zeros(num_tokens, num_experts, dtype=permuted_probs.dtype)
         probs[token, expert] = permuted_probs.detach()[row]
@@ -99,12 +112,13 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of the rows, gradient of the probabilities)."""
     token, row, expert = _pairs(row_id_map, num_experts, pad_offsets)
-    grad, weight = fwd_output_grad.detach()[token].float(), merging_probs.detach()[token, expert].float()
-    rows = torch.zeros(num_out_tokens, hidden_size, dtype=fwd_output_grad.dtype)
-    rows[row] = (grad * weight.unsqueeze(1)).to(rows.dtype)
+    out = torch.zeros(num_out_tokens, hidden_size, dtype=fwd_output_grad.dtype)
     probs = torch.zeros(num_tokens, num_experts, dtype=merging_probs.dtype)
-    probs[token, expert] = (grad * fwd_input.detach()[row].float()).sum(1).to(probs.dtype)
-    return rows, probs
+    for tokens, rows, experts in _in_parts(token, row, expert):
+        grad, weight = fwd_output_grad.detach()[tokens].float(), merging_probs.detach()[tokens, experts].float()
+        out[rows] = (grad * weight.unsqueeze(1)).to(out.dtype)
+        probs[tokens, experts] = (grad * fwd_input.detach()[rows].float()).sum(1).to(probs.dtype)
+    return out, probs
 
 
 def make_chunk_sort_map(
