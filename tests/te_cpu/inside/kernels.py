@@ -282,6 +282,30 @@ def test_balancing_by_quantiles_counts_the_bias_that_each_expert_lacks(way) -> N
         )
 
 
+@pytest.mark.parametrize("at_once", [5, 4096])
+def test_experts_rows_go_out_and_come_back_as_a_dense_sum_says(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpbridge.te_cpu.triton_parts._PAIRS_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    tokens, experts, hidden = 13, 4, 8
+    routed = torch.rand(tokens, experts).argsort(1) < 2
+    routed[3] = False  # no expert at all
+    x, probs = torch.randn(tokens, hidden), torch.rand(tokens, experts) * routed
+    x.requires_grad_()
+    probs.requires_grad_()
+    rows, weights, places = te.moe_permute_with_probs(x, probs, routed, int(routed.sum()))
+    expert, token = routed.t().nonzero(as_tuple=True)
+    assert torch.equal(rows, x[token])
+    assert torch.equal(weights, probs[token, expert])
+    again = te.moe_unpermute(2 * rows, places, merging_probs=probs, restore_shape=x.shape)
+    dy = torch.randn_like(again)
+    again.backward(dy)
+    x2, probs2 = x.detach().clone().requires_grad_(), probs.detach().clone().requires_grad_()
+    dense = 2 * x2 * (probs2 * routed).sum(1, keepdim=True)
+    dense.backward(dy)
+    for found, expected in ((again, dense), (x.grad, x2.grad), (probs.grad, probs2.grad)):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.since((2, 20))
 def test_offsets_of_splits_are_their_running_sums() -> None:
     splits = torch.tensor([3, 0, 5], dtype=torch.int32)
