@@ -147,6 +147,7 @@ def pytest_collection_modifyitems(session, config, items):
         LEFT[file] = len([item for item in ordered[:LEAST] if _name(item.nodeid) not in DONE[file]])
         items += [item for item in ordered if _name(item.nodeid) not in DONE[file]]
 def pytest_runtest_setup(item):
+    _write(FILE_OF[item.nodeid], began=_name(item.nodeid))
     BEGAN[item.nodeid] = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, EACH)
 def _give_back():  # what jemalloc kept, before a machine of this size runs out of memory
@@ -266,12 +267,39 @@ def reason_of(text: str) -> str | None:
 
 
 def run_files(clone: Path, names: list[str], te: str, target: str, options: argparse.Namespace) -> str:
-    """Runs the tests of some files that the store lacks in one process, and returns the end of pytest's output."""
-    done = {name: read(options.store, te, target, name).results for name in names}
-    keep = {
-        name: [node for node, (outcome, _, _) in results.items() if outcome not in options.again]
-        for name, results in done.items()
-    }
+    """Runs the tests of some files that the store lacks, and returns the end of pytest's output.
+
+    All run in one process. If that is killed, the test that ran has failed, and the others go on in a new one.
+    """
+    killed: dict[str, list[str]] = {name: [] for name in names}
+    while True:
+        done = {name: read(options.store, te, target, name).results for name in names}
+        keep = {
+            name: [*killed[name], *(node for node, (outcome, _, _) in results.items() if outcome not in options.again)]
+            for name, results in done.items()
+        }
+        ran = run_once(clone, names, te, target, keep, options)
+        unfinished = {name: node for name in names if (node := interrupted(options.store, te, target, name))}
+        if ran.returncode >= 0 or not unfinished:
+            return (ran.stdout + ran.stderr)[-1500:]
+        for name, node in unfinished.items():
+            text = f"signal {-ran.returncode} killed the process (9: it is out of memory)"
+            with place(options.store, te, target, name).open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"node": node, "outcome": "failed", "text": text, "cpu": 0.0}) + "\n")
+            killed[name].append(node)
+
+
+def interrupted(store: Path, te: str, target: str, name: str) -> str | None:
+    """The test that began and left no result, if it is the last one."""
+    path = place(store, te, target, name)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return rows[-1].get("began") if rows else None
+
+
+def run_once(
+    clone: Path, names: list[str], te: str, target: str, keep: dict[str, list[str]], options: argparse.Namespace
+) -> subprocess.CompletedProcess[str]:
+    """Runs the tests of some files except `keep` in one process."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "te_tests_reporter.py").write_text(REPORTER, encoding="utf-8")
         Path(folder, "done.json").write_text(json.dumps(keep), encoding="utf-8")
@@ -300,8 +328,7 @@ def run_files(clone: Path, names: list[str], te: str, target: str, options: argp
         command += ["-p", "te_tests_reporter", "-p", "no:cacheprovider", "-n0"]
         command += ["--rootdir", str(tests), "-c", os.devnull, "--timeout", str(WALL * options.each), "-W", "ignore"]
         command += [*(["-k", options.expression] if options.expression else []), *(str(tests / name) for name in names)]
-        ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        return (ran.stdout + ran.stderr)[-1500:]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def allocator() -> dict[str, str]:

@@ -41,7 +41,7 @@ _PAIRS_AT_ONCE = 4096
 
 def _in_parts(*pairs: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """The tensors of `_pairs` in parts of `_PAIRS_AT_ONCE`, in their order."""
-    return zip(*(of.split(_PAIRS_AT_ONCE) for of in pairs), strict=True)
+    return zip(*(torch.split(of, _PAIRS_AT_ONCE) for of in pairs), strict=True)
 
 
 def permute_with_mask_map(
