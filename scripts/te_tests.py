@@ -74,7 +74,8 @@ AS_IN_QA = {
 }
 """Variables that Transformer Engine's qa/L0_pytorch_unittest/test.sh sets for test_numerics.py."""
 KEEP_MEMORY = "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0,narenas:1"
-"""jemalloc's options: huge pages, nothing is given back, also not what is larger than 8 MiB, and the backward pass's thread takes from the same memory."""
+"""jemalloc's options: huge pages, nothing is given back (but between tests, by the reporter), also not what is larger than 8 MiB, and the backward
+pass's thread takes from the same memory."""
 WALL = 10
 """Maximum ratio of a test's wall time to its CPU time, on a machine shared with others."""
 EXCLUDED = (
@@ -269,7 +270,7 @@ def reason_of(text: str) -> str | None:
 def run_files(clone: Path, names: list[str], te: str, target: str, options: argparse.Namespace) -> str:
     """Runs the tests of some files that the store lacks, and returns the end of pytest's output.
 
-    All run in one process. If that is killed, the test that ran has failed, and the others go on in a new one.
+    All run in one process. If that is killed, the test that ran has failed, and the others go on in a new one, with --minutes for each file again.
     """
     killed: dict[str, list[str]] = {name: [] for name in names}
     while True:
