@@ -10,24 +10,44 @@ import torch
 
 from mpbridge.te_cpu.registry import kernel
 
+CHUNK = 1 << 16
+"""Elements turned at a time: with the products in FP32 they fit a core's second-level cache, so that memory is read and written once."""
 
-def _turned(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
-    """x [..., d] in FP32 rotated by angles [..., d2], d2 <= d; elements beyond d2 are unchanged."""
+
+def _turn(
+    out: torch.Tensor, x: torch.Tensor, angles: torch.Tensor, interleaved: bool, backward: bool, axis: int
+) -> None:
+    """Writes x [..., d] rotated by angles [..., d2] into out, in FP32, with d2 <= d; elements beyond d2 are copied. `axis`: that of the positions."""
     width = angles.shape[-1]
-    part, rest = x[..., :width].float(), x[..., width:]
     cosine, sine = angles.cos(), angles.sin()
-    if backward:
-        turned = part * cosine - _half_turn(part * sine, interleaved)
-    else:
-        turned = part * cosine + _half_turn(part, interleaved) * sine
-    return torch.cat([turned.to(x.dtype), rest], -1) if rest.shape[-1] else turned.to(x.dtype)
+    if not backward:  # the product with the sine that an element receives is that of its partner; backward, the partner's own angle counts
+        sine = _joined(*_pair(sine, interleaved)[::-1], interleaved)
+    if width < x.shape[-1]:
+        out[..., width:].copy_(x[..., width:])
+    step = max(1, CHUNK * x.shape[axis] // x.numel()) if x.numel() else 1
+    for begin in range(0, x.shape[axis], step):
+        size = min(step, x.shape[axis] - begin)
+        part, into, cosines, sines = (
+            t.narrow(axis, begin, size) for t in (x[..., :width], out[..., :width], cosine, sine)
+        )
+        turned = part * cosines
+        first, second = _pair(turned, interleaved)
+        to_second, to_first = _pair(part * sines, interleaved)
+        first.sub_(to_first, alpha=-1 if backward else 1)
+        second.sub_(to_second, alpha=1 if backward else -1)
+        into.copy_(turned)
 
 
-def _half_turn(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _pair(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements that are turned together, as views: neighbours, or the two halves."""
     if interleaved:
-        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
+        return x[..., ::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _joined(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    return torch.stack([first, second], -1).flatten(-2) if interleaved else torch.cat([first, second], -1)
 
 
 def _positions(length: int, start: int, cp_size: int, cp_rank: int) -> torch.Tensor:
@@ -49,28 +69,26 @@ def _rotate(
     cp_size: int,
     cp_rank: int,
     backward: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """x rotated, in `out` or in a new contiguous tensor. The axes after batch and sequence, all but the last, share their angles."""
     x, table = x.detach(), freqs.detach().float().reshape(freqs.shape[0], -1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     name = getattr(layout, "name", str(layout))
     if "THD" in name:
         assert cu_seqlens is not None  # THD has no other lengths
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         bounds = [int(value) // cp_size for value in cu_seqlens.tolist()]
         for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
             at = _positions(end - begin, int(starts[i]) if starts is not None else 0, cp_size, cp_rank)
-            out[begin:end] = _turned(x[begin:end], table[at].unsqueeze(1), interleaved, backward)
+            _turn(out[begin:end], x[begin:end], table[at].unsqueeze(1), interleaved, backward, 0)
         return out
     axis = 0 if "SBHD" in name else 1
-    length, batch = x.shape[axis], x.shape[1 - axis]
-    if starts is None:
-        angles = table[_positions(length, 0, cp_size, cp_rank)].unsqueeze(1)
-    else:
-        angles = torch.stack([table[_positions(length, int(start), cp_size, cp_rank)] for start in starts], 1)
-    angles = angles if axis == 0 else angles.transpose(0, 1)
-    if axis == 1 and starts is None:
-        angles = angles.expand(1, length, -1)
-    del batch
-    return _turned(x, angles.unsqueeze(2), interleaved, backward).contiguous()
+    length = x.shape[axis]
+    offsets = [0] if starts is None else [int(start) for start in starts]
+    angles = torch.stack([table[_positions(length, start, cp_size, cp_rank)] for start in offsets], 1 - axis)
+    angles = angles.reshape(*angles.shape[:2], *[1] * (x.dim() - 3), angles.shape[-1])
+    _turn(out, x, angles, interleaved, backward, axis)
+    return out
 
 
 @kernel
@@ -117,9 +135,9 @@ def fused_qkv_rope_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(rotated Q, rotated K, V) of a packed [.., .., heads, q + k + v] tensor."""
     q, k, v = torch.split(qkv_input.detach(), [int(size) for size in qkv_split_arg_list], -1)
-    q = q.reshape(*q.shape[:2], -1, k.shape[-1])
+    q = q.unflatten(-1, (-1, k.shape[-1]))
     common = (start_positions, qkv_format, interleaved, None, cp_size, cp_rank)
-    return _rotate(q, q_freqs, *common, False), _rotate(k, k_freqs, *common, False), v.contiguous()
+    return _rotate(q, q_freqs, *common, False).flatten(2, 3), _rotate(k, k_freqs, *common, False), v.contiguous()
 
 
 @kernel
@@ -136,6 +154,12 @@ def fused_qkv_rope_backward(
     cp_rank: int,
 ) -> torch.Tensor:
     """Gradient of the packed tensor."""
-    common = (None, qkv_format, interleaved, None, cp_size, cp_rank)
-    dq = _rotate(q_grad_out, q_freqs, *common, True).reshape(*k_grad_out.shape[:3], int(qkv_split_arg_list[0]))
-    return torch.cat([dq, _rotate(k_grad_out, k_freqs, *common, True), v_grad_out.detach()], -1)
+    common = (None, qkv_format, interleaved, None, cp_size, cp_rank, True)
+    sizes = [int(size) for size in qkv_split_arg_list]
+    out = q_grad_out.new_empty(*k_grad_out.shape[:3], sum(sizes))
+    dq, dk, dv = torch.split(out, sizes, -1)
+    q_heads = q_grad_out.unflatten(2, (k_grad_out.shape[2], -1))
+    _rotate(q_heads, q_freqs, *common, dq.unflatten(-1, q_heads.shape[3:]))
+    _rotate(k_grad_out, k_freqs, *common, dk)
+    dv.copy_(v_grad_out.detach())
+    return out

@@ -13,10 +13,12 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from torch.distributed import distributed_c10d
 from transformer_engine.common import recipe
+from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 from mpbridge.engines.parallel import start_process_group, stop_process_group
 from mpbridge.errors import Refused
+from mpbridge.te_cpu import rope
 from mpbridge.te_cpu.contents import codes_at_limit
 from mpbridge.te_cpu.played import now
 
@@ -280,6 +282,53 @@ def test_balancing_by_quantiles_counts_the_bias_that_each_expert_lacks(way) -> N
         tex.fused_topk_with_score_function_qb_fwd(
             logits, 3, None, bias, 0, None, counted, torch.tensor([1.0, 1.0]), tex.NVTEQBHistogramMode.TWO_KERNEL
         )
+
+
+@pytest.mark.parametrize("at_once", [64, 1 << 16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+def test_rotated_positions_are_those_of_the_unfused_function(
+    form: str, interleaved: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope, "CHUNK", at_once)
+    torch.manual_seed(0)
+    lengths = torch.tensor([0, 6, 16, 30], dtype=torch.int32) if form == "thd" else None
+    shape = {"sbhd": (14, 2, 3, 32), "bshd": (2, 14, 3, 32), "thd": (30, 3, 32)}[form]
+    angles = torch.randn(
+        40, 1, 1, 24
+    )  # the two elements of a pair have different angles; eight elements are not turned
+    how = {"tensor_format": form, "interleaved": interleaved, "cu_seqlens": lengths}
+    x = torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2).requires_grad_()
+    weight = torch.randn(shape)
+    starts = torch.tensor([3, 0, 5][: 3 if form == "thd" else 2], dtype=torch.int32)
+    for start in (None, starts):
+        results = []
+        for fused in (True, False):
+            y = apply_rotary_pos_emb(x, angles, fused=fused, start_positions=start, **how)
+            results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), x)))
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_a_packed_qkv_tensor_is_rotated_as_its_parts(form: str) -> None:
+    torch.manual_seed(0)
+    packed = torch.randn(10, 2, 3, 6 * 16, dtype=torch.bfloat16).requires_grad_()
+    angles = [torch.randn(10, 1, 1, 16), torch.randn(10, 1, 1, 16)]
+    if form == "bshd":
+        packed = packed.detach().transpose(0, 1).contiguous().requires_grad_()
+    parts = apply_fused_qkv_rotary_pos_emb(packed, *angles, tensor_format=form, qkv_split_arg_list=[4 * 16, 16, 16])
+    q, k, v = torch.split(packed.float(), [4 * 16, 16, 16], -1)
+    q = q.reshape(*q.shape[:2], -1, 16)
+    q, k = (apply_rotary_pos_emb(x, by, tensor_format=form) for x, by in zip((q, k), angles, strict=True))
+    expected = [x.bfloat16() for x in (q, k, v)]
+    weights = [torch.randn(x.shape).bfloat16() for x in expected]
+    gradients = [
+        torch.autograd.grad(sum((x * w).float().sum() for x, w in zip(xs, weights, strict=True)), packed)[0]
+        for xs in (parts, expected)
+    ]
+    for found, wanted in zip((*parts, gradients[0]), (*expected, gradients[1]), strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("at_once", [5, 4096])
