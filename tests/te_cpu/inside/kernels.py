@@ -284,7 +284,7 @@ def test_balancing_by_quantiles_counts_the_bias_that_each_expert_lacks(way) -> N
         )
 
 
-@pytest.mark.parametrize("at_once", [64, 1 << 16])
+@pytest.mark.parametrize("at_once", [64, 1 << 18])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 def test_rotated_positions_are_those_of_the_unfused_function(
