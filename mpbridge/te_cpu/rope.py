@@ -135,7 +135,7 @@ def fused_qkv_rope_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(rotated Q, rotated K, V) of a packed [.., .., heads, q + k + v] tensor."""
     q, k, v = torch.split(qkv_input.detach(), [int(size) for size in qkv_split_arg_list], -1)
-    q = q.unflatten(-1, (-1, k.shape[-1]))
+    q = q.reshape(*q.shape[:3], -1, k.shape[-1])
     common = (start_positions, qkv_format, interleaved, None, cp_size, cp_rank)
     return _rotate(q, q_freqs, *common, False).flatten(2, 3), _rotate(k, k_freqs, *common, False), v.contiguous()
 
@@ -158,8 +158,8 @@ def fused_qkv_rope_backward(
     sizes = [int(size) for size in qkv_split_arg_list]
     out = q_grad_out.new_empty(*k_grad_out.shape[:3], sum(sizes))
     dq, dk, dv = torch.split(out, sizes, -1)
-    q_heads = q_grad_out.unflatten(2, (k_grad_out.shape[2], -1))
-    _rotate(q_heads, q_freqs, *common, dq.unflatten(-1, q_heads.shape[3:]))
+    q_heads = q_grad_out.reshape(*k_grad_out.shape[:3], -1, k_grad_out.shape[-1])
+    _rotate(q_heads, q_freqs, *common, dq.view(q_heads.shape))
     _rotate(k_grad_out, k_freqs, *common, dk)
     dv.copy_(v_grad_out.detach())
     return out
