@@ -99,7 +99,7 @@ from pathlib import Path
 import pytest, torch
 OUT, SECONDS, TESTS = json.loads(os.environ["TE_TESTS_OUT"]), float(os.environ["TE_TESTS_SECONDS"]), Path(os.environ["TE_TESTS"])
 LEAST, EACH = int(os.environ["TE_TESTS_LEAST"]), float(os.environ["TE_TESTS_EACH"])
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 LEFT = {}
 def _divided(divide):  # CUDA multiplies by the reciprocal of a number (torch's BinaryDivTrueKernel.cu): the tests' own references rely on that
     def div(a, b, **how):
@@ -163,7 +163,7 @@ def pytest_runtest_setup(item):
     _write(FILE_OF[item.nodeid], began=_name(item.nodeid))
     BEGAN[item.nodeid] = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, EACH)
-def _give_back():  # what jemalloc kept, before the machine runs out of memory
+def _give_back():  # what jemalloc kept, so that half of the machine's memory stays for a second call of this script
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
     if int(available.split()[1]) * 1024 < MEMORY:
         gc.collect()

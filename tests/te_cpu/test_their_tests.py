@@ -26,7 +26,7 @@ def test_what_another_left_behind(number):
 """
 
 
-def test_a_test_that_kills_its_process_has_failed_and_the_others_run(tmp_path: Path) -> None:
+def test_a_killed_process_fails_one_test_and_no_test_sees_what_another_left_behind(tmp_path: Path) -> None:
     te = release_or_skip(OLDEST)
     tests = tmp_path / "clone/tests/pytorch"
     tests.mkdir(parents=True)

@@ -284,7 +284,7 @@ def test_balancing_by_quantiles_counts_the_bias_that_each_expert_lacks(way) -> N
         )
 
 
-@pytest.mark.parametrize("at_once", [64, 1 << 18])
+@pytest.mark.parametrize("at_once", [64, rope.CHUNK])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 def test_rotated_positions_are_those_of_the_unfused_function(
@@ -294,9 +294,8 @@ def test_rotated_positions_are_those_of_the_unfused_function(
     torch.manual_seed(0)
     lengths = torch.tensor([0, 6, 16, 30], dtype=torch.int32) if form == "thd" else None
     shape = {"sbhd": (14, 2, 3, 32), "bshd": (2, 14, 3, 32), "thd": (30, 3, 32)}[form]
-    angles = torch.randn(
-        40, 1, 1, 24
-    )  # the two elements of a pair have different angles; eight elements are not turned
+    # the two elements of a pair have different angles; eight elements of 32 are not turned
+    angles = torch.randn(40, 1, 1, 24)
     how = {"tensor_format": form, "interleaved": interleaved, "cu_seqlens": lengths}
     x = torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2).requires_grad_()
     weight = torch.randn(shape)
