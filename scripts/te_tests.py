@@ -99,7 +99,7 @@ from pathlib import Path
 import numpy, pytest, torch
 OUT, SECONDS, TESTS = json.loads(os.environ["TE_TESTS_OUT"]), float(os.environ["TE_TESTS_SECONDS"]), Path(os.environ["TE_TESTS"])
 LEAST, EACH = int(os.environ["TE_TESTS_LEAST"]), float(os.environ["TE_TESTS_EACH"])
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * float(os.environ["TE_TESTS_SPARE"])
 LEFT = {}
 def _divided(divide):  # CUDA multiplies by the reciprocal of a number (torch's BinaryDivTrueKernel.cu): the tests' own references rely on that
     def div(a, b, **how):
@@ -149,6 +149,14 @@ def _drawn(rand):  # torch's distribution of large tensors from a faster generat
         return drawn
     return draw
 torch.rand = _drawn(torch.rand)
+def _cloned(clone):  # large tensors share their memory until either is written: what one test holds at a time would not fit otherwise
+    def cloned(self, *, memory_format=torch.preserve_format):
+        plain = type(self) is torch.Tensor and self.layout is torch.strided and self.device == CPU and memory_format is torch.preserve_format
+        if plain and self.dtype in LATTICE and self.nbytes == self.untyped_storage().nbytes() >= 1 << 26:
+            return torch._lazy_clone(self)
+        return clone(self, memory_format=memory_format)
+    return cloned
+torch.Tensor.clone = _cloned(torch.Tensor.clone)
 DONE = {file: set(names) for file, names in json.load(open(os.environ["TE_TESTS_DONE"])).items()}
 USED, FILE_OF, BEGAN = collections.Counter(), {}, {}
 def _used(nodeid):
@@ -188,7 +196,7 @@ def pytest_runtest_setup(item):
     _write(FILE_OF[item.nodeid], began=_name(item.nodeid))
     BEGAN[item.nodeid] = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, EACH)
-def _give_back():  # what jemalloc kept, if only a quarter of the machine's memory is left
+def _give_back():  # what jemalloc kept
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
     if int(available.split()[1]) * 1024 < MEMORY:
         gc.collect()
@@ -352,6 +360,7 @@ def run_once(
             "TE_TESTS_SECONDS": str(options.minutes * 60),
             "TE_TESTS_LEAST": str(options.least),
             "TE_TESTS_EACH": str(options.each),
+            "TE_TESTS_SPARE": str(options.spare),
             "TE_PATH": str(clone),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -578,6 +587,10 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
         "--least", type=int, default=20, help="minimum number of tests of a file that run, whatever they cost"
     )
     parser.add_argument("--each", type=int, default=60, help="seconds of CPU time for one test")
+    parser.add_argument(
+        "--spare", type=float, default=0.25, metavar="SHARE",
+        help="between tests, memory that jemalloc kept is given back if less than this share of the machine's is available",
+    )  # fmt: skip
     parser.add_argument(
         "--again", nargs="*", default=[], choices=["failed", "slow", "refused", "passed", "skipped"],
         help="outcomes that run again",
