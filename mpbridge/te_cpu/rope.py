@@ -30,9 +30,10 @@ def _turn(
         part, into, cosines, sines = (
             t.narrow(axis, begin, size) for t in (x[..., :width], out[..., :width], cosine, sine)
         )
-        turned = part * cosines
+        wide = part.float()  # once, not in both products
+        turned, partners = wide * cosines, wide * sines
         first, second = _pair(turned, interleaved)
-        to_second, to_first = _pair(part * sines, interleaved)
+        to_second, to_first = _pair(partners, interleaved)
         first.sub_(to_first, alpha=-1 if backward else 1)
         second.sub_(to_second, alpha=1 if backward else -1)
         into.copy_(turned)
