@@ -61,18 +61,23 @@ def _delayed(quantizer: Any, x: torch.Tensor, out: Any) -> None:
         # the kernel takes an atomic maximum, so the largest of an interval's micro-batches is kept
         with torch.inference_mode():  # the buffer may be an inference tensor, which a compiled kernel can write to
             seen.copy_(torch.fmax(seen, peaks_over(x).reshape(seen.shape)))
-    _store(quantizer, x, quantizer.scale.float().reshape(()), out)
+    store(quantizer, x, quantizer.scale.float().reshape(()), out)
 
 
 def _current(quantizer: Any, x: torch.Tensor, out: Any) -> None:
-    amax = peaks_over(x).reshape(1)
-    if quantizer.with_amax_reduction:
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
+    amax = current_reduced(quantizer, peaks_over(x).reshape(1))
     scale = current_scale(quantizer, amax)
     if getattr(quantizer, "amax", None) is not None:  # the quantizer has these buffers until release 2.18
         quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
         quantizer.scale.copy_(scale.reshape(quantizer.scale.shape))
-    _store(quantizer, x, scale.reshape(()), out)
+    store(quantizer, x, scale.reshape(()), out)
+
+
+def current_reduced(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
+    """`amax`, replaced in place by the maximum over the quantizer's group if it reduces amaxes."""
+    if quantizer.with_amax_reduction:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
+    return amax
 
 
 def current_scale(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
@@ -85,7 +90,8 @@ def _at_least(amax: torch.Tensor, epsilon: float) -> torch.Tensor:
     return amax.clamp_min(epsilon) if epsilon else amax
 
 
-def _store(quantizer: Any, x: torch.Tensor, scale: torch.Tensor, out: Any) -> None:
+def store(quantizer: Any, x: torch.Tensor, scale: torch.Tensor, out: Any) -> None:
+    """Per-tensor FP8's codes of `x` for one scale, and the scale's inverse, into `out`."""
     codes = encode_fp8(x.float() * scale, number_format(quantizer.dtype))
     if out._data is not None:
         out._data.copy_(codes.view(out._data.shape))
@@ -211,20 +217,36 @@ def rotated(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4(quantizer: Any, x: torch.Tensor, out: Any) -> None:
+    turned_x = nvfp4_columns(quantizer, x)
+    nvfp4_amaxes(quantizer, x, turned_x, out)
+    nvfp4_reduced(quantizer, out._amax_rowwise, out._amax_columnwise)
+    nvfp4_codes(quantizer, x, turned_x, out)
+
+
+def nvfp4_columns(quantizer: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """What the column copy of [tokens, features] quantizes: [features, tokens], transformed if the quantizer says so; None without such a copy."""
     if quantizer.with_rht and x.dtype != torch.bfloat16:
         raise RuntimeError("RHT is only supported for bfloat16 input")
+    if not quantizer.columnwise_usage:
+        return None
+    return rotated(x, quantizer.rht_matrix) if quantizer.with_rht else x.t().contiguous()
+
+
+def nvfp4_amaxes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, out: Any) -> None:
+    """Writes the amaxes of both copies into `out`."""
     by_row = bool(getattr(quantizer, "row_scaled_nvfp4", False))
-    turned_x = None
     if quantizer.rowwise_usage:
         out._amax_rowwise.copy_(peaks_over(x, 1) if by_row else peaks_over(x).reshape(1))
-    if quantizer.columnwise_usage:
-        turned_x = rotated(x, quantizer.rht_matrix) if quantizer.with_rht else x.t().contiguous()
+    if turned_x is not None:
         out._amax_columnwise.copy_(peaks_over(turned_x, 1) if by_row else peaks_over(turned_x).reshape(1))
+
+
+def nvfp4_reduced(quantizer: Any, *amaxes: torch.Tensor | None) -> None:
+    """The maximum of every amax over the quantizer's group, in place, if it reduces amaxes."""
     if quantizer.with_amax_reduction:
-        for amax in (out._amax_rowwise, out._amax_columnwise):
+        for amax in amaxes:
             if amax is not None:
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
-    nvfp4_codes(quantizer, x, turned_x, out)
 
 
 def nvfp4_codes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, out: Any) -> None:

@@ -72,7 +72,7 @@ _KINDS: dict[str, tuple[_Reorder, Callable[[int, int], tuple[int, int]]]] = {
 """Copy of a quantized tensor -> how its scales are put in tile order, and their shape for a [rows, columns] tensor."""
 
 
-def _tiles(scales: torch.Tensor, kind: str, rows: int, columns: int) -> torch.Tensor:
+def tiles(scales: torch.Tensor, kind: str, rows: int, columns: int) -> torch.Tensor:
     """Padded scales of a [rows, columns] tensor in tile order, in the same shape; their padding is zero."""
     order, shape = _KINDS[kind]
     high, wide = shape(rows, columns)
@@ -90,11 +90,11 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
     rows, columns = rows_of(tensor.size()), int(tensor.size()[-1])
     if tensor._rowwise_scale_inv is not None:
         name = "nvfp4" if kind == "nvfp4" else "mxfp8_rowwise"
-        tensor._rowwise_scale_inv = _tiles(tensor._rowwise_scale_inv, name, rows, columns)
+        tensor._rowwise_scale_inv = tiles(tensor._rowwise_scale_inv, name, rows, columns)
     if tensor._columnwise_scale_inv is not None:  # NVFP4's column copy is the transpose's row copy
         turned = (columns, rows) if kind == "nvfp4" else (rows, columns)
         name = "nvfp4" if kind == "nvfp4" else "mxfp8_columnwise"
-        tensor._columnwise_scale_inv = _tiles(tensor._columnwise_scale_inv, name, *turned)
+        tensor._columnwise_scale_inv = tiles(tensor._columnwise_scale_inv, name, *turned)
     tensor._with_gemm_swizzled_scales = True
 
 
@@ -119,7 +119,7 @@ def _discrete(
     stride = up(scale_tensors[0].numel(), _ALIGNMENT)
     buffer = torch.zeros(len(scale_tensors), stride, dtype=torch.uint8)
     for row, scales in zip(buffer, scale_tensors, strict=True):
-        row[: scales.numel()] = _tiles(scales, swizzle_type, rows, columns).reshape(-1)
+        row[: scales.numel()] = tiles(scales, swizzle_type, rows, columns).reshape(-1)
     return _addresses(data_tensors), _addresses(list(buffer)), buffer.view(-1)
 
 

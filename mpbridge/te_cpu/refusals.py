@@ -16,7 +16,10 @@ _NVSHMEM = "NVSHMEM is a GPU library"
 _EXPERTS = "expert dispatch by NCCL needs GPUs: use the all-to-all or all-gather dispatcher"
 _CONTEXT = "this belongs to the fused attention kernels: context parallelism runs without them (megatron-core's local attention)"
 _SOLVER = "cuSolverMp is a GPU library"
-_GROUPED = "grouped tensors belong to the experimental fused grouped MLP: GroupedLinear runs without them"
+_GROUPED = "grouped tensors are quantized here from release 2.20 on: before, GroupedLinear runs without them"
+_GROUPED_GEMM = (
+    "grouped tensors are multiplied by cuBLASLt 13.3 or newer, and 13.1 is played: GroupedLinear runs without them"
+)
 
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -83,11 +86,16 @@ REASONS: Mapping[str, str] = {
             "nvfp4_group_quantize_with_amax",
             "nvfp4_quantize_with_amax",
             "grouped_swizzle_for_gemm",
+        ),
+        _GROUPED,
+    ),
+    **dict.fromkeys(
+        (
             "te_general_grouped_gemm_for_grouped_tensor",
             "te_general_grouped_gemm_for_discrete_in",
             "te_general_grouped_gemm_for_discrete_out",
         ),
-        _GROUPED,
+        _GROUPED_GEMM,
     ),
 }
 """Name in transformer_engine_torch -> why it has no kernel on a CPU."""

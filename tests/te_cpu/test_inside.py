@@ -52,12 +52,12 @@ BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
 
 @pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, BRIEF)], ids=[OLDEST, NEWEST])
 def test_kernels_layers_and_runs_on_a_hopper(te: str, more: tuple[str, ...]) -> None:
-    inside(release_or_skip(te), "h100", "kernels.py", "hopper.py", *more)
+    inside(release_or_skip(te), "h100", "kernels.py", "groups.py", "hopper.py", *more)
 
 
 @pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, BRIEF)], ids=[OLDEST, NEWEST])
 def test_kernels_layers_and_runs_on_a_blackwell(te: str, more: tuple[str, ...]) -> None:
-    inside(release_or_skip(te), "b200", "kernels.py", "blackwell.py", *more)
+    inside(release_or_skip(te), "b200", "kernels.py", "groups.py", "blackwell.py", *more)
 
 
 @pytest.mark.slow
@@ -85,4 +85,14 @@ def test_every_release_between(package, machine: str) -> None:
     """Its kernels, and every scaling of the machine in audited runs, dense (training.py) and with grouped experts (matrix.py)."""
     options = ("-k", "not test_it_trains and not registry", "-m", "not slow")
     own = {"h100": "hopper.py", "b200": "blackwell.py"}[machine]
-    inside(package.version, machine, "kernels.py", own, "training.py", "matrix.py", options=options, timeout=900)
+    inside(
+        package.version,
+        machine,
+        "kernels.py",
+        "groups.py",
+        own,
+        "training.py",
+        "matrix.py",
+        options=options,
+        timeout=900,
+    )
