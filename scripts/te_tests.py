@@ -55,6 +55,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "test_partial_cast.py": BLACKWELL,
     "test_numerics.py": BLACKWELL,
     "test_grouped_linear.py": BLACKWELL,
+    "test_grouped_tensor.py": HOPPER,
     "test_sanity.py": BLACKWELL,
     "test_permutation.py": HOPPER,
     "test_fused_rope.py": HOPPER,
