@@ -14,10 +14,12 @@ import torch
 
 from mpbridge.te_cpu.grouped import splits_to_offsets
 from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.storages import kind_of, swizzles
+from mpbridge.te_cpu.storages import empty_quantized, kind_of, swizzles
 
 Sizes = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Rows and columns of every group, int64 [groups], None where they are equal; and the elements at which groups begin, int64 [groups + 1], if known."""
+_TILE = 128
+"""Rows of a tile of scales."""
 Group = tuple[Any, int, tuple[int, int]]
 """A tensor that shares the buffers, the element at which its data start, its shape."""
 
@@ -27,12 +29,47 @@ def members(grouped: Any) -> list[Group]:
     ends, elements = grouped.tensor_offsets, math.prod(grouped.logical_shape)
     if ends is not None and int(ends[-1]) > elements:
         raise RuntimeError(f"The groups end at element {int(ends[-1])} of a grouped tensor of {elements} elements.")
+    if is_one_tensor(grouped):
+        return _slices(grouped)
     # a shallow copy, since splitting notes shapes and offsets that a grouped tensor on a GPU does not know
     whole = _classes()[1].copy(grouped)
     parts = whole.split_into_quantized_tensors()
+    for member in parts:
+        if hasattr(member, "_with_gemm_swizzled_scales"):  # a quantizer may order scales in another way than these were
+            member._with_gemm_swizzled_scales = grouped._with_gemm_swizzled_scales
     shapes = [(int(rows), int(columns)) for rows, columns in whole.tensor_shapes]
     starts = whole.offsets or [i * math.prod(shapes[0]) for i in range(len(shapes))]
     return list(zip(parts, [int(start) for start in starts[: len(shapes)]], shapes, strict=True))
+
+
+def is_one_tensor(grouped: Any) -> bool:
+    """Whether the scales are those of one MXFP8 tensor: groups of one shape whose rows do not fill tiles, in compact order."""
+    return bool(
+        grouped.quantizer is not None
+        and kind_of(grouped.quantizer) == "mxfp8"
+        and grouped.first_dims is None
+        and grouped.last_dims is None
+        and grouped.logical_shape[0] // grouped.num_tensors % _TILE
+        and not grouped._with_gemm_swizzled_scales
+    )
+
+
+def _slices(grouped: Any) -> list[Group]:
+    """Groups of `is_one_tensor`: they share the data, and have copies of their scales."""
+    rows, columns = grouped.logical_shape[0] // grouped.num_tensors, grouped.logical_shape[1]
+    made = []
+    for i in range(grouped.num_tensors):
+        member = empty_quantized(grouped.quantizer, (rows, columns), grouped.fake_dtype)
+        for copy, scales, name, high in (
+            (grouped.rowwise_data, grouped.scale_inv, "rowwise", rows),
+            (grouped.columnwise_data, grouped.columnwise_scale_inv, "columnwise", rows // 32),
+        ):
+            if copy is not None:
+                setattr(member, f"_{name}_data", part(copy, i * rows * columns, (rows, columns)))
+                own = getattr(member, f"_{name}_scale_inv")
+                own[:high] = scales.view(-1, own.shape[1])[i * high : (i + 1) * high]
+        made.append((member, i * rows * columns, (rows, columns)))
+    return made
 
 
 def part(buffer: torch.Tensor, start: int, shape: tuple[int, int]) -> torch.Tensor:

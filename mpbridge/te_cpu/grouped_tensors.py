@@ -25,9 +25,9 @@ from mpbridge.te_cpu.casts import (
 )
 from mpbridge.te_cpu.enums import torch_dtype
 from mpbridge.te_cpu.grouped import tiles
-from mpbridge.te_cpu.grouped_buffers import Group, Sizes, empty_grouped, members, new_grouped, part
+from mpbridge.te_cpu.grouped_buffers import Group, Sizes, empty_grouped, is_one_tensor, members, new_grouped, part
 from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.quantize import dequantize
+from mpbridge.te_cpu.quantize import dequantize, quantized
 from mpbridge.te_cpu.refusals import refusal
 from mpbridge.te_cpu.registry import kernel
 from mpbridge.te_cpu.storages import empty_quantized, kind_of, rows_of
@@ -56,7 +56,7 @@ def group_quantize(
     first_dims, last_dims: int64 [num_tensors], each group's rows and columns; None if equal. Raises RuntimeError for sizes, formats and
     options that the kernels refuse.
     """
-    _require("group_quantize")
+    require("group_quantize")
     shape = _two_dimensions(tensor)
     if output is None:
         output = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, (first_dims, last_dims, tensor_offsets))
@@ -80,7 +80,7 @@ def nvfp4_group_quantize_with_amax(
     tensor_offsets: torch.Tensor | None = None,
 ) -> Any:
     """`group_quantize` to NVFP4 with amaxes that are known: fp32 [num_tensors] each; the result holds these very tensors."""
-    _require("nvfp4_group_quantize_with_amax")
+    require("nvfp4_group_quantize_with_amax")
     shape = _two_dimensions(tensor)
     _check_amaxes("nvfp4_group_quantize_with_amax", quantizer, rowwise_amax, columnwise_amax, num_tensors)
     out = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, (first_dims, last_dims, tensor_offsets))
@@ -100,7 +100,7 @@ def nvfp4_quantize_with_amax(
     tensor: torch.Tensor, quantizer: Any, rowwise_amax: torch.Tensor, columnwise_amax: torch.Tensor
 ) -> Any:
     """`tensor` quantized to NVFP4 with amaxes that are known: fp32 [1] each; the result holds these very tensors."""
-    _require("nvfp4_quantize_with_amax")
+    require("nvfp4_quantize_with_amax")
     _check_amaxes("nvfp4_quantize_with_amax", quantizer, rowwise_amax, columnwise_amax, 1)
     out = empty_quantized(quantizer, tensor.shape, tensor.dtype)
     if out._amax_rowwise is not None:
@@ -124,7 +124,7 @@ def bgrad_group_quantize(
     tensor_offsets: torch.Tensor | None = None,
 ) -> tuple[Any, torch.Tensor]:
     """(`group_quantize` to MXFP8 or blockwise FP8, sums over each group's rows: [num_tensors, columns] in the tensor's dtype)."""
-    _require("bgrad_group_quantize")
+    require("bgrad_group_quantize")
     columns = _two_dimensions(tensor)[1]
     if last_dims is not None:
         raise RuntimeError("bgrad_group_quantize: varying last dim is not supported")
@@ -141,7 +141,7 @@ def bgrad_group_quantize(
 @kernel
 def group_dequantize(input: Any, otype: Any) -> Any:
     """The values of a grouped tensor in a GroupedTensor without a quantizer. Raises RuntimeError for formats that the kernel refuses."""
-    _require("group_dequantize")
+    require("group_dequantize")
     dtype = torch_dtype(otype)
     rows, columns = (int(size) for size in input.logical_shape)
     # the extension allocates a column copy as well, and does not fill it
@@ -168,7 +168,7 @@ def group_dequantize(input: Any, otype: Any) -> Any:
 @kernel
 def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
     """Puts an MXFP8 grouped tensor's scales in tile order, once. The scales of a copy that is not asked for are dropped, as by the extension."""
-    _require("grouped_swizzle_for_gemm")
+    require("grouped_swizzle_for_gemm")
     quantizer = tensor.quantizer
     if quantizer is None or kind_of(quantizer) != "mxfp8" or tensor._with_gemm_swizzled_scales:
         return
@@ -186,7 +186,8 @@ def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> No
 
 def _in_tile_order(parts: Sequence[Group], name: str, scales: torch.Tensor, uniform: bool) -> torch.Tensor:
     """The scales of one copy of all groups, each group's in tile order; in two dimensions if the groups have one shape, as by the extension."""
-    made, at = torch.zeros_like(scales), 0
+    padded = sum(getattr(member, f"_{name}_scale_inv").numel() for member, _, _ in parts)
+    made, at = scales.new_zeros(padded if uniform else scales.numel()), 0
     for member, _, shape in parts:
         stored = getattr(member, f"_{name}_scale_inv")
         if math.prod(shape):
@@ -212,7 +213,7 @@ def group_requantize_inplace(
     The column copy is made if the quantizer uses one. Returns the values [rows, columns] if asked for. Raises RuntimeError for a tensor of
     another format, or whose copies cannot be derived.
     """
-    _require("group_requantize_inplace")
+    require("group_requantize_inplace")
     columnwise = bool(quantizer.columnwise_usage)
     _check_requantizable(grouped_x, quantizer, columnwise, return_dequantized)
     if grouped_x._with_gemm_swizzled_scales:
@@ -240,7 +241,8 @@ def group_requantize_inplace(
 
 
 # --- checks --------------------------------------------------------------------------------------------------------------------------------
-def _require(name: str) -> None:
+def require(name: str) -> None:
+    """Raises Refused in releases whose grouped tensors are laid out in another way."""
     if now().release < _SINCE:
         refusal(name)()
 
@@ -353,6 +355,15 @@ def _requantized_by_one_kernel(
 def _fill(quantizer: Any, tensor: torch.Tensor, out: Any, *, amaxes_known: bool = False) -> None:
     """Every group quantized into its part of the buffers; amaxes_known: NVFP4's are in `out` already."""
     source = tensor.detach()
+    if is_one_tensor(out):
+        whole = quantized(source, quantizer)
+        for copy, name in ((out.rowwise_data, "rowwise_data"), (out.columnwise_data, "columnwise_data")):
+            if copy is not None:
+                copy.copy_(getattr(whole, f"_{name}").reshape(-1))
+        for scales, name in ((out.scale_inv, "rowwise"), (out.columnwise_scale_inv, "columnwise")):
+            if scales is not None:
+                scales.copy_(getattr(whole, f"_{name}_scale_inv").reshape(-1))
+        return
     groups = [(member, part(source, start, shape)) for member, start, shape in members(out)]
     kind = kind_of(quantizer)
     if kind == "current":

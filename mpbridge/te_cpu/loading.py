@@ -144,6 +144,29 @@ def _put_on_cpu() -> None:
                 if isinstance(value, type) and value.__module__ == name and "__init__" in vars(value):
                     value.__init__ = _no_index(value.__init__)  # type: ignore[misc]
 
+    grouped: Any = sys.modules.get(f"{_PACKAGE}.pytorch.module.grouped_linear")
+    if hasattr(grouped, "is_module_grouped_tensor_path_supported"):
+        grouped.GroupedLinear.forward = _splits_on_cuda(grouped.GroupedLinear.forward)
+
+
+class _OnCuda(torch.Tensor):
+    """A tensor that says it is on the played GPU; what is computed from it is plain."""
+
+    device = property(lambda tensor: torch.device("cuda", 0))
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def _splits_on_cuda(forward: Any) -> Any:
+    """GroupedLinear's `forward` in which a tensor of its groups' sizes is on the GPU: its path for grouped tensors takes no other."""
+
+    @functools.wraps(forward)
+    def call(self: Any, inp: Any, m_splits: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(m_splits, torch.Tensor):
+            m_splits = m_splits.to(torch.int64).as_subclass(_OnCuda)
+        return forward(self, inp, m_splits, *args, **kwargs)
+
+    return call
+
 
 def _no_index(init: Any) -> Any:
     """A module's `__init__` in which `device` is never an index: megatron-core passes one, which torch cannot turn into a device without an accelerator."""

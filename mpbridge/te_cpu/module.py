@@ -17,7 +17,7 @@ from mpbridge.te_cpu.registry import KERNELS
 
 NAME = "transformer_engine_torch"
 _SUBJECTS = (
-    "activations", "gemm", "grouped", "grouped_tensors", "moe", "multi_tensor", "norms", "nvfp4_slices", "optimizers", "quantize", "rope", "router", "scaled_activations", "scaling", "sequences",
+    "activations", "gemm", "grouped", "grouped_gemm", "grouped_tensors", "moe", "multi_tensor", "norms", "nvfp4_slices", "optimizers", "quantize", "rope", "router", "scaled_activations", "scaling", "sequences",
     "softmax",
 )  # fmt: skip
 

@@ -86,16 +86,11 @@ REASONS: Mapping[str, str] = {
             "nvfp4_group_quantize_with_amax",
             "nvfp4_quantize_with_amax",
             "grouped_swizzle_for_gemm",
-        ),
-        _GROUPED,
-    ),
-    **dict.fromkeys(
-        (
             "te_general_grouped_gemm_for_grouped_tensor",
             "te_general_grouped_gemm_for_discrete_in",
             "te_general_grouped_gemm_for_discrete_out",
         ),
-        _GROUPED_GEMM,
+        _GROUPED,
     ),
 }
 """Name in transformer_engine_torch -> why it has no kernel on a CPU."""
@@ -154,8 +149,8 @@ def get_fused_attn_backend(*args: Any, **kwargs: Any) -> Any:
 
 @kernel
 def get_cublasLt_version() -> int:
-    """13.1.0: new enough for every recipe."""
-    return 130100
+    """13.1.0, and from release 2.20 on 13.6.0: new enough for every recipe and for grouped tensors."""
+    return 130600 if now().release >= (2, 20) else 130100
 
 
 @kernel

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from transformer_engine.common.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
@@ -185,8 +193,104 @@ def test_releases_before_have_no_grouped_tensors_here() -> None:
         played.leave()
 
 
+RECIPES = [
+    pytest.param(None, id="bf16"),
+    pytest.param(Float8CurrentScaling, id="current"),
+    pytest.param(Float8BlockScaling, id="blocks", marks=pytest.mark.played("hopper")),
+    pytest.param(MXFP8BlockScaling, id="mxfp8", marks=pytest.mark.played("blackwell")),
+    pytest.param(lambda: NVFP4BlockScaling(disable_stochastic_rounding=True), id="nvfp4", marks=pytest.mark.played("blackwell")),
+]  # fmt: skip
+
+
 @pytest.mark.since((2, 20))
-def test_products_of_grouped_tensors_are_refused_with_the_reason() -> None:
-    with pytest.raises(Refused, match=r"cuBLASLt 13\.3 or newer"):
-        tex.te_general_grouped_gemm_for_grouped_tensor()
-    assert tex.get_cublasLt_version() < 130300
+@pytest.mark.parametrize("make", RECIPES)
+def test_a_grouped_linear_computes_the_same_from_grouped_tensors(make, monkeypatch) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    x, rows = tokens(sum(ROWS))
+    results = []
+    together, one_weight = {"use_grouped_tensor": True}, {"use_grouped_tensor": True, "single_grouped_weight": True}
+    # the grouped kernel takes no NVFP4 weights: they have square blocks, or no Hadamard transform
+    for options in ({}, together, together if make and make().nvfp4() else one_weight):
+        torch.manual_seed(1)
+        layer = te.GroupedLinear(len(ROWS), 256, 128, bias=True, params_dtype=torch.bfloat16, device="cuda", **options)
+        given = x.clone().requires_grad_()
+        with te.autocast(enabled=make is not None, recipe=make and make()):
+            out = layer(given, rows)
+        out.backward(torch.ones_like(out) * 0.5)
+        single = "single_grouped_weight" in options
+        weights = [layer.weight] if single else [getattr(layer, f"weight{i}") for i in range(len(ROWS))]
+        gradient = torch.cat([weight.grad.reshape(-1, 256) for weight in weights])
+        results.append((out.detach(), given.grad, gradient))
+    # a bias is added to the rounded product here, and before rounding there
+    ulp = 2.0**-8 * 2
+    for found in results[1:]:
+        for one, other in zip(found, results[0], strict=True):
+            assert float((one - other).abs().max()) <= ulp * float(other.abs().max())
+    for one, other in zip(results[1], results[2], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.fixture
+def storage() -> Any:
+    module = importlib.import_module("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
+    return module.GroupedTensorStorage
+
+
+@pytest.mark.since((2, 20))
+def test_a_bias_is_added_to_rounded_products_once_per_row(storage) -> None:
+    x, rows = tokens(sum(ROWS))
+    weights = [torch.randn(128, 256, dtype=torch.bfloat16) for _ in ROWS]
+    scale, bias = torch.rand(len(x)), torch.randn(len(ROWS), 128, dtype=torch.bfloat16)
+    number = len(ROWS) if now().capability >= (10, 0) else 1
+
+    def grouped(data: torch.Tensor, sizes: torch.Tensor | None) -> Any:
+        offsets = None if sizes is None else tex.splits_to_offsets(sizes, data.shape[1])
+        return storage(
+            shape=tuple(data.shape),
+            dtype=data.dtype,
+            num_tensors=len(ROWS),
+            data=data.reshape(-1),
+            first_dims=sizes,
+            tensor_offsets=offsets,
+        )
+
+    out = torch.ones(len(x), 128, dtype=torch.bfloat16)
+    tex.te_general_grouped_gemm_for_discrete_in(
+        weights, True, grouped(x, rows), False, grouped(out, rows), grouped(bias, None), scale,
+        torch.full((number,), 2.0), torch.full((number,), 0.5), None, None, False, 0,
+    )  # fmt: skip
+    start = 0
+    for i, size in enumerate(ROWS):
+        own = slice(start, start + size)
+        product = (2 * (x[own].float() @ weights[i].float().t()) + 0.5).bfloat16()
+        expected = (product.double() + scale[own].unsqueeze(1).double() * bias[i].double()).float().bfloat16()
+        assert torch.equal(out[own], expected)
+        start += size
+    with pytest.raises(RuntimeError, match=f"alpha must have {number} element"):
+        tex.te_general_grouped_gemm_for_discrete_in(
+            weights, True, grouped(x, rows), False, grouped(out, rows), None, None, torch.ones(3), torch.zeros(3)
+        )
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.played("blackwell")
+def test_groups_of_one_shape_that_fill_no_tiles_share_their_scales_as_one_tensor(storage) -> None:
+    """MXFP8 weights of 96 rows: [4 x 96, 256] is quantized as a whole, and a GEMM pads each one's scales."""
+    x = tokens(4 * 96)[0]
+    made = tex.group_quantize(x, mxfp8(), 4, None)
+    assert torch.equal(made.scale_inv.view(-1, 8), mxfp8()(x)._rowwise_scale_inv)
+    values = torch.split(mxfp8(columns=False)(x).dequantize(), 96)
+    inputs = torch.randn(4 * 128, 256, dtype=torch.bfloat16)
+    products = storage(
+        shape=(512, 96), dtype=torch.float32, num_tensors=4, data=torch.zeros(512 * 96), shapes=[(128, 96)] * 4
+    )
+    groups = tex.group_quantize(inputs, mxfp8(tiles=True), 4, None)
+    tex.te_general_grouped_gemm_for_grouped_tensor(
+        made, True, groups, False, products, None, None, torch.ones(4), torch.zeros(4)
+    )
+    seen = torch.split(mxfp8(columns=False)(inputs).dequantize(), 128)
+    for got, left, right in zip(products.split_into_quantized_tensors(), seen, values, strict=True):
+        torch.testing.assert_close(got, left.float() @ right.float().t(), rtol=1e-5, atol=1e-4)
+    tex.grouped_swizzle_for_gemm(made, True, False)
+    assert made.scale_inv.shape == (4 * 128, 8)
+    assert made.columnwise_scale_inv is None
