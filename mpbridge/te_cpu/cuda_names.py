@@ -25,7 +25,7 @@ from mpbridge.hardware.transformer_engine import CUDA_VERSION
 from mpbridge.megatron.cpu import Patch
 from mpbridge.te_cpu import premultiplied
 from mpbridge.te_cpu.played import Played
-from mpbridge.te_cpu.refusals import refused_in_torch
+from mpbridge.te_cpu.refusals import refused_graph
 
 
 class BothAutocast(torch.autocast):
@@ -176,9 +176,9 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield cuda, "is_current_stream_capturing", lambda: False
     yield cuda, "is_bf16_supported", lambda *args, **kwargs: played.capability >= (8, 0)
     graph: Any = cuda.CUDAGraph  # must stay a class: libraries inspect its attributes
-    yield cuda, "CUDAGraph", type("CUDAGraph", (graph,), {"__new__": refused_in_torch("CUDAGraph")})
+    yield cuda, "CUDAGraph", type("CUDAGraph", (graph,), {"__new__": refused_graph("CUDAGraph")})
     for name in ("graph", "make_graphed_callables", "graph_pool_handle"):
-        yield cuda, name, refused_in_torch(name)
+        yield cuda, name, refused_graph(name)
     for name, answer in _counters(played).items():
         for owner in (cuda, cuda.memory):  # torch's own test helpers ask the latter
             if hasattr(owner, name):

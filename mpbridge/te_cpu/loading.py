@@ -19,7 +19,7 @@ from mpbridge.devices import redirect
 from mpbridge.errors import Refused
 from mpbridge.hardware.transformer_engine import Package, folders
 from mpbridge.te_cpu.module import NAME, make_module
-from mpbridge.te_cpu.refusals import refusal
+from mpbridge.te_cpu.refusals import refusal, refused_graph
 from mpbridge.te_cpu.storages import forget_classes
 from mpbridge.te_cpu.triton_parts import MODULES
 
@@ -144,6 +144,11 @@ def _put_on_cpu() -> None:
                 if isinstance(value, type) and value.__module__ == name and "__init__" in vars(value):
                     value.__init__ = _no_index(value.__init__)  # type: ignore[misc]
 
+    for name in (
+        f"{_PACKAGE}.pytorch",
+        f"{_PACKAGE}.pytorch.graph",
+    ):  # refused before it replaces the modules' __call__
+        vars(sys.modules[name])["make_graphed_callables"] = refused_graph("make_graphed_callables", _PACKAGE)
     grouped: Any = sys.modules.get(f"{_PACKAGE}.pytorch.module.grouped_linear")
     if hasattr(grouped, "is_module_grouped_tensor_path_supported"):
         grouped.GroupedLinear.forward = _splits_on_cuda(grouped.GroupedLinear.forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -123,11 +124,14 @@ def refusal(name: str) -> Callable[..., Any]:
 _GRAPHS = "CUDA graphs record the work of a GPU: leave them off (cuda_graph_impl=none)"
 
 
-def refused_in_torch(name: str) -> Callable[..., Any]:
-    """A function of torch.cuda's graphs that raises Refused with its name, the reason and the place of the call."""
+def refused_graph(name: str, owner: str = "torch.cuda") -> Callable[..., Any]:
+    """A function for CUDA graphs, of torch.cuda or another owner, that raises Refused with its name, the reason and the place of the call."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise Refused(f"torch.cuda.{name} runs on a GPU only: {_GRAPHS} (called from {caller()})")
+        graph: Any = sys.modules.get("transformer_engine.pytorch.graph")
+        if graph is not None:
+            graph.set_capture_end()  # it began before it made the graph, and its modules compute in another way while one is recorded
+        raise Refused(f"{owner}.{name} runs on a GPU only: {_GRAPHS} (called from {caller()})")
 
     return refuse
 
@@ -140,8 +144,6 @@ def refused_class(name: str) -> type:
 @kernel
 def get_fused_attn_backend(*args: Any, **kwargs: Any) -> Any:
     """No fused backend; from release 2.20 on with the reason."""
-    import sys
-
     extension: Any = sys.modules["transformer_engine_torch"]
     none = extension.NVTE_Fused_Attn_Backend.NVTE_No_Backend
     return (none, _ATTENTION) if now().release >= (2, 20) else none

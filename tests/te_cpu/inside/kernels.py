@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 
 import numpy
 import pytest
@@ -136,6 +137,21 @@ def test_cuda_graphs_are_refused_where_they_are_made() -> None:
     for name in ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle"):
         with pytest.raises(Refused, match=rf"torch\.cuda\.{name} runs on a GPU only: .*kernels\.py, line \d+"):
             getattr(torch.cuda, name)()
+
+
+def test_a_refused_recording_leaves_nothing_behind() -> None:
+    """Before it makes a graph, Transformer Engine says that it records and puts its modules' calls into an autocast of their own."""
+    layer, graph = (
+        te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda"),
+        sys.modules["transformer_engine.pytorch.graph"],
+    )
+    with pytest.raises(Refused, match="make_graphed_callables"):
+        te.make_graphed_callables(layer, (torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True),))
+    assert te.Linear.__call__ is torch.nn.Module.__call__
+    graph.set_capture_start()  # as megatron-core does before it makes a graph
+    with pytest.raises(Refused, match="CUDAGraph"):
+        torch.cuda.CUDAGraph()
+    assert not graph.is_graph_capturing()
 
 
 def test_the_machine_answers() -> None:
