@@ -91,7 +91,7 @@ EXCLUDED = (
         r"No dot product attention backend is available",
         "attention that only the fused kernels compute (in FP8, with sinks)",
     ),
-    (r"assert 'cpu' == 'cuda'", "it moves tensors between a GPU and the CPU"),
+    (r"assert 'cpu' == 'cuda'", "it requires a tensor to be on a GPU, or moves it from one"),
 )
 """A failure's text -> the excluded feature that it needs, besides the kernels that are refused by name."""
 REPORTER = """
