@@ -12,7 +12,7 @@ import torch
 
 from mpbridge.te_cpu.gemm import generic_gemm
 from mpbridge.te_cpu.grouped_buffers import members
-from mpbridge.te_cpu.grouped_tensors import require
+from mpbridge.te_cpu.grouped_checks import require
 from mpbridge.te_cpu.operands import rows_and_columns
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel

@@ -25,19 +25,23 @@ from mpbridge.te_cpu.casts import (
 )
 from mpbridge.te_cpu.enums import torch_dtype
 from mpbridge.te_cpu.grouped import tiles
-from mpbridge.te_cpu.grouped_buffers import Group, Sizes, empty_grouped, is_one_tensor, members, new_grouped, part
+from mpbridge.te_cpu.grouped_buffers import Group, empty_grouped, is_one_tensor, members, new_grouped, part
+from mpbridge.te_cpu.grouped_checks import (
+    check_amaxes,
+    check_dequantizable,
+    check_quantizable,
+    check_requantizable,
+    check_reuse,
+    require,
+    two_dimensions,
+)
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.quantize import dequantize, quantized
-from mpbridge.te_cpu.refusals import refusal
 from mpbridge.te_cpu.registry import kernel
 from mpbridge.te_cpu.storages import empty_quantized, kind_of, rows_of
 
-_SINCE = (2, 20)
-"""The first release whose grouped tensors are laid out as here."""
 _TILE = 128
-"""Rows of a group must be a multiple, so that its scales begin on a tile's boundary."""
-_MOST = 64
-"""Tensors in a group (MAX_SUPPORTED_TENSOR_DESCRIPTORS)."""
+"""Rows of a tile of scales."""
 
 
 @kernel
@@ -57,14 +61,16 @@ def group_quantize(
     options that the kernels refuse.
     """
     require("group_quantize")
-    shape = _two_dimensions(tensor)
+    shape = two_dimensions(tensor)
     if output is None:
         output = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, (first_dims, last_dims, tensor_offsets))
     else:
-        _check_reuse(output, quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
-    if tensor.numel() and not (noop_flag is not None and float(noop_flag.reshape(-1)[0]) == 1.0):
-        _check(quantizer, shape, num_tensors, last_dims)
-        _fill(quantizer, tensor, output)
+        check_reuse(output, quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
+    if tensor.numel():
+        check_quantizable(quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
+        # the kernels of NVFP4 are not given the flag
+        if noop_flag is None or float(noop_flag.reshape(-1)[0]) != 1.0 or kind_of(quantizer) == "nvfp4":
+            _fill(quantizer, tensor, output)
     return output
 
 
@@ -81,8 +87,8 @@ def nvfp4_group_quantize_with_amax(
 ) -> Any:
     """`group_quantize` to NVFP4 with amaxes that are known: fp32 [num_tensors] each; the result holds these very tensors."""
     require("nvfp4_group_quantize_with_amax")
-    shape = _two_dimensions(tensor)
-    _check_amaxes("nvfp4_group_quantize_with_amax", quantizer, rowwise_amax, columnwise_amax, num_tensors)
+    shape = two_dimensions(tensor)
+    check_amaxes("nvfp4_group_quantize_with_amax", quantizer, rowwise_amax, columnwise_amax, num_tensors)
     out = empty_grouped(quantizer, shape, tensor.dtype, num_tensors, (first_dims, last_dims, tensor_offsets))
     if out.amax is not None:
         out.amax = rowwise_amax
@@ -90,7 +96,7 @@ def nvfp4_group_quantize_with_amax(
         out.columnwise_amax = columnwise_amax
     nvfp4_reduced(quantizer, out.amax, out.columnwise_amax)
     if tensor.numel():
-        _check(quantizer, shape, num_tensors, last_dims)
+        check_quantizable(quantizer, shape, num_tensors, (first_dims, last_dims, tensor_offsets))
         _fill(quantizer, tensor, out, amaxes_known=True)
     return out
 
@@ -101,7 +107,7 @@ def nvfp4_quantize_with_amax(
 ) -> Any:
     """`tensor` quantized to NVFP4 with amaxes that are known: fp32 [1] each; the result holds these very tensors."""
     require("nvfp4_quantize_with_amax")
-    _check_amaxes("nvfp4_quantize_with_amax", quantizer, rowwise_amax, columnwise_amax, 1)
+    check_amaxes("nvfp4_quantize_with_amax", quantizer, rowwise_amax, columnwise_amax, 1)
     out = empty_quantized(quantizer, tensor.shape, tensor.dtype)
     if out._amax_rowwise is not None:
         out._amax_rowwise = rowwise_amax
@@ -125,7 +131,7 @@ def bgrad_group_quantize(
 ) -> tuple[Any, torch.Tensor]:
     """(`group_quantize` to MXFP8 or blockwise FP8, sums over each group's rows: [num_tensors, columns] in the tensor's dtype)."""
     require("bgrad_group_quantize")
-    columns = _two_dimensions(tensor)[1]
+    columns = two_dimensions(tensor)[1]
     if last_dims is not None:
         raise RuntimeError("bgrad_group_quantize: varying last dim is not supported")
     if kind_of(quantizer) not in ("mxfp8", "block"):
@@ -152,13 +158,7 @@ def group_dequantize(input: Any, otype: Any) -> Any:
     )  # fmt: skip
     if not rows * columns:
         return made
-    kind = kind_of(input.quantizer)
-    if kind not in ("mxfp8", "block"):
-        raise RuntimeError(f"Grouped dequantize not implemented for {type(input.quantizer).__name__}.")
-    if kind == "mxfp8" and (input.rowwise_data is None) == (input.columnwise_data is None):
-        raise RuntimeError("Grouped MXFP8 dequantize takes either rowwise or columnwise data.")
-    if input._with_gemm_swizzled_scales:
-        raise RuntimeError("Input must have scales in compact format.")
+    check_dequantizable(input, (rows, columns))
     for member, start, shape in members(input):
         if math.prod(shape):
             part(data, start, shape).copy_(dequantize(member, otype))
@@ -215,7 +215,7 @@ def group_requantize_inplace(
     """
     require("group_requantize_inplace")
     columnwise = bool(quantizer.columnwise_usage)
-    _check_requantizable(grouped_x, quantizer, columnwise, return_dequantized)
+    check_requantizable(grouped_x, quantizer, columnwise, return_dequantized)
     if grouped_x._with_gemm_swizzled_scales:
         return None
     rows, columns = (int(size) for size in grouped_x.logical_shape)
@@ -229,112 +229,27 @@ def group_requantize_inplace(
     grouped_swizzle_for_gemm(grouped_x, True, False)
     grouped_x.scale_inv = grouped_x.scale_inv.reshape(-1)
     if columnwise and values is not None:
-        fused = _requantized_by_one_kernel(quantizer, otype, rows, first_dims, tensor_offsets)
+        usable = _usable(tensor_offsets, num_tensors)
+        fused = _requantized_by_one_kernel(quantizer, otype, rows, first_dims, usable)
         # the one kernel leaves the quantizer as it is; the chain of kernels switches its row copy off
         columns_only = quantizer.copy() if fused else quantizer
         columns_only.set_usage(rowwise=False, columnwise=True)
-        columns_only.optimize_for_gemm = fused or quantizer.optimize_for_gemm
+        if fused:
+            columns_only.optimize_for_gemm = True
+            columns_only.with_2d_quantization = False  # the one kernel is not told
+            first_dims = first_dims if usable is None else usable.diff() // columns  # offsets alone are enough for it
         made = group_quantize(values, columns_only, num_tensors, first_dims, None, tensor_offsets)
         grouped_x.columnwise_data, grouped_x.columnwise_scale_inv = made.columnwise_data, made.columnwise_scale_inv
         grouped_x._with_gemm_swizzled_scales = grouped_x._with_gemm_swizzled_scales or fused
     return values if return_dequantized else None
 
 
-# --- checks --------------------------------------------------------------------------------------------------------------------------------
-def require(name: str) -> None:
-    """Raises Refused in releases whose grouped tensors are laid out in another way."""
-    if now().release < _SINCE:
-        refusal(name)()
-
-
-def _two_dimensions(tensor: torch.Tensor) -> tuple[int, int]:
-    if tensor.dim() != 2:
-        raise RuntimeError("Tensor must be 2D")
-    return int(tensor.shape[0]), int(tensor.shape[1])
-
-
-def _check(quantizer: Any, shape: tuple[int, int], num_tensors: int, last_dims: torch.Tensor | None) -> None:
-    """What each format's kernel requires of the whole."""
-    kind = kind_of(quantizer)
-    if kind == "delayed":
-        raise RuntimeError(
-            "group_quantize: only supports MXFP8, NVFP4, Float8CurrentScalingQuantizer, or Float8Blockwise quantizer."
-        )
-    if num_tensors > _MOST:
-        raise RuntimeError(
-            f"Number of tensors in a group is larger than the MAX number of supported descriptors ({_MOST})."
-        )
-    if kind in ("nvfp4", "block") and last_dims is not None:
-        raise RuntimeError(f"group_quantize: varying last dim is not supported with {type(quantizer).__name__}.")
-    if kind == "block" and not (9, 0) <= now().capability < (10, 0):
-        raise RuntimeError("Grouped FP8 block-scaling quantize is only supported on Hopper (SM90-SM99)")
-    if kind == "nvfp4":
-        _check_nvfp4(quantizer, shape)
-
-
-def _check_nvfp4(quantizer: Any, shape: tuple[int, int]) -> None:
-    if quantizer.with_2d_quantization:
-        raise RuntimeError("2D scaling grouped quant kernel is not ready yet")
-    if quantizer.nvfp4_use_4over6:
-        raise RuntimeError("NVFP4 4over6 quantization is not supported for grouped quantization.")
-    if not quantizer.with_rht:
-        raise RuntimeError("graph safe grouped quant kernel for non-RHT path is not ready yet")
-    if not quantizer.with_post_rht_amax:
-        raise RuntimeError("grouped NVFP4 RHT quantization expects post-RHT amax buffers.")
-    for size, which in zip(shape, ("First", "Last"), strict=True):
-        if size % _TILE:
-            raise RuntimeError(f"{which} dimension of a grouped tensor should be divisible by {_TILE}.")
-
-
-def _check_amaxes(name: str, quantizer: Any, rowwise: Any, columnwise: Any, number: int) -> None:
-    if kind_of(quantizer) != "nvfp4":
-        raise RuntimeError(f"{name} only supports NVFP4 quantizers.")
-    for amax, which in ((rowwise, "Rowwise"), (columnwise, "Columnwise")):
-        if amax is None or amax.dtype is not torch.float32 or amax.numel() != number:
-            raise RuntimeError(f"{which} amax of {name} must be float32 with {number} value(s).")
-
-
-def _check_reuse(output: Any, quantizer: Any, shape: tuple[int, int], num_tensors: int, sizes: Sizes) -> None:
-    if any(size is not None for size in sizes):
-        raise RuntimeError("group_quantize: output reuse currently requires uniform tensor shapes.")
-    if output.num_tensors != num_tensors:
-        raise RuntimeError("group_quantize: output has a different number of tensors.")
-    if tuple(output.logical_shape) != shape:
-        raise RuntimeError("group_quantize: output has an incompatible logical shape.")
-    if output.quantizer is None:
-        raise RuntimeError("group_quantize: output must have quantized storage.")
-    if output.quantizer is not quantizer:
-        raise RuntimeError("group_quantize: output must have been created by the same quantizer.")
-
-
-def _check_requantizable(x: Any, quantizer: Any, columnwise: bool, return_dequantized: bool) -> None:
-    if x.rowwise_data is None or x.scale_inv is None:
-        raise RuntimeError("Grouped input has no rowwise data and scales for the GEMM to consume.")
-    if x.quantizer is None:
-        raise RuntimeError("Grouped input has no quantizer.")
-    if type(x.quantizer) is not type(quantizer):
-        raise RuntimeError("Grouped input and the op disagree on quantization format.")
-    if x.quantizer.dtype != quantizer.dtype:
-        raise RuntimeError("Grouped input and the quantizer disagree on the FP8 dtype.")
-    complete = x.columnwise_data is not None and x.columnwise_scale_inv is not None
-    if x._with_gemm_swizzled_scales:
-        if columnwise and not complete:
-            raise RuntimeError(
-                "Grouped input has swizzled scales but no columnwise data for the wgrad GEMM. It cannot be rebuilt, "
-                "because dequantization requires scales in compact format."
-            )
-        if return_dequantized:
-            raise RuntimeError(
-                "Cannot return a dequantized tensor for an already-swizzled grouped input: "
-                "dequantization requires scales in compact format."
-            )
-        return
-    if complete:
-        raise RuntimeError(
-            "Grouped input already has columnwise data but unswizzled scales; requantizing from it is not supported."
-        )
-    if kind_of(quantizer) != "mxfp8":
-        raise RuntimeError("Requantizing a grouped input is only supported for MXFP8.")
+# --- one kernel or several-------------------------------------------------------------------------------------------------------------
+def _usable(offsets: torch.Tensor | None, num_tensors: int) -> torch.Tensor | None:
+    """The offsets if the fused kernel takes them."""
+    return (
+        offsets if offsets is not None and offsets.dtype is torch.int64 and offsets.numel() == num_tensors + 1 else None
+    )
 
 
 def _requantized_by_one_kernel(
@@ -372,8 +287,6 @@ def _fill(quantizer: Any, tensor: torch.Tensor, out: Any, *, amaxes_known: bool 
     for member, x in groups:
         if x.numel() == 0:
             continue
-        if x.shape[0] % _TILE:
-            raise RuntimeError(f"Rows of every group must be a multiple of {_TILE}, found {x.shape[0]}.")
         if kind == "nvfp4":  # the grouped kernel does not reduce the amaxes over ranks
             turned_x = nvfp4_columns(quantizer, x)
             if not amaxes_known:

@@ -176,7 +176,11 @@ def test_amaxes_that_are_known_are_used_and_kept() -> None:
 @pytest.mark.since((2, 20))
 @pytest.mark.parametrize(
     ("rows", "message"),
-    [((128, 100, 284, 256), "multiple of 128"), ((128, 0, 1024, 0), "end at element 294912"), ((512, 512), "length 4")],
+    [
+        ((128, 100, 284, 256), "divisible by 128, found 100"),
+        ((128, 0, 1024, 0), "end at element 294912"),
+        ((512, 512), "length 4"),
+    ],
 )
 def test_groups_that_do_not_fit_are_refused(rows, message) -> None:
     make = mxfp8 if now().blocks_become_mxfp8 else lambda: blocks(1)
