@@ -8,6 +8,7 @@ import dataclasses
 from mpbridge.cli._target import TargetMachine, add_target_arguments, target
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.hardware.capability import Capability, can_run
+from mpbridge.hardware.machines import machines
 from mpbridge.hardware.probe import environment, gpus
 from mpbridge.megatron_spec.versions import missing
 from mpbridge.precision.registry import recipe, recipes
@@ -20,11 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     add_target_arguments(parser)
     parser.add_argument("--recipe", metavar="NAME", help="only this one; exit 1 unless it runs natively")
+    parser.add_argument(
+        "--machines", action="store_true", help="list the machines that --target knows, and nothing else"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table. Returns 1 if a single recipe was requested and does not run natively."""
+    if args.machines:
+        _print_machines(as_json=args.json)
+        return 0
     where = target(args)
     names = (recipe(args.recipe).name,) if args.recipe else tuple(recipes)
     answers = {name: can_run(resolve(recipes[name].make()), where.machine, where.versions) for name in names}
@@ -33,6 +40,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(where, answers)
     return 1 if args.recipe and not all(answer.native for answer in answers.values()) else 0
+
+
+def _print_machines(*, as_json: bool) -> None:
+    """Every machine of the table: the name that --target takes, and what it is."""
+    if as_json:
+        print_json(
+            {name: dataclasses.asdict(row) | {"sm": row.sm, "peak": dict(row.peak)} for name, row in machines.items()}
+        )
+        return
+    rows = [
+        (name, row.label, f"{row.memory_bytes / 2**30:.1f} GiB", row.note) for name, row in machines.items() if row.gpu
+    ]
+    print_table(("--target", "machine", "memory", "note"), rows)
 
 
 def as_data(where: TargetMachine, answers: dict[str, Capability]) -> dict[str, object]:

@@ -17,6 +17,7 @@ from mpbridge.hardware.machines import Machine, machines
 from mpbridge.hardware.machines import machine as machine_of
 from mpbridge.hardware.probe import installed, playing
 from mpbridge.hardware.transformer_engine import choose, played_versions
+from mpbridge.hardware.versions import release as numbers
 from mpbridge.te_cpu import played as stage
 from mpbridge.te_cpu.cuda_names import played_patches
 from mpbridge.te_cpu.loading import environment, loaded
@@ -83,7 +84,7 @@ def stage_of(run: Run) -> AbstractContextManager[types.ModuleType | None]:
 def _again(wanted: Machine, te: str | None) -> types.ModuleType:
     """The package that is already loaded; raises Refused if another machine or release is requested."""
     played = stage.now()
-    asked = None if te is None else tuple(int(part) for part in te.split("."))
+    asked = None if te is None else numbers(te)
     if played.machine != wanted or (asked is not None and played.release[: len(asked)] != asked):
         raise Refused(
             f"Transformer Engine {'.'.join(map(str, played.release))} already plays {played.machine.name}, but {wanted.name} was requested with {te or 'any release'}: leave that context first"

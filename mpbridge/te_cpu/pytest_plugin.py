@@ -1,7 +1,7 @@
 """`pytest -p mpbridge.te_cpu.pytest_plugin --played h100`: a test run in which Transformer Engine works without a GPU.
 
 When loaded with -p, it takes effect before conftest files and test modules are imported, so that they see a GPU. If the command line cannot be
-changed, set MPBRIDGE_PLAYED and MPBRIDGE_TE instead.
+changed, set PYTEST_ADDOPTS="-p mpbridge.te_cpu.pytest_plugin --played h100"; MPBRIDGE_PLAYED and MPBRIDGE_TE are the options' defaults.
 """
 
 from __future__ import annotations

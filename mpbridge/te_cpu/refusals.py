@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mpbridge.errors import Refused
@@ -18,15 +20,19 @@ _EXPERTS = "expert dispatch by NCCL needs GPUs: use the all-to-all or all-gather
 _CONTEXT = "this belongs to the fused attention kernels: context parallelism runs without them (megatron-core's local attention)"
 _SOLVER = "cuSolverMp is a GPU library"
 _GROUPED = "grouped tensors are quantized here from release 2.20 on: before, GroupedLinear runs without them"
-_GROUPED_GEMM = (
-    "grouped tensors are multiplied by cuBLASLt 13.3 or newer, and 13.1 is played: GroupedLinear runs without them"
-)
 
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
         ("fused_attn_fwd", "fused_attn_bwd", "fa_prepare_fwd", "fa_prepare_bwd", "copy_to_kv_cache"), _ATTENTION
     ),
-    **dict.fromkeys(("multi_tensor_transpose_to_bhsd", "multi_tensor_pad_last_dim"), _ATTENTION),
+    **dict.fromkeys(
+        (
+            "multi_tensor_transpose_to_bhsd",
+            "multi_tensor_pad_last_dim",
+            "multi_tensor_swizzle_scales_for_gemm_unchecked_",
+        ),
+        _ATTENTION,
+    ),
     **dict.fromkeys(
         (
             "CommOverlap",
@@ -98,10 +104,13 @@ REASONS: Mapping[str, str] = {
 CLASSES = frozenset(name for name, reason in REASONS.items() if reason is _USERBUFFERS and name.startswith("Comm"))
 
 
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+
+
 def caller() -> str:
     """'module, line' of the calling code: the innermost frame that is not ours."""
     for frame in reversed(traceback.extract_stack()):
-        if "/mpbridge/" not in frame.filename.replace("\\", "/"):
+        if not frame.filename.startswith(_OURS):
             return f"{frame.filename}, line {frame.lineno}"
     return "unknown"
 

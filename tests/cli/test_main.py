@@ -317,3 +317,13 @@ def test_parameters_of_small_models_are_no_zeros(capsys):
     assert main(["memory", "--config", "gpt_tiny", "--recipe", "bf16_mixed"]) == 0
     assert "4.36e6 parameters on 1 GPU\n" in capsys.readouterr().out
     assert [count(number) for number in (82_112, 8_030_261_248)] == ["82,112", "8.03e9"]
+
+
+def test_doctor_lists_the_machines_that_a_target_may_name(said):
+    code, out, _ = said("doctor", "--machines")
+    names = [line.split()[0] for line in out.splitlines()[1:]]
+    assert code == 0
+    assert {"h100", "b200", "rtx4090"} <= set(names)
+    assert "cpu" not in names
+    assert all(said("doctor", "--target", name, "--recipe", "bf16_mixed", "--json")[1] for name in names[:3])
+    assert set(names) <= set(json.loads(said("doctor", "--machines", "--json")[1]))

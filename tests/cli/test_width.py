@@ -19,7 +19,7 @@ from mpbridge.report.records import prose
 RUN = ["--config", "llama3_8b", "--target", "h100"]
 LONG_ARGS = "--bf16 --fp8-format hybrid --fp8-recipe delayed --num-layers 2 --moe-router-dtype fp32"
 VERBS = [
-    ["--help"], ["list"], ["words"], ["words", "bf16"], ["doctor", "--target", "h100"],
+    ["--help"], ["list"], ["words"], ["words", "bf16"], ["doctor", "--target", "h100"], ["doctor", "--machines"],
     ["show", "nvfp4"], ["show", "fp8_mlp_only", "--layers", "12"], ["diff", "bf16_mixed", "fp8_ds"], ["compare", "bf16_mixed", "fp8_cs"],
     ["plan"], ["plan", "--recipe", "fp8_cs", "--explain", "ddp.grad_reduce_in_fp32=false"],
     ["check", *RUN], ["check", "--recipe", "fp16_mixed", "train.train_iters=12"], ["check", "--rules"],

@@ -51,6 +51,20 @@ def test_an_unknown_machine_and_a_cpu_cannot_be_played(tmp_path) -> None:
     assert not torch.cuda.is_available()
 
 
+def test_beside_a_gpu_it_plays_only_if_asked(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    folder = wheel(tmp_path, "2.21.0")
+    refusal = r"this machine has a GPU \(NVIDIA H100 80GB HBM3\).*beside_a_gpu=True to play B200"
+    with pytest.raises(Refused, match=refusal), transformer_engine_on_cpu("b200", where=[folder]):
+        pass
+    assert not [name for name in sys.modules if name.startswith("transformer_engine")]
+    # asked for, it gets as far as the release
+    asked = transformer_engine_on_cpu("b200", te="2.21", where=[folder], beside_a_gpu=True)
+    with pytest.raises(Refused, match=r"2\.21\.0 is not in the table"), asked:
+        pass
+
+
 def test_a_release_outside_of_the_table_is_refused(tmp_path) -> None:
     with pytest.raises(Refused, match=r"9\.9\.0 is not in the table of releases \(expected 2\.11 to 2\.20\)"):
         packages.choose("9.9", [wheel(tmp_path / "a", "9.9.0")])

@@ -38,4 +38,7 @@ with mpbridge.transformer_engine_on_cpu("h100", te=te):
     with contextlib.suppress(mpbridge.MpbridgeError):
         mpbridge.transformer_engine_on_cpu("b200", te=te).__enter__()
         raise AssertionError("two machines at once")
+    with contextlib.suppress(mpbridge.MpbridgeError):
+        mpbridge.transformer_engine_on_cpu("h100", te="newest").__enter__()
+        raise AssertionError("a release by that name")
 print("given back")

@@ -99,6 +99,12 @@ def test_a_missing_function_names_itself_and_its_caller() -> None:
         tex.fused_attn_fwd()
 
 
+def test_a_caller_in_another_folder_by_our_name_is_named() -> None:
+    code = compile("tex.no_such_kernel(1)", "/home/user/mpbridge/mine/train.py", "exec")
+    with pytest.raises(Refused, match=r"called from /home/user/mpbridge/mine/train\.py, line 1\)"):
+        exec(code, {"tex": tex})
+
+
 @pytest.mark.parametrize(
     "made", [lambda **kwargs: te.Linear(16, 16, **kwargs), lambda **kwargs: te.GroupedLinear(2, 16, 16, **kwargs)]
 )
