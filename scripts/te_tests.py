@@ -40,6 +40,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "test_float8blockwisetensor.py": HOPPER,
     "mxfp8/test_mxfp8_quantize_swizzle_fusion.py": BLACKWELL,
     "mxfp8/test_mxfp8_group_quantize_graph_safe.py": BLACKWELL,
+    "mxfp8/test_mxfp8_dequantize_extreme_scales.py": BLACKWELL,
+    "mxfp8/test_mxfp8_master_weight_empty_shard.py": BLACKWELL,
     "test_mxfp8_2d_quantize.py": BLACKWELL,
     "nvfp4/test_nvfp4_quantize_exact.py": BLACKWELL,
     "nvfp4/test_nvfp4_gemm_exact.py": BLACKWELL,
@@ -48,6 +50,10 @@ FILES: dict[str, tuple[str, ...]] = {
     "nvfp4/test_nvfp4_sr_quantize.py": BLACKWELL,
     "nvfp4/test_nvfp4_group_quantize.py": BLACKWELL,
     "nvfp4/test_nvfp4_group_quantize_graph_safe.py": BLACKWELL,
+    "nvfp4/test_nvfp4_2d_quantize_swizzle_fusion.py": BLACKWELL,
+    "nvfp4/test_nvfp4_rht_quantize_swizzle_fusion.py": BLACKWELL,
+    "nvfp4/test_nvfp4_weight_swizzle_cache.py": BLACKWELL,
+    "nvfp4/test_nvfp4_fsdp2_hooks.py": BLACKWELL,
     "test_recipe.py": BLACKWELL,
     "test_custom_recipe.py": BLACKWELL,
     "test_fused_optimizer.py": BLACKWELL,
@@ -65,6 +71,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "test_fusible_ops.py": BLACKWELL,
 }
 """File under tests/pytorch -> the machines played for it: Blackwell if MXFP8 or NVFP4 is tested, since it runs every recipe."""
+WHOLE = ("mxfp8/test_*.py", "nvfp4/test_*.py", "test_*float8*.py", "test_mxfp8*.py")
+"""Files of a clone of which none may be missing in FILES: those of a quantization."""
 ALONE = "test_numerics.py"
 """It runs in a separate process, because environment variables are set for it."""
 AS_IN_QA = {
@@ -618,11 +626,21 @@ def report(names: list[str], target: str, said: str, options: argparse.Namespace
         print(said, file=sys.stderr)
 
 
+def unlisted_files(clone: Path) -> list[str]:
+    """Files of `WHOLE` in a clone that FILES lacks."""
+    folder = clone / "tests/pytorch"
+    return sorted({str(file.relative_to(folder)) for pattern in WHOLE for file in folder.glob(pattern)} - set(FILES))
+
+
 def main() -> int:
     options = options_of()
     options.store.mkdir(parents=True, exist_ok=True)
     if options.clone is not None:
         names = options.files or [name for name in FILES if (options.clone / "tests/pytorch" / name).exists()]
+        if unlisted := unlisted_files(options.clone):
+            sys.exit(
+                f"{options.clone} has files that the table would leave out in silence: {', '.join(unlisted)}: list them in FILES"
+            )
         for target in options.target or (*HOPPER, *BLACKWELL):
             here = [name for name in names if options.target or target in FILES[name]]
             for group in ([name for name in here if name != ALONE], [name for name in here if name == ALONE]):

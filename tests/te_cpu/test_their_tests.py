@@ -76,3 +76,14 @@ def test_a_killed_process_fails_one_test_and_the_others_run_in_a_sound_environme
     assert "| test_recipe | B200 | 15 | 15 | 13 | 2 | 0 |" in done.stdout
     assert "signal 9 killed the process" in done.stderr
     assert "assert 4 != 4" in done.stderr
+
+
+def test_a_file_of_a_quantization_that_no_table_would_show_is_named(tmp_path: Path) -> None:
+    tests = tmp_path / "clone/tests/pytorch/nvfp4"
+    tests.mkdir(parents=True)
+    (tests / "test_nvfp4_new.py").write_text("", encoding="utf-8")
+    command = [sys.executable, str(ROOT / "scripts/te_tests.py"), str(tmp_path / "clone"), "--te", OLDEST]
+    command += ["--store", str(tmp_path / "store")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert "nvfp4/test_nvfp4_new.py" in done.stderr
