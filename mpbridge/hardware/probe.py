@@ -22,6 +22,7 @@ from mpbridge.hardware.versions import release
 
 WATCHED = (
     "NVTE_",
+    "NVIDIA_TF32_OVERRIDE",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_VISIBLE_DEVICES",
     "PYTORCH_CUDA_ALLOC_CONF",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpbridge.formats import DType
 from mpbridge.hardware.capability import can_run
 from mpbridge.hardware.transformer_engine import RELEASES
 from mpbridge.hardware.versions import at_least
@@ -75,6 +76,23 @@ def _untested(case: Case) -> str | None:
     return f"Transformer Engine {have}" if _by_engine(case) and outside else None
 
 
+def _tf32(case: Case) -> str | None:
+    arch = case.run.machine.arch if case.run.machine is not None else None
+    rounded = (
+        case.native
+        and case.policy.compute is DType.FP32
+        and case.run.versions.transformer_engine is not None
+        and arch is not None
+        and arch >= _AMPERE
+        and case.run.environment.get("NVIDIA_TF32_OVERRIDE", "").strip() != "0"
+    )
+    return "FP32 products in Transformer Engine's linears" if rounded else None
+
+
+_AMPERE = (8, 0)
+"""The first GPUs with TF32."""
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="quantization-without-transformer-engine",
@@ -126,6 +144,15 @@ RULES: tuple[Rule, ...] = (
         expected=f"{_RANGE}: older releases were not reviewed, newer ones have not been run under mpbridge",
         cure="install a version in that range (megatron-core 0.16 itself declares versions below 2.12)",
         source="tests/te_cpu, which run Transformer Engine's own Python code of each of those releases from 2.11 on; megatron-core 0.16.1 package metadata, extra dev",
+        severity="warning",
+        emulated="silent",
+    ),
+    Rule(
+        id="fp32-products-in-tf32",
+        found=_tf32,
+        expected="products of FP32 factors: Transformer Engine asks cuBLAS for TF32 (10 bits of mantissa) whatever torch's settings say, on Ampere and later",
+        cure="export NVIDIA_TF32_OVERRIDE=0 before Python starts, for FP32 products at a fraction of the speed",
+        source="Transformer Engine 2.11 and main d0067d0d common/gemm/cublaslt_gemm.cu (CUBLAS_COMPUTE_32F_FAST_TF32)",
         severity="warning",
         emulated="silent",
     ),

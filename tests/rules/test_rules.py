@@ -85,6 +85,7 @@ TABLE = {
     "machine-cannot-run-it": ({"recipe": "mxfp8"}, MX),
     "transformer-engine-too-old": ({"recipe": "fp8_sc", "machine": None, "versions": te("2.2")}, {"recipe": "fp8_sc", "machine": None, "versions": te("2.3")}),
     "transformer-engine-untested": ({"recipe": "fp8_cs", "versions": te("2.21.0")}, {"recipe": "fp8_cs", "versions": te("2.20.2")}),
+    "fp32-products-in-tf32": ({"recipe": "fp32"}, {"recipe": "fp32", "environment": {"NVIDIA_TF32_OVERRIDE": "0"}}),
     "edge-layers-with-delayed-scaling": ({"recipe": "fp8_ds", "config": {"first_last_layers_bf16": True}}, {"recipe": "fp8_cs", "config": {"first_last_layers_bf16": True}}),
     "edge-layers-beyond-a-stage": (
         {"recipe": "fp8_cs", "config": {"num_layers_at_start_in_bf16": 3, "num_layers_at_end_in_bf16": 0}, "parallel": PP2},
