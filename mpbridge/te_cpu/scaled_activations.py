@@ -53,7 +53,7 @@ def scaled_swiglu(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any,
 @kernel
 def scaled_dswiglu(
     grad: torch.Tensor,
-    input: torch.Tensor,
+    fwd_input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
     glu_interleave_size: int = 0,
@@ -61,7 +61,7 @@ def scaled_dswiglu(
 ) -> tuple[Any, torch.Tensor | None]:
     """Gradients of `scaled_swiglu`."""
     function = _unwoven(FUNCTIONS["swiglu"], glu_interleave_size)
-    return _backward(function, grad, input, act_scales, quantizer, compute_scale_grad)
+    return _backward(function, grad, fwd_input, act_scales, quantizer, compute_scale_grad)
 
 
 @kernel
@@ -80,7 +80,7 @@ def scaled_situglu(
 @kernel
 def scaled_dsituglu(
     grad: torch.Tensor,
-    input: torch.Tensor,
+    fwd_input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
     beta1: float,
@@ -90,7 +90,7 @@ def scaled_dsituglu(
 ) -> tuple[Any, torch.Tensor | None]:
     """Gradients of `scaled_situglu`."""
     function = _unwoven(situ_gate(beta1, beta2), glu_interleave_size)
-    return _backward(function, grad, input, act_scales, quantizer, compute_scale_grad)
+    return _backward(function, grad, fwd_input, act_scales, quantizer, compute_scale_grad)
 
 
 @kernel
@@ -111,7 +111,7 @@ def scaled_clamped_swiglu(
 @kernel
 def scaled_clamped_dswiglu(
     grad: torch.Tensor,
-    input: torch.Tensor,
+    fwd_input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
     limit: float,
@@ -122,7 +122,7 @@ def scaled_clamped_dswiglu(
 ) -> tuple[Any, torch.Tensor | None]:
     """Gradients of `scaled_clamped_swiglu`."""
     function = _unwoven(clamped_gate(limit, alpha, glu_linear_offset), glu_interleave_size)
-    return _backward(function, grad, input, act_scales, quantizer, compute_scale_grad)
+    return _backward(function, grad, fwd_input, act_scales, quantizer, compute_scale_grad)
 
 
 @kernel
@@ -133,7 +133,11 @@ def scaled_srelu(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any) 
 
 @kernel
 def scaled_dsrelu(
-    grad: torch.Tensor, input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, compute_scale_grad: bool = True
+    grad: torch.Tensor,
+    fwd_input: torch.Tensor,
+    act_scales: torch.Tensor,
+    quantizer: Any,
+    compute_scale_grad: bool = True,
 ) -> tuple[Any, torch.Tensor | None]:
     """Gradients of `scaled_srelu`."""
-    return _backward(FUNCTIONS["srelu"], grad, input, act_scales, quantizer, compute_scale_grad)
+    return _backward(FUNCTIONS["srelu"], grad, fwd_input, act_scales, quantizer, compute_scale_grad)
