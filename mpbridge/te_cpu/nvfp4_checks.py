@@ -126,9 +126,16 @@ _VARIABLE = "NVTE_USE_FAST_MATH"
 
 
 def fast_math(quantizer: Any, since: tuple[int, int] = (2, 14)) -> bool:
-    """Whether casts trade accuracy for speed: the extension reads NVTE_USE_FAST_MATH at every one, and ignores it for Four Over Six."""
-    asked = os.environ.get(_VARIABLE, "") not in ("", "0")
-    return asked and now().release >= since and not _six(quantizer)
+    """Whether casts trade accuracy for speed: the extension reads NVTE_USE_FAST_MATH at every one, and ignores it for Four Over Six.
+
+    Raises RuntimeError, as the extension does, for a value other than 0 and 1.
+    """
+    if now().release < since:
+        return False
+    value = os.environ.get(_VARIABLE, "").strip() or "0"
+    if value not in ("0", "1"):
+        raise RuntimeError(f"Invalid environment variable value ({_VARIABLE}={value}, expected 0 or 1)")
+    return value == "1" and not _six(quantizer)
 
 
 def refuse_approximations(quantizer: Any, *, fused: bool, since: tuple[int, int] = (2, 14)) -> None:
