@@ -110,13 +110,24 @@ def check_usages(quantizer: Any) -> None:
         raise RuntimeError(f"{_ROWS} does not support columnwise usage.")
 
 
+def cast_together(quantizers: Sequence[Any], parts: Sequence[torch.Tensor]) -> bool:
+    """Whether kernels cast all parts at once: those before release 2.14 are tried on any that share a buffer without gaps."""
+    if any(map(_by_row, quantizers)):
+        return False
+    if now().release >= (2, 14):
+        return parts[0].shape[-1] % 128 == 0
+    return all(part.numel() % 512 == 0 for part in parts[:-1])  # a part begins at a multiple of 256 bytes
+
+
 def check_split(quantizers: Sequence[Any], x: torch.Tensor) -> None:
-    """The checks of the kernel that casts all parts of [rows, columns] at once, whose columns are a multiple of 128."""
+    """Raises RuntimeError for what the kernels that cast all parts of [rows, columns] at once refuse."""
     first = quantizers[0]
     if first.with_2d_quantization:
         raise RuntimeError("NVFP4 split-quantize does not support 2D quantization")
     if first.with_amax_reduction:
         raise RuntimeError("NVFP4 split-quantize does not support amax reduction")
+    if x.shape[-1] % 128:
+        raise RuntimeError("NVFP4 multi-quantize requires inner dim to be multiple of 128.")
     if first.with_rht and not _six(first) and x.dtype is torch.bfloat16 and not first.with_post_rht_amax:
         raise RuntimeError("NVFP4 split-quantize does not yet support pre-RHT amax")
 

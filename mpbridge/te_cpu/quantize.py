@@ -10,7 +10,7 @@ import torch
 from mpbridge.te_cpu.casts import fill, turned
 from mpbridge.te_cpu.enums import torch_dtype
 from mpbridge.te_cpu.grouped import swizzle_scales_for_gemm_
-from mpbridge.te_cpu.nvfp4_checks import check_split, refuse_approximations
+from mpbridge.te_cpu.nvfp4_checks import cast_together, check_split, refuse_approximations
 from mpbridge.te_cpu.operands import is_quantized, values_of
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
@@ -57,7 +57,7 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: torch.Tensor
         return output if skipped else quantized(source, quantizer, output)
     with torch.no_grad():
         made = _buffers(source, quantizer, output)
-        return _finished(made if skipped else fill(quantizer, source, made), quantizer)
+        return in_order(made if skipped else fill(quantizer, source, made), quantizer)
 
 
 def _buffers(source: torch.Tensor, quantizer: Any, out: Any) -> Any:
@@ -67,8 +67,8 @@ def _buffers(source: torch.Tensor, quantizer: Any, out: Any) -> Any:
     return coerced(quantizer, out, source.shape, source.dtype)
 
 
-def _finished(made: Any, quantizer: Any) -> Any:
-    """NVFP4's scales are put in order behind kernels that do not (from release 2.17 on)."""
+def in_order(made: Any, quantizer: Any) -> Any:
+    """`made` with NVFP4's scales in the order that the quantizer wants, if the kernel has not put them so (from release 2.17 on)."""
     if storage_kind(made) == "nvfp4" and swizzles(quantizer) and now().release >= (2, 17):
         swizzle_scales_for_gemm_(made)
     return made
@@ -125,8 +125,7 @@ def _is_nvfp4(quantizer: Any) -> bool:
 
 def _split_nvfp4(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizers: Sequence[Any]) -> list[Any]:
     """The parts in NVFP4, whose scales all are in the order of the tensor cores or none: a kernel casts them together."""
-    fused = tensor.shape[-1] % 128 == 0 and not any(getattr(q, "row_scaled_nvfp4", False) for q in quantizers)
-    if fused and tensor.numel():
+    if tensor.numel() and cast_together(quantizers, parts):
         check_split(quantizers, tensor)
         refuse_approximations(quantizers[0], fused=fused_nvfp4((0, tensor.shape[-1])), since=(2, 12))
     tiles = now().release >= (2, 17) and all(

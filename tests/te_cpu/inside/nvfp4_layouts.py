@@ -182,6 +182,16 @@ def test_parts_quantized_together_are_refused_what_their_kernel_does_not_do(opti
         tex.split_quantize(tokens(128, 128), [64, 64], [nvfp4(**options), nvfp4(**options)])
 
 
+def test_parts_of_64_columns_are_not_quantized_together_before_2_14() -> None:
+    x, quantizers = tokens(128, 64), [nvfp4(**RHT), nvfp4(**RHT)]
+    if now().release >= (2, 14):
+        parts = tex.split_quantize(x, [64, 64], quantizers)
+        assert torch.equal(parts[0]._rowwise_data, quantizers[0](x[:64])._rowwise_data)
+        return
+    with pytest.raises(RuntimeError, match="requires inner dim to be multiple of 128"):
+        tex.split_quantize(x, [64, 64], quantizers)
+
+
 @pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
 @pytest.mark.parametrize(
