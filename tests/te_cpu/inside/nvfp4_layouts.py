@@ -17,8 +17,9 @@ from mpbridge.devices.redirect import CPU
 from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.errors import Refused
 from mpbridge.precision.regions import Quant
+from mpbridge.te_cpu import played
 from mpbridge.te_cpu.operands import gemm_operand, values_of
-from mpbridge.te_cpu.played import now
+from mpbridge.te_cpu.played import Played, now
 from mpbridge.te_cpu.swizzle import swizzled
 
 BLACKWELL = now().capability >= (10, 0)
@@ -127,6 +128,43 @@ def test_scales_of_parts_quantized_together_are_all_in_tiles_or_none(sizes, opti
                 assert torch.equal(
                     values_of(part, torch.float32, column=column), values_of(alone, torch.float32, column=column)
                 )
+
+
+@pytest.fixture
+def release():
+    """Plays the machine with another release for the rest of the test."""
+
+    def play(number: tuple[int, int]) -> None:
+        played.enter(Played(machine=now().machine, release=number))
+
+    before = len(played._now)
+    yield play
+    del played._now[before:]
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.played("blackwell")
+@pytest.mark.parametrize(
+    ("number", "transform", "square"),
+    [((2, 16), False, False), ((2, 17), True, False), ((2, 18), True, True)],
+    ids=["2.16", "2.17", "2.18"],
+)
+def test_kernels_learned_tiles_release_by_release(number, transform, square, release) -> None:
+    release(number)
+    x = tokens(128, 128)
+    for options, expected in ((RHT, transform), (SQUARE, square)):
+        quantizer = nvfp4(tiles=True, **options)
+        assert quantizer.make_empty(x.shape, dtype=x.dtype)._with_gemm_swizzled_scales is expected
+        assert quantizer(x)._with_gemm_swizzled_scales is (number >= (2, 17))
+
+
+@pytest.mark.since((2, 20))
+def test_row_scaled_tensors_have_no_column_copy_before_2_19(release) -> None:
+    x = tokens(64, 64)
+    assert nvfp4(**ROWS)(x)._columnwise_data is not None
+    release((2, 18))
+    with pytest.raises(RuntimeError, match="Row-scaled NVFP4 quantization does not support columnwise usage"):
+        nvfp4(**ROWS)(x)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------------------------
