@@ -69,8 +69,8 @@ def scaled_situglu(
     input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
-    beta1: float,
-    beta2: float,
+    beta1: float = 4.0,
+    beta2: float = 25.0,
     glu_interleave_size: int = 0,
 ) -> Any:
     """SiTU-GLU times a row's factor."""
@@ -83,8 +83,8 @@ def scaled_dsituglu(
     fwd_input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
-    beta1: float,
-    beta2: float,
+    beta1: float = 4.0,
+    beta2: float = 25.0,
     glu_interleave_size: int = 0,
     compute_scale_grad: bool = True,
 ) -> tuple[Any, torch.Tensor | None]:
@@ -98,9 +98,9 @@ def scaled_clamped_swiglu(
     input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
-    limit: float,
-    alpha: float,
-    glu_linear_offset: float,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    glu_linear_offset: float = 1.0,
     glu_interleave_size: int = 0,
 ) -> Any:
     """The clamped SwiGLU times a row's factor."""
@@ -114,9 +114,9 @@ def scaled_clamped_dswiglu(
     fwd_input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
-    limit: float,
-    alpha: float,
-    glu_linear_offset: float,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    glu_linear_offset: float = 1.0,
     glu_interleave_size: int = 0,
     compute_scale_grad: bool = True,
 ) -> tuple[Any, torch.Tensor | None]:

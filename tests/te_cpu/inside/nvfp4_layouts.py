@@ -54,19 +54,19 @@ def test_a_dropped_column_copy_of_square_blocks_is_made_again_from_the_rows() ->
 
 @pytest.mark.since((2, 20))
 @pytest.mark.parametrize(
-    ("name", "wide", "more"),
+    ("name", "wide", "defaults"),
     [
-        ("scaled_dswiglu", 2, {}),
-        ("scaled_dsituglu", 2, {"beta1": 1.0, "beta2": 0.5}),
-        ("scaled_clamped_dswiglu", 2, {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
-        ("scaled_dsrelu", 1, {}),
+        ("scaled_dswiglu", 2, ()),
+        ("scaled_dsituglu", 2, (4.0, 25.0)),
+        ("scaled_clamped_dswiglu", 2, (7.0, 1.702, 1.0)),
+        ("scaled_dsrelu", 1, ()),
     ],
 )
-def test_backward_activations_take_the_forward_input_by_its_name(name, wide, more) -> None:
+def test_backward_activations_take_the_forward_input_by_its_name(name, wide, defaults) -> None:
     x, grad, factors = torch.randn(4, 8 * wide), torch.randn(4, 8), torch.rand(4)
     function = getattr(tex, name)
-    by_name = function(grad=grad, fwd_input=x, act_scales=factors, quantizer=None, **more)
-    assert torch.equal(by_name[0], function(grad, x, factors, None, *more.values())[0])
+    by_name = function(grad=grad, fwd_input=x, act_scales=factors, quantizer=None)
+    assert torch.equal(by_name[0], function(grad, x, factors, None, *defaults)[0])
 
 
 # --- the order of scales -----------------------------------------------------------------------------------------------------------------
