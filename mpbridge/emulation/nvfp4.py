@@ -17,7 +17,7 @@ from mpbridge.emulation.kernels import (
 )
 from mpbridge.emulation.operands import Operand, OperandCopy, Side, spread, square_peaks, view_of
 from mpbridge.emulation.rules import Options
-from mpbridge.emulation.scales import Rules, nvfp4_block, nvfp4_global
+from mpbridge.emulation.scales import Rules, nvfp4_block, nvfp4_fast_multiplier, nvfp4_global
 from mpbridge.formats import E2M1, E4M3
 from mpbridge.scalings import Block
 
@@ -78,6 +78,28 @@ class Nvfp4:
         self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy, overall: torch.Tensor | None = None
     ) -> Factors:
         """(multiplier before the cast, block scale, amax of the second level) of a view. overall: the tensor's amax, if the view is only part of it."""
+        multiplier, factor, overall = self._exact_factors(x, view, side, copy, overall)
+        if self._rounds_multiplier(x, side):
+            multiplier = nvfp4_fast_multiplier(factor, nvfp4_global(self._lines(overall, view, side, copy)))
+        return multiplier, factor, overall
+
+    def _rounds_multiplier(self, x: torch.Tensor, side: Side) -> bool:
+        """Whether fast math rounds multipliers to BF16: in the kernel of one-dimensional blocks, where it is not fused with the transform."""
+        if not self.options.get("fast_math") or self.four_over_six(side) or (side == "w" and self.block("w").square):
+            return False
+        in_tiles = x.dtype is torch.bfloat16 and x.shape[0] % 32 == 0 and x.shape[1] % 32 == 0
+        return in_tiles and not (side != "w" and self._hadamard and _fused(x))
+
+    def _lines(self, overall: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy) -> torch.Tensor:
+        """The second level's amax for every block of a view."""
+        if self.row_scaled(side) and copy == "row":
+            return overall.repeat_interleave(view.shape[0] // overall.shape[0], 0)
+        return overall
+
+    def _exact_factors(
+        self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy, overall: torch.Tensor | None
+    ) -> Factors:
+        """`_nvfp4_factors` without fast math."""
         square = side == "w" and self.block("w").square
         if overall is None and not square and not self.four_over_six(side) and not self.row_scaled(side):
             return self._plain_factors(x, view, side, copy)
@@ -85,9 +107,7 @@ class Nvfp4:
         if square:
             return self._square_factors(view, amax, side, overall)
         overall = self._line_peaks(x, amax, side, copy) if overall is None else overall
-        lines = overall
-        if self.row_scaled(side) and copy == "row":
-            lines = overall.repeat_interleave(view.shape[0] // overall.shape[0], 0)
+        lines = self._lines(overall, view, side, copy)
         if self.four_over_six(side):
             return (*self._four_or_six(view, amax, lines, side, square=False), overall)
         return (*nvfp4_block(amax, nvfp4_global(lines), self.rules), overall)

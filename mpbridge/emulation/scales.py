@@ -149,6 +149,15 @@ def nvfp4_block(amax: torch.Tensor, overall: torch.Tensor, rules: Rules) -> tupl
     return (1.0 / (scale * (1.0 / overall))).clamp_max(FP32_LARGEST), scale
 
 
+def nvfp4_fast_multiplier(scale: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
+    """The multiplier before the cast under NVTE_USE_FAST_MATH, from block scales and S: S / scale, at most BF16's largest, in BF16 (as fp32).
+
+    Source: `common/cast/nvfp4/specialized/quantize_transpose_nvfp4_tuned_1D.cuh` compute_nvfp4_scaling_coefficient (v2.14).
+    """
+    quotient = torch.div(overall.expand_as(scale), scale).clamp_max(torch.finfo(torch.bfloat16).max)
+    return quotient.to(torch.bfloat16).float()
+
+
 def nvfp4_candidates(
     amax: torch.Tensor, overall: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:

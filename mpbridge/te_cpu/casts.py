@@ -14,6 +14,7 @@ from mpbridge.emulation.scales import (
     mxfp8_exponent,
     mxfp8_factors,
     nvfp4_block,
+    nvfp4_fast_multiplier,
     nvfp4_global,
     peaks_over,
     scale_from_amax,
@@ -21,8 +22,9 @@ from mpbridge.emulation.scales import (
 from mpbridge.formats import E4M3
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.four_over_six import FourOverSix
+from mpbridge.te_cpu.nvfp4_checks import check, refuse_approximations, rounds_multiplier
 from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.storages import empty_quantized, is_compact, kind_of, rows_of, swizzles
+from mpbridge.te_cpu.storages import empty_quantized, fused_nvfp4, is_compact, kind_of, rows_of, swizzles
 from mpbridge.te_cpu.swizzle import swizzled, swizzled_columns
 
 
@@ -217,6 +219,7 @@ def rotated(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4(quantizer: Any, x: torch.Tensor, out: Any) -> None:
+    check(quantizer, x)
     turned_x = nvfp4_columns(quantizer, x)
     nvfp4_amaxes(quantizer, x, turned_x, out)
     nvfp4_reduced(quantizer, out._amax_rowwise, out._amax_columnwise)
@@ -227,6 +230,7 @@ def nvfp4_columns(quantizer: Any, x: torch.Tensor) -> torch.Tensor | None:
     """What the column copy of [tokens, features] quantizes: [features, tokens], transformed if the quantizer says so; None without such a copy."""
     if quantizer.with_rht and x.dtype != torch.bfloat16:
         raise RuntimeError("RHT is only supported for bfloat16 input")
+    refuse_approximations(quantizer, fused=fused_nvfp4(x.shape))
     if not quantizer.columnwise_usage:
         return None
     return rotated(x, quantizer.rht_matrix) if quantizer.with_rht else x.t().contiguous()
@@ -250,8 +254,8 @@ def nvfp4_reduced(quantizer: Any, *amaxes: torch.Tensor | None) -> None:
 
 
 def nvfp4_codes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, out: Any) -> None:
-    """Codes and block scales of both copies for the amaxes in `out`."""
-    order = swizzled if swizzles(quantizer) else None
+    """Codes and block scales of both copies for the amaxes in `out`, the scales in the order that `out` names."""
+    order = swizzled if getattr(out, "_with_gemm_swizzled_scales", False) else None
     copies = [(x, "rowwise")] if quantizer.rowwise_usage else []
     copies += [(turned_x, "columnwise")] if turned_x is not None else []
     for source, name in copies:
@@ -261,6 +265,7 @@ def nvfp4_codes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, 
             square=quantizer.with_2d_quantization,
             stochastic=quantizer.stochastic_rounding,
             choice=FourOverSix.of(quantizer),
+            rounded=rounds_multiplier(quantizer, source),
         )
         data = getattr(out, f"_{name}_data")
         data.copy_(packed.view(data.shape))
@@ -274,14 +279,18 @@ def nvfp4_rows(
     square: bool = False,
     stochastic: bool = False,
     choice: FourOverSix | None = None,
+    rounded: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(packed codes [rows, columns/2], E4M3 bytes of the block scales [rows, columns/16]) of [rows, columns].
 
     amax: fp32, for the whole tensor or per row. square: scales shared by 16 x 16 elements. choice: selects each block's scale by Four Over Six.
+    rounded: multipliers in BF16, as under fast math.
     """
     rows, step = x.shape[0], max(_LINES, _CACHED // max(x.shape[1], 1) // _LINES * _LINES)
     parts = [
-        _nvfp4_lines(x[at : at + step], amax[at : at + step] if amax.numel() > 1 else amax, square, stochastic, choice)
+        _nvfp4_lines(
+            x[at : at + step], amax[at : at + step] if amax.numel() > 1 else amax, square, stochastic, choice, rounded
+        )
         for at in range(0, rows, step)
     ]
     return parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
@@ -294,7 +303,7 @@ _CACHED = 2**18
 
 
 def _nvfp4_lines(
-    x: torch.Tensor, amax: torch.Tensor, square: bool, stochastic: bool, choice: FourOverSix | None
+    x: torch.Tensor, amax: torch.Tensor, square: bool, stochastic: bool, choice: FourOverSix | None, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`nvfp4_rows` of some rows."""
     rows, columns = x.shape
@@ -305,7 +314,9 @@ def _nvfp4_lines(
     if choice is not None:
         multiplier, scale = choice.factors(x, peak, amax, square)
     else:
-        multiplier, scale = nvfp4_block(peak, nvfp4_global(amax.float().reshape(-1, 1)), now().rules)
+        overall = nvfp4_global(amax.float().reshape(-1, 1))
+        multiplier, scale = nvfp4_block(peak, overall, now().rules)
+        multiplier = nvfp4_fast_multiplier(scale, overall) if rounded else multiplier
     scaled = (x.reshape(rows, columns // 16, 16).float() * multiplier.unsqueeze(-1)).view(rows, columns)
     random = random_bytes(scaled.shape, torch.default_generator) if stochastic else None
     return pack_e2m1(encode_e2m1(scaled, random)), encode_fp8(scale, E4M3)

@@ -155,15 +155,15 @@ def nvfp4_multi_tensor_2d_partial_cast(
 
 
 @kernel
-def nvfp4_data_transpose(input: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
-    """[rows, columns/2] packed codes as [columns, rows/2]."""
+def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
+    """[rows, columns/2] packed codes as [columns, rows/2], in `out` if given."""
     flat = input.reshape(-1, input.shape[-1])
     codes = torch.stack([flat & 15, flat >> 4], -1).reshape(flat.shape[0], -1)
     made = pack_e2m1(codes.t().contiguous())
-    if output is None:
+    if out is None:
         return made
-    output.copy_(made.view(output.shape))
-    return output
+    out.copy_(made.view(out.shape))
+    return out
 
 
 @kernel
@@ -187,5 +187,5 @@ def nvfp4_2d_multi_tensor_transpose(
     """Column copies of every weight."""
     lists = (rowwise_data_list, columnwise_data_list, rowwise_scale_inv_list, columnwise_scale_inv_list, M_list, K_list)
     for row, column, row_scale, column_scale, rows, columns in zip(*lists, strict=True):
-        nvfp4_data_transpose(row, column)
+        nvfp4_data_transpose(row, out=column)
         nvfp4_2d_scale_transpose(row_scale, column_scale, -(-rows // _SIDE), -(-columns // _SIDE))

@@ -7,11 +7,21 @@ from typing import Any
 
 import torch
 
-from mpbridge.te_cpu.casts import fill, new_quantized, turned
+from mpbridge.te_cpu.casts import fill, turned
 from mpbridge.te_cpu.enums import torch_dtype
+from mpbridge.te_cpu.grouped import swizzle_scales_for_gemm_
+from mpbridge.te_cpu.nvfp4_checks import cast_together, check_split, refuse_approximations
 from mpbridge.te_cpu.operands import is_quantized, values_of
+from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
-from mpbridge.te_cpu.storages import coerced, empty_quantized, storage_kind
+from mpbridge.te_cpu.storages import (
+    coerced,
+    empty_quantized,
+    fused_nvfp4,
+    kind_of,
+    storage_kind,
+    swizzles,
+)
 
 
 def plain(tensor: Any) -> torch.Tensor:
@@ -32,17 +42,36 @@ def quantized(tensor: torch.Tensor, quantizer: Any, out: Any = None) -> Any:
     if getattr(quantizer, "custom", False):
         return quantizer.quantize(tensor) if out is None else quantizer.update_quantized(tensor, out)
     with torch.no_grad():
-        if out is None:
-            return new_quantized(quantizer, tensor)
-        return fill(quantizer, tensor, coerced(quantizer, out, tensor.shape, tensor.dtype))
+        return fill(quantizer, tensor, _buffers(tensor, quantizer, out))
 
 
 @kernel
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """`tensor` quantized, into `output` if given; a noop flag of 1 leaves `output` unchanged."""
-    if noop is not None and noop.numel() and float(noop.reshape(-1)[0]) == 1.0:
-        return output
-    return quantized(plain(tensor), quantizer, output)
+    """`tensor` quantized, into `output` if given, the scales in the order that the quantizer wants.
+
+    A noop flag of 1 leaves the contents of `output` unchanged, but not which copies it has; without `output`, those of the result are undefined.
+    """
+    skipped = noop is not None and noop.numel() and float(noop.reshape(-1)[0]) == 1.0
+    source = plain(tensor)
+    if quantizer is None or getattr(quantizer, "custom", False):
+        return output if skipped else quantized(source, quantizer, output)
+    with torch.no_grad():
+        made = _buffers(source, quantizer, output)
+        return in_order(made if skipped else fill(quantizer, source, made), quantizer)
+
+
+def _buffers(source: torch.Tensor, quantizer: Any, out: Any) -> Any:
+    """`out` with the buffers for the quantizer's usages, or a new tensor of them."""
+    if out is None:
+        return empty_quantized(quantizer, source.shape, source.dtype)
+    return coerced(quantizer, out, source.shape, source.dtype)
+
+
+def in_order(made: Any, quantizer: Any) -> Any:
+    """`made` with NVFP4's scales in the order that the quantizer wants, if the kernel has not put them so (from release 2.17 on)."""
+    if storage_kind(made) == "nvfp4" and swizzles(quantizer) and now().release >= (2, 17):
+        swizzle_scales_for_gemm_(made)
+    return made
 
 
 @kernel
@@ -70,7 +99,7 @@ def create_empty_quantized_tensor(
 @kernel
 def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
     """Every tensor quantized by the quantizer at the same index."""
-    return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
+    return [quantized(plain(tensor), quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
 
 
 @kernel
@@ -81,9 +110,36 @@ def split_quantize(
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
     """Parts of the first dimension, each quantized by its own quantizer."""
-    del disable_bulk_allocation
-    parts = torch.split(tensor.detach(), [int(size) for size in split_sections])
-    return [quantize(part.contiguous(), quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
+    sizes = [int(size) for size in split_sections]
+    parts = [part.contiguous() for part in torch.split(tensor.detach(), sizes)]
+    together = parts and not disable_bulk_allocation and all(map(_is_nvfp4, quantizer_list))
+    if not together:
+        return [quantized(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
+    return _split_nvfp4(tensor.detach(), parts, quantizer_list)
+
+
+def _is_nvfp4(quantizer: Any) -> bool:
+    known = quantizer is not None and not getattr(quantizer, "custom", False)
+    return known and kind_of(quantizer) == "nvfp4"
+
+
+def _split_nvfp4(tensor: torch.Tensor, parts: Sequence[torch.Tensor], quantizers: Sequence[Any]) -> list[Any]:
+    """The parts in NVFP4, whose scales all are in the order of the tensor cores or none: a kernel casts them together."""
+    if tensor.numel() and cast_together(quantizers, parts):
+        check_split(quantizers, tensor)
+        refuse_approximations(quantizers[0], fused=fused_nvfp4((0, tensor.shape[-1])), since=(2, 12))
+    tiles = now().release >= (2, 17) and all(
+        swizzles(quantizer) and quantizer.with_rht and fused_nvfp4(part.shape, 128)
+        for part, quantizer in zip(parts, quantizers, strict=True)
+    )
+    made = []
+    with torch.no_grad():
+        for part, quantizer in zip(parts, quantizers, strict=True):
+            out = empty_quantized(quantizer, part.shape, part.dtype)
+            if hasattr(out, "_with_gemm_swizzled_scales"):
+                out._with_gemm_swizzled_scales = tiles
+            made.append(fill(quantizer, part, out))
+    return made
 
 
 @kernel

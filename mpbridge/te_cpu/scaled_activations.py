@@ -53,7 +53,7 @@ def scaled_swiglu(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any,
 @kernel
 def scaled_dswiglu(
     grad: torch.Tensor,
-    input: torch.Tensor,
+    fwd_input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
     glu_interleave_size: int = 0,
@@ -61,7 +61,7 @@ def scaled_dswiglu(
 ) -> tuple[Any, torch.Tensor | None]:
     """Gradients of `scaled_swiglu`."""
     function = _unwoven(FUNCTIONS["swiglu"], glu_interleave_size)
-    return _backward(function, grad, input, act_scales, quantizer, compute_scale_grad)
+    return _backward(function, grad, fwd_input, act_scales, quantizer, compute_scale_grad)
 
 
 @kernel
@@ -69,8 +69,8 @@ def scaled_situglu(
     input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
-    beta1: float,
-    beta2: float,
+    beta1: float = 4.0,
+    beta2: float = 25.0,
     glu_interleave_size: int = 0,
 ) -> Any:
     """SiTU-GLU times a row's factor."""
@@ -80,17 +80,17 @@ def scaled_situglu(
 @kernel
 def scaled_dsituglu(
     grad: torch.Tensor,
-    input: torch.Tensor,
+    fwd_input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
-    beta1: float,
-    beta2: float,
+    beta1: float = 4.0,
+    beta2: float = 25.0,
     glu_interleave_size: int = 0,
     compute_scale_grad: bool = True,
 ) -> tuple[Any, torch.Tensor | None]:
     """Gradients of `scaled_situglu`."""
     function = _unwoven(situ_gate(beta1, beta2), glu_interleave_size)
-    return _backward(function, grad, input, act_scales, quantizer, compute_scale_grad)
+    return _backward(function, grad, fwd_input, act_scales, quantizer, compute_scale_grad)
 
 
 @kernel
@@ -98,9 +98,9 @@ def scaled_clamped_swiglu(
     input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
-    limit: float,
-    alpha: float,
-    glu_linear_offset: float,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    glu_linear_offset: float = 1.0,
     glu_interleave_size: int = 0,
 ) -> Any:
     """The clamped SwiGLU times a row's factor."""
@@ -111,18 +111,18 @@ def scaled_clamped_swiglu(
 @kernel
 def scaled_clamped_dswiglu(
     grad: torch.Tensor,
-    input: torch.Tensor,
+    fwd_input: torch.Tensor,
     act_scales: torch.Tensor,
     quantizer: Any,
-    limit: float,
-    alpha: float,
-    glu_linear_offset: float,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    glu_linear_offset: float = 1.0,
     glu_interleave_size: int = 0,
     compute_scale_grad: bool = True,
 ) -> tuple[Any, torch.Tensor | None]:
     """Gradients of `scaled_clamped_swiglu`."""
     function = _unwoven(clamped_gate(limit, alpha, glu_linear_offset), glu_interleave_size)
-    return _backward(function, grad, input, act_scales, quantizer, compute_scale_grad)
+    return _backward(function, grad, fwd_input, act_scales, quantizer, compute_scale_grad)
 
 
 @kernel
@@ -133,7 +133,11 @@ def scaled_srelu(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any) 
 
 @kernel
 def scaled_dsrelu(
-    grad: torch.Tensor, input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, compute_scale_grad: bool = True
+    grad: torch.Tensor,
+    fwd_input: torch.Tensor,
+    act_scales: torch.Tensor,
+    quantizer: Any,
+    compute_scale_grad: bool = True,
 ) -> tuple[Any, torch.Tensor | None]:
     """Gradients of `scaled_srelu`."""
-    return _backward(FUNCTIONS["srelu"], grad, input, act_scales, quantizer, compute_scale_grad)
+    return _backward(FUNCTIONS["srelu"], grad, fwd_input, act_scales, quantizer, compute_scale_grad)

@@ -17,6 +17,7 @@ import torch
 
 from mpbridge.devices import redirect
 from mpbridge.errors import Refused
+from mpbridge.te_cpu.nvfp4_checks import check_usages
 from mpbridge.te_cpu.played import now
 
 QuantizerKind = Literal["delayed", "current", "mxfp8", "block", "nvfp4"]
@@ -106,7 +107,7 @@ def _made(
     full, bare, outer, inner = _classes(kind)
     options = {
         "fake_dtype": dtype,
-        "with_gemm_swizzled_scales": swizzles(quantizer),
+        "with_gemm_swizzled_scales": casts_to_tiles(quantizer, shape),
         "row_scaled_nvfp4": getattr(quantizer, "row_scaled_nvfp4", False),
         "nvfp4_use_4over6": getattr(quantizer, "nvfp4_use_4over6", False),
         "nvfp4_e4m3_max": getattr(quantizer, "nvfp4_e4m3_max", 448),
@@ -120,8 +121,29 @@ def _made(
 
 
 def swizzles(quantizer: Any) -> bool:
-    """Whether the quantizer stores block scales in the order of the tensor cores (from release 2.12, `optimize_for_gemm`)."""
+    """Whether the quantizer wants block scales in the order of the tensor cores (from release 2.12, `optimize_for_gemm`)."""
     return bool(getattr(quantizer, "optimize_for_gemm", False)) and kind_of(quantizer) in ("mxfp8", "nvfp4")
+
+
+def casts_to_tiles(quantizer: Any, shape: Sequence[int]) -> bool:
+    """Whether the kernel that casts a tensor of `shape` writes its scales in that order itself.
+
+    For NVFP4 only some do: the one fused with the Hadamard transform from release 2.17 on, that of square blocks from 2.18 on. After any
+    other, `quantize` puts them in order, and a norm, an activation or a GEMM leaves them as they are.
+    """
+    if not swizzles(quantizer) or kind_of(quantizer) != "nvfp4":
+        return swizzles(quantizer)
+    if quantizer.with_rht:
+        return now().release >= (2, 17) and fused_nvfp4(shape)
+    if now().release < (2, 18) or quantizer.row_scaled_nvfp4 or quantizer.nvfp4_use_4over6:
+        return False
+    return bool(quantizer.with_2d_quantization) and fused_nvfp4(shape, 128)
+
+
+def fused_nvfp4(shape: Sequence[int], rows: int = 64) -> bool:
+    """Whether the machine's kernels that cast a tensor to NVFP4 in one go take `shape`. rows: of which its rows have to be a multiple."""
+    fits = rows_of(shape) % rows == 0 and shape[-1] % 128 == 0
+    return fits and (10, 0) <= now().capability <= (11, 0)
 
 
 def empty_quantized(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Any:
@@ -209,6 +231,7 @@ def _nvfp4(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict
     rows, columns = rows_of(shape), shape[-1]
     row, column = quantizer.rowwise_usage, quantizer.columnwise_usage
     by_row = bool(getattr(quantizer, "row_scaled_nvfp4", False))
+    check_usages(quantizer)
     return {
         "rowwise_data": _bytes((*shape[:-1], columns // 2), device) if row else None,
         "rowwise_scale_inv": _bytes((up(rows, 128), up(columns // 16, 4)), device) if row else None,
@@ -233,6 +256,8 @@ def coerced(quantizer: Any, tensor: Any, shape: Sequence[int], dtype: torch.dtyp
         )
     if kind in ("delayed", "current"):
         return _coerced_per_tensor(quantizer, tensor, tuple(shape))
+    if kind == "nvfp4":
+        _coerce_nvfp4(quantizer, tensor, shape)
     parts = ("_data", "_scale_inv") + (("_amax",) if kind == "nvfp4" else ())
     fresh = None
     for wanted, prefix in ((quantizer.rowwise_usage, "rowwise"), (quantizer.columnwise_usage, "columnwise")):
@@ -244,8 +269,21 @@ def coerced(quantizer: Any, tensor: Any, shape: Sequence[int], dtype: torch.dtyp
                 fresh = fresh if fresh is not None else empty_quantized(quantizer, shape, dtype)
                 setattr(tensor, name, getattr(fresh, name))
     if hasattr(tensor, "_with_gemm_swizzled_scales"):
-        tensor._with_gemm_swizzled_scales = swizzles(quantizer)
+        tensor._with_gemm_swizzled_scales = casts_to_tiles(quantizer, shape)
     return tensor
+
+
+def _coerce_nvfp4(quantizer: Any, tensor: Any, shape: Sequence[int]) -> None:
+    """What a tensor notes of its quantizer; amaxes in another number than the quantizer's are dropped."""
+    check_usages(quantizer)
+    for option in ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"):
+        if hasattr(tensor, f"_{option}"):
+            setattr(tensor, f"_{option}", getattr(quantizer, option))
+    by_row = bool(getattr(quantizer, "row_scaled_nvfp4", False))
+    for name, lines in (("_amax_rowwise", rows_of(shape)), ("_amax_columnwise", shape[-1])):
+        amax = getattr(tensor, name)
+        if amax is not None and amax.numel() != (lines if by_row else 1):
+            setattr(tensor, name, None)
 
 
 def _coerced_per_tensor(quantizer: Any, tensor: Any, shape: tuple[int, ...]) -> Any:
