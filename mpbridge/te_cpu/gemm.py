@@ -9,12 +9,18 @@ import torch
 
 from mpbridge.emulation.gemm import joint_factor, product
 from mpbridge.emulation.operands import Operand
-from mpbridge.formats import E5M2
 from mpbridge.te_cpu.activations import gelu_gradient, gelu_value
 from mpbridge.te_cpu.casts import fill, new_quantized
-from mpbridge.te_cpu.enums import number_format, torch_dtype
+from mpbridge.te_cpu.enums import torch_dtype
+from mpbridge.te_cpu.gemm_checks import (
+    check_blocks,
+    check_dimensions,
+    check_epilogue,
+    check_output,
+    check_shapes,
+    check_types,
+)
 from mpbridge.te_cpu.operands import gemm_operand, rows_and_columns
-from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
 from mpbridge.te_cpu.storages import coerced, storage_kind
 
@@ -46,7 +52,7 @@ def generic_gemm(
 ) -> list[Any]:
     """[D, bias gradient, input of the GELU, extra output] of D = op(B) op(A), which is row-major for op(A) op(B) in column-major order.
 
-    Raises RuntimeError for a missing copy or dimensions that the kernel refuses.
+    Raises RuntimeError for a missing copy, and for formats, dtypes and dimensions that the kernel refuses.
     """
     del bias_type, workspace, workspace_size, bulk_overlap, comm_type
     if comm_overlap is not None:
@@ -56,15 +62,18 @@ def generic_gemm(
             "Trying to use non-zero beta while not accumulating into D tensor. Beta has nothing to be applied to."
         )
     bias = None if bias is None or (bias.numel() == 0 and not grad) else bias
-    shape_a, shape_b = rows_and_columns(A, column=not transA), rows_and_columns(B, column=transB)
+    shape_a, shape_b = rows_and_columns(A, "A", column=not transA), rows_and_columns(B, "B", column=transB)
+    check_shapes(shape_a, transA, shape_b, transB)
     shape = _output_shape(shape_a, transA, shape_b, transB)
     dtype = torch_dtype(output_dtype) if output_dtype is not None else _dtype_of(D, A)
+    check_output(D, shape, dtype if output_dtype is not None else None)
+    if 0 not in (*shape_a, *shape_b):
+        check_types(A, B, dtype)
     left = gemm_operand(B, "B", column=transB)
     right = gemm_operand(A, "A", column=not transA)
-    _check_dimensions(A, transA, shape_a, B, transB, shape_b)
-    _check_types(A, B)
-    _check_blocks(A, B, use_split_accumulator)
-    _check_epilogue(A, dtype, biased=bias is not None, gelu=gelu, grad=grad)
+    check_dimensions(A, transA, shape_a, B, transB, shape_b)
+    check_blocks(A, B, use_split_accumulator)
+    check_epilogue(A, dtype, biased=bias is not None, gelu=gelu, grad=grad)
     x = left.turned() if transB else left
     w = right.turned() if transA else right
     bias_gradient = _bias_gradient(left, shape_b, dtype) if grad and bias is not None else None
@@ -98,58 +107,6 @@ def _output_shape(a: Sequence[int], transa: bool, b: Sequence[int], transb: bool
     if transb:
         return (b[-1], outer)
     return (*b[:-1], outer)
-
-
-def _check_dimensions(A: Any, transA: bool, a: Sequence[int], B: Any, transB: bool, b: Sequence[int]) -> None:
-    """The leading dimensions that cuBLAS requires for FP8 operands."""
-    kind = storage_kind(A)
-    if kind not in ("delayed", "block") or storage_kind(B) != kind:
-        return
-    inner, outer = int(torch.Size(a[:-1]).numel()), a[-1]
-    tokens = int(torch.Size(b[:-1]).numel())
-    m, k = (inner, outer) if transA else (outer, inner)
-    n = b[-1] if transB else tokens
-    if 0 in (m, n, k):
-        return
-    every = kind == "block" or not now().any_layout
-    lda = k if transA or every else m
-    ldb = k if not transB or every else n
-    for name, leading in (("A", lda), ("B", ldb)):
-        if leading % 16:
-            raise RuntimeError(f"Leading dimension requirement on {name} for FP8 GEMM. Caller must pad.")
-    if kind == "block" and (m % 8 or (not B._is_2D_scaled and n % 8)):
-        raise RuntimeError("Outer dimension requirement for NVTE_BLOCK_SCALING GEMM. Caller must pad.")
-
-
-def _check_blocks(A: Any, B: Any, split_accumulator: bool) -> None:
-    """Blockwise FP8 products that cuBLAS does not support on Hopper; later GPUs multiply such operands as MXFP8."""
-    if storage_kind(A) != "block" or storage_kind(B) != "block" or now().blocks_become_mxfp8:
-        return
-    if A._is_2D_scaled and B._is_2D_scaled:
-        raise RuntimeError(
-            "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling "
-            + ("GEMM is supported" if now().release >= (2, 19) else "supported, but got 2D by 2D")
-        )
-    if not split_accumulator:
-        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: block scaling is supported with the split accumulator only")
-
-
-def _check_types(A: Any, B: Any) -> None:
-    """cuBLAS has no product of two E5M2 operands (its table of types for cublasLtMatmul with FP8)."""
-    if all(hasattr(one, "_fp8_dtype") and number_format(one._fp8_dtype) is E5M2 for one in (A, B)):
-        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: both operands are E5M2")
-
-
-def _check_epilogue(A: Any, dtype: torch.dtype, *, biased: bool, gelu: bool, grad: bool) -> None:
-    """Blockwise FP8 on Hopper supports only adding a bias and a GELU's gradient in 16 bits as epilogues (cublaslt_gemm.cu)."""
-    if storage_kind(A) != "block" or now().blocks_become_mxfp8:
-        return
-    if (biased and grad) or (gelu and not grad):
-        raise RuntimeError(
-            "Epilogue requested outside of the available and tested cuBLAS functionality for float8 block scaled GEMM"
-        )
-    if gelu and dtype is torch.float32:
-        raise RuntimeError("CUBLAS_STATUS_INVALID_VALUE: an unsupported value or parameter was passed to the function")
 
 
 def _result(x: Operand, w: Operand, out: torch.dtype, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
@@ -264,7 +221,7 @@ def _one_of_group(
     accumulate: bool,
     split: bool,
 ) -> Any:
-    if 0 in rows_and_columns(b, column=transb) or (isinstance(out, torch.Tensor) and out.numel() == 0):
+    if 0 in rows_and_columns(b, "B", column=transb) or (isinstance(out, torch.Tensor) and out.numel() == 0):
         for tensor in (None if accumulate else out, bias if grad else None, None if grad else gelu):
             if tensor is not None:
                 tensor.zero_()

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from mpbridge.formats import say
 from mpbridge.te_cpu.gemm import generic_gemm
+from mpbridge.te_cpu.gemm_checks import scaling_mode
 from mpbridge.te_cpu.grouped_buffers import members
 from mpbridge.te_cpu.grouped_checks import require
 from mpbridge.te_cpu.operands import rows_and_columns
@@ -66,7 +68,7 @@ def te_general_grouped_gemm_for_discrete_in(
     """`te_general_grouped_gemm_for_grouped_tensor` of a list of tensors A, for example experts' weights."""
     del workspace_setup, workspace_cublas, math_sm_count
     require("te_general_grouped_gemm_for_discrete_in")
-    _multiply(list(A), transa, _parts(B, "B"), transb, _parts(D, "D"), alpha, beta, use_split_accumulator)
+    _multiply(_list(A, "A"), transa, _parts(B, "B"), transb, _parts(D, "D"), alpha, beta, use_split_accumulator)
     _add_bias(D, bias, bias_scale)
     return D
 
@@ -92,15 +94,54 @@ def te_general_grouped_gemm_for_discrete_out(
     require("te_general_grouped_gemm_for_discrete_out")
     if bias is not None:
         raise RuntimeError("Bias is not supported for discrete output grouped GEMM.")
-    _multiply(_parts(A, "A"), transa, _parts(B, "B"), transb, list(D), alpha, beta, use_split_accumulator)
+    _multiply(_parts(A, "A"), transa, _parts(B, "B"), transb, _list(D, "D"), alpha, beta, use_split_accumulator)
     return D
 
 
 def _parts(grouped: Any, name: str) -> list[Any]:
     parts = [part for part, _, _ in members(grouped)]
-    if storage_kind(parts[0]) == "nvfp4" and not grouped._with_gemm_swizzled_scales:
+    # the extension puts MXFP8's compact scales in order before the product; of B the ones of the copy that the product does not read
+    unordered = ("nvfp4",) if name == "A" else ("nvfp4", "mxfp8")
+    if storage_kind(parts[0]) in unordered and not grouped._with_gemm_swizzled_scales:
         raise RuntimeError(f"Grouped GEMM: scales of {name} must be swizzled for GEMM (MXFP8/NVFP4).")
     return parts
+
+
+def _list(tensors: Sequence[Any], name: str) -> list[Any]:
+    """The tensors of a list. Raises RuntimeError for one that the kernel refuses."""
+    if len(tensors) > _MOST:
+        raise RuntimeError(f"Grouped GEMM: {name}_list supports up to {_MOST} tensors per kernel, got {len(tensors)}")
+    if len({scaling_mode(tensor) for tensor in tensors}) > 1:
+        raise RuntimeError("Tensors have different scaling modes")
+    first = _dtype(tensors[0])
+    for i, tensor in enumerate(tensors):
+        if len(tensor.shape) != 2:
+            raise RuntimeError(f"Grouped GEMM: {name}_list tensor {i} must be 2D.")
+        if _dtype(tensor) != first:
+            raise RuntimeError(
+                f"Grouped GEMM: {name}_list tensor {i} dtype mismatch. Expected {first} got {_dtype(tensor)}"
+            )
+    return list(tensors)
+
+
+_MOST = 64
+"""Tensors in a list (kMaxGroups)."""
+
+
+def _dtype(tensor: Any) -> str:
+    return say(tensor.dtype) if storage_kind(tensor) is None else str(getattr(tensor, "_fp8_dtype", "fp4"))
+
+
+def _check_inputs(a: Sequence[Any], b: Sequence[Any]) -> None:
+    for tensor in (a[0], b[0]):
+        if storage_kind(tensor) is None and tensor.dtype not in (torch.bfloat16, torch.float16):
+            raise RuntimeError(f"Grouped GEMM inputs must be FP8, NVFP4, BF16, or FP16, got {say(tensor.dtype)}.")
+    kinds = storage_kind(a[0]), storage_kind(b[0])
+    if (kinds[0] is None) != (kinds[1] is None):
+        raise RuntimeError("Grouped GEMM: A and B must both be FP8 or both be non-FP8.")
+    for kind, format in (("nvfp4", "NVFP4"), ("mxfp8", "MXFP8"), ("block", "FP8 block")):
+        if (kinds[0] == kind) != (kinds[1] == kind):
+            raise RuntimeError(f"Grouped GEMM: A and B must both use {format} scaling or both not.")
 
 
 def _multiply(
@@ -117,6 +158,7 @@ def _multiply(
         raise RuntimeError(
             f"Grouped GEMM: inputs must have the same number of tensors, got {len(a)}, {len(b)}, {len(d)}"
         )
+    _check_inputs(a, b)
     if not (9, 0) <= now().capability <= (11, 0):
         raise RuntimeError("nvte_grouped_gemm requires Hopper (SM90) or Blackwell (SM10x and SM110).")
     number = 1 if now().capability < (10, 0) else len(a)
@@ -129,7 +171,7 @@ def _multiply(
             raise RuntimeError("Grouped GEMM: outputs must be BF16, FP16, or FP32.")
         if out.numel() == 0:
             continue
-        if 0 in rows_and_columns(right, column=transb):  # a sum over no tokens
+        if 0 in rows_and_columns(right, "B", column=transb):  # a sum over no tokens
             out.mul_(kept) if kept else out.zero_()
             continue
         generic_gemm(

@@ -42,17 +42,19 @@ def gemm_operand(tensor: Any, name: str, *, column: bool) -> Operand:
     return {"mxfp8": _mxfp8, "block": _block, "nvfp4": _nvfp4}[kind](tensor, column)
 
 
-def rows_and_columns(tensor: Any, *, column: bool) -> tuple[int, ...]:
-    """Logical shape of an operand."""
+def rows_and_columns(tensor: Any, name: str = "tensor", *, column: bool) -> tuple[int, ...]:
+    """Logical shape of an operand, by the column copy if `column` and there is one. Raises RuntimeError if it has no copy at all."""
     kind = storage_kind(tensor)
     if kind is None:
         return tuple(tensor.shape)
+    row, turned = ("_data", "_transpose") if kind == "delayed" else ("_rowwise_data", "_columnwise_data")
+    row, turned = getattr(tensor, row), getattr(tensor, turned)
+    if row is None and turned is None:
+        raise RuntimeError(f"Input {name} does not hold any data!")
     if kind == "delayed":
-        if tensor._data is not None:
-            return tuple(tensor._data.shape)
-        return (*tensor._transpose.shape[1:], tensor._transpose.shape[0])
-    data = tensor._columnwise_data if column or tensor._rowwise_data is None else tensor._rowwise_data
-    of_column = column or tensor._rowwise_data is None
+        return tuple(row.shape) if row is not None else (*turned.shape[1:], turned.shape[0])
+    of_column = row is None or (column and turned is not None)
+    data = turned if of_column else row
     if kind == "nvfp4":
         wide = (*data.shape[:-1], data.shape[-1] * 2)
         return (*wide[1:], wide[0]) if of_column else wide

@@ -44,6 +44,8 @@ def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), ti
     assert " passed" in done.stdout
 
 
+KERNELS = ("kernels.py", "groups.py", "group_refusals.py", "gemm_refusals.py", "nvfp4_layouts.py")
+"""Single functions of the extension."""
 RUNS = ("training.py", "audited.py", "witnessed.py", "matrix.py", "agreement.py", "measured.py")
 """Runs of the engine, faults planted into them, what has to train, the agreement with the emulation, and statistics."""
 BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
@@ -52,12 +54,12 @@ BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
 
 @pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, BRIEF)], ids=[OLDEST, NEWEST])
 def test_kernels_layers_and_runs_on_a_hopper(te: str, more: tuple[str, ...]) -> None:
-    inside(release_or_skip(te), "h100", "kernels.py", "groups.py", "hopper.py", *more)
+    inside(release_or_skip(te), "h100", *KERNELS, "hopper.py", *more)
 
 
 @pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, BRIEF)], ids=[OLDEST, NEWEST])
 def test_kernels_layers_and_runs_on_a_blackwell(te: str, more: tuple[str, ...]) -> None:
-    inside(release_or_skip(te), "b200", "kernels.py", "groups.py", "blackwell.py", *more)
+    inside(release_or_skip(te), "b200", *KERNELS, "blackwell.py", *more)
 
 
 @pytest.mark.slow
@@ -88,8 +90,7 @@ def test_every_release_between(package, machine: str) -> None:
     inside(
         package.version,
         machine,
-        "kernels.py",
-        "groups.py",
+        *KERNELS,
         own,
         "training.py",
         "matrix.py",
