@@ -132,7 +132,7 @@ ROWS: tuple[Scaling, ...] = (
                    meaning="the error that decides: the sum of absolute or squared differences"),
             _switch("four_over_six_fast_error", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", set_means=True, since="2.17",
                     meaning="errors are those of the scaled tensor, with fewer roundings"),
-            _switch("fast_math", "NVTE_USE_FAST_MATH", set_means=True, since="2.14", meaning="approximate division, and no rounding after the transform"),
+            _switch("fast_math", "NVTE_USE_FAST_MATH", set_means=True, since="2.14", meaning="approximate division, no rounding after the transform, and multipliers in BF16 where a cast is not fused with it"),
             _BACKWARD,
         ),
         entry="nvfp4", substitutes=("mxfp8", "blockwise", "tensorwise"), preference=4,

@@ -35,8 +35,9 @@ from mpbridge.te_cpu.grouped_checks import (
     require,
     two_dimensions,
 )
+from mpbridge.te_cpu.nvfp4_checks import check
 from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.quantize import dequantize, quantized
+from mpbridge.te_cpu.quantize import dequantize, in_order, quantized
 from mpbridge.te_cpu.registry import kernel
 from mpbridge.te_cpu.storages import empty_quantized, kind_of, rows_of
 
@@ -116,8 +117,9 @@ def nvfp4_quantize_with_amax(
     nvfp4_reduced(quantizer, out._amax_rowwise, out._amax_columnwise)
     if tensor.numel():
         x = tensor.detach().reshape(rows_of(tensor.shape), tensor.shape[-1])
+        check(quantizer, x)
         nvfp4_codes(quantizer, x, nvfp4_columns(quantizer, x), out)
-    return out
+    return in_order(out, quantizer)
 
 
 @kernel

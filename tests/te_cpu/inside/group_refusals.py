@@ -84,3 +84,16 @@ def test_the_kernels_of_nvfp4_are_not_told_to_skip() -> None:
     out = tex.group_quantize(x, quantizer, 4, None)
     tex.group_quantize(-3 * x, quantizer, 4, None, output=out, noop_flag=torch.ones(1))
     assert torch.equal(out.amax, tex.group_quantize(-3 * x, nvfp4(), 4, None).amax)
+
+
+@pytest.mark.played("blackwell")
+def test_known_amaxes_leave_scales_in_the_order_that_gemms_read() -> None:
+    x = torch.randn(96, 128, dtype=torch.bfloat16)  # 96 rows are cast by a kernel that leaves the order to another
+    own = nvfp4(tiles=True)(x)
+    made = tex.nvfp4_quantize_with_amax(x, nvfp4(tiles=True), own._amax_rowwise, own._amax_columnwise)
+    assert made._with_gemm_swizzled_scales
+    assert torch.equal(made._rowwise_scale_inv, own._rowwise_scale_inv)
+    early = nvfp4()
+    early.with_post_rht_amax = False
+    with pytest.raises(RuntimeError, match="Pre-RHT amax is not supported yet"):
+        tex.nvfp4_quantize_with_amax(x, early, own._amax_rowwise, own._amax_columnwise)
