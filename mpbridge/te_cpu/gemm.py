@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +10,10 @@ import torch
 
 from mpbridge.emulation.gemm import joint_factor, product
 from mpbridge.emulation.operands import Operand
+from mpbridge.te_cpu import gemm_checks as checks
 from mpbridge.te_cpu.activations import gelu_gradient, gelu_value
 from mpbridge.te_cpu.casts import fill, new_quantized
 from mpbridge.te_cpu.enums import torch_dtype
-from mpbridge.te_cpu.gemm_checks import (
-    check_blocks,
-    check_dimensions,
-    check_epilogue,
-    check_output,
-    check_shapes,
-    check_types,
-)
 from mpbridge.te_cpu.operands import gemm_operand, rows_and_columns
 from mpbridge.te_cpu.registry import kernel
 from mpbridge.te_cpu.storages import coerced, storage_kind
@@ -52,7 +46,7 @@ def generic_gemm(
 ) -> list[Any]:
     """[D, bias gradient, input of the GELU, extra output] of D = op(B) op(A), which is row-major for op(A) op(B) in column-major order.
 
-    Raises RuntimeError for a missing copy, and for formats, dtypes and dimensions that the kernel refuses.
+    Raises RuntimeError for a missing copy, and for types, dimensions and outputs that the kernel refuses.
     """
     del bias_type, workspace, workspace_size, bulk_overlap, comm_type
     if comm_overlap is not None:
@@ -62,18 +56,21 @@ def generic_gemm(
             "Trying to use non-zero beta while not accumulating into D tensor. Beta has nothing to be applied to."
         )
     bias = None if bias is None or (bias.numel() == 0 and not grad) else bias
-    shape_a, shape_b = rows_and_columns(A, "A", column=not transA), rows_and_columns(B, "B", column=transB)
-    check_shapes(shape_a, transA, shape_b, transB)
+    shape_a, shape_b = rows_and_columns(A, column=not transA), rows_and_columns(B, column=transB)
+    checks.check_shapes(shape_a, transA, shape_b, transB)
     shape = _output_shape(shape_a, transA, shape_b, transB)
+    if D is not None:
+        checks.check_output(D, rows_and_columns(D, column=False), shape, output_dtype)
     dtype = torch_dtype(output_dtype) if output_dtype is not None else _dtype_of(D, A)
-    check_output(D, shape, dtype if output_dtype is not None else None)
-    if 0 not in (*shape_a, *shape_b):
-        check_types(A, B, dtype)
+    if 0 not in shape_a and 0 not in shape_b:  # an empty product is zeros, whatever its operands
+        checks.check_modes(A, B)
     left = gemm_operand(B, "B", column=transB)
     right = gemm_operand(A, "A", column=not transA)
-    check_dimensions(A, transA, shape_a, B, transB, shape_b)
-    check_blocks(A, B, use_split_accumulator)
-    check_epilogue(A, dtype, biased=bias is not None, gelu=gelu, grad=grad)
+    if 0 not in shape_a and 0 not in shape_b:
+        checks.check_dimensions(A, transA, shape_a, B, transB, shape_b)
+        checks.check_types(A, B, None if _casts(quantizer, A, B) else dtype)
+        checks.check_blocks(A, B, use_split_accumulator)
+        checks.check_epilogue(A, dtype, biased=bias is not None, gelu=gelu, grad=grad)
     x = left.turned() if transB else left
     w = right.turned() if transA else right
     bias_gradient = _bias_gradient(left, shape_b, dtype) if grad and bias is not None else None
@@ -100,6 +97,11 @@ def generic_gemm(
 def _dtype_of(D: Any, A: Any) -> torch.dtype:
     found = D.dtype if isinstance(D, torch.Tensor) else getattr(A, "dtype", torch.bfloat16)
     return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.bfloat16
+
+
+def _casts(quantizer: Any, A: Any, B: Any) -> bool:
+    """Whether the GEMM's epilogue casts to FP8, as for delayed scaling of operands with one scale per tensor."""
+    return type(quantizer).__name__ == "Float8Quantizer" and "delayed" in (storage_kind(A), storage_kind(B))
 
 
 def _output_shape(a: Sequence[int], transa: bool, b: Sequence[int], transb: bool) -> tuple[int, ...]:
@@ -145,10 +147,10 @@ def _stored(
     if D is None:
         return result.to(dtype)
     if accumulate:
-        before = D.reshape(result.shape).float()
-        D.copy_((before * (1.0 if beta is None else beta) + result.float()).reshape(D.shape))
+        before = D.float()
+        D.copy_(before * (1.0 if beta is None else beta) + result.float())
     else:
-        D.copy_(result.reshape(D.shape))
+        D.copy_(result)
     return D
 
 
@@ -175,6 +177,13 @@ def te_general_grouped_gemm(
     """One GEMM per expert, into its own output or its rows of one output; returns biases (forward) or bias gradients (backward)."""
     if single_output and D is None:
         raise RuntimeError("not implemented, D should be allocated for single output case.")
+    used = [
+        (a, b)
+        for a, b in zip(A, B, strict=True)
+        if 0 not in rows_and_columns(a, column=not transa) and 0 not in rows_and_columns(b, column=transb)
+    ]
+    if used:
+        checks.check_lists(*zip(*used, strict=True))
     made, start = [], 0
     for i, (a, b) in enumerate(zip(A, B, strict=True)):
         if single_output:
@@ -221,12 +230,18 @@ def _one_of_group(
     accumulate: bool,
     split: bool,
 ) -> Any:
-    if 0 in rows_and_columns(b, "B", column=transb) or (isinstance(out, torch.Tensor) and out.numel() == 0):
+    if 0 in rows_and_columns(b, column=transb) or (isinstance(out, torch.Tensor) and out.numel() == 0):
         for tensor in (None if accumulate else out, bias if grad else None, None if grad else gelu):
             if tensor is not None:
                 tensor.zero_()
         return out
     with_gelu = gelu is not None
+    if out is not None:  # the kernel looks at an output's address and dtype only
+        dtype, shape = (
+            None,
+            _output_shape(rows_and_columns(a, column=not transa), transa, rows_and_columns(b, column=transb), transb),
+        )
+        out = out if tuple(out.shape) == shape or out.numel() != math.prod(shape) else out.view(shape)
     made, bias_gradient, pre_gelu, _ = generic_gemm(
         a,
         transa,

@@ -5,20 +5,28 @@ Source: Transformer Engine's pytorch/csrc/extensions/gemm.cpp and common/gemm/cu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mpbridge.formats import say
+from mpbridge.te_cpu.enums import DType
 from mpbridge.te_cpu.gemm import generic_gemm
-from mpbridge.te_cpu.gemm_checks import scaling_mode
+from mpbridge.te_cpu.gemm_checks import dtype_code, dtype_name, is_blockwise, mode_of, scaling_mode
 from mpbridge.te_cpu.grouped_buffers import members
 from mpbridge.te_cpu.grouped_checks import require
 from mpbridge.te_cpu.operands import rows_and_columns
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
-from mpbridge.te_cpu.storages import storage_kind
+from mpbridge.te_cpu.storages import kind_of, storage_kind
+
+_INPUTS = (DType.kFloat8E4M3, DType.kFloat8E5M2, DType.kBFloat16, DType.kFloat16, DType.kFloat4E2M1)
+_ORDERED = ("NVTE_MXFP8_1D_SCALING", "NVTE_NVFP4_1D_SCALING")
+"""Modes whose scales lie in tile order."""
+_LIST = 64
+"""Tensors that a list may have: their addresses are arguments of a CUDA kernel."""
 
 
 @kernel
@@ -44,7 +52,15 @@ def te_general_grouped_gemm_for_grouped_tensor(
     """
     del workspace_setup, workspace_cublas, math_sm_count
     require("te_general_grouped_gemm_for_grouped_tensor")
-    _multiply(_parts(A, "A"), transa, _parts(B, "B"), transb, _parts(D, "D"), alpha, beta, use_split_accumulator)
+    sides = _Side.of_group(A, "A", transa), _Side.of_group(B, "B", transb)
+    _check_machine("nvte_grouped_gemm", (A.num_tensors, B.num_tensors, D.num_tensors), alpha, beta)
+    _check_inputs(sides)
+    _check_output_dtype(sides, dtype_of_group(D), "outputs")
+    for side in sides:
+        side.check_copies()
+    _check_scaling("nvte_grouped_gemm", sides)
+    _check_order(sides[1])
+    _multiply(_parts(A), transa, _parts(B), transb, _parts(D), alpha, beta, use_split_accumulator)
     _add_bias(D, bias, bias_scale)
     return D
 
@@ -68,7 +84,22 @@ def te_general_grouped_gemm_for_discrete_in(
     """`te_general_grouped_gemm_for_grouped_tensor` of a list of tensors A, for example experts' weights."""
     del workspace_setup, workspace_cublas, math_sm_count
     require("te_general_grouped_gemm_for_discrete_in")
-    _multiply(_list(A, "A"), transa, _parts(B, "B"), transb, _parts(D, "D"), alpha, beta, use_split_accumulator)
+    name, b = "nvte_grouped_gemm_with_discrete_inputA", _Side.of_group(B, "B", transb)
+    _check_one_mode(A)
+    _check_machine(name, (len(A), B.num_tensors, D.num_tensors), alpha, beta)
+    _check_inputs((b,))
+    _check_number("A", len(A))
+    a = _Side.of_list(A, transa)
+    _check_list(a, b)
+    _check_scaling(name, (a, b))
+    _check_output_dtype((a, b), dtype_of_group(D), "outputs")
+    b.check_copies()
+    a.check_copies()
+    for i, one in enumerate(A):
+        if len(rows_and_columns(one, column=not transa)) != 2:
+            raise RuntimeError(f"Grouped GEMM: A_list tensor {i} must be 2D.")
+    _check_order(b)
+    _multiply(list(A), transa, _parts(B), transb, _parts(D), alpha, beta, use_split_accumulator)
     _add_bias(D, bias, bias_scale)
     return D
 
@@ -94,54 +125,209 @@ def te_general_grouped_gemm_for_discrete_out(
     require("te_general_grouped_gemm_for_discrete_out")
     if bias is not None:
         raise RuntimeError("Bias is not supported for discrete output grouped GEMM.")
-    _multiply(_parts(A, "A"), transa, _parts(B, "B"), transb, _list(D, "D"), alpha, beta, use_split_accumulator)
+    name, sides = (
+        "nvte_grouped_gemm_with_discrete_out",
+        (_Side.of_group(A, "A", transa), _Side.of_group(B, "B", transb)),
+    )
+    _check_machine(name, (A.num_tensors, B.num_tensors, len(D)), alpha, beta)
+    _check_inputs(sides)
+    _check_output_dtype(sides, dtype_code(D[0]), "D")
+    for side in sides:
+        side.check_copies()
+    _check_scaling(name, sides)
+    _check_outputs(D)
+    _check_order(sides[1])
+    _multiply(_parts(A), transa, _parts(B), transb, list(D), alpha, beta, use_split_accumulator)
     return D
 
 
-def _parts(grouped: Any, name: str) -> list[Any]:
-    parts = [part for part, _, _ in members(grouped)]
-    # the extension puts MXFP8's compact scales in order before the product; of B the ones of the copy that the product does not read
-    unordered = ("nvfp4",) if name == "A" else ("nvfp4", "mxfp8")
-    if storage_kind(parts[0]) in unordered and not grouped._with_gemm_swizzled_scales:
-        raise RuntimeError(f"Grouped GEMM: scales of {name} must be swizzled for GEMM (MXFP8/NVFP4).")
-    return parts
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """What is checked of an operand of all groups."""
+
+    name: str
+    transposed: bool
+    mode: str
+    code: int
+    row: bool
+    column: bool
+    ordered: bool
+    """Whether the flag says that the scales are in tile order."""
+    true_order: bool = True
+    """Whether they are."""
+
+    @classmethod
+    def of_group(cls, grouped: Any, name: str, transposed: bool) -> _Side:
+        """A grouped tensor, when the kernel has put MXFP8 scales in tile order, for B those of the copy that is not read."""
+        quantizer = grouped.quantizer
+        kind = None if quantizer is None else kind_of(quantizer)
+        mode = mode_of(kind, square=kind == "block" and quantizer.block_scaling_dim == 2)
+        row, column = grouped.rowwise_data is not None, grouped.columnwise_data is not None
+        ordered = was = bool(grouped._with_gemm_swizzled_scales)
+        if kind == "mxfp8" and not was:
+            ordered = bool(grouped.scale_inv is not None if transposed else grouped.columnwise_scale_inv is not None)
+        wrong = name == "B" and ordered and not was and math.prod(grouped.logical_shape) > 0
+        return cls(name, transposed, mode, dtype_of_group(grouped), row, column, ordered, not wrong)
+
+    @classmethod
+    def of_list(cls, tensors: Sequence[Any], transposed: bool) -> _Side:
+        """A list for A: the copies that all have, since the kernel has put all scales in tile order."""
+        kinds = [storage_kind(one) for one in tensors]
+        copies = [
+            (True, False) if kind is None
+            else (one._data is not None, one._transpose is not None and not one._transpose_invalid) if kind == "delayed"
+            else (one._rowwise_data is not None, one._columnwise_data is not None)
+            for one, kind in zip(tensors, kinds, strict=True)
+        ]  # fmt: skip
+        for at, name in enumerate(("rowwise", "columnwise")):
+            if len({dtype_code(one) for one, has in zip(tensors, copies, strict=True) if has[at]}) > 1:
+                raise RuntimeError(f"Grouped GEMM: A_list {name} dtypes must match.")
+        row, column = (all(has[at] for has in copies) for at in (0, 1))
+        return cls("A", transposed, scaling_mode(tensors[0]), dtype_code(tensors[0]), row, column, True)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the data are FP8."""
+        return self.code in (DType.kFloat8E4M3, DType.kFloat8E5M2)
+
+    @property
+    def fp4(self) -> bool:
+        """Whether the data are FP4."""
+        return self.code == DType.kFloat4E2M1
+
+    def check_copies(self) -> None:
+        """The copy that the kernel reads is there (choose_grouped_operand_storage)."""
+        reads_column = self.transposed is (self.name == "B")
+        if not (self.row or self.column):
+            raise RuntimeError(f"Grouped GEMM: {self.name} is missing both row-wise and column-wise data")
+        if self.mode == "NVTE_MXFP8_1D_SCALING":
+            if not (self.column if reads_column else self.row):
+                raise RuntimeError(
+                    f"Grouped GEMM: MXFP8 {'' if self.transposed else 'non-'}transposed {self.name} "
+                    f"is missing {'column' if reads_column else 'row'}-wise data"
+                )
+            return
+        any_layout = now().any_layout and not is_blockwise(self.mode)
+        if reads_column and (self.fp4 or (self.fp8 and not any_layout)):
+            if not self.column:
+                raise RuntimeError(f"Grouped GEMM: {self.name} is missing column-wise data needed for TN layout")
+        elif not self.row and self.fp8 and not any_layout:
+            raise RuntimeError("Grouped GEMM: FP8 on Hopper requires row-wise data for this transpose config.")
 
 
-def _list(tensors: Sequence[Any], name: str) -> list[Any]:
-    """The tensors of a list. Raises RuntimeError for one that the kernel refuses."""
-    if len(tensors) > _MOST:
-        raise RuntimeError(f"Grouped GEMM: {name}_list supports up to {_MOST} tensors per kernel, got {len(tensors)}")
-    if len({scaling_mode(tensor) for tensor in tensors}) > 1:
+def dtype_of_group(grouped: Any) -> int:
+    """`dtype_code` of a grouped tensor's data."""
+    if grouped.quantizer is not None:
+        return int(grouped.quantizer.dtype)
+    data = grouped.rowwise_data if grouped.rowwise_data is not None else grouped.columnwise_data
+    return -1 if data is None else dtype_code(data)
+
+
+def _check_machine(name: str, sizes: Sequence[int], alpha: torch.Tensor, beta: torch.Tensor) -> None:
+    """The GPU has the kernel, and there are as many tensors and numbers as it takes."""
+    if len(set(sizes)) > 1:
+        raise RuntimeError(
+            f"Grouped GEMM: inputs must have the same number of tensors, got {', '.join(map(str, sizes))}"
+        )
+    if not (9, 0) <= now().capability <= (11, 0):
+        raise RuntimeError(f"{name} requires Hopper (SM90) or Blackwell (SM10x and SM110).")
+    number = 1 if now().capability < (10, 0) else sizes[0]
+    for title, found in (("alpha", alpha), ("beta", beta)):
+        if found.numel() != number:
+            raise RuntimeError(f"Grouped GEMM: {title} must have {number} element(s), got {found.numel()}")
+
+
+def _check_inputs(sides: Sequence[_Side]) -> None:
+    """Grouped operands have types that the kernel takes, alike, and scales in tile order (validate_grouped_gemm_inputs)."""
+    for side in sides:
+        if side.code not in _INPUTS:
+            raise RuntimeError(f"Grouped GEMM inputs must be FP8, NVFP4, BF16, or FP16, got {dtype_name(side.code)}.")
+    first = sides[0]
+    for side in sides:
+        for differ, text in (
+            (side.fp8 != first.fp8, "both be FP8 or both be non-FP8."),
+            (side.fp4 != first.fp4, "both be NVFP4 or both be non-NVFP4."),
+            (("MXFP8" in side.mode) != ("MXFP8" in first.mode), "both use MXFP8 scaling or both not."),
+            (is_blockwise(side.mode) != is_blockwise(first.mode), "both use FP8 block scaling or both not."),
+        ):
+            if differ:
+                raise RuntimeError(f"Grouped GEMM: A and B must {text}")
+        if side.mode in _ORDERED and not side.ordered:
+            raise RuntimeError("Grouped GEMM: scales must be swizzled for GEMM (MXFP8/NVFP4).")
+
+
+def _check_one_mode(tensors: Sequence[Any]) -> None:
+    if len({scaling_mode(one) for one in tensors}) > 1:
         raise RuntimeError("Tensors have different scaling modes")
-    first = _dtype(tensors[0])
-    for i, tensor in enumerate(tensors):
-        if len(tensor.shape) != 2:
-            raise RuntimeError(f"Grouped GEMM: {name}_list tensor {i} must be 2D.")
-        if _dtype(tensor) != first:
-            raise RuntimeError(
-                f"Grouped GEMM: {name}_list tensor {i} dtype mismatch. Expected {first} got {_dtype(tensor)}"
-            )
-    return list(tensors)
 
 
-_MOST = 64
-"""Tensors in a list (kMaxGroups)."""
+def _check_list(a: _Side, b: _Side) -> None:
+    if a.code not in _INPUTS:
+        raise RuntimeError("Grouped GEMM: A_list tensors must be FP8, NVFP4, BF16, or FP16.")
+    for differ, text in (
+        ((a.fp8 or a.fp4) != (b.fp8 or b.fp4), "both be low-precision (FP8/NVFP4) or both not."),
+        (a.fp8 != b.fp8, "both be FP8 or both be non-FP8."),
+    ):
+        if differ:
+            raise RuntimeError(f"Grouped GEMM: A and B must {text}")
 
 
-def _dtype(tensor: Any) -> str:
-    return say(tensor.dtype) if storage_kind(tensor) is None else str(getattr(tensor, "_fp8_dtype", "fp4"))
+def _check_scaling(name: str, sides: tuple[_Side, _Side]) -> None:
+    """Scaling modes go together, on this machine (validate_grouped_gemm_scaling_modes, validate_nvfp4_grouped_gemm_support)."""
+    modes = [side.mode for side in sides]
+    blocks = [is_blockwise(mode) for mode in modes]
+    if modes[0] == modes[1] == "NVTE_BLOCK_SCALING_2D":
+        raise RuntimeError(
+            f"{name}: Only 1D by 1D, 1D by 2D, and 2D by 1D FP8 block scaling grouped GEMM is supported, but got 2D by 2D."
+        )
+    if modes[0] != modes[1] and not all(blocks):
+        raise RuntimeError(f"{name}: incompatible A/B scaling modes.")
+    major, minor = now().capability
+    if any(blocks) and major != 9:
+        raise RuntimeError(
+            f"{name}: FP8 block scaling grouped GEMM is only supported on Hopper (SM90-SM99), not SM{10 * major + minor}."
+        )
+    if modes[0] == "NVTE_NVFP4_1D_SCALING" and major < 10:
+        raise RuntimeError(
+            "Grouped GEMM: NVFP4 requires per-group alpha/beta support because each group has its own amax-derived global scale."
+        )
 
 
-def _check_inputs(a: Sequence[Any], b: Sequence[Any]) -> None:
-    for tensor in (a[0], b[0]):
-        if storage_kind(tensor) is None and tensor.dtype not in (torch.bfloat16, torch.float16):
-            raise RuntimeError(f"Grouped GEMM inputs must be FP8, NVFP4, BF16, or FP16, got {say(tensor.dtype)}.")
-    kinds = storage_kind(a[0]), storage_kind(b[0])
-    if (kinds[0] is None) != (kinds[1] is None):
-        raise RuntimeError("Grouped GEMM: A and B must both be FP8 or both be non-FP8.")
-    for kind, format in (("nvfp4", "NVFP4"), ("mxfp8", "MXFP8"), ("block", "FP8 block")):
-        if (kinds[0] == kind) != (kinds[1] == kind):
-            raise RuntimeError(f"Grouped GEMM: A and B must both use {format} scaling or both not.")
+def _check_output_dtype(sides: Sequence[_Side], code: int, name: str) -> None:
+    if code not in (DType.kBFloat16, DType.kFloat16, DType.kFloat32):
+        raise RuntimeError(f"Grouped GEMM: {name} must be BF16, FP16, or FP32.")
+    if code == DType.kFloat16 and any(side.fp4 for side in sides):
+        raise RuntimeError("FP4 GEMM does not support FP16 output!")
+
+
+def _check_number(name: str, number: int) -> None:
+    if number > _LIST:
+        raise RuntimeError(f"Grouped GEMM: {name}_list supports up to {_LIST} tensors per kernel, got {number}")
+
+
+def _check_outputs(D: Sequence[torch.Tensor]) -> None:
+    """A list of outputs (build_grouped_gemm_multi_out_args)."""
+    _check_number("D", len(D))
+    for i, one in enumerate(D):
+        if dtype_code(one) != dtype_code(D[0]):
+            expected, got = dtype_name(dtype_code(D[0])), dtype_name(dtype_code(one))
+            raise RuntimeError(f"Grouped GEMM: D_list tensor {i} dtype mismatch. Expected {expected} got {got}")
+        if one.dim() != 2:
+            raise RuntimeError(f"Grouped GEMM: D_list tensor {i} must be 2D.")
+
+
+def _check_order(b: _Side) -> None:
+    """Transformer Engine puts the scales of the copy of B that is not read in tile order, and marks both (maybe_swizzle_grouped_tensor)."""
+    if not b.true_order:
+        used, other = ("column", "row") if b.transposed else ("row", "column")
+        raise RuntimeError(
+            f"Grouped GEMM: the {used}-wise MXFP8 scales of B are compact, and the kernel puts the {other}-wise ones in tile order, "
+            "so that a GPU computes garbage: quantize B with optimize_for_gemm"
+        )
+
+
+def _parts(grouped: Any) -> list[Any]:
+    return [one for one, _, _ in members(grouped)]
 
 
 def _multiply(
@@ -154,24 +340,11 @@ def _multiply(
     beta: torch.Tensor,
     split: bool,
 ) -> None:
-    if not len(a) == len(b) == len(d):
-        raise RuntimeError(
-            f"Grouped GEMM: inputs must have the same number of tensors, got {len(a)}, {len(b)}, {len(d)}"
-        )
-    _check_inputs(a, b)
-    if not (9, 0) <= now().capability <= (11, 0):
-        raise RuntimeError("nvte_grouped_gemm requires Hopper (SM90) or Blackwell (SM10x and SM110).")
-    number = 1 if now().capability < (10, 0) else len(a)
-    for name, found in (("alpha", alpha), ("beta", beta)):
-        if found.numel() != number:
-            raise RuntimeError(f"Grouped GEMM: {name} must have {number} element(s), got {found.numel()}")
     alphas, betas = (found.reshape(-1).expand(len(a)).tolist() for found in (alpha, beta))
     for left, right, out, scale, kept in zip(a, b, d, alphas, betas, strict=True):
-        if out.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise RuntimeError("Grouped GEMM: outputs must be BF16, FP16, or FP32.")
         if out.numel() == 0:
             continue
-        if 0 in rows_and_columns(right, "B", column=transb):  # a sum over no tokens
+        if 0 in rows_and_columns(right, column=transb):  # a sum over no tokens
             out.mul_(kept) if kept else out.zero_()
             continue
         generic_gemm(

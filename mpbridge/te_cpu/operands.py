@@ -18,6 +18,8 @@ from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import rows_of, storage_kind, up
 from mpbridge.te_cpu.swizzle import unswizzled, unswizzled_columns
 
+_TITLES = {"mxfp8": "MXFP8", "block": "FP8 block scaling", "nvfp4": "NVFP4"}
+
 
 def is_quantized(tensor: Any) -> bool:
     """Whether the tensor is one of Transformer Engine's quantized tensors or storages."""
@@ -42,17 +44,19 @@ def gemm_operand(tensor: Any, name: str, *, column: bool) -> Operand:
     return {"mxfp8": _mxfp8, "block": _block, "nvfp4": _nvfp4}[kind](tensor, column)
 
 
-def rows_and_columns(tensor: Any, name: str = "tensor", *, column: bool) -> tuple[int, ...]:
-    """Logical shape of an operand, by the column copy if `column` and there is one. Raises RuntimeError if it has no copy at all."""
+def rows_and_columns(tensor: Any, *, column: bool) -> tuple[int, ...]:
+    """Logical shape of an operand. Raises RuntimeError if it has no data."""
     kind = storage_kind(tensor)
     if kind is None:
         return tuple(tensor.shape)
-    row, turned = ("_data", "_transpose") if kind == "delayed" else ("_rowwise_data", "_columnwise_data")
-    row, turned = getattr(tensor, row), getattr(tensor, turned)
-    if row is None and turned is None:
-        raise RuntimeError(f"Input {name} does not hold any data!")
     if kind == "delayed":
-        return tuple(row.shape) if row is not None else (*turned.shape[1:], turned.shape[0])
+        if tensor._data is not None:
+            return tuple(tensor._data.shape)
+        return (*tensor._transpose.shape[1:], tensor._transpose.shape[0])
+    row, turned = tensor._rowwise_data, tensor._columnwise_data
+    if row is None and turned is None:
+        raise RuntimeError(f"No data found for {_TITLES[kind]} Tensor.")
+    # a copy that is missing is no reason to know no shape: what needs the copy says so
     of_column = row is None or (column and turned is not None)
     data = turned if of_column else row
     if kind == "nvfp4":

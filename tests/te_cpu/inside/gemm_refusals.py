@@ -1,187 +1,352 @@
-"""GEMMs that the extension or cuBLASLt refuses: a forgotten copy or quantization, and outputs that do not fit."""
+"""GEMMs that a GPU refuses are refused here, and with the extension's messages; the products that it has are not."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Any
+
 import pytest
 import torch
+import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-from .groups import blocks, current, mxfp8
+from mpbridge.te_cpu.played import now
 
-BLACKWELL = torch.cuda.get_device_capability() >= (10, 0)
-BF16, FP16, FP32 = tex.DType.kBFloat16, tex.DType.kFloat16, tex.DType.kFloat32
-OURS = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}
-X = torch.randn(256, 128, dtype=torch.bfloat16)
-
-
-def nvfp4():
-    return NVFP4Quantizer(rowwise=True, columnwise=True)
+E4M3 = tex.DType.kFloat8E4M3
+LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
+GROUPS = 4
+WIDE = {torch.bfloat16: tex.DType.kBFloat16, torch.float16: tex.DType.kFloat16, torch.float32: tex.DType.kFloat32}
 
 
-FORMATS = {
-    "bf16": lambda x: x,
-    "fp16": lambda x: x.half(),
-    "fp32": lambda x: x.float(),
-    "current": lambda x: current()(x),
-    **(
-        {"mxfp8": lambda x: mxfp8()(x), "nvfp4": lambda x: nvfp4()(x)}
-        if BLACKWELL
-        else {"blocks": lambda x: blocks(1)(x)}
-    ),
-}
-COPIED = ["mxfp8", "nvfp4"] if BLACKWELL else ["blocks"]
+def quantizer(kind: str, *, row: bool = True, column: bool = True) -> Any:
+    usages = {"rowwise": row, "columnwise": column}
+    if kind == "current":
+        return Float8CurrentScalingQuantizer(fp8_dtype=E4M3, device=torch.device("cuda"), **usages)
+    if kind == "block":
+        return Float8BlockQuantizer(fp8_dtype=E4M3, block_scaling_dim=1, **usages)
+    made = NVFP4Quantizer(**usages) if kind == "nvfp4" else MXFP8Quantizer(fp8_dtype=E4M3, **usages)
+    made.optimize_for_gemm = True
+    return made
 
 
-def multiply(a, b, *, layout: str = "TN", out=None, dtype=BF16):
-    """op(b) op(a) by the extension."""
-    workspace = torch.empty(1024, dtype=torch.uint8)
+def operand(kind: str, rows: int = 128, columns: int = 128) -> Any:
+    """Random numbers of a plain dtype or a format."""
+    x = torch.randn(rows, columns)
+    if kind in ("bfloat16", "float16", "float32"):
+        return x.to(getattr(torch, kind))
+    return quantizer(kind)(x.bfloat16())
+
+
+def multiply(
+    a: Any, b: Any, layout: str = "TN", *, out: Any = None, dtype: Any = torch.bfloat16, into: Any = None
+) -> Any:
+    transa, transb = LAYOUTS[layout]
+    code = None if dtype is None else WIDE[dtype]
     return tex.generic_gemm(
-        a, layout[0] == "T", b, layout[1] == "T", out, None, dtype, None, BF16, False, None, False, workspace, 1024, False, True
+        a, transa, b, transb, out, into, code, None, tex.DType.kBFloat16, False, None, False, torch.zeros(1), 1, False, True
     )[0]  # fmt: skip
 
 
-@pytest.mark.parametrize("left", FORMATS)
-@pytest.mark.parametrize("right", FORMATS)
-def test_two_formats_have_no_product(left, right) -> None:
-    a, b = FORMATS[left](X), FORMATS[right](X)
-    dtype = {"fp16": FP16, "fp32": FP32}.get(left, BF16)
-    if left == right:
-        values = [one if left in ("bf16", "fp16", "fp32") else one.dequantize() for one in (a, b)]
-        expected = values[1].double() @ values[0].double().t()
-        torch.testing.assert_close(
-            multiply(a, b, dtype=dtype).double(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())
-        )
-        return
-    scaled = {"mxfp8", "nvfp4", "blocks"} & {left, right}
-    message = "compatible scaling modes" if scaled else "CUBLAS_STATUS_NOT_SUPPORTED: no product of"
+KINDS = ("bfloat16", "float16", "float32", "current", "block", "mxfp8", "nvfp4")
+MODES = {"block": "NVTE_BLOCK_SCALING_1D", "mxfp8": "NVTE_MXFP8_1D_SCALING", "nvfp4": "NVTE_NVFP4_1D_SCALING"}
+
+
+@pytest.mark.parametrize(("a", "b"), list(permutations(KINDS, 2)))
+def test_operands_of_two_formats_are_not_multiplied(a: str, b: str) -> None:
+    modes = [MODES.get(kind, "NVTE_DELAYED_TENSOR_SCALING") for kind in (a, b)]
+    if "block" in (a, b) and now().blocks_become_mxfp8:
+        message = "Input tensor must be a block scaling tensor"
+    elif modes[0] != modes[1]:
+        message = f"compatible scaling modes, but got A.scaling_mode = {modes[0]}, B.scaling_mode = {modes[1]}"
+    else:
+        message = "CUBLAS_STATUS_NOT_SUPPORTED: operands of two types"
+    with pytest.raises(RuntimeError, match=message):
+        multiply(operand(a), operand(b, 64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "message"),
+    [
+        ("float32", torch.bfloat16, "NOT_SUPPORTED: torch.bfloat16 output of Float32"),
+        ("bfloat16", torch.float16, "NOT_SUPPORTED: torch.float16 output of BFloat16"),
+        ("float16", torch.bfloat16, "NOT_SUPPORTED: torch.bfloat16 output of Float16"),
+        ("nvfp4", torch.float16, "FP4 GEMM does not support FP16 output!"),
+    ],
+)
+def test_outputs_that_cublas_does_not_have_are_refused(kind: str, dtype: torch.dtype, message: str) -> None:
+    a, b = operand(kind), operand(kind, 64)
     with pytest.raises(RuntimeError, match=message):
         multiply(a, b, dtype=dtype)
 
 
-@pytest.mark.parametrize("form", COPIED)
 @pytest.mark.parametrize(
-    ("layout", "missing", "message"),
+    ("kind", "dtype"),
+    [(kind, dtype) for kind in KINDS[3:] for dtype in WIDE if (kind, dtype) != ("nvfp4", torch.float16)]
+    + [(name, dtype) for name in KINDS[:3] for dtype in dict.fromkeys((getattr(torch, name), torch.float32))],
+)
+def test_products_that_a_gpu_has_are_computed(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = operand(kind), operand(kind, 64)
+    wide = [
+        one.float() if isinstance(one, torch.Tensor) and kind in KINDS[:3] else one.dequantize(dtype=torch.float32)
+        for one in (a, b)
+    ]
+    out = torch.empty(64, 128, dtype=dtype)
+    assert multiply(a, b, dtype=dtype, out=out) is out
+    torch.testing.assert_close(out.float(), wide[1] @ wide[0].t(), rtol=2**-7, atol=2**-6)
+
+
+def test_an_output_has_the_shape_and_the_dtype_of_the_product() -> None:
+    a, b = operand("bfloat16", 64, 32), operand("bfloat16", 16, 32)
+    for out, dtype, message in (
+        (torch.ones(64, 16), torch.float32, r"invalid dims \(expected \[16,64\], got \[64,16\]\)"),
+        (torch.ones(1, 16, 64), torch.float32, r"invalid dims \(expected \[16,64\], got \[1,16,64\]\)"),
+        (torch.ones(16, 64), torch.bfloat16, r"invalid dtype \(expected 6, found 4\)"),
+    ):
+        with pytest.raises(RuntimeError, match=f"GEMM output has {message}"):
+            multiply(a, b, out=out, dtype=dtype)
+        assert bool((out == 1).all())
+    # dimensions but the last are B's; with no dtype asked for, the output's own holds
+    out = torch.empty(2, 8, 64)
+    multiply(a, b.view(2, 8, 32), out=out, dtype=None)
+    torch.testing.assert_close(out.view(16, 64), b.float() @ a.float().t(), rtol=1e-5, atol=1e-4)
+
+
+def test_dimensions_that_do_not_meet_are_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"Invalid matrix dimensions for GEMM \(A=\(64,32\), transa=1, B=\(16,64\), transb=0\)"
+    ):
+        multiply(operand("bfloat16", 64, 32), operand("bfloat16", 16, 64))
+
+
+@pytest.mark.parametrize("kind", ["block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(("layout", "name"), [("NN", "A"), ("NT", "A"), ("NT", "B")])
+def test_a_copy_that_was_not_made_is_named(kind: str, layout: str, name: str) -> None:
+    full, rows = operand(kind), quantizer(kind, column=False)(torch.randn(128, 128).bfloat16())
+    with pytest.raises(RuntimeError, match=f"Input {name} is missing column-wise usage"):
+        multiply(rows if name == "A" else full, rows if name == "B" else full, layout)
+
+
+@pytest.mark.parametrize("kind", ["block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["A", "B"])
+def test_a_row_copy_that_was_not_made_is_named(kind: str, name: str) -> None:
+    full, columns = operand(kind), quantizer(kind, row=False)(torch.randn(128, 128).bfloat16())
+    with pytest.raises(RuntimeError, match=f"Input {name} is missing row-wise usage"):
+        multiply(columns if name == "A" else full, columns if name == "B" else full)
+
+
+# --- lists of GEMMs -----------------------------------------------------------------------------------------------------------------------
+def multiply_lists(a: Sequence[Any], b: Sequence[Any], layout: str, out: Sequence[torch.Tensor]) -> Any:
+    transa, transb = LAYOUTS[layout]
+    none = [torch.empty(0)] * len(a)
+    return tex.te_general_grouped_gemm(
+        list(a), transa, list(b), transb, list(out), WIDE[out[0].dtype], [], none, tex.DType.kBFloat16, False, none, False,
+        [torch.zeros(1)], 1, False, True, 0,
+    )  # fmt: skip
+
+
+def test_a_list_of_gemms_takes_one_format() -> None:
+    out = [torch.empty(64, 128, dtype=torch.bfloat16) for _ in range(2)]
+    mixed = [operand("bfloat16"), operand("mxfp8")]
+    message = "Tensors have different scaling modes" if now().release >= (2, 12) else "must be the same"
+    with pytest.raises(RuntimeError, match=message):
+        multiply_lists(mixed, [operand("bfloat16", 64), operand("mxfp8", 64)], "TN", out)
+    message = "Either all tensors or no tensor" if now().blocks_become_mxfp8 else "compatible scaling modes"
+    with pytest.raises(RuntimeError, match=message):
+        multiply_lists([operand("block")] * 2, [operand("mxfp8", 64)] * 2, "TN", out)
+
+
+@pytest.mark.parametrize(("layout", "name"), [("NN", "A"), ("NT", "B")])
+def test_a_list_of_gemms_names_a_copy_that_was_not_made(layout: str, name: str) -> None:
+    full, rows = operand("mxfp8"), quantizer("mxfp8", column=False)(torch.randn(128, 128).bfloat16())
+    a, b = ([rows if name == side else full] * 2 for side in "AB")
+    with pytest.raises(RuntimeError, match=f"Input {name} is missing column-wise usage"):
+        multiply_lists(a, b, layout, [torch.empty(128, 128, dtype=torch.bfloat16)] * 2)
+
+
+def test_a_list_of_gemms_looks_at_outputs_addresses_only() -> None:
+    a, b = [operand("bfloat16", 64, 32)], [operand("bfloat16", 16, 32)]
+    out = torch.empty(2, 8, 64)
+    multiply_lists(a, b, "TN", [out])
+    torch.testing.assert_close(out.view(16, 64), b[0].float() @ a[0].float().t(), rtol=1e-5, atol=1e-4)
+
+
+# --- grouped tensors ----------------------------------------------------------------------------------------------------------------------
+def plain(columns: int, dtype: torch.dtype = torch.bfloat16, *, groups: int = GROUPS, rows: int = 128) -> Any:
+    """A grouped tensor of zeros."""
+    module = importlib.import_module("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
+    return module.GroupedTensorStorage(
+        shape=(groups * rows, columns), dtype=dtype, num_tensors=groups, data=torch.zeros(groups * rows * columns, dtype=dtype),
+        shapes=[(rows, columns)] * groups,
+    )  # fmt: skip
+
+
+def grouped(kind: str, columns: int = 128, *, row: bool = True, column: bool = True, compact: bool = False) -> Any:
+    made = quantizer(kind, row=row, column=column)
+    made.optimize_for_gemm = not compact
+    if kind == "nvfp4":
+        made.with_rht = made.with_post_rht_amax = True
+    return tex.group_quantize(torch.randn(GROUPS * 128, columns).bfloat16(), made, GROUPS, None)
+
+
+def multiply_groups(a: Any, b: Any, d: Any, layout: str = "TN") -> None:
+    """All products at once; a list for A or D takes the entry point for lists."""
+    transa, transb = LAYOUTS[layout]
+    name = "discrete_in" if isinstance(a, list) else "discrete_out" if isinstance(d, list) else "grouped_tensor"
+    number = d.num_tensors if hasattr(d, "num_tensors") else len(d)
+    scales = torch.ones(number if now().capability >= (10, 0) else 1)
+    call = getattr(tex, f"te_general_grouped_gemm_for_{name}")
+    call(a, transa, b, transb, d, None, None, scales, scales * 0)
+
+
+def experts(kind: str) -> list[Any]:
+    return [operand(kind, 256, 128) for _ in range(GROUPS)]
+
+
+def outputs(*dtypes: torch.dtype, shape: tuple[int, ...] = (256, 128)) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtypes[i % len(dtypes)]) for i in range(GROUPS)]
+
+
+@pytest.mark.since((2, 20))
+def test_groups_have_the_types_that_the_kernel_takes() -> None:
+    wide = torch.float32
+    with pytest.raises(RuntimeError, match="inputs must be FP8, NVFP4, BF16, or FP16, got Float32"):
+        multiply_groups(plain(128, wide), plain(128, wide), plain(128, wide))
+    with pytest.raises(RuntimeError, match="inputs must be FP8, NVFP4, BF16, or FP16, got Float32"):
+        multiply_groups(experts("bfloat16"), plain(128, wide), plain(256, wide))
+    with pytest.raises(RuntimeError, match="A_list tensors must be FP8, NVFP4, BF16, or FP16"):
+        multiply_groups(experts("float32"), plain(128), plain(256))
+    with pytest.raises(RuntimeError, match="both be low-precision"):
+        multiply_groups(experts("bfloat16"), grouped("current"), plain(256))
+    with pytest.raises(RuntimeError, match="both be FP8 or both be non-FP8"):
+        multiply_groups(plain(128), grouped("current"), plain(128))
+    with pytest.raises(RuntimeError, match="outputs must be BF16, FP16, or FP32"):
+        multiply_groups(experts("bfloat16"), plain(128), plain(256, torch.int32))
+
+
+@pytest.mark.since((2, 20))
+def test_a_list_of_experts_is_of_one_kind_and_at_most_64() -> None:
+    mixed = experts("bfloat16")
+    mixed[2] = operand("mxfp8", 256, 128)
+    with pytest.raises(RuntimeError, match="Tensors have different scaling modes"):
+        multiply_groups(mixed, plain(128), plain(256))
+    mixed[2] = operand("float16", 256, 128)
+    with pytest.raises(RuntimeError, match="A_list rowwise dtypes must match"):
+        multiply_groups(mixed, plain(128), plain(256))
+    mixed[2] = operand("bfloat16", 256, 128).unsqueeze(0)
+    with pytest.raises(RuntimeError, match="A_list tensor 2 must be 2D"):
+        multiply_groups(mixed, plain(128), plain(256))
+    for number in (64, 65):
+        a, b, d = (
+            [operand("bfloat16", 16, 16)] * number,
+            plain(16, groups=number, rows=8),
+            plain(16, groups=number, rows=8),
+        )
+        if number == 64:
+            multiply_groups(a, b, d)
+            continue
+        with pytest.raises(RuntimeError, match="A_list supports up to 64 tensors per kernel, got 65"):
+            multiply_groups(a, b, d)
+
+
+@pytest.mark.since((2, 20))
+def test_a_list_of_outputs_is_of_one_kind_and_at_most_64() -> None:
+    a, b = plain(128), plain(256)
+    multiply_groups(a, b, outputs(torch.float32), "NT")
+    for d, message in (
+        (outputs(torch.bfloat16, torch.float32), "D_list tensor 1 dtype mismatch. Expected BFloat16 got Float32"),
+        (outputs(torch.float32, shape=(1, 256, 128)), "D_list tensor 0 must be 2D"),
+        (outputs(torch.int32), "D must be BF16, FP16, or FP32"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            multiply_groups(a, b, d, "NT")
+    both = [plain(16, groups=65, rows=8) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="D_list supports up to 64 tensors per kernel, got 65"):
+        multiply_groups(*both, [torch.zeros(16, 16) for _ in range(65)], "NT")
+
+
+@pytest.mark.since((2, 20))
+def test_more_than_64_experts_do_not_train_over_grouped_tensors() -> None:
+    layer = te.GroupedLinear(
+        65, 16, 16, bias=False, params_dtype=torch.bfloat16, device="cuda", use_grouped_tensor=True
+    )
+    with pytest.raises(RuntimeError, match="A_list supports up to 64 tensors per kernel, got 65"):
+        layer(torch.randn(65 * 16, 16).bfloat16(), torch.full((65,), 16))
+    alone = te.GroupedLinear(65, 16, 16, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    assert alone(torch.randn(65 * 16, 16).bfloat16(), [16] * 65).shape == (65 * 16, 16)
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.played("blackwell")
+@pytest.mark.parametrize(
+    ("layout", "side", "usages", "message"),
     [
-        ("TN", "row a", "Input A is missing row-wise usage"),
-        ("TN", "row b", "Input B is missing row-wise usage"),
-        ("NN", "column a", "Input A is missing column-wise usage"),
-        ("NT", "column b", "Input B is missing column-wise usage"),
-        ("TN", "row a, column a", "Input A does not hold any data!"),
+        ("TN", "B", {"row": False}, "MXFP8 non-transposed B is missing row-wise data"),
+        ("NN", "A", {"column": False}, "MXFP8 non-transposed A is missing column-wise data"),
+        ("NT", "A", {"column": False}, "MXFP8 non-transposed A is missing column-wise data"),
+        ("NT", "B", {"column": False}, "MXFP8 transposed B is missing column-wise data"),
     ],
 )
-def test_a_copy_that_is_missing_is_named(form, layout, missing, message) -> None:
-    one = torch.randn(256, 256, dtype=torch.bfloat16)
-    tensors = {"a": FORMATS[form](one), "b": FORMATS[form](one)}
-    for what in missing.split(", "):
-        copy, name = what.split()
-        setattr(tensors[name], f"_{copy}wise_data", None)
-        setattr(tensors[name], f"_{copy}wise_scale_inv", None)
+def test_groups_of_mxfp8_have_the_copy_that_is_read(
+    layout: str, side: str, usages: dict[str, bool], message: str
+) -> None:
+    a, b = (grouped("mxfp8", **(usages if side == name else {})) for name in "AB")
+    d: Any = [torch.zeros(128, 128) for _ in range(GROUPS)] if layout == "NT" else plain(128)
     with pytest.raises(RuntimeError, match=message):
-        multiply(tensors["a"], tensors["b"], layout=layout)
-
-
-def test_an_output_of_another_shape_or_dtype_is_not_written() -> None:
-    weight, x = torch.randn(64, 128, dtype=torch.bfloat16), torch.randn(4, 4, 128, dtype=torch.bfloat16)
-    for shape in ((64, 16), (16, 64), (1, 16, 64)):
-        with pytest.raises(RuntimeError, match=r"invalid dims \(expected \(4, 4, 64\), got"):
-            multiply(weight, x, out=torch.zeros(shape, dtype=torch.bfloat16))
-    with pytest.raises(RuntimeError, match=r"invalid dtype \(expected bf16, found fp32\)"):
-        multiply(weight, x, out=torch.zeros(4, 4, 64))
-    with pytest.raises(
-        RuntimeError, match=r"Invalid matrix dimensions for GEMM \(A=\(64,128\), transa=0, B=\(16,128\)"
-    ):
-        multiply(weight, x, layout="NN")
-    out = torch.zeros(4, 4, 64)
-    assert multiply(weight, x, out=out, dtype=FP32) is out
-    assert out.count_nonzero()
-
-
-@pytest.mark.parametrize(("factors", "product"), [(FP32, BF16), (BF16, FP16), (FP16, BF16)])
-def test_a_product_in_a_dtype_that_cublas_does_not_offer(factors, product) -> None:
-    x = X.to(OURS[factors])
-    with pytest.raises(RuntimeError, match=r"CUBLAS_STATUS_NOT_SUPPORTED: no product of .* factors in"):
-        multiply(x, x, dtype=product)
-
-
-@pytest.mark.played("blackwell")
-def test_nvfp4_has_no_product_in_fp16() -> None:
-    with pytest.raises(RuntimeError, match="does not support FP16 output"):
-        multiply(nvfp4()(X), nvfp4()(X), dtype=FP16)
-
-
-# --- groups --------------------------------------------------------------------------------------------------------------------------------
-ROWS = 128
-
-
-def grouped(tensor: torch.Tensor, number: int, make=None):
-    if make is not None:
-        return tex.group_quantize(tensor, make(), number, None)
-    from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
-
-    shapes = [(len(tensor) // number, tensor.shape[1])] * number
-    return GroupedTensorStorage(
-        shape=tuple(tensor.shape), dtype=tensor.dtype, num_tensors=number, data=tensor.reshape(-1), shapes=shapes
-    )
-
-
-def multiply_groups(a, b, d) -> None:
-    number = 1 if not BLACKWELL else b.num_tensors
-    name = "in" if isinstance(a, list) else "out" if isinstance(d, list) else None
-    function = getattr(tex, f"te_general_grouped_gemm_for_{f'discrete_{name}' if name else 'grouped_tensor'}")
-    function(a, True, b, False, d, None, None, torch.ones(number), torch.zeros(number), None, None, True)
-
-
-def operands(number: int = 2, make=None, dtype=torch.bfloat16):
-    """(weights, tokens, products) of groups."""
-    weights, tokens = (torch.randn(number * ROWS, 128, dtype=dtype) for _ in range(2))
-    products = torch.zeros(number * ROWS, ROWS, dtype=torch.bfloat16)
-    return grouped(weights, number, make), grouped(tokens, number, make), grouped(products, number)
-
-
-@pytest.mark.since((2, 20))
-def test_groups_are_multiplied_in_lists_of_up_to_64() -> None:
-    weights, tokens, products = operands(64)
-    multiply_groups([part.clone() for part in weights.split_into_quantized_tensors()], tokens, products)
-    assert products.rowwise_data.count_nonzero()
-    weights, tokens, products = operands(65)
-    with pytest.raises(RuntimeError, match="A_list supports up to 64 tensors per kernel, got 65"):
-        multiply_groups(weights.split_into_quantized_tensors(), tokens, products)
-    with pytest.raises(RuntimeError, match="D_list supports up to 64 tensors per kernel, got 65"):
-        multiply_groups(weights, tokens, products.split_into_quantized_tensors())
-
-
-@pytest.mark.since((2, 20))
-def test_lists_hold_matrices_of_one_dtype_and_one_scaling() -> None:
-    weights, tokens, products = operands()
-    first, second = products.split_into_quantized_tensors()
-    with pytest.raises(RuntimeError, match="D_list tensor 1 dtype mismatch"):
-        multiply_groups(weights, tokens, [first, second.float()])
-    with pytest.raises(RuntimeError, match="D_list tensor 0 must be 2D"):
-        multiply_groups(weights, tokens, [first.unsqueeze(0), second])
-    parts = weights.split_into_quantized_tensors()
-    other = mxfp8() if BLACKWELL else blocks(1)
-    with pytest.raises(RuntimeError, match="Tensors have different scaling modes"):
-        multiply_groups([parts[0], other(parts[1])], tokens, products)
-
-
-@pytest.mark.since((2, 20))
-def test_groups_of_two_formats_have_no_product() -> None:
-    plain, quantized = operands(), operands(make=(lambda: mxfp8(tiles=True)) if BLACKWELL else lambda: blocks(1))
-    with pytest.raises(RuntimeError, match="both be FP8 or both be non-FP8"):
-        multiply_groups(plain[0], quantized[1], plain[2])
-    with pytest.raises(RuntimeError, match=r"use (MXFP8|FP8 block) scaling or both not"):
-        multiply_groups(operands(make=current)[0], quantized[1], plain[2])
-    wide = operands(dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="must be FP8, NVFP4, BF16, or FP16, got fp32"):
-        multiply_groups(wide[0], wide[1], plain[2])
+        multiply_groups(a, b, d, layout)
 
 
 @pytest.mark.since((2, 20))
 @pytest.mark.played("blackwell")
-def test_compact_scales_of_tokens_are_not_put_in_order() -> None:
-    tiles, compact = operands(make=lambda: mxfp8(tiles=True)), operands(make=mxfp8)
-    multiply_groups(compact[0], tiles[1], tiles[2])
-    assert tiles[2].rowwise_data.count_nonzero()
-    with pytest.raises(RuntimeError, match="scales of B must be swizzled"):
-        multiply_groups(tiles[0], compact[1], tiles[2])
+def test_groups_of_b_come_with_scales_in_tile_order() -> None:
+    a = experts("mxfp8")
+    multiply_groups(a, grouped("mxfp8"), plain(256))
+    with pytest.raises(RuntimeError, match="scales must be swizzled"):
+        multiply_groups(a, grouped("mxfp8", column=False, compact=True), plain(256))
+    # Transformer Engine orders the other copy's scales and marks both
+    with pytest.raises(RuntimeError, match="row-wise MXFP8 scales of B are compact"):
+        multiply_groups(a, grouped("mxfp8", compact=True), plain(256))
+    with pytest.raises(RuntimeError, match="scales must be swizzled"):
+        multiply_groups(experts("nvfp4"), grouped("nvfp4", compact=True), plain(256))
+    # A's are put in order, also those of a list of which some are already
+    made = quantizer("mxfp8")
+    made.optimize_for_gemm = False
+    results, b = [], grouped("mxfp8")
+    for weights in (a, [made(one.dequantize()) for one in a[:2]] + a[2:]):
+        d = plain(256)
+        multiply_groups(weights, b, d)
+        results.append(d.rowwise_data)
+    assert torch.equal(*results)
+    assert results[0].count_nonzero()
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.played("blackwell")
+def test_groups_of_nvfp4_have_no_fp16_output_and_no_blocks_are_multiplied() -> None:
+    with pytest.raises(RuntimeError, match="FP4 GEMM does not support FP16 output!"):
+        multiply_groups(experts("nvfp4"), grouped("nvfp4"), plain(256, torch.float16))
+    with pytest.raises(RuntimeError, match="FP4 GEMM does not support FP16 output!"):
+        multiply_groups(grouped("nvfp4"), grouped("nvfp4", 256), outputs(torch.float16), "NT")
+    with pytest.raises(RuntimeError, match="both use MXFP8 scaling or both not"):
+        multiply_groups(grouped("mxfp8"), grouped("current"), plain(128))
+    whole = plain(128)
+    whole.quantizer = quantizer("block")  # which quantizes no groups on this machine
+    with pytest.raises(RuntimeError, match=r"discrete_inputA: FP8 block scaling .* on Hopper \(SM90-SM99\), not SM100"):
+        multiply_groups(experts("block"), whole, plain(256))
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.played("hopper")
+@pytest.mark.parametrize("kind", ["current", "block"])
+def test_groups_of_fp8_have_the_transposes_that_hopper_reads(kind: str) -> None:
+    whole = grouped(kind, 256)
+    with pytest.raises(RuntimeError, match="A is missing column-wise data needed for TN layout"):
+        multiply_groups(grouped(kind, column=False), whole, outputs(torch.float32), "NT")
+    with pytest.raises(RuntimeError, match="B is missing column-wise data needed for TN layout"):
+        multiply_groups(whole, grouped(kind, column=False), [torch.zeros(128, 256) for _ in range(GROUPS)], "NT")
