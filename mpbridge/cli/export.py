@@ -76,7 +76,7 @@ def _made(args: argparse.Namespace) -> Export:
     from mpbridge.config.container import ConfigContainer
 
     path, engine = find_config(args.config), [f"engine={args.engine}"] if args.engine else []
-    container = ConfigContainer.load(path, engine, check=False, trusted=True)
+    container = ConfigContainer.load(path, engine, check=False)
     given = container.mixed_precision
     stages = given if isinstance(given, list | tuple) else ()
     if len(stages) > 1:
@@ -85,9 +85,7 @@ def _made(args: argparse.Namespace) -> Export:
             none = "" if args.recipe is None else f" and none is {args.recipe}"
             raise BadValue(f"{args.config} has stages ({', '.join(names)}){none}: name the one to export")
     elif args.recipe is not None:
-        container = ConfigContainer.load(
-            path, [f"mixed_precision.recipe='{args.recipe}'", *engine], check=False, trusted=True
-        )
+        container = ConfigContainer.load(path, [f"mixed_precision.recipe='{args.recipe}'", *engine], check=False)
     run = container.resolved(container.smallest_world())
     made = export(args.recipe or _own(run), args.to, version=args.stack_version, engine=run.facts.engine, run=run)
     stated = _stated(given) if args.recipe is not None else ""

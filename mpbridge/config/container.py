@@ -48,6 +48,10 @@ def _section(name: str) -> Any:
     return field(default_factory=functools.partial(Section, name, {}))
 
 
+RECIPE_SETTINGS = ("mixed_precision", "mixed_precision.recipe")
+"""The settings that name the run's recipe."""
+
+
 @dataclass(kw_only=True, eq=False)
 class ConfigContainer:
     """Sections of plain settings, and the recipe. Sections may also be megatron-core's config objects.
@@ -112,15 +116,18 @@ class ConfigContainer:
         overrides: Iterable[str] = (),
         *,
         check: bool = True,
-        trusted: bool = True,
+        trusted: bool | None = None,
     ) -> Self:
         """The container described by a YAML file and 'section.key=value' overrides; precedence: defaults < file < overrides.
 
         check: raise Contradiction with every unknown key, wrong type and contradiction now; False leaves that to `resolved`, which then reports everything in one message.
-        trusted: False for a configuration from an untrusted source; code that it names is not run.
+        trusted: whether a recipe that is code (file.py:function) may run; None: only if an override names it, since the file may come from anywhere.
         Raises BadValue for a file that cannot be read.
         """
+        overrides = list(overrides)
         layers = read(path, overrides)
+        if trusted is None:
+            trusted = any(text.partition("=")[0].strip() in RECIPE_SETTINGS for text in overrides)
         made = cls(**layers.tree, origin=layers.origin, trusted=trusted)
         if check or layers.faults:
             faults = [*layers.faults, *made.faults()]

@@ -67,7 +67,7 @@ def checkpoint_run(path: Path) -> Run:
     file = path / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{file} is missing: without it the tensors' model is unknown")
-    container = ConfigContainer.load(file, check=False, trusted=False)
+    container = ConfigContainer.load(file, check=False)
     return container.resolved(container.smallest_world(), training=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -302,6 +303,38 @@ def test_a_files_recipe_that_is_code_does_not_run_unless_the_command_line_names_
     code, out, err = said("plan", "--config", str(config), "--recipe", f"{tmp_path / 'evil.py'}:fn")
     assert code == 0, out + err
     assert (tmp_path / "ran").exists()
+
+
+READS_A_CONFIGURATION = {
+    "plan": [], "check": [], "memory": [], "layouts": [], "estimate": [], "recommend": [], "simulate": [], "rehearse": [], "train": [], "tune": [],
+    "export": ["--to", "megatron-lm"], "init": ["DIR"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", READS_A_CONFIGURATION)
+@pytest.mark.parametrize("place", ["{0}", "{{recipe: '{0}'}}", "[{{recipe: bf16_mixed, until: 5}}, {{recipe: '{0}'}}]"])
+def test_no_verb_runs_code_that_only_a_file_names(said, tmp_path, verb, place):
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef fn(): pass\n")
+    config = tmp_path / "run.yaml"
+    named = place.format(f"{tmp_path / 'evil.py'}:fn")
+    config.write_text(
+        f"mixed_precision: {named}\nmodel: {{num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 128, max_sequence_length: 32}}\n"
+    )
+    extra = [str(tmp_path / "new") if word == "DIR" else word for word in READS_A_CONFIGURATION[verb]]
+    code, out, err = said(verb, *extra, "--config", str(config))
+    assert not (tmp_path / "ran").exists()
+    assert code != 0 or verb == "recommend", out + err  # recommend asks about the run without its recipe
+
+
+def test_every_verb_that_reads_a_configuration_is_in_the_table():
+    import importlib
+
+    found = set()
+    for verb, module in cli.verbs().items():
+        parser = argparse.ArgumentParser()
+        importlib.import_module(module).add_arguments(parser)
+        found |= {verb} & {verb for action in parser._actions if "--config" in action.option_strings}
+    assert found == set(READS_A_CONFIGURATION)
 
 
 def test_an_answer_that_nobody_read_is_no_success():
