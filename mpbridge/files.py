@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -14,8 +15,29 @@ from mpbridge.errors import CheckpointError
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
-LARGEST_JSON = 1 << 28
-"""Maximum size in bytes of a JSON file that is read: the index of a checkpoint with a million shards has a quarter of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much of one kind of file is read."""
+
+    size: int
+    """Bytes."""
+    steps: int = 0
+    """Instructions or values; 0: the size bounds them."""
+
+
+LIMITS: Mapping[str, Limit] = {
+    "json": Limit(1 << 28),  # the index of a checkpoint with a million shards has a quarter of that
+    "json lines": Limit(1 << 30),  # one line of some 300 bytes for each step
+    "text": Limit(1 << 26),  # configurations, scripts and logs
+    "safetensors header": Limit(100_000_000),  # the format's own limit
+    "pickle": Limit(1 << 30, 50_000_000),  # a checkpoint's table of a thousand ranks has a tenth of that
+    "arguments": Limit(1 << 26, 2_000_000),  # they take kilobytes; tensors stand outside of their pickle
+    "argument values": Limit(0, 100_000),  # a model has hundreds of settings
+}
+"""Kind of file -> its limits: of every reader of what somebody else may have written."""
+LARGEST_JSON = LIMITS["json"].size
 
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
@@ -94,10 +116,18 @@ def regular(file: Path | str) -> IO[bytes]:
     return os.fdopen(handle, "rb")
 
 
-def text_of(file: Path | str, *, errors: str = "strict") -> str:
-    """The whole text of such a file, as UTF-8. Raises as `regular` does, and UnicodeDecodeError unless `errors` is 'replace'."""
+def text_of(file: Path | str, *, errors: str = "strict", kind: str = "text") -> str:
+    """The whole text of such a file, as UTF-8. kind: of LIMITS.
+
+    Raises as `regular` does, OSError for a file above the limit (a sparse one of terabytes costs nothing to make), and UnicodeDecodeError unless `errors` is
+    'replace'.
+    """
+    largest = LIMITS[kind].size
     with regular(file) as stream:
-        return stream.read().decode("utf-8", errors)
+        data = stream.read(largest + 1)
+    if len(data) > largest:
+        raise OSError(errno.EFBIG, f"it has more than {largest:,} bytes, the limit for {kind}", os.fspath(file))
+    return data.decode("utf-8", errors)
 
 
 def why(error: Exception) -> str:

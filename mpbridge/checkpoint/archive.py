@@ -1,4 +1,4 @@
-"""Reads `torch.save` archives as data (opcodes.py): tensors become references to their bytes. Loads no framework."""
+"""Reads `torch.save` archives as data (safe_unpickler.py): tensors become references to their bytes. Loads no framework."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from io import BytesIO, RawIOBase
 from typing import IO, Any
 
-from mpbridge.checkpoint.opcodes import Name, UnpickledCall, read
 from mpbridge.checkpoint.plain import WIDTHS, elements
 from mpbridge.errors import CheckpointError
+from mpbridge.files import LIMITS
+from mpbridge.safe_unpickler import LEGACY_MAGIC, Name, UnpickledCall, read
 
-LARGEST_PICKLE = 1 << 30
+LARGEST_PICKLE = LIMITS["pickle"].size
 _LOCAL_HEADER = 30
 """Size of a zip file's local header before the name (APPNOTE 4.3.7); its last four bytes are the lengths of name and extra field."""
 _STORAGES = {
@@ -24,8 +25,6 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8",
 }  # fmt: skip
 """torch's typed storages -> dtype of their elements; an untyped one counts bytes."""
-_LEGACY = 0x1950A86A20F9469CFC6C
-"""First pickle of torch's pre-zip format (torch.serialization.MAGIC_NUMBER)."""
 DEEPEST = 3
 """Maximum nesting of archives within pickles within archives."""
 
@@ -141,7 +140,7 @@ def tensor(held: Any, offset: Any, size: Any, stride: Any, dtype: str) -> Tensor
 
 
 def load(stream: IO[bytes], start: int, stop: int, depth: int = 0) -> Any:
-    """An archive's contents: plain values, Tensors, and Made for the records in `plain_call`. Raises CheckpointError."""
+    """An archive's contents: plain values, Tensors, and UnpickledCall for the records in `plain_call`. Raises CheckpointError."""
     if depth > DEEPEST:
         raise CheckpointError("archives nested too deeply")
     inside = members(stream, start, stop)
@@ -183,7 +182,16 @@ def _shown(value: Any) -> str:
 def plain_call(
     depth: int = 0, records: Callable[[Name], bool] = lambda name: False
 ) -> Callable[[Name, tuple[Any, ...]], Any]:
-    """The value of a call: tensors, sizes and dicts; a Made if the name is in `records`. Raises CheckpointError for any other."""
+    """The value of a call: tensors, sizes and dicts; an UnpickledCall if the name is in `records`. Raises CheckpointError for any other."""
+    inside = 0
+
+    def nested(data: Any) -> Any:
+        # a pickle may name the same bytes again and again: they are read once each time
+        nonlocal inside
+        inside += len(data) if isinstance(data, (bytes, bytearray)) else 0
+        if inside > LARGEST_PICKLE:
+            raise CheckpointError(f"archives of more than {LARGEST_PICKLE} bytes in one pickle")
+        return _from_bytes(data, depth + 1)
 
     def call(name: Name, args: tuple[Any, ...]) -> Any:
         match (name.module, name.name):
@@ -195,7 +203,7 @@ def plain_call(
                 return tensor(held, offset, size, stride, dtype_of(dtype))
             # megatron-core 0.20 puts the second in the place of the first when it is imported, so pickles written after that name it
             case ("torch.storage", "_load_from_bytes") | ("megatron.core.safe_globals", "safe_load_from_bytes"):
-                return _from_bytes(args[0], depth + 1)
+                return nested(args[0])
             case ("torch", "Size"):
                 return tuple(args[0])
             case ("collections", "OrderedDict") if not args:
@@ -230,7 +238,7 @@ def _from_bytes(data: Any, depth: int) -> Any:
     for _ in range(5):  # magic number, protocol, the writer's machine, the object, its storages' keys
         value, at = read(raw, plain_call(depth), storage, at)
         values.append(value)
-    if values[0] != _LEGACY or len(values[4]) != 1 or len(kept) != 1:
+    if values[0] != LEGACY_MAGIC or len(values[4]) != 1 or len(kept) != 1:
         raise CheckpointError("not a storage that torch saved")
     found = values[3]
     if not isinstance(found, StorageSlice) or found.at < at:

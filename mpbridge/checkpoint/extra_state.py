@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.checkpoint.archive import Tensor, plain_call
-from mpbridge.checkpoint.opcodes import Name, UnpickledCall, read
 from mpbridge.checkpoint.spelling import spelled
 from mpbridge.errors import CheckpointError
 from mpbridge.formats import FORMATS
+from mpbridge.safe_unpickler import Name, UnpickledCall, read
 from mpbridge.scalings import ELEMENTS
 
 if TYPE_CHECKING:

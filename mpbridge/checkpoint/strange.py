@@ -16,14 +16,13 @@ from typing import IO, Any
 from mpbridge.checkpoint import extra_state
 from mpbridge.checkpoint.archive import Tensor, load
 from mpbridge.checkpoint.index import INDEX, Index, StoredPiece, StoredTensor
-from mpbridge.checkpoint.opcodes import Name, UnpickledCall, read
 from mpbridge.checkpoint.plain import encoded
 from mpbridge.checkpoint.spelling import spelled
 from mpbridge.errors import CheckpointError, MpbridgeError
 from mpbridge.files import opened
+from mpbridge.safe_unpickler import COMMON_OBJECT, Name, UnpickledCall, read
 
 METADATA, COMMON, DATA, STATE = ".metadata", "common.pt", "data.bin", "state.json"
-COMMON_OBJECT = "common_state/shard_0_1"
 """The object in which megatron-core 0.20's save puts what 0.16 puts into `common.pt` (dist_checkpointing/serialization.py)."""
 LARGEST_METADATA = 1 << 30
 _DCP = "torch.distributed.checkpoint"

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import io
-import pickletools
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
-from mpbridge.errors import DataError, brief
+from mpbridge.errors import CheckpointError, DataError, brief, cut
+from mpbridge.files import LIMITS, Limit
+from mpbridge.safe_unpickler import COMMON_OBJECT, LEGACY_MAGIC, Name, UnpickledCall, any_call, read
 
-MOST_BYTES = 64 * 2**20
-"""Maximum size of the pickle stream; arguments take kilobytes, and tensors are stored outside it."""
-MOST_STEPS = 2_000_000
 METADATA = ".metadata"
 """torch's table of a checkpoint: file, first byte and bytes of each tensor and object."""
-LARGEST_TABLE, MOST_TABLE_STEPS = 2**30, 50_000_000
-"""Of a thousand ranks' table: a tenth of that."""
-_COMMON_STATE, _ARGS = "common_state/shard_0_1", "args"
-"""Objects of such a table: what other versions put into common.pt (megatron-core 0.20's torch_dist), and the arguments alone (torch_dcp, fsdp_dtensor)."""
-
-
-@dataclass(eq=False)  # a key of a dict stays what it is
-class Named:
-    """An object that a pickle would create by calling a name: kept as the name, its arguments and its state."""
-
-    name: str
-    arguments: Any = ()
-    state: Any = None
-    items: dict[Any, Any] = field(default_factory=dict)
-
-
-class _GroupStart:
-    """Marks the start of a group of values."""
+_ARGS = "args"
+"""The object of that table with the arguments alone (torch_dcp, fsdp_dtensor); in the common state they stand beside the rest."""
+_LIMIT, _TABLE, _VALUES = LIMITS["arguments"], LIMITS["pickle"], LIMITS["argument values"].steps
 
 
 def read_arguments(path: Path) -> Mapping[str, Any]:
@@ -48,15 +30,18 @@ def read_arguments(path: Path) -> Mapping[str, Any]:
         else:
             with path.open("rb") as file:
                 found = _unpickled(file)
-    except DataError as error:
+    except (DataError, CheckpointError) as error:
         raise DataError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     except Exception as error:
         raise DataError(f"{path}: not a readable checkpoint: {type(error).__name__}: {error}") from None
     args = found.get("args") if isinstance(found, dict) else None
-    state = args.state if isinstance(args, Named) else None
+    state = args.state if isinstance(args, UnpickledCall) else None
     if not isinstance(state, dict):
         raise DataError(f"{path} has no 'args': expected Megatron-LM's common.pt, .metadata or model_optim_rng.pt")
-    return {str(name): _plain(value) for name, value in state.items() if isinstance(name, str)}
+    try:
+        return _plain(state)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 def arguments_file(folder: Path) -> Path:
@@ -88,17 +73,17 @@ def arguments_file(folder: Path) -> Path:
 def _beside(metadata: Path) -> Any:
     """What the file that holds the arguments, or everything that no rank shards, says of them: {'args': ...}. Found by torch's table."""
     with metadata.open("rb") as file:
-        table = _run(_Bounded(file, LARGEST_TABLE), MOST_TABLE_STEPS)
+        table, _ = _read(file.read(_TABLE.size), _TABLE)
     stored = _state(table, "storage_data")
     places = {_state(index, "fqn"): info for index, info in stored.items()} if isinstance(stored, dict) else {}
-    key = next((key for key in (_COMMON_STATE, _ARGS) if key in places), None)
+    key = next((key for key in (COMMON_OBJECT, _ARGS) if key in places), None)
     if key is None:
         raise DataError("names neither an object 'common_state' nor 'args', where Megatron-LM keeps its arguments")
     name, start, size = (_state(places[key], field) for field in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or "/" in name or not (metadata.parent / name).is_file():
         raise DataError(f"names no file beside it that holds the object {key}")
-    if type(start) is not int or start < 0 or type(size) is not int or not 0 < size <= MOST_BYTES:
-        raise DataError(f"gives the object {key} no place in {name}, or more than {MOST_BYTES} bytes of it")
+    if type(start) is not int or start < 0 or type(size) is not int or not 0 < size <= _LIMIT.size:
+        raise DataError(f"gives the object {key} no place in {name}, or more than {_LIMIT.size} bytes of it")
     with (metadata.parent / name).open("rb") as file:
         file.seek(start)
         found = _unpickled(io.BytesIO(file.read(size)))
@@ -109,45 +94,20 @@ def _beside(metadata: Path) -> Any:
 
 def _state(value: Any, field: str) -> Any:
     """A field of what a pickle would have made; None where it has none."""
-    return value.state.get(field) if isinstance(value, Named) and isinstance(value.state, dict) else None
+    return value.state.get(field) if isinstance(value, UnpickledCall) and isinstance(value.state, dict) else None
 
 
 def _unpickled(file: IO[bytes]) -> Any:
-    """The object in a file of torch's, or in a plain pickle. Raises DataError for formats without arguments."""
-    return _loaded(_Bounded(_pickle_in(file)))
+    """The object in a file of torch's, or in a plain pickle: the first one, or the fourth of torch's earlier format. Raises DataError."""
+    data = _pickle_in(file).read(_LIMIT.size)  # tensors may follow
+    first, at = _read(data, _LIMIT)
+    for _ in range(3 if first == LEGACY_MAGIC else 0):
+        first, at = _read(data, _LIMIT, at)
+    return first
 
 
-_LEGACY = 0x1950A86A20F9469CFC6C
-"""The magic number at the start of torch's pre-zip format; two more pickles precede the object."""
-
-
-def _loaded(stream: _Bounded) -> Any:
-    """The object in a file: the first pickle of a plain file, the fourth of torch's earlier format."""
-    first = _run(stream)
-    if first != _LEGACY:
-        return first
-    for _ in range(2):
-        _run(stream)
-    return _run(stream)
-
-
-class _Bounded:
-    """A file that is read no further than `most` bytes."""
-
-    def __init__(self, file: IO[bytes], most: int = MOST_BYTES) -> None:
-        self.file, self.most, self.left = file, most, most
-
-    def read(self, size: int) -> bytes:
-        return self._counted(self.file.read(min(size, self.left + 1)), size)
-
-    def readline(self) -> bytes:
-        return self._counted(self.file.readline(self.left + 1), 0)
-
-    def _counted(self, data: bytes, wanted: int) -> bytes:
-        self.left -= max(len(data), wanted if wanted > self.most else 0)
-        if self.left < 0:
-            raise DataError(f"its pickle is larger than {self.most} bytes, which no list of arguments is")
-        return data
+def _read(data: bytes, limit: Limit, start: int = 0) -> tuple[Any, int]:
+    return read(data, any_call, lambda key: UnpickledCall(Name("torch", "storage"), ()), start, most=limit.steps)
 
 
 def _pickle_in(file: IO[bytes]) -> IO[bytes]:
@@ -163,180 +123,32 @@ def _pickle_in(file: IO[bytes]) -> IO[bytes]:
         return file
     with zipfile.ZipFile(file) as archive:
         inside = [entry for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
-        if len(inside) != 1 or inside[0].file_size > MOST_BYTES:
-            raise DataError(f"expected one data.pkl of at most {MOST_BYTES} bytes")
+        if len(inside) != 1 or inside[0].file_size > _LIMIT.size:
+            raise DataError(f"expected one data.pkl of at most {_LIMIT.size} bytes")
         return io.BytesIO(archive.read(inside[0]))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Named):
-        if (
-            value.name == "torch.dtype"
-            or value.name.startswith("torch ")
-            or "." not in value.name.removeprefix("torch.")
-        ):
-            return value.name
-        arguments = value.arguments if isinstance(value.arguments, tuple) else (value.arguments,)
-        return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (str, int, float)) else value.name
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (type(None), bool, int, float, str)) else str(type(value).__name__)
+def _plain(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Name -> plain value. Raises DataError for values without an end: a pickle of a hundred bytes can name 2**50 elements."""
+    left = _VALUES
+
+    def plain(value: Any, depth: int = 0) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > 50:
+            raise DataError(f"its arguments have more than {_VALUES} values, or are nested too deeply")
+        if isinstance(value, Name):
+            return _short(value)
+        if isinstance(value, UnpickledCall):
+            first = value.args[0] if len(value.args) == 1 else None
+            named = value.name.module != "torch" and isinstance(first, (str, int, float))
+            return first if named else _short(value.name)
+        if isinstance(value, (list, tuple)):
+            return [plain(item, depth + 1) for item in value]
+        return value if isinstance(value, (type(None), bool, int, float, str)) else str(type(value).__name__)
+
+    return {name: plain(value) for name, value in state.items() if isinstance(name, str)}
 
 
-def _run(stream: _Bounded, most_steps: int = MOST_STEPS) -> Any:
-    machine = _Machine()
-    for steps, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], stream))):
-        if steps > most_steps:
-            raise DataError(f"the pickle has more than {most_steps} instructions")
-        if opcode.name == "STOP":
-            return machine.stack[-1]
-        machine.step(opcode.name, argument)
-    raise DataError("the pickle has no end")
-
-
-class _Machine:
-    """A pickle machine limited to plain data: anything that would call or import becomes a Named."""
-
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-
-    def step(self, name: str, argument: Any) -> None:
-        action: Callable[[_Machine, Any], None] | None = _ACTIONS.get(name)
-        if action is not None:
-            action(self, argument)
-        elif name in _PUSHES:
-            self.stack.append(argument)
-        elif name not in _NOTHING:
-            raise DataError(f"the pickle uses {name}, which a list of arguments never needs")
-
-    def group(self) -> list[Any]:
-        """Pops the values above the last mark, and the mark."""
-        at = next(i for i in range(len(self.stack) - 1, -1, -1) if isinstance(self.stack[i], _GroupStart))
-        items = self.stack[at + 1 :]
-        del self.stack[at:]
-        return items
-
-    def drop(self) -> None:
-        """Drops the group."""
-        self.group()
-
-    def set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        into = target.items if isinstance(target, Named) else target
-        if isinstance(into, dict):
-            for key, value in zip(items[::2], items[1::2], strict=True):
-                into[key if isinstance(key, (str, int, float, tuple, Named)) else repr(key)] = value
-
-    def call(self, arguments: Any) -> None:
-        made = self.stack.pop()
-        self.stack.append(Named(made.name if isinstance(made, Named) else "?", arguments))
-
-    def build(self, state: Any) -> None:
-        if isinstance(self.stack[-1], Named):
-            self.stack[-1].state = state
-
-    def extend(self, items: list[Any]) -> None:
-        if isinstance(self.stack[-1], list):
-            self.stack[-1].extend(items)
-
-
-def _named(machine: _Machine, argument: Any) -> None:
-    machine.stack.append(Named(".".join(str(argument).split(" "))))
-
-
-def _stack_global(machine: _Machine, _: Any) -> None:
-    attribute, module = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(Named(f"{module}.{attribute}"))
-
-
-def _put(machine: _Machine, argument: Any) -> None:
-    machine.memo[len(machine.memo) if argument is None else int(argument)] = machine.stack[-1]
-
-
-def _reduce(machine: _Machine, _: Any) -> None:
-    machine.call(machine.stack.pop())
-
-
-def _tuple(size: int) -> Callable[[_Machine, Any], None]:
-    def make(machine: _Machine, _: Any) -> None:
-        items = tuple(machine.stack[-size:])
-        del machine.stack[-size:]
-        machine.stack.append(items)
-
-    return make
-
-
-def _dict(machine: _Machine, _: Any) -> None:
-    items = machine.group()
-    machine.stack.append({})
-    machine.set_items(items)
-
-
-def _push(value: Callable[[], Any]) -> Callable[[_Machine, Any], None]:
-    return lambda machine, _: machine.stack.append(value())
-
-
-_PUSHES = frozenset(
-    [
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "INT",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "BINFLOAT",
-        "FLOAT",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "SHORT_BINUNICODE",
-        "UNICODE",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "STRING",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-    ]
-)
-_NOTHING = frozenset({"PROTO", "FRAME"})
-_ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
-    "NONE": _push(lambda: None),
-    "NEWTRUE": _push(lambda: True),
-    "NEWFALSE": _push(lambda: False),
-    "EMPTY_DICT": _push(dict),
-    "EMPTY_LIST": _push(list),
-    "EMPTY_SET": _push(list),
-    "EMPTY_TUPLE": _push(tuple),
-    "MARK": _push(_GroupStart),
-    "TUPLE1": _tuple(1),
-    "TUPLE2": _tuple(2),
-    "TUPLE3": _tuple(3),
-    "TUPLE": lambda m, _: m.stack.append(tuple(m.group())),
-    "LIST": lambda m, _: m.stack.append(m.group()),
-    "DICT": _dict,
-    "APPEND": lambda m, _: m.extend([m.stack.pop()]),
-    "APPENDS": lambda m, _: m.extend(m.group()),
-    "ADDITEMS": lambda m, _: m.extend(m.group()),
-    "SETITEM": lambda m, _: m.set_items([*reversed([m.stack.pop(), m.stack.pop()])]),
-    "SETITEMS": lambda m, _: m.set_items(m.group()),
-    "GLOBAL": _named,
-    "STACK_GLOBAL": _stack_global,
-    "REDUCE": _reduce,
-    "NEWOBJ": _reduce,
-    "BUILD": lambda m, _: m.build(m.stack.pop()),
-    "BINPERSID": lambda m, _: m.stack.append(Named("tensor storage", m.stack.pop())),
-    "BINPUT": _put,
-    "LONG_BINPUT": _put,
-    "PUT": _put,
-    "MEMOIZE": _put,
-    "BINGET": lambda m, argument: m.stack.append(m.memo[int(argument)]),
-    "LONG_BINGET": lambda m, argument: m.stack.append(m.memo[int(argument)]),
-    "GET": lambda m, argument: m.stack.append(m.memo[int(argument)]),
-    "POP_MARK": lambda m, _: m.drop(),
-    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
-    "NEWOBJ_EX": lambda m, _: m.call((m.stack.pop(), m.stack.pop())[1]),
-    "FROZENSET": lambda m, _: m.stack.append(m.group()),
-    "POP": lambda m, _: m.stack.__delitem__(-1),
-}
+def _short(name: Name) -> str:
+    return f"{cut(name.module)}.{cut(name.name)}"

@@ -18,10 +18,10 @@ import torch
 
 from mpbridge.checkpoint import convert, extra_state, io, state, store
 from mpbridge.checkpoint.archive import plain_call
-from mpbridge.checkpoint.opcodes import UnpickledCall, read
 from mpbridge.checkpoint.plain import decoded, encoded
 from mpbridge.checkpoint.verdict import FILE
 from mpbridge.errors import CheckpointError, Refused
+from mpbridge.safe_unpickler import UnpickledCall, read
 from tests import megatron_checkpoints
 from tests.checkpoint.hostile import Payload, forge, pickled
 from tests.forked import codes, ranks, said
@@ -411,10 +411,10 @@ TWICE = b")" + b"2\x86" * 60
     ],
 )
 def test_tuples_of_one_another_are_one_error_at_once(pickled):
-    from mpbridge.checkpoint import opcodes
+    from mpbridge import safe_unpickler
 
     with pytest.raises(CheckpointError, match="tuples nested too deep"):
-        opcodes.read(pickled, lambda name, args: opcodes.UnpickledCall(name, args), lambda key: None)
+        safe_unpickler.read(pickled, lambda name, args: safe_unpickler.UnpickledCall(name, args), lambda key: None)
 
 
 def test_such_a_table_ends_the_conversion_with_one_line(tmp_path):

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -558,3 +559,25 @@ def test_a_command_line_is_named_after_its_own_engine_and_scaling(arguments: str
     near = answer(found.fields, engine=found.engine, meaning=found.meaning)
     assert str(near) == told
     assert not apart(near, found.meaning, engine=found.engine)
+
+
+SHARED = b")" + b"2\x86" * 60
+"""A tuple that holds one tuple twice, which holds another twice: 2**60 values in 121 bytes."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(b"X\x01\x00\x00\x00a" + SHARED, id="a value"),
+        pytest.param(SHARED + b"N", id="a name"),
+        pytest.param(b"X\x01\x00\x00\x00a]q\x00h\x00a", id="a list of itself"),
+    ],
+)
+def test_arguments_without_an_end_are_refused_at_once(tmp_path, value):
+    """A pickle of some hundred bytes whose values would take ages to write down."""
+    namespace = b"cargparse\nNamespace\n)\x81}(" + value + b"ub"
+    (tmp_path / "common.pt").write_bytes(b"\x80\x02}(X\x04\x00\x00\x00args" + namespace + b"u.")
+    started = time.process_time()
+    with pytest.raises(DataError, match=r"nested too deep|more than 100000 values"):
+        read_file(tmp_path / "common.pt")
+    assert time.process_time() - started < 10

@@ -1,7 +1,8 @@
 """Reads pickles as data: a small interpreter that imports nothing, calls nothing and sets no attribute. Loads no framework.
 
-Names are kept as names. Listed ones may be called, which creates an `UnpickledCall`: a record of the name, the arguments and the state.
-So a pickle can describe anything but execute nothing; anything other than plain data and listed records is an error.
+Names are kept as names. What the caller allows may be called, which creates an `UnpickledCall`: a record of the name, the arguments and the state.
+So a pickle can describe anything but execute nothing. Checkpoints allow listed names and refuse everything else; the arguments of a foreign checkpoint
+allow every name, since they are only looked at (`any_call`). Time and memory are bounded by the number of opcodes, which is a limit of `files.LIMITS`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpbridge.errors import CheckpointError
+from mpbridge.files import LIMITS
 
-MOST = 50_000_000
-"""Maximum number of opcodes in one pickle; a checkpoint of a thousand ranks has a tenth of that."""
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+"""First pickle of torch's pre-zip format (torch.serialization.MAGIC_NUMBER)."""
+COMMON_OBJECT = "common_state/shard_0_1"
+"""The object of a checkpoint's table in which megatron-core 0.20 stores what 0.16 stores in common.pt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +58,21 @@ Call = Callable[[Name, tuple[Any, ...]], Any]
 Storage = Callable[[Any], Any]
 
 
-def read(data: bytes, call: Call, storage: Storage | None = None, start: int = 0) -> tuple[Any, int]:
+def any_call(name: Name, args: tuple[Any, ...]) -> UnpickledCall:
+    """A record of any call: for pickles whose values are looked at by name."""
+    return UnpickledCall(name, args)
+
+
+def read(
+    data: bytes, call: Call, storage: Storage | None = None, start: int = 0, *, most: int = LIMITS["pickle"].steps
+) -> tuple[Any, int]:
     """The value that a pickle in `data` describes, and the byte after its end.
 
     call: returns the value for a name and arguments (raises CheckpointError for an unknown name); storage: returns the value of a persistent id.
-    Raises CheckpointError for everything else.
+    most: opcodes. Raises CheckpointError for everything else.
     """
     try:
-        return _Reader(call, storage).read(data, start)
+        return _Reader(call, storage).read(data, start, most)
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, UnicodeError, OverflowError) as error:
@@ -76,10 +87,10 @@ class _Reader:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
-    def read(self, data: bytes, start: int) -> tuple[Any, int]:
+    def read(self, data: bytes, start: int, most: int) -> tuple[Any, int]:
         for count, (opcode, argument, at) in enumerate(pickletools.genops(data[start:])):
-            if count > MOST:
-                raise CheckpointError(f"a pickle of more than {MOST} opcodes")
+            if count > most:
+                raise CheckpointError(f"a pickle of more than {most} opcodes")
             if opcode.name == "STOP":
                 if self.stack[-1] is _MARK:
                     raise CheckpointError("a pickle that ends with a mark")
@@ -124,6 +135,22 @@ class _Reader:
         if not isinstance(name, Name) or not isinstance(args, tuple):
             raise CheckpointError("a call of something that is not a name")
         self.stack.append(self.call(name, args))
+
+    def reduce_with_keywords(self, _: Any) -> None:
+        keywords = self.stack.pop()
+        self.reduce(None)
+        if isinstance(self.stack[-1], UnpickledCall) and isinstance(keywords, dict):
+            self.stack[-1].items.update(keywords)
+
+    def set_of(self, kind: str, items: tuple[Any, ...]) -> None:
+        # a record as well: whether a set is plain data is the caller's word
+        self.stack.append(self.call(Name("builtins", kind), (items,)))
+
+    def add_items(self, _: Any) -> None:
+        items, made = tuple(self.marked()), self.stack[-1]
+        if not isinstance(made, UnpickledCall) or made.name != Name("builtins", "set"):
+            raise CheckpointError("items added to something that is not a set")
+        made.args = (made.args[0] + items,)
 
     def build(self, _: Any) -> None:
         state, made = self.stack.pop(), self.stack[-1]
@@ -193,6 +220,8 @@ _ACTS: dict[str, Callable[[_Reader, Any], Any]] = {
     "TUPLE2": lambda self, _: self.tuple(2), "TUPLE3": lambda self, _: self.tuple(3),
     "LIST": lambda self, _: self.stack.append(self.marked()),
     "DICT": lambda self, _: self.stack.append(_paired(self.marked())),
+    "NEWOBJ_EX": _Reader.reduce_with_keywords, "EMPTY_SET": lambda self, _: self.set_of("set", ()), "ADDITEMS": _Reader.add_items,
+    "FROZENSET": lambda self, _: self.set_of("frozenset", tuple(self.marked())),
 }  # fmt: skip
 
 
