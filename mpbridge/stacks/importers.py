@@ -14,8 +14,8 @@ from mpbridge.stacks.accelerate_launch import launch_options
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.stacks.exporters import stack_module
+from mpbridge.stacks.launch_script import LaunchScript, read_script, read_words
 from mpbridge.stacks.recognized import TITLES, Recognized, recognize_words
-from mpbridge.stacks.shell import LaunchScript, read_script, read_words
 from mpbridge.stacks.versions import version_for
 
 MOST = 4_000_000

@@ -141,7 +141,7 @@ def _options(words: list[str]) -> int:
 
 def given(script: Path, env: dict[str, str]) -> dict[str, str]:
     """`env` with a value for every variable that a script takes from outside: without theirs, most scripts end at once."""
-    from mpbridge.stacks.shell import read_script
+    from mpbridge.stacks.launch_script import read_script
 
     first = read_script(script.read_text(encoding="utf-8", errors="replace"), env, script)
     named = (note for note in first.notes if "no value" in note)
@@ -153,7 +153,7 @@ def given(script: Path, env: dict[str, str]) -> dict[str, str]:
 
 def compared(script: Path, env: dict[str, str], work: Path) -> tuple[str, list[str], list[str]]:
     """('alike' | 'differs' | why not, bash's words, ours)."""
-    from mpbridge.stacks.shell import read_script
+    from mpbridge.stacks.launch_script import read_script
 
     text = script.read_text(encoding="utf-8", errors="replace")
     env = given(script, env)

@@ -29,36 +29,6 @@ def deepspeed(**config: Any) -> Imported:
     return read_text(json.dumps({"train_batch_size": 8, **config}), stack="deepspeed", name="ds.json")
 
 
-# --- shell -------------------------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "text",
-    [
-        "A=--bf16\nf() { local A=--fp16; }\nf",
-        "A=--bf16\nf() { declare A; A=--fp16; }\nf",
-        "A=--fp16\nf() { local X=1; A=--bf16; }\nf",
-        'read A <<< "--bf16"',
-        'read -r X A <<< "x --bf16"',
-        "IFS=, read -ra B <<< '--bf16,--num-layers,2'",
-        "declare -n R=A\nR=--bf16",
-        "mapfile -t B <<< $'--bf16\\n--overlap-grad-reduce'",
-        "N=1\nlet N=N+1\n[ $N -eq 2 ] && A=--bf16",
-        "let 'N = 3 * 2'\nif (( N == 6 )); then A=--bf16; fi",
-        'x=A\ndeclare "$x=--bf16"',
-    ],
-)
-def test_a_script_is_followed_as_bash_follows_it(text: str) -> None:
-    found = script(text)
-    assert (found.fields.get("bf16"), found.unknown, found.contradicts) == (True, (), ())
-
-
-def test_a_command_that_fails_under_set_e_is_said() -> None:
-    ends = "`false` fails, and set -e would end the script there: ignored"
-    assert ends in script("set -e\nfalse\nA=--bf16").assumed
-    assert ends in script("set -euo pipefail\nfalse\nA=--bf16").assumed
-    for text in ("false\nA=--bf16", "set -e\nfalse || A=--bf16", "set -e\nif false; then A=--fp16; else A=--bf16; fi"):
-        assert ends not in script(text).assumed
-
-
 def test_an_empty_mapping_is_every_default_and_is_said() -> None:
     found = read_text("{}", stack="deepspeed", name="ds.json")
     assert found.assumed[0] == "it is empty: every setting of deepspeed is at its default"
