@@ -261,6 +261,7 @@ class _Script:
             words, notes = self.one(written)
             words = ["".join(words)]
         if where:
+            adds = adds or bool(re.match(rf'\(?\s*"?\$\{{?{name}\b', written))
             text = f"line {line}: {name}{'+' if adds else ''}={cut(' '.join(words).replace(_GAP, '...'))} {where}, which is not followed: not decided"
             if "`(`" not in where:  # a subshell's variables end with it
                 unknown = _OPTIONS if words[:1] and words[0].startswith("-") else _GAP
@@ -389,7 +390,8 @@ class _Script:
             notes += [note for value in held for note in value.notes]
             if not _options(words):  # variables come first, since a job submission has options of its own
                 words = [word for command in self.other for word in _again(tuple(command))]
-            words, notes = (words, notes) if _options(words) else ([], [])
+            words = words if _options(words) else []
+            notes = notes[not words :]
         words, undecided = _decided(words)
         return [word.replace(_GAP, "") for word in program], words, _grouped([*notes, *undecided])
 

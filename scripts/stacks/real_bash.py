@@ -163,11 +163,13 @@ def compared(script: Path, env: dict[str, str], work: Path) -> tuple[str, list[s
     vectors = runs(script, env, work)
     if isinstance(vectors, str):
         return vectors, [], []
-    theirs, ours = program(vectors), read_script(text, env, script).words
+    found = read_script(text, env, script)
+    theirs, ours = program(vectors), found.words
+    said = any(re.search("not (decided|followed|read)", note) for note in found.notes)
     if theirs is not None:
-        return ("alike" if _comparable(ours) == _comparable(theirs) else "differs"), theirs, ours
-    if any("would end the script" in note for note in read_script(text, env, script).notes):
-        return "ends before it starts a program, which is said", [], ours
+        if _comparable(ours) == _comparable(theirs):
+            return "alike", theirs, ours
+        return ("less than bash hands over, which is said" if said else "differs"), theirs, ours
     made = runs(script, env, work, fragment=True)
     options = (
         sorted(set(_comparable([word for word in made[0] if word.startswith("--")]))) if isinstance(made, list) else []
@@ -175,6 +177,8 @@ def compared(script: Path, env: dict[str, str], work: Path) -> tuple[str, list[s
     if not options:
         return "neither starts a program nor sets options", [], ours
     mine = sorted(set(_comparable([word for one in ours for word in one.split() if word.startswith("--")])))
+    if mine != options and said:
+        return "less than bash sets, which is said", made[0], ours
     return ("options alike" if mine == options else "differs"), made[0] if isinstance(made, list) else [], ours
 
 
