@@ -15,6 +15,13 @@ Realization = Literal["native", "emulated"]
 
 ADAMS = ("adam", "torch_adamw")
 """Values of optimizer.optimizer with Adam's two moments for every parameter."""
+
+
+def least_left(beta2: float, steps: int = 1) -> float:
+    """The share of a second moment that so many steps of Adam leave at least: v' = beta2 v + (1 - beta2) g^2, and g^2 is never negative."""
+    return beta2**steps
+
+
 MOST = 10_000
 """Maximum number of layers or experts: more is a typo, and would take minutes to process."""
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mpbridge.facts import least_left
+
 LOST = 0.5
 """Share of what must be left at least below which states are called lost. Parameters that several ranks hold count once on each: on another layout the
 mean is another by a few percent."""
-
-
-def least_left(beta2: float, steps: int = 1) -> float:
-    """The share of a second moment that so many steps leave at least."""
-    return beta2**steps
 
 
 def mean_second(engine: Any) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,40 +15,7 @@ from mpbridge.devices.coalesce import one_by_one
 from mpbridge.devices.redirect import NullStream, cuda_patches, get_state, set_state, split_sizes
 from mpbridge.errors import BadValue
 from mpbridge.megatron import cpu as megatron
-from mpbridge.megatron.cpu import Patch
-
-_MISSING = object()
-
-
-class _Replacement:
-    """A set of attribute replacements, installed on the first entry and restored on the last exit, in any thread."""
-
-    def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
-        self._patches = patches
-        self._saved: list[tuple[Any, str, Any]] = []
-        self.depth = 0
-
-    def enter(self) -> None:
-        self.depth += 1
-        if self.depth > 1:
-            return
-        try:
-            # all replacements are made before the first is installed: they wrap what they replace
-            for owner, name, new in list(self._patches()):
-                self._saved.append((owner, name, vars(owner).get(name, _MISSING)))
-                setattr(owner, name, new)
-        except BaseException:
-            self.leave()
-            raise
-
-    def leave(self) -> None:
-        self.depth -= 1
-        while self.depth == 0 and self._saved:
-            owner, name, old = self._saved.pop()
-            if old is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
+from mpbridge.replacement import MISSING, Patch, Replacement
 
 
 class _StandIn:
@@ -56,8 +23,8 @@ class _StandIn:
 
     def __init__(self) -> None:
         self.adam: type | None = None
-        self._replacement = _Replacement(lambda: megatron.fused_adam_patches(self.adam))
-        self._hidden: Any = _MISSING
+        self._replacement = Replacement(lambda: megatron.fused_adam_patches(self.adam))
+        self._hidden: Any = MISSING
 
     def enter(self, adam: type) -> None:
         if self.adam not in (None, adam):
@@ -67,7 +34,7 @@ class _StandIn:
         self.adam = adam
         if self._replacement.depth == 0:
             # OptimizerConfig imports FusedAdam by this full name, and sys.modules is consulted before any package is searched
-            self._hidden = sys.modules.get(megatron.FUSED_ADAM_MODULE, _MISSING)
+            self._hidden = sys.modules.get(megatron.FUSED_ADAM_MODULE, MISSING)
             stub = types.ModuleType(megatron.FUSED_ADAM_MODULE)
             vars(stub)["FusedAdam"] = adam
             sys.modules[megatron.FUSED_ADAM_MODULE] = stub
@@ -77,7 +44,7 @@ class _StandIn:
         self._replacement.leave()
         if self._replacement.depth == 0:
             self.adam = None
-            if self._hidden is _MISSING:
+            if self._hidden is MISSING:
                 sys.modules.pop(megatron.FUSED_ADAM_MODULE, None)
             else:
                 sys.modules[megatron.FUSED_ADAM_MODULE] = self._hidden
@@ -97,7 +64,7 @@ class _Device:
     """The redirections and the process-wide torch state that megatron-core changes and does not restore."""
 
     def __init__(self) -> None:
-        self.replacement = _Replacement(lambda: [*cuda_patches(), *_core_patches()])
+        self.replacement = Replacement(lambda: [*cuda_patches(), *_core_patches()])
         self._flags: tuple[Any, torch.dtype] | None = None
 
     def enter(self) -> None:

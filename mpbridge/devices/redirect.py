@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.megatron.cpu import Patch
+from mpbridge.replacement import Patch
 
 CPU = torch.device("cpu")
 

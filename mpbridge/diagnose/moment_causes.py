@@ -7,11 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpbridge.checkpoint.moments import least_left
 from mpbridge.config.schema import defaults
 from mpbridge.diagnose.evidence import median
 from mpbridge.diagnose.suspects import Suspect, Symptoms
-from mpbridge.facts import ADAMS
+from mpbridge.facts import ADAMS, least_left
 
 FALLEN = 0.7
 """Second moments below this share of what must remain of them were written by something other than the optimizer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,6 @@ from mpbridge.precision.modules import layers_text
 from mpbridge.precision.wording import region_text
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import Run
     from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 
 ALWAYS = (
@@ -32,18 +31,6 @@ ALWAYS = (
     "each micro-batch's weight gradient is rounded to its parameter's dtype before it is added; on the GPU, accumulation fused into the GEMM stays in fp32",
 )
 STEP = "step"
-
-
-def emulation_for(run: Run) -> Emulation | None:
-    """The emulation that a run asks for; None if it is not emulated or its recipe quantizes nothing."""
-    if not run.emulate or not run.policy.quantized:
-        return None
-    return Emulation(
-        run.policy,
-        seed=int(run.train.get("seed", 1234)),
-        release=run.te or run.facts.versions.transformer_engine,
-        environment=run.facts.environment,
-    )
 
 
 class _Placed(NamedTuple):
@@ -89,7 +76,9 @@ class Emulation:
         """Linears that the policy keeps in high precision, by global name."""
         self._placed: list[_Placed] = []
         self._hooks: list[Any] = []
-        self._depth, self._unopened, self._group = 0, False, None
+        self._depth, self._unopened = 0, False
+        self.group: Any = None
+        """The process group over which delayed scaling reduces its amaxes."""
 
     def _rule(
         self, policy: PrecisionPolicy, release: str | Release | None, environment: Mapping[str, str] | None
@@ -152,30 +141,6 @@ class Emulation:
                 place.linear.__class__ = EmulatedLinear if place.name in self.plugs else torch.nn.Linear
 
     # --- building ------------------------------------------------------------------------------------------------------------------------
-    def backend(self, base: Any) -> Any:
-        """A BackendSpecProvider whose linears are emulated; the rest comes from `base` (a provider instance)."""
-        from mpbridge.emulation.mcore import EmulatedBackend
-
-        return EmulatedBackend(base)
-
-    def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Gives the linears of built model chunks their quantizers, and hooks the contexts of delayed scaling. Raises BadValue for a region that
-        matches no module of the whole model.
-        """
-        from mpbridge.emulation.mcore import amax_group, blocks, fused_norms, places
-
-        chunks = list(chunks)
-        for chunk in chunks:
-            for linear, name, below, layer, layers in places(chunk):
-                self.add(linear, name, below, self.policy.gemms_at(below, layer, layers, name), layer, layers)
-        self.freeze()
-        self._group = amax_group(chunks[0])
-        for chunk in chunks:
-            for block in blocks(chunk):
-                self.context_of(block)
-            for norm, linear in fused_norms(chunk):
-                self._hooks.append(norm.register_forward_hook(partial(self._keep_unrounded, linear)))
-
     def add(self, linear: Any, name: str, below: str, gemms: Gemms, layer: int | None, layers: int) -> None:
         """Registers a linear (global name, name below its layer, 0-based layer, number of layers) and its rules; `freeze` makes the quantizers once all are
         registered.
@@ -233,6 +198,10 @@ class Emulation:
         """The linears that are quantized."""
         return [place.linear for place in self._placed if place.name in self.plugs]
 
+    def fuse(self, norm: torch.nn.Module, linear: Any) -> None:
+        """Hands the norm's unrounded output to the linear, as Transformer Engine's module of both does."""
+        self._hooks.append(norm.register_forward_hook(partial(self._keep_unrounded, linear)))
+
     def _keep_unrounded(self, linear: Any, norm: Any, args: Any, output: Any) -> None:
         """Hook of a norm before a linear whose input is quantized in the norm's kernel, before it is rounded."""
         plug: Plug | None = linear.plug
@@ -273,7 +242,7 @@ class Emulation:
         self._depth -= 1
         if self._depth == 0 and torch.is_grad_enabled() and not self.is_paused:
             for quantizer in self.quantizers.values():
-                quantizer.end_forward(self._group)
+                quantizer.end_forward(self.group)
 
     def opens(self) -> bool:
         """True for the first quantized linear of a context: the end of its backward pass ends the context's."""
@@ -283,7 +252,7 @@ class Emulation:
     def end_backward(self) -> None:
         """Updates the gradient scales of delayed scaling."""
         for quantizer in self.quantizers.values():
-            quantizer.end_backward(self._group)
+            quantizer.end_backward(self.group)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -316,15 +285,8 @@ class Emulation:
         tensors = {name: tensor for quantizer in self.quantizers.values() for name, tensor in quantizer.state().items()}
         return tensors | {STEP: torch.tensor([self.randomness.step])}
 
-    def sharded_state(self, prefix: str = "emulation.") -> dict[str, Any]:
-        """`state` as entries of a sharded state dict of megatron-core's dist_checkpointing; independent of the parallel layout."""
-        from mpbridge.emulation.mcore import sharded
-
-        tensors = self.state()
-        return sharded(tensors, {STEP: tensors.pop(STEP)}, prefix)
-
     def load_state(self, state: Mapping[str, torch.Tensor], prefix: str = "emulation.") -> None:
-        """Loads `state`, or what a checkpoint returned for `sharded_state`; raises CheckpointError if it does not fit."""
+        """Loads `state`, or what a checkpoint returned for `megatron`'s sharded state of it; raises CheckpointError if it does not fit."""
         plain = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         if STEP not in plain:
             raise CheckpointError(

@@ -1,8 +1,21 @@
-"""The front end for megatron-core: its parallel linears with quantized GEMMs, provided by a BackendSpecProvider."""
+"""The emulation in megatron-core: its parallel linears with quantized GEMMs, provided by a BackendSpecProvider.
+
+How an engine uses it (`engines/emulated.py` does it for every engine; `emulation_for` returns None if the run is not emulated or its
+recipe quantizes nothing):
+
+    emulation = emulation_for(run)                        # CoreEmulation | None
+    provider  = emulation.backend(provider)               # before the layer spec is made: its linears are ours, the rest is `provider`'s
+    model     = GPTModel(...)                             # as usual; wrap it in Float16Module, DDP ... as usual
+    emulation.attach(chunks)                              # after building (before or after wrapping, before FSDP shards): names, hooks
+    ...
+    saved = emulation.sharded_state("emulation.")         # entries for megatron-core's dist_checkpointing, resharding included
+
+Amaxes of delayed scaling are max-reduced over megatron-core's amax group (tensor x data x context).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +28,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from mpbridge.emulation.emulation import STEP, Emulation
 from mpbridge.emulation.gemm import Plug
 from mpbridge.emulation.linear import apply
 from mpbridge.errors import Refused
@@ -22,6 +36,7 @@ from mpbridge.megatron.inside_model import LocalMatmul, OwnProduct, experts_in_t
 from mpbridge.precision.globs import MTP_PROJECTION
 
 if TYPE_CHECKING:
+    from mpbridge.config.container import Run
     from mpbridge.precision.policy import Quant
 
 
@@ -66,11 +81,11 @@ class _Emulated(OwnProduct):
 
 
 class EmulatedColumnParallelLinear(_Emulated, ColumnParallelLinear):  # type: ignore[misc]
-    """megatron-core's ColumnParallelLinear; quantized once `Emulation.attach` has given it a plug."""
+    """megatron-core's ColumnParallelLinear; quantized once `CoreEmulation.attach` has given it a plug."""
 
 
 class EmulatedRowParallelLinear(_Emulated, RowParallelLinear):  # type: ignore[misc]
-    """megatron-core's RowParallelLinear; quantized once `Emulation.attach` has given it a plug."""
+    """megatron-core's RowParallelLinear; quantized once `CoreEmulation.attach` has given it a plug."""
 
 
 class EmulatedBackend:
@@ -166,16 +181,54 @@ def amax_group(chunk: torch.nn.Module) -> Any:
     return parallel_state.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=narrow)
 
 
-def sharded(tensors: dict[str, torch.Tensor], common: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-    """Entries for dist_checkpointing: `tensors` of this pipeline stage, equal on all its ranks, and `common` ones, equal on all ranks."""
-    from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing import ShardedTensor
+def emulation_for(run: Run) -> CoreEmulation | None:
+    """The emulation that a run asks for; None if it is not emulated or its recipe quantizes nothing."""
+    if not run.emulate or not run.policy.quantized:
+        return None
+    return CoreEmulation(
+        run.policy,
+        seed=int(run.train.get("seed", 1234)),
+        release=run.te or run.facts.versions.transformer_engine,
+        environment=run.facts.environment,
+    )
 
-    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank()
-    everywhere = torch.distributed.get_rank()
-    entries = {f"{prefix}{name}": (tensor, stage) for name, tensor in tensors.items()}
-    entries |= {f"{prefix}{name}": (tensor, everywhere) for name, tensor in common.items()}
-    return {
-        key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=replica)
-        for key, (tensor, replica) in entries.items()
-    }
+
+class CoreEmulation(Emulation):
+    """An emulation of megatron-core's models."""
+
+    def backend(self, base: Any) -> EmulatedBackend:
+        """A BackendSpecProvider whose linears are emulated; the rest comes from `base` (a provider instance)."""
+        return EmulatedBackend(base)
+
+    def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
+        """Gives the linears of built model chunks their quantizers, and hooks the contexts of delayed scaling. Raises BadValue for a region that
+        matches no module of the whole model.
+        """
+        chunks = list(chunks)
+        for chunk in chunks:
+            for linear, name, below, layer, layers in places(chunk):
+                self.add(linear, name, below, self.policy.gemms_at(below, layer, layers, name), layer, layers)
+        self.freeze()
+        self.group = amax_group(chunks[0])
+        for chunk in chunks:
+            for block in blocks(chunk):
+                self.context_of(block)
+            for norm, linear in fused_norms(chunk):
+                self.fuse(norm, linear)
+
+    def sharded_state(self, prefix: str = "emulation.") -> dict[str, Any]:
+        """`state` as entries of a sharded state dict of megatron-core's dist_checkpointing; independent of the parallel layout.
+
+        Quantizers' tensors are equal on all ranks of a pipeline stage, the step of the random bits on all ranks.
+        """
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank()
+        replicas = {STEP: torch.distributed.get_rank()}
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}", tensor, replica_id=replicas.get(name, stage)
+            )
+            for name, tensor in self.state().items()
+        }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from mpbridge.emulation import emulation_for
+from mpbridge.emulation.mcore import emulation_for
 from mpbridge.engines.contract import Batch, Engine, StepResult
 
 if TYPE_CHECKING:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from mpbridge.errors import UnknownName
-from mpbridge.scalings import Arch
+
+Arch = tuple[int, int]
+"""CUDA compute capability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

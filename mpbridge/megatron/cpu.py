@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Patch = tuple[Any, str, Any]
-"""(owner, attribute, replacement)."""
+from mpbridge.replacement import Patch
 
 _IMPORTED = (
     "models.gpt",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.megatron.cpu import Patch
+from mpbridge.replacement import Patch
 
 
 def _core(name: str) -> Any:

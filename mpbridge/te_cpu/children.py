@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing import spawn
 from typing import Any
 
 VARIABLE = "MPBRIDGE_CHILD"
 """What a child process plays: the machine, the release, and the parent's main module by name or by path (JSON)."""
-_STAY = ExitStack()
 
 
 @contextmanager
@@ -39,20 +37,3 @@ def children_play(machine: str, te: str) -> Iterator[None]:
             os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = before
-
-
-def begin() -> dict[str, Any]:
-    """In a child: plays until the process ends, and returns the names of the parent's main module, run as multiprocessing runs it."""
-    from mpbridge.te_cpu.context import transformer_engine_on_cpu
-    from mpbridge.te_cpu.foreign import foreign_code
-
-    wanted = json.loads(os.environ[VARIABLE])
-    _STAY.enter_context(transformer_engine_on_cpu(wanted["machine"], te=wanted["te"]))
-    # the script decides whether its children are ranks of one world, so they keep its port
-    _STAY.enter_context(foreign_code(own_port=False))
-    name, path = wanted.get("init_main_from_name"), wanted.get("init_main_from_path")
-    if path:
-        return runpy.run_path(path, run_name="__mp_main__")
-    if name and name != "__main__" and not name.endswith(".__main__"):
-        return runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
-    return {}

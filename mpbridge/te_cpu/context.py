@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpbridge.devices.cpu import _Replacement
 from mpbridge.errors import Refused, UnknownName
 from mpbridge.hardware.machines import Machine, machines
 from mpbridge.hardware.machines import machine as machine_of
 from mpbridge.hardware.probe import installed, playing
 from mpbridge.hardware.transformer_engine import choose, played_versions
 from mpbridge.hardware.versions import release as numbers
+from mpbridge.replacement import Replacement
 from mpbridge.te_cpu import played as stage
 from mpbridge.te_cpu.cuda_names import played_patches
 from mpbridge.te_cpu.loading import environment, loaded
@@ -62,7 +62,7 @@ def transformer_engine_on_cpu(
     with ExitStack() as stack:
         stage.enter(played)
         stack.callback(stage.leave)
-        replacement = _Replacement(lambda: played_patches(played))
+        replacement = Replacement(lambda: played_patches(played))
         replacement.enter()
         stack.callback(replacement.leave)
         stack.enter_context(_compiling_off())

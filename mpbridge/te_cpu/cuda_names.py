@@ -22,7 +22,7 @@ from mpbridge.devices.redirect import cuda_patches, names_cuda, nothing, on_cpu
 from mpbridge.emulation.gemm import product
 from mpbridge.emulation.operands import Operand
 from mpbridge.hardware.transformer_engine import CUDA_VERSION
-from mpbridge.megatron.cpu import Patch
+from mpbridge.replacement import Patch
 from mpbridge.te_cpu import premultiplied
 from mpbridge.te_cpu.played import Played
 from mpbridge.te_cpu.refusals import refused_graph

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from mpbridge.emulation.scales import Rules, rules_for
 from mpbridge.errors import Refused
-from mpbridge.hardware.machines import Machine
-from mpbridge.scalings import Arch
+from mpbridge.hardware.machines import Arch, Machine
 
 LibraryRelease = tuple[int, ...]
 

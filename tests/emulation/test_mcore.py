@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.emulation import emulation_for
+from mpbridge.emulation.mcore import emulation_for
 from mpbridge.engines.emulated import EmulatedEngine
 from mpbridge.engines.registry import build_engine
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
