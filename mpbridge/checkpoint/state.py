@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from mpbridge.checkpoint.index import Index
-from mpbridge.engines.optimizers import CpuFusedAdam, join, split
+from mpbridge.emulation.adam import join, split
+from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.errors import CheckpointError
 from mpbridge.megatron.inside_optimizer import parts
 

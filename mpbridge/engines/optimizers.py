@@ -2,89 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mpbridge.emulation.adam import BLOCK, Scalars, join, split, update
 from mpbridge.errors import BadValue
-
-BLOCK = 131072
-"""Elements updated at a time when states need conversion, so that the ten passes over them stay in cache; the fastest measured from 16384 to 131072."""
 
 LARGEST: Mapping[torch.dtype, float] = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
 """What a scaled state's absolute maximum is mapped to: half of FP16's largest value, the largest value of E4M3 (fused_adam.py, dtype_to_range_map)."""
 
 STATES = ("exp_avg", "exp_avg_sq", "master_param")
-
-
-def _f32(value: float) -> float:
-    """`value` rounded to FP32, like a kernel argument of type float."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scalars:
-    """The arguments of one update, rounded as the CUDA kernel rounds them."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    keep1: float
-    keep2: float
-    correction1: float
-    correction2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    step: int | None
-    """None: no bias correction."""
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any], *, decoupled: bool) -> _Scalars:
-        beta1, beta2 = (_f32(beta) for beta in group["betas"])
-        step = group["step"] if group["bias_correction"] else None
-        return cls(
-            lr=_f32(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            keep1=_f32(1.0 - beta1),
-            keep2=_f32(1.0 - beta2),
-            correction1=1.0 if step is None else _f32(1.0 - beta1**step),
-            correction2=1.0 if step is None else _f32(1.0 - beta2**step),
-            eps=_f32(group["eps"]),
-            weight_decay=_f32(group["weight_decay"]),
-            decoupled=decoupled,
-            step=step,
-        )
-
-
-def _update(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    s: _Scalars,
-    scratch: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """One Adam update in place on flat FP32 `p`, `m`, `v`; in the order of operations of adam.cu (Transformer Engine 2.11)."""
-    for start in range(0, p.numel(), BLOCK):
-        end = min(start + BLOCK, p.numel())
-        pb, gb, mb, vb = (t[start:end] for t in (p, g, m, v))
-        denom, update = (t[: end - start] for t in scratch)
-        if s.weight_decay and not s.decoupled:
-            gb = torch.add(gb, pb, alpha=s.weight_decay)
-        mb.mul_(s.beta1).add_(gb, alpha=s.keep1)
-        vb.mul_(s.beta2).addcmul_(gb, gb, value=s.keep2)
-        torch.div(vb, s.correction2, out=denom)
-        denom.sqrt_().add_(s.eps)
-        torch.div(mb, s.correction1, out=update)
-        update.div_(denom)
-        if s.weight_decay and s.decoupled:
-            update.add_(pb, alpha=s.weight_decay)
-        pb.add_(update, alpha=-s.lr)
 
 
 class _Plain:
@@ -105,7 +34,7 @@ class _Plain:
         if param.dtype is not torch.float32:
             self.copies.append((param, weights))
 
-    def update(self, s: _Scalars) -> None:
+    def update(self, s: Scalars) -> None:
         if not self.lists[0]:
             return
         kernel: Any = torch._fused_adamw_ if s.decoupled else torch._fused_adam_
@@ -114,22 +43,6 @@ class _Plain:
         kernel(*self.lists, [], steps, **options, amsgrad=False, maximize=False)
         for param, weights in self.copies:
             param.copy_(weights)
-
-
-def join(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """FP32 weights from BF16 parameters (rounded to nearest) and the int16 lower halves of their bits.
-
-    A negative remainder means that the parameter was rounded up: its bits are decremented by one.
-    """
-    upper = high.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
-    return ((upper << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
-
-
-def split(weights: torch.Tensor, high: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Writes FP32 `weights` into BF16 `high` (rounded, ties away from zero) and int16 `remainder`; `join` restores every bit."""
-    bits = weights.view(torch.int32)
-    remainder.copy_(bits.to(torch.int16))
-    high.view(torch.int16).copy_(((bits >> 16) + (remainder < 0).to(torch.int32)).to(torch.int16))
 
 
 class CpuFusedAdam(torch.optim.Optimizer):
@@ -278,7 +191,9 @@ class CpuFusedAdam(torch.optim.Optimizer):
                 continue
             # one count per group, and none for an empty group, as in FusedAdam
             group["step"] = group.get("step", 0) + 1
-            scalars = _Scalars.of(group, decoupled=bool(self.adam_w_mode))
+            named = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            step = group["step"] if group["bias_correction"] else None
+            scalars = Scalars.of(**named, step=step, decoupled=bool(self.adam_w_mode))
             plain = _Plain()
             for param in group["params"]:
                 if not self.state[param]:
@@ -308,7 +223,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
         return stored if stored is not None and stored.dtype is torch.float32 else None
 
     def _convert_and_update(
-        self, param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scalars: _Scalars
+        self, param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scalars: Scalars
     ) -> None:
         remainder = self._is_remainder(param, "master_param")
         if remainder:
@@ -317,9 +232,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
             weights = self.get_unscaled_state(param, "master_param")
         else:
             weights = param.detach().float()
-        _update(
-            weights.view(-1), grad.float().reshape(-1), m.view(-1), v.view(-1), scalars, self._buffers(param.device)
-        )
+        update(weights.view(-1), grad.float().reshape(-1), m.view(-1), v.view(-1), scalars, self._buffers(param.device))
         for name, state in (("exp_avg", m), ("exp_avg_sq", v)):
             if state is not self.state[param][name]:
                 self.set_scaled_state(param, name, state)

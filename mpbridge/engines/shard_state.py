@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from mpbridge.emulation.adam import join, split
 from mpbridge.engines.contract import Live
-from mpbridge.engines.optimizers import join, split
 from mpbridge.engines.shard_optimizer import ShardOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")

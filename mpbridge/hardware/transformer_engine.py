@@ -38,6 +38,17 @@ RELEASES: Mapping[tuple[int, int], str] = MappingProxyType(
     }
 )
 """Release (major, minor) -> what it changed. Releases without a row are refused."""
+GEMM_ENTRIES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "generic_gemm": (2, 11),
+        "te_general_grouped_gemm": (2, 11),
+        "te_general_grouped_gemm_for_grouped_tensor": (2, 14),
+        "te_general_grouped_gemm_for_discrete_in": (2, 14),
+        "te_general_grouped_gemm_for_discrete_out": (2, 14),
+    }
+)
+"""Functions of `transformer_engine_torch` that multiply -> the first release known here that calls them. Each takes (A, transA, B, transB, output, ...); an
+operand is a tensor, a list of them, or a grouped tensor. The kernels, the statistics and whoever counts products read this list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,39 +6,36 @@ from typing import Any
 
 import torch
 
+from mpbridge.emulation.adam import Scalars, join, split, update
 from mpbridge.emulation.codes import encode_fp8
 from mpbridge.emulation.kernels import amax_of
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.multi_tensor import TensorLists
 from mpbridge.te_cpu.registry import KERNELS, kernel
 
-_L2, _DECOUPLED = 0, 1
-_HALF = 1 << 15
+_DECOUPLED = 1
 
 
-class _Rule:
-    """The constants of one Adam step."""
+def _rule(
+    lr: float, beta1: float, beta2: float, eps: float, step: int, mode: int, correct: object, decay: float
+) -> Scalars:
+    return Scalars.of(
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=decay,
+        step=step if correct else None,
+        decoupled=mode == _DECOUPLED,
+    )
 
-    def __init__(
-        self, lr: float, beta1: float, beta2: float, eps: float, step: int, mode: int, correct: bool, decay: float
-    ) -> None:
-        self.lr, self.beta1, self.beta2, self.eps, self.mode, self.decay = lr, beta1, beta2, eps, mode, decay
-        self.first = 1 - beta1**step if correct else 1.0
-        self.second = 1 - beta2**step if correct else 1.0
 
-    def new(self, grad: torch.Tensor, weight: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The updated weight in FP32; m and v are updated in place."""
-        g, w = grad.detach().float(), weight.detach().float()
-        if self.mode == _L2 and self.decay:
-            g = g + self.decay * w
-        exp_avg = m.float().mul(self.beta1).add_(g, alpha=1 - self.beta1)
-        exp_avg_sq = v.float().mul(self.beta2).addcmul_(g, g, value=1 - self.beta2)
-        m.copy_(exp_avg)
-        v.copy_(exp_avg_sq)
-        update = (exp_avg / self.first).div_((exp_avg_sq / self.second).sqrt_().add_(self.eps))
-        if self.mode == _DECOUPLED and self.decay:
-            update.add_(w, alpha=self.decay)
-        return w - self.lr * update
+def _new(rule: Scalars, grad: torch.Tensor, weight: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The updated weight in FP32; m and v are updated in place."""
+    new, exp_avg, exp_avg_sq = (one.detach().to(torch.float32, copy=True).view(-1) for one in (weight, m, v))
+    update(new, grad.detach().float().reshape(-1), exp_avg, exp_avg_sq, rule)
+    m.copy_(exp_avg.view(m.shape))
+    v.copy_(exp_avg_sq.view(v.shape))
+    return new.view(weight.shape)
 
 
 @kernel
@@ -56,10 +53,10 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """Lists: gradients, weights, first and second moments, and main weights if there are any. Infinities are not caught: the flag is not read."""
-    rule = _Rule(lr, beta1, beta2, eps, step, mode, bool(bias_correction), weight_decay)
+    rule = _rule(lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
     with torch.no_grad():
         for grad, weight, m, v, *main in zip(*tensor_lists, strict=True):
-            new = rule.new(grad, main[0] if main else weight, m, v)
+            new = _new(rule, grad, main[0] if main else weight, m, v)
             weight.copy_(new)
             if main:
                 main[0].copy_(new)
@@ -87,11 +84,11 @@ def multi_tensor_adam_fp8(
         wrong = next((tensor for tensor in tensors if tensor.dtype is not torch.float32), None)
         if wrong is not None:
             raise RuntimeError(f"multi_tensor_adam_fp8: {name} has dtype {wrong.dtype}, but expected torch.float32")
-    rule = _Rule(lr, beta1, beta2, eps, step, mode, bool(bias_correction), weight_decay)
+    rule = _rule(lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
     number = number_format(fp8_dtype)
     with torch.no_grad():
         for grad, codes, m, v, main, scale, amax, inverse in zip(*tensor_lists, strict=True):
-            new = rule.new(grad, main, m, v)
+            new = _new(rule, grad, main, m, v)
             main.copy_(new)
             codes.copy_(encode_fp8(new * scale.reshape(()), number).view(codes.dtype).view(codes.shape))
             amax.copy_(torch.fmax(amax, amax_of(new).reshape(amax.shape)))
@@ -113,18 +110,10 @@ def multi_tensor_adam_param_remainder(
     weight_decay: float,
 ) -> None:
     """Lists: gradients, bf16 weights, moments, int16 remainders: weight and remainder together are the FP32 main weight."""
-    rule = _Rule(lr, beta1, beta2, eps, step, mode, bool(bias_correction), weight_decay)
+    rule = _rule(lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
     with torch.no_grad():
         for grad, weight, m, v, remainder in zip(*tensor_lists, strict=True):
-            low = remainder.int()
-            # the bf16 weight is the main weight rounded, so it was rounded up if the remainder's top bit is set
-            high = weight.view(torch.int16).int() - (low < 0).int()
-            main = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
-            bits = rule.new(grad, main, m, v).contiguous().view(torch.int32)
-            low = bits & 0xFFFF
-            low = torch.where(low >= _HALF, low - 2 * _HALF, low)
-            remainder.copy_(low.to(torch.int16))
-            weight.view(torch.int16).copy_(((bits >> 16) + (low < 0).int()).to(torch.int16))
+            split(_new(rule, grad, join(weight.detach(), remainder), m, v), weight.detach(), remainder)
 
 
 @kernel
@@ -145,11 +134,11 @@ def multi_tensor_adam_capturable(
     """As `multi_tensor_adam` with learning rate, step and inverse loss scale in tensors; gradients are unscaled in place. A flag of 1 skips the step."""
     if noop_flag is not None and int(noop_flag.reshape(-1)[0]) == 1:
         return
-    rule = _Rule(float(lr), beta1, beta2, eps, int(step), mode, bool(bias_correction), weight_decay)
+    rule = _rule(float(lr), beta1, beta2, eps, int(step), mode, bias_correction, weight_decay)
     with torch.no_grad():
         for grad, weight, m, v, *main in zip(*tensor_lists, strict=True):
             grad.copy_(grad.float() * inv_scale.float())
-            new = rule.new(grad, main[0] if main else weight, m, v)
+            new = _new(rule, grad, main[0] if main else weight, m, v)
             weight.copy_(new)
             if main:
                 main[0].copy_(new)

@@ -1,7 +1,7 @@
 """Transformer Engine's quantized tensors as they enter its GEMMs, compared with the tensors from which they were quantized.
 
-All of them pass through `transformer_engine_torch.generic_gemm(A, transA, B, transB, ...)` (pytorch/cpp_extensions/gemm.py), where fprop is TN of
-(weight, x), dgrad NN of (weight, dy) and wgrad NT of (x, dy), or through its grouped counterpart, which takes lists.
+All of them pass through `entry(A, transA, B, transB, ...)` of one of `GEMM_ENTRIES` (pytorch/cpp_extensions/gemm.py), where fprop is TN of
+(weight, x), dgrad NN of (weight, dy) and wgrad NT of (x, dy); grouped ones take lists or grouped tensors.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from mpbridge.formats import FORMATS
+from mpbridge.hardware.transformer_engine import GEMM_ENTRIES
 from mpbridge.precision.regions import Gemm, Gemms
 from mpbridge.te_cpu.contents import codes_at_limit, scale_of, values_of
+from mpbridge.te_cpu.grouped_buffers import members
 from mpbridge.te_cpu.storages import storage_kind
 from mpbridge.telemetry.noise import Noise, spread
 from mpbridge.telemetry.probe import Probe
 from mpbridge.telemetry.records import OPERANDS
 
-_DOORS = ("generic_gemm", "te_general_grouped_gemm")
 _GEMM: dict[tuple[bool, bool], Gemm] = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
 _SIDES: dict[Gemm, tuple[str, str]] = {"fprop": ("w", "x"), "dgrad": ("w", "dy"), "wgrad": ("x", "dy")}
 ROWS = 256
@@ -45,7 +46,7 @@ class Tap:
         """Wraps the GEMM functions of the compiled extension, if it is loaded."""
         extension = sys.modules.get("transformer_engine_torch")
         self.probe.source = self._source
-        for name in _DOORS:
+        for name in GEMM_ENTRIES:
             real = getattr(extension, name, None)
             if real is not None:
                 self._doors[name] = real
@@ -78,14 +79,29 @@ class Tap:
             # forward runs inside a linear, backward after the hook on its output; a recomputed forward pass is a forward pass again
             path = self.probe.inside if gemm == "fprop" else self.probe.gradients
             if gemm is not None and path is not None:
-                pairs = zip(A, B, strict=False) if isinstance(A, (list, tuple)) else ((A, B),)
-                for number, pair in enumerate(pairs):
-                    name = f"{path}.{number}" if isinstance(A, (list, tuple)) else path
+                grouped = any(_is_group(operand) for operand in (A, B))
+                for number, pair in enumerate(zip(self._members(A), self._members(B), strict=False)):
+                    name = f"{path}.{number}" if grouped else path
                     for side, operand, column in zip(_SIDES[gemm], pair, (not transa, bool(transb)), strict=True):
                         self._see(name, path, gemm, side, operand, column=column)
             return real(A, transa, B, transb, *args, **named)
 
         return call
+
+    def _members(self, operand: Any) -> list[Any]:
+        """The tensors of an operand: one, or those of a list or a grouped tensor."""
+        if isinstance(operand, (list, tuple)):
+            return list(operand)
+        if not _is_group(operand):
+            return [operand]
+        try:
+            return [one for one, _, _ in members(operand)]
+        except Exception as error:  # another layout or device: noted, and the run continues
+            self._note(f"{type(operand).__name__}: {type(error).__name__}")
+            return []
+
+    def _note(self, why: str) -> None:
+        self.unread[why] = self.unread.get(why, 0) + 1
 
     def _see(self, name: str, path: str, gemm: Gemm, side: str, operand: Any, *, column: bool) -> None:
         kind = storage_kind(operand)
@@ -104,8 +120,7 @@ class Tap:
         except (
             Exception
         ) as error:  # a release, a layout or a device whose copies cannot be read: noted, and the run continues
-            why = f"{type(operand).__name__}, {'column' if column else 'row'} copy: {type(error).__name__}"
-            self.unread[why] = self.unread.get(why, 0) + 1
+            self._note(f"{type(operand).__name__}, {'column' if column else 'row'} copy: {type(error).__name__}")
             return
         source = None if name != path else self._exact(path, side, values, column=column, bits=quant.bits)
         number = FORMATS[quant.element(gradient=side == "dy")]
@@ -133,6 +148,10 @@ class Tap:
         if found is None or found.shape != values.shape:
             return None
         return _normalised(module, found) if side == "x" else found
+
+
+def _is_group(operand: Any) -> bool:
+    return isinstance(operand, (list, tuple)) or hasattr(operand, "num_tensors")
 
 
 def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpbridge.engines.optimizers import LARGEST, CpuFusedAdam, join, split
+from mpbridge.emulation.adam import join, split
+from mpbridge.engines.optimizers import LARGEST, CpuFusedAdam
 from mpbridge.errors import BadValue
 
 BF16, FP16, FP32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8

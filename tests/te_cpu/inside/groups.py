@@ -106,7 +106,7 @@ def test_groups_of_one_shape_are_written_into_the_same_buffers_again(make) -> No
     assert again is out
     assert places == [copy.data_ptr() for copy in (out.rowwise_data, out.columnwise_data) if copy is not None]
     for part, own in zip(out.split_into_quantized_tensors(), torch.split(x * 3, 128), strict=True):
-        same(part, make()(own))
+        assert same(part, make()(own)) >= 2
     before = out.rowwise_data.clone()
     tex.group_quantize(-x, quantizer, 4, None, output=out, noop_flag=torch.ones(1))
     assert torch.equal(out.rowwise_data, before)
@@ -298,3 +298,37 @@ def test_groups_of_one_shape_that_fill_no_tiles_share_their_scales_as_one_tensor
     tex.grouped_swizzle_for_gemm(made, True, False)
     assert made.scale_inv.shape == (4 * 128, 8)
     assert made.columnwise_scale_inv is None
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.played("blackwell")
+def test_the_statistics_see_every_gemm_of_grouped_tensors() -> None:
+    from types import SimpleNamespace
+
+    from mpbridge.precision.registry import get_mixed_precision_config
+    from mpbridge.precision.resolve import resolve
+    from mpbridge.telemetry.native import Tap
+
+    quant = resolve(get_mixed_precision_config("bf16_with_mxfp8_mixed")).quant
+    probe: Any = SimpleNamespace(inside=None, gradients=None, source=None)
+    noise: Any = SimpleNamespace(note=lambda *one: None)
+    gemms: Any = SimpleNamespace(fprop=quant, dgrad=quant, wgrad=quant)
+    tap = Tap(probe, noise, lambda path: gemms)
+    layer = te.GroupedLinear(
+        len(ROWS), 256, 128, bias=False, params_dtype=torch.bfloat16, device="cuda", use_grouped_tensor=True
+    )
+    x, rows = tokens(sum(ROWS))
+    x.requires_grad_()
+    tap.start()
+    try:
+        probe.inside = "experts"
+        with te.autocast(enabled=True, recipe=MXFP8BlockScaling()):
+            out = layer(x, rows)
+        probe.inside, probe.gradients = None, "experts"
+        out.backward(torch.ones_like(out))
+    finally:
+        tap.stop()
+    seen = {gemm for one in tap.found.values() for gemm in one["gemms"]}
+    assert seen == {"fprop", "dgrad", "wgrad"}, (tap.found.keys(), tap.unread)
+    assert {name for name, _, _ in tap.found} == {f"experts.{i}" for i in range(len(ROWS))}
+    assert tap.unread == {}
