@@ -14,6 +14,7 @@ from mpbridge.errors import BadValue
 from mpbridge.facts import MOST, ModelShape
 from mpbridge.formats import say
 from mpbridge.memory.names import any_gpt, linear_rules, refuse_idle_rules
+from mpbridge.precision.config import ROWS
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import Recipe
 from mpbridge.precision.registry import describe, evidence_of, get_mixed_precision_config, model_of
@@ -124,12 +125,7 @@ def facts(policy: PrecisionPolicy, *shapes: ModelShape, engine: str | None = Non
         ids = policy.bf16_layers(layers)
         rows.append((f"layers of {layers} in {say(policy.compute)}", ", ".join(map(str, ids)) or "none"))
     rows += [("kept in fp32", ", ".join(policy.keep_fp32))] if policy.keep_fp32 else []
-    stated: tuple[tuple[str, Any], ...] = (
-        ("logits", policy.logits),
-        ("router", policy.router),
-        ("residual stream in fp32", policy.residual_fp32),
-        ("softmax in fp32", policy.softmax_fp32),
-    )
+    stated = [(row.shown, getattr(policy, row.fact)) for row in ROWS.values() if row.shown]
     return rows + [(label, say(value)) for label, value in stated if value is not None]
 
 

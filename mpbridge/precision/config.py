@@ -5,17 +5,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from mpbridge.errors import BadValue, Contradiction, UnknownName
 from mpbridge.formats import DType, dtype, plain
+from mpbridge.precision.fields import FieldRow, option
+from mpbridge.scalings import choices, formats
 
 if TYPE_CHECKING:
     import torch
 
 
 class DTypeField:
-    """A dataclass field that stores a DType and reads back as a torch.dtype; the first read imports torch."""
+    """A dataclass field that stores a DType and reads back as a torch.dtype; the first read imports torch. row: of `fields.FieldRow`."""
+
+    def __init__(self, **row: Any) -> None:
+        self.row = FieldRow(**row)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -39,6 +45,9 @@ class DTypeField:
 
 TWINS = (("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather"))
 """One fact under two names: Megatron Bridge syncs them by assignment order; here they must agree, and a later assignment sets both."""
+_MOMENTS = (DType.FP32, DType.FP16, DType.BF16, DType.UINT8)
+_DYNAMIC = "fp16 and no static loss_scale"
+_EDGES = "first_last_layers_bf16=true"
 _TWIN_OF = dict(TWINS) | {b: a for a, b in TWINS}
 
 
@@ -53,63 +62,65 @@ class MixedPrecisionConfig:
     fp32: bool = False
     fp16: bool = False
     bf16: bool = False
-    params_dtype: DTypeField = DTypeField()
+    params_dtype: DTypeField = DTypeField(state=True)
     """Resident parameters; None: the 16-bit type set by the flags."""
-    pipeline_dtype: DTypeField = DTypeField()
+    pipeline_dtype: DTypeField = DTypeField(state=True)
     """Activations between pipeline stages; None: the output dtype."""
-    autocast_dtype: DTypeField = DTypeField()
+    autocast_dtype: DTypeField = DTypeField(read_with="autocast_enabled=true")
     autocast_enabled: bool = False
     """torch autocast around the model; megatron-core calls it enable_autocast."""
-    grad_reduce_in_fp32: bool = True
+    grad_reduce_in_fp32: bool = option(True, state=True)
     """Gradient buckets and their all-reduce or reduce-scatter in FP32."""
-    fp8: str | None = None
+    fp8: str | None = option(None, legal=formats(8))
     """"e4m3", "hybrid" (E5M2 for gradients) or None."""
-    fp8_recipe: str | None = None
+    fp8_recipe: str | None = option(None, legal=choices(8), read_with="fp8", usual="delayed")
     """"tensorwise", "delayed", "blockwise", "mxfp8" or "custom"; None: "tensorwise"."""
-    first_last_layers_bf16: bool = False
-    fp8_margin: int = 0
-    fp8_amax_history_len: int = 1
-    fp8_amax_compute_algo: str = "most_recent"
-    fp8_wgrad: bool = True
+    first_last_layers_bf16: bool = option(False, read_with="fp8 or fp4")
+    fp8_margin: int = option(0, read_with="fp8")
+    fp8_amax_history_len: int = option(1, read_with="fp8")
+    fp8_amax_compute_algo: str = option("most_recent", legal=("most_recent", "max"), read_with="fp8")
+    fp8_wgrad: bool = option(True, read_with="fp8")
     fp8_dot_product_attention: bool = False
     fp8_multi_head_attention: bool = False
-    fp8_param: bool | None = None
+    fp8_param: bool | None = option(None, state=True)
     """Weights of the quantized linears kept, and gathered, in FP8. The same fact as fp8_param_gather."""
-    fp8_param_gather: bool | None = None
-    fp4: str | None = None
+    fp8_param_gather: bool | None = option(None, state=True)
+    fp4: str | None = option(None, legal=formats(4))
     """"e2m1" or None."""
-    fp4_recipe: str | None = None
+    fp4_recipe: str | None = option(None, legal=choices(4), read_with="fp4", usual="nvfp4")
     """"nvfp4" or "custom"; None: "nvfp4"."""
-    fp4_param: bool | None = None
-    fp4_param_gather: bool | None = None
+    fp4_param: bool | None = option(None, state=True)
+    fp4_param_gather: bool | None = option(None, state=True)
     loss_scale: float | None = None
     """A static scale; None: dynamic under FP16, none otherwise."""
-    initial_loss_scale: float = 4294967296
-    min_loss_scale: float = 1.0
-    loss_scale_window: float = 1000
-    hysteresis: int = 2
-    num_layers_at_start_in_bf16: int | None = None
+    initial_loss_scale: float = option(4294967296, read_with=_DYNAMIC)
+    min_loss_scale: float = option(1.0, read_with=_DYNAMIC)
+    loss_scale_window: float = option(1000, read_with=_DYNAMIC)
+    hysteresis: int = option(2, read_with=_DYNAMIC)
+    num_layers_at_start_in_bf16: int | None = option(None, read_with=_EDGES)
     """None: 1 when first_last_layers_bf16 is on."""
-    num_layers_at_end_in_bf16: int | None = None
-    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    num_layers_at_end_in_bf16: int | None = option(None, read_with=_EDGES)
+    reuse_grad_buf_for_mxfp8_param_ag: bool = option(False, fact="reuse_grad_buffer", state=True)
 
     # What those 31 cannot express. None: derived, or left to the model's or optimizer's own section.
     compute_dtype: DTypeField = DTypeField()
     """16/32-bit GEMMs and activations; None: set by the flags. Differs from params_dtype only on FSDP engines."""
     output_dtype: DTypeField = DTypeField()
     """What the wrapped module returns between units and stages; None: compute_dtype."""
-    use_precision_aware_optimizer: bool | None = None
+    use_precision_aware_optimizer: bool | None = option(None, state=True)
     """FusedAdam owns the main weights and keeps its states in the dtypes below."""
-    store_param_remainders: bool | None = None
+    store_param_remainders: bool | None = option(None, fact="remainders", state=True)
     """Main weights of BF16 parameters as 16 extra bits instead of a full FP32 copy."""
-    main_params_dtype: DTypeField = DTypeField()
-    main_grads_dtype: DTypeField = DTypeField()
-    grad_accumulation_dtype: DTypeField = DTypeField()
+    main_params_dtype: DTypeField = DTypeField(
+        legal=(DType.FP32, DType.FP16, DType.BF16), fact="main_params", state=True, fused=True
+    )
+    main_grads_dtype: DTypeField = DTypeField(fact="main_grads", state=True)
+    grad_accumulation_dtype: DTypeField = DTypeField(state=True)
     """Gradients while micro-batches accumulate; None: as they are reduced. Only Megatron-FSDP since megatron-core 0.17 distinguishes the two."""
-    exp_avg_dtype: DTypeField = DTypeField()
+    exp_avg_dtype: DTypeField = DTypeField(legal=_MOMENTS, fact="exp_avg", state=True, fused=True)
     """First Adam moment; uint8 ("fp8") means FP8 with a scale."""
-    exp_avg_sq_dtype: DTypeField = DTypeField()
-    keep_fp32: tuple[str, ...] | None = None
+    exp_avg_sq_dtype: DTypeField = DTypeField(legal=_MOMENTS, fact="exp_avg_sq", state=True, fused=True)
+    keep_fp32: tuple[str, ...] | None = option(None, state=True)
     """Globs over parameter names that stay FP32 in storage and compute; one that matches nothing is an error."""
     modules: Mapping[str, Any] | None = None
     """Glob over linears, below their layer ('mlp.linear_fc2') or with their full path ('decoder.layers.3.*', 'mtp.*') -> a rule, or a list of rules.
@@ -118,19 +129,19 @@ class MixedPrecisionConfig:
     a GEMM ({fprop: nvfp4, dgrad: mxfp8, wgrad: bf16}); both may be combined with `layers` ("2-29", "first 2", [0, -1]); {layers: last 2, precision: bf16} means
     high precision. The first rule that matches a linear decides; first_last_layers_bf16 precedes all of them.
     """
-    moe_router_dtype: str | None = None
+    moe_router_dtype: str | None = option(None, fact="router", shown="router")
     """"fp32" or "fp64"."""
-    logit_dtype: DTypeField = DTypeField()
+    logit_dtype: DTypeField = DTypeField(fact="logits", shown="logits")
     """dtype of the output projection's result; applied by mpbridge's model builder."""
-    fp32_residual_connection: bool | None = None
-    attention_softmax_in_fp32: bool | None = None
+    fp32_residual_connection: bool | None = option(None, fact="residual_fp32", shown="residual stream in fp32")
+    attention_softmax_in_fp32: bool | None = option(None, fact="softmax_fp32", shown="softmax in fp32")
     fp8_options: Mapping[str, Any] | None = None
     """Options of the scaling (scalings.Option) that the recipe sets: {power_of_two: true}. Transformer Engine reads them from environment variables."""
     fp4_options: Mapping[str, Any] | None = None
     """Like fp8_options: {stochastic_rounding: false}."""
-    fp8_quantizer_factory: str | None = None
+    fp8_quantizer_factory: str | None = option(None, read_with="fp8")
     """Import path; only with fp8_recipe="custom"."""
-    fp4_quantizer_factory: str | None = None
+    fp4_quantizer_factory: str | None = option(None, read_with="fp4")
 
     def __post_init__(self) -> None:
         clashes = twin_clashes(self.__dict__)
@@ -226,3 +237,22 @@ def twin_clashes(said: Mapping[str, Any]) -> list[str]:
         for a, b in TWINS
         if said.get(a) is not None and said.get(b) is not None and said[a] != said[b]
     ]
+
+
+def _declared(name: str) -> FieldRow:
+    found = vars(MixedPrecisionConfig).get(name)
+    return found.row if isinstance(found, DTypeField) else FieldRow()
+
+
+ROWS: Mapping[str, FieldRow] = MappingProxyType(
+    {
+        name: field.metadata["row"] if "row" in field.metadata else _declared(name)
+        for name, field in MixedPrecisionConfig.__dataclass_fields__.items()
+    }
+)
+"""Field -> its row."""
+
+
+def plain_states() -> dict[str, Any]:
+    """The fields about states at their defaults: for measurements of arithmetic, whatever a recipe keeps."""
+    return {name: MixedPrecisionConfig.__dataclass_fields__[name].default for name, row in ROWS.items() if row.state}

@@ -8,28 +8,8 @@ from typing import Any
 
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType, dtype, say
-from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.scalings import choices, formats
-
-_CHOICES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
-    {
-        "fp8": formats(8),
-        "fp8_recipe": choices(8),
-        "fp8_amax_compute_algo": ("most_recent", "max"),
-        "fp4": formats(4),
-        "fp4_recipe": choices(4),
-    }
-)
-_USUAL = (DType.FP32, DType.BF16, DType.FP16)
-_LEGAL_DTYPES: Mapping[str, tuple[DType, ...]] = types.MappingProxyType(
-    {
-        # Transformer Engine's FusedAdam, fused_adam.py: masters fp32 or fp16, moments fp32, fp16, bf16 or scaled fp8; bf16 main params: the parameters themselves
-        "main_params_dtype": (DType.FP32, DType.FP16, DType.BF16),
-        "exp_avg_dtype": (DType.FP32, DType.FP16, DType.BF16, DType.UINT8),
-        "exp_avg_sq_dtype": (DType.FP32, DType.FP16, DType.BF16, DType.UINT8),
-    }
-)
-"""dtype fields that accept dtypes other than FP32, BF16 and FP16."""
+from mpbridge.precision.config import ROWS, MixedPrecisionConfig
+from mpbridge.precision.fields import USUAL
 
 
 def _texts(value: Any) -> bool:
@@ -59,7 +39,7 @@ def type_faults(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _type_fault(name: str, value: Any, hint: str) -> str | None:
     if hint == "DTypeField":
-        legal = _LEGAL_DTYPES.get(name, _USUAL)
+        legal = ROWS[name].legal or USUAL
         if value is None or value in legal:
             return None
         return f"{name}={value.short} is not one of {', '.join(d.short for d in legal)}"
@@ -81,8 +61,9 @@ def yaml_kind(value: Any) -> str:
 def choice_faults(v: Mapping[str, Any]) -> list[str]:
     """Faults of the fields present in `v`."""
     faults = []
-    for name, legal in _CHOICES.items():
-        if name not in v:
+    for name, row in ROWS.items():
+        legal = row.legal
+        if name not in v or not legal or isinstance(legal[0], DType):
             continue
         optional = str(MixedPrecisionConfig.__dataclass_fields__[name].type).endswith("None")
         if v[name] not in legal and not (optional and v[name] is None):

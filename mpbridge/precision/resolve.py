@@ -8,13 +8,13 @@ from typing import Any
 
 from mpbridge.errors import BadValue, Contradiction
 from mpbridge.formats import DType, dtype
-from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.config import ROWS, MixedPrecisionConfig
 from mpbridge.precision.field_values import choice_faults, type_faults
 from mpbridge.precision.modules import module_regions
 from mpbridge.precision.policy import LossScale, PrecisionPolicy, Region, updates_parameters
 from mpbridge.precision.quants import quant_faults, quant_of
 
-_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_STATES = tuple(name for name, row in ROWS.items() if row.fused)
 
 
 def resolve(
@@ -170,27 +170,21 @@ def _policy(v: Mapping[str, Any], modules: tuple[Region, ...]) -> PrecisionPolic
         edges = (Region(first=first, last=last),)
     output = v["output_dtype"] or base
     reduce = DType.FP32 if v["grad_reduce_in_fp32"] else base
+    stated: dict[str, Any] = {
+        row.fact: dtype(v[name]) if isinstance(v[name], str) else v[name] for name, row in ROWS.items() if row.fact
+    }
     return PrecisionPolicy(
         compute=base,
         params=params,
         gather=base if params is not base else None,
         reduce=reduce,
         accumulate=None if v["grad_accumulation_dtype"] is reduce else v["grad_accumulation_dtype"],
-        main_grads=v["main_grads_dtype"],
-        main_params=v["main_params_dtype"],
         precision_aware=_precision_aware(v),
-        remainders=v["store_param_remainders"],
-        exp_avg=v["exp_avg_dtype"],
-        exp_avg_sq=v["exp_avg_sq_dtype"],
         pipeline=v["pipeline_dtype"] or output,
         output=output,
         autocast=(v["autocast_dtype"] or base) if v["autocast_enabled"] else None,
         loss_scale=_loss_scale(v),
         regions=(*edges, *modules, Region(quant=quant)),
-        reuse_grad_buffer=v["reuse_grad_buf_for_mxfp8_param_ag"],
         keep_fp32=tuple(v["keep_fp32"] or ()),
-        logits=v["logit_dtype"],
-        router=None if v["moe_router_dtype"] is None else dtype(v["moe_router_dtype"]),
-        residual_fp32=v["fp32_residual_connection"],
-        softmax_fp32=v["attention_softmax_in_fp32"],
+        **stated,
     )

@@ -19,7 +19,7 @@ from mpbridge.devices import device_layer
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.registry import build_engine
 from mpbridge.hardware.probe import installed
-from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.config import MixedPrecisionConfig, plain_states
 from mpbridge.train.base import Training
 from mpbridge.train.machine import data_parallel, process_group, process_settings
 from mpbridge.train.metrics import Counters
@@ -34,13 +34,6 @@ from mpbridge.tune.where import Where, default_levels, natural
 
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer, Run
-
-_STATES = {
-    "params_dtype": None, "use_precision_aware_optimizer": None, "store_param_remainders": None, "main_params_dtype": None, "main_grads_dtype": None,
-    "grad_accumulation_dtype": None, "exp_avg_dtype": None, "exp_avg_sq_dtype": None, "fp8_param": None, "fp8_param_gather": None, "fp4_param": None,
-    "fp4_param_gather": None, "reuse_grad_buf_for_mxfp8_param_ag": False, "grad_reduce_in_fp32": True, "pipeline_dtype": None, "keep_fp32": None,
-}  # fmt: skip
-"""Fields about states: gradients are measured on a plain engine, regardless of the dtypes that the recipe keeps."""
 
 
 def tune(
@@ -119,7 +112,7 @@ def opened(
 def measuring(container: ConfigContainer, config: MixedPrecisionConfig, *, batches: int, unseen: int) -> Run:
     """The run on which gradients are measured: `config`'s linears, emulated, on an engine that does not shard gradients."""
     made = container.copy()
-    made.mixed_precision, made.emulate, made.engine = config.derive(**_STATES), True, DEFAULT
+    made.mixed_precision, made.emulate, made.engine = config.derive(**plain_states()), True, DEFAULT
     for section in (made.ddp, made.optimizer):
         for name in ("use_distributed_optimizer", "overlap_param_gather"):
             if section.get(name):

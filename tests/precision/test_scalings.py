@@ -26,7 +26,7 @@ MAY_NAME_ONE = FOREIGN | {
     "rules/": "a rule may speak of one scaling",
     "stacks/": "another stack's word for a scaling stands beside ours",
     "precision/registry.py": "words of other stacks, with what to choose here",
-    "precision/inert.py": "megatron-core's own defaults, which mean nothing",
+    "precision/config.py": "megatron-core's own defaults, which mean nothing",
     "megatron_spec/fields.py": "megatron-core's own defaults of fp8_recipe and fp4_recipe",
 }
 
