@@ -17,6 +17,7 @@ from mpbridge.estimate.timing import Timing, timing
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.memory.by_role import memory
 from mpbridge.memory.compare import REFERENCE
+from mpbridge.tables.units import GIB
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
@@ -171,7 +172,7 @@ def _few(value: float) -> str:
 
 def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None) -> None:
     """Two panels: where the time goes, and the fullest rank's memory, with the recipe above bf16_mixed."""
-    from mpbridge.report.bars import Panel, stacked_bars
+    from mpbridge.report.pictures import Panel, stacked_bars
 
     time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
     plain = _plain_run(made, where)
@@ -187,4 +188,4 @@ def _by_role(run: Run, where: TargetMachine) -> dict[str, float]:
     """GiB by role: states, activations, and memory other than these, including what torch does not count."""
     one = memory(run.policy, where.facts(run.facts))
     beside = {part.name: part.bytes for part in (*one.beside, *one.outside)}
-    return {name: held / 2**30 for name, held in {**one.roles, "activations": one.activations, **beside}.items()}
+    return {name: held / GIB.size for name, held in {**one.roles, "activations": one.activations, **beside}.items()}

@@ -14,6 +14,7 @@ from mpbridge.estimate.layouts import Layout, search
 from mpbridge.estimate.predict import longer
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
+from mpbridge.tables.units import size
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
@@ -141,7 +142,7 @@ def _print(found: list[tuple[str, Layout]]) -> None:
             str(place), name, f"{one.run.parallel.tensor}", f"{one.run.parallel.pipeline}{f' x {one.run.parallel.virtual_pipeline}' if one.run.parallel.virtual_pipeline else ''}",
             f"{one.run.parallel.context}", f"{one.run.parallel.expert}", f"{one.run.micro_batch_size}", str(one.run.model.get("recompute_granularity") or "none"),
             "distributed" if one.run.optimizer.distributed else "whole" if "exp_avg" not in one.run.traits.shards else "sharded",
-            f"{one.seconds:.3g} s", f"{one.tokens_per_second:,.0f}", f"{one.needed / 2**30:.0f} +- {one.band / 2**30:.0f} GiB, {one.answer}",
+            f"{one.seconds:.3g} s", f"{one.tokens_per_second:,.0f}", f"{size(one.needed)} +- {size(one.band)}, {one.answer}",
         )
         for place, (name, one) in enumerate(found, start=1)
     ]  # fmt: skip

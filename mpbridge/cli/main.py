@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from mpbridge import __version__
 from mpbridge.cli.text import columns_here, complain, print_line
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName
-from mpbridge.report.records import hanging, prose
+from mpbridge.tables.prose import hanging, prose
 
 NOT_VERBS = frozenset({"main", "options", "text"})
 FOREIGN = frozenset({"on-cpu", "launch"})

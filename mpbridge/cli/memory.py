@@ -14,7 +14,7 @@ from mpbridge.facts import RunFacts
 from mpbridge.memory.by_role import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
 from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
 from mpbridge.memory.uncounted import left_out_of_memory
-from mpbridge.memory.units import ByteUnit, count, unit_for
+from mpbridge.tables.units import ByteUnit, count, unit_for
 
 SUMMARY = "show bytes on each GPU by role, compared with bf16_mixed, and whether they fit"
 

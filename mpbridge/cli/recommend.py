@@ -18,6 +18,7 @@ from mpbridge.memory.compare import REFERENCE
 from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
 from mpbridge.precision.registry import recipe, recipes
 from mpbridge.rules.advice import ORDERS, Advice, advise, order
+from mpbridge.tables.units import size
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
@@ -158,4 +159,4 @@ def _memory(advice: Advice) -> str:
     if advice.bytes is None:
         return ""
     share = f"{advice.relative - 1:+.0%}" if advice.relative else ""
-    return f"{advice.bytes / 2**30:.1f} GiB ({share}){'' if advice.fit == 'fits' else f', {advice.fit}'}"
+    return f"{size(advice.bytes)} ({share}){'' if advice.fit == 'fits' else f', {advice.fit}'}"

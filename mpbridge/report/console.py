@@ -6,13 +6,16 @@ import contextlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import IO, Any, cast
 
 from rich.console import Console
 
-from mpbridge.report.records import prose
+from mpbridge.tables.prose import prose
 
+UPSTREAM = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
+"""Beginnings of warnings that megatron-core 0.16.1 emits at every import or construction; `doctor` reports the fact."""
 WIDTH = 150
 """Width in columns without a terminal: log files are not limited to 80 columns."""
 
@@ -91,3 +94,9 @@ def tell(out: Console, said: Any, *, style: str | None = None) -> None:
 def rank() -> int:
     """This process's global rank, known before any process group exists."""
     return int(os.environ.get("RANK", "0"))
+
+
+def without_chatter() -> None:
+    """Suppresses UPSTREAM in this process. Workers call it before they import megatron-core."""
+    for text in UPSTREAM:
+        warnings.filterwarnings("ignore", message=text)

@@ -23,7 +23,7 @@ from mpbridge.estimate.flops import whole_square_flops_per_token
 from mpbridge.report.console import console, rank, tell
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
-from mpbridge.report.tables import summary_table
+from mpbridge.tables.table import table
 from mpbridge.te_cpu.context import stage_of
 from mpbridge.train.admission import require_admission
 from mpbridge.train.base import Hook, Hooks, Training
@@ -94,7 +94,7 @@ def _pretrain(
         # before the handlers are restored, since a notice may be repeated while this is written
         write_summary(summary, steps.folder)
         write_timing(run, steps.meter, steps.folder)
-        out.print(summary_table(summary.rows()))
+        out.print(table("summary", ("", ""), summary.rows()))
     return summary
 
 

@@ -16,9 +16,9 @@ from mpbridge.cli import main as cli
 from mpbridge.cli import text
 from mpbridge.cli.main import main
 from mpbridge.errors import Refused
-from mpbridge.memory.units import count
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
+from mpbridge.tables.units import count
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ from mpbridge.cli.main import main, verbs
 from mpbridge.cli.text import print_line
 from mpbridge.errors import BadValue
 from mpbridge.report.console import console, tell
-from mpbridge.report.records import prose
+from mpbridge.tables.prose import prose
 
 RUN = ["--config", "llama3_8b", "--target", "h100"]
 LONG_ARGS = "--bf16 --fp8-format hybrid --fp8-recipe delayed --num-layers 2 --moe-router-dtype fp32"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 
 import pytest
+from mpbridge.report.tables import summary_table
 from rich.console import Console
 
 from mpbridge.report.console import console
 from mpbridge.report.progress import ProgressLine
-from mpbridge.report.tables import summary_table
 
 
 def _shown(*, terminal: bool, bar: bool = True) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
-
 from mpbridge.report.tables import table
+from rich.console import Console
 
 ROWS = [("model.params_dtype", "", "bf16", "resident parameters of a model with a long explanation"), ("ddp.grad_reduce_in_fp32", "", "true", "gradient buffers")]  # fmt: skip
 

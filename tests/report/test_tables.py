@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 
+from mpbridge.report.tables import plan_table, summary_table
 from rich.console import Console
 
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.report.tables import plan_table, summary_table
 from mpbridge.sync.plan import plan
 
 
