@@ -39,7 +39,7 @@ def nowhere(monkeypatch):
 
 
 def test_no_transformer_engine_names_the_line_that_installs_it(nowhere) -> None:
-    with pytest.raises(Refused, match=r"pip install 'mpbridge\[te-cpu\]'"), transformer_engine_on_cpu("h100"):
+    with pytest.raises(Refused, match=r"pip install -e '\.\[te-cpu\]'"), transformer_engine_on_cpu("h100"):
         pass
 
 
