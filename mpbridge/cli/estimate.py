@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
 def _drawn(path: Path) -> bool:
     """Whether a picture will be drawn. Raises BadValue before any prediction if it could not be written."""
     from mpbridge.pages.document import writable
-    from mpbridge.report.pictures import told_drawable
+    from mpbridge.report.pictures import drawable
 
     writable(path, option="--plot")
-    return told_drawable()
+    return drawable(report=True)
 
 
 def _run_of(measured: Timing, where: TargetMachine) -> Run:

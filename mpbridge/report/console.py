@@ -82,13 +82,13 @@ def console(*, speaks: bool = True) -> Console:
     return found if found.is_terminal or "COLUMNS" in os.environ else Console(file=file, highlight=False, width=WIDTH)
 
 
-def tell(out: Console, said: Any, *, style: str | None = None) -> None:
+def tell(out: Console, message: Any, *, style: str | None = None) -> None:
     """Prints prose on `out`, wrapped to a width that is known (a terminal, COLUMNS), its commands, settings and paths in one piece; or a table."""
-    if not isinstance(said, str):
-        out.print(said, style=style)
+    if not isinstance(message, str):
+        out.print(message, style=style)
         return
     known = out.is_terminal or "COLUMNS" in os.environ
-    out.print(prose(said, out.width if known else None), style=style, markup=False, soft_wrap=True)
+    out.print(prose(message, out.width if known else None), style=style, markup=False, soft_wrap=True)
 
 
 def rank() -> int:

@@ -14,20 +14,15 @@ from mpbridge.shipped import install
 MISSING = f"matplotlib is not installed ({install('plot')})"
 
 
-def drawable() -> bool:
-    """Whether pictures can be drawn; check before expensive work."""
+def drawable(*, report: bool = False) -> bool:
+    """Whether pictures can be drawn; check before expensive work. report: says on stderr if they cannot; the caller continues without."""
     import importlib.util
 
     try:
-        return importlib.util.find_spec("matplotlib") is not None
+        there = importlib.util.find_spec("matplotlib") is not None
     except ValueError:  # it is in sys.modules without a spec
-        return False
-
-
-def told_drawable() -> bool:
-    """Like `drawable`, but reports on stderr if pictures cannot be drawn; the caller continues without."""
-    there = drawable()
-    if not there:
+        there = False
+    if report and not there:
         print(f"no picture: {MISSING}", file=sys.stderr, flush=True)
     return there
 

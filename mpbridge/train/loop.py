@@ -66,8 +66,8 @@ def _pretrain(
     out = console(speaks=rank() == 0 and not quiet)
     run = at_stage(run)
     preflight(run, out)
-    for said in check_stages(run):
-        tell(out, said)
+    for message in check_stages(run):
+        tell(out, message)
     parts = Hooks.of([*default_hooks(run, partial(tell, out)), *hooks])
     cuda = torch.cuda.is_available()
     with ExitStack() as stack:
@@ -76,8 +76,8 @@ def _pretrain(
         stack.enter_context(device_layer(cuda, fused_adam=CpuFusedAdam))
         stack.enter_context(process_group(cuda, minutes=float(run.train.get("timeout_minutes") or 60.0)))
         stack.enter_context(explained())
-        for said in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
-            tell(out, said)
+        for message in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
+            tell(out, message)
         for stage in run.stages or (run,):
             agree(stage.policy)
         feed = Feed(run, dataset)

@@ -16,7 +16,7 @@ import pytest
 
 from mpbridge.checkpoint import store
 from mpbridge.errors import BadValue, CheckpointError, Contradiction
-from mpbridge.report.events import EVENTS
+from mpbridge.report.metrics import EVENTS
 from mpbridge.train.faults import parse_nonfinite
 from tests.forked import forked
 from tests.train.survival import Hook, go, run
@@ -220,7 +220,7 @@ def test_a_full_disk_is_said_and_leaves_no_half(tmp_path, background):
     with forked(functools.partial(train, kept, 4, largest=300_000, save_interval=2, async_save=background)) as process:
         assert process.wait() == 1, process.text
     assert "CheckpointError: a checkpoint could not be written to" in process.text
-    assert "MiB free there" in process.text
+    assert "iB free there" in process.text
     assert "file system is full (disk" in process.text
     assert os.listdir(kept) == [store.WRITER]
 

@@ -308,7 +308,7 @@ def test_a_failure_in_the_middle_ends_behind_a_checkpoint_that_is_marked(tmp_pat
     kept = {"save": str(tmp_path), "load": str(tmp_path), "save_interval": 1, "keep_last": 1}
 
     class First(Fails):
-        """After statistics and audit, before the keeper."""
+        """After statistics and audit, before the checkpointer."""
 
     import mpbridge.train.loop as loop
 
