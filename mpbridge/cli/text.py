@@ -51,10 +51,11 @@ def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], 
 
 def show_table(shown: Table) -> None:
     """Prints a table: rich's in a terminal, plain lines elsewhere."""
-    if on_terminal():
+    width = columns_here()
+    if on_terminal() and width is not None and shown.filled().fits(width):
         from rich.console import Console
 
         Console(highlight=False).print(shown)
         return
-    for line in shown.lines(columns_here()):
+    for line in shown.lines(width):
         print(line)

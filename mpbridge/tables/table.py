@@ -128,20 +128,21 @@ class Table:
         lines = [[column.name for column in self.columns], ["---"] * len(self.columns), *self.texts()]
         return "\n".join("| " + " | ".join(map(_markdown, line)) + " |" for line in lines)
 
+    def fits(self, width: int) -> bool:
+        """Whether its columns can be read side by side."""
+        names, rows = [column.name for column in self.columns], self.texts()
+        return bool(rows) and not crowded(names, rows, width, whole=[column.whole for column in self.columns])
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """For a terminal: rich's table, or plain lines if its columns would be too narrow to read. Called by rich."""
+        """For a terminal: rich's table, or plain lines where its columns do not fit. Called by rich."""
         from rich.text import Text
 
         full = self.filled()
-        names, rows = [column.name for column in full.columns], full.texts()
-        if not rows or crowded(names, rows, options.max_width, whole=[column.whole for column in full.columns]):
-            yield Text("\n".join(wrapped(full.title, options.max_width)) if full.title else "", style="bold")
-            body = dataclasses.replace(full, title="", note="")
-            yield Text("\n".join(body.lines(options.max_width)))
-        else:
+        if full.fits(options.max_width):
             yield full._rich()
-        if full.note:
-            yield Text(full.note)
+            yield Text(full.note) if full.note else Text("", end="")
+        else:
+            yield Text("\n".join(full.lines(options.max_width)))
 
     def _rich(self) -> Any:
         from rich import box

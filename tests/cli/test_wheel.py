@@ -78,26 +78,12 @@ COMMANDS = [
     ["help", "data"],
     ["recommend", "--config", "gpt_tiny", "--target", "h100", "--world-size", "2"],
     ["layouts", "--config", "gpt_tiny", "--target", "h100", "--world-size", "2"],
-    [
-        "launch",
-        "--nodes",
-        "2",
-        "--gpus-per-node",
-        "8",
-        "--",
-        "train",
-        "--recipe",
-        "bf16_mixed",
-        "--config",
-        "gpt_tiny",
-        "checkpoint.save=run",
-        "train.global_batch_size=64",
-    ],
+    ["launch", "--nodes", "2", "--gpus-per-node", "8", "--", "train", "--recipe", "bf16_mixed", "--config", "gpt_tiny", "checkpoint.save=run", "train.global_batch_size=64"],
     ["compare", "bf16_mixed", "fp8_cs"],
     ["diagnose", "run", "--out", "page.html"],
     ["init", "first", "--recipe", "fp8_mlp_only"],
     ["check", "--config", "first/config.yaml", "--target", "h100"],
-]
+]  # fmt: skip
 
 
 def test_light_commands_of_an_installed_wheel_need_no_checkout(installed: Path, tmp_path: Path) -> None:

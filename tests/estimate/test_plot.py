@@ -53,7 +53,9 @@ def test_without_matplotlib_only_the_picture_is_missing(
     assert main(["estimate", *RUN, "--plot", str(tmp_path / "x.png")]) == 0
     out, err = capsys.readouterr()
     assert "where the time goes" in out
-    assert err.startswith("no picture: matplotlib is not installed (pip install -e '.[plot]' in a checkout of mpbridge)")
+    assert err.startswith(
+        "no picture: matplotlib is not installed (pip install -e '.[plot]' in a checkout of mpbridge)"
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

@@ -125,7 +125,9 @@ def test_a_tracker_that_is_not_installed_is_a_note(
     monkeypatch.setattr("mpbridge.report.trackers.find_spec", lambda name: None)
     assert main(["check", "logger.trackers=[csv, wandb]", "logger.log_dir=run"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
-    assert said == ["note   tracker wandb: is not installed (pip install -e '.[wandb]' in a checkout of mpbridge); the run continues without it"]
+    assert said == [
+        "note   tracker wandb: is not installed (pip install -e '.[wandb]' in a checkout of mpbridge); the run continues without it"
+    ]
     assert main(["check", "logger.trackers=[csv]"]) == 0
     assert "nothing is written without logger.log_dir" in capsys.readouterr().out
 
