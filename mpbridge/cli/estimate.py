@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import add_target_arguments, target
+from mpbridge.cli._target import add_target_arguments, on_target, reference, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue, MpbridgeError
@@ -89,7 +88,7 @@ def _run_of(measured: Timing, where: TargetMachine) -> Run:
     if not measured.config:
         raise BadValue("the run was created from Python objects, so its folder has no configuration to predict from")
     box = ConfigContainer(**measured.config, trusted=False)
-    return box.resolved(measured.world_size, machine=where.machine, versions=where.versions, training=False)
+    return on_target(box, measured.world_size, where)
 
 
 def _reference(made: Run, where: TargetMachine) -> Estimate | None:
@@ -104,9 +103,8 @@ def _reference(made: Run, where: TargetMachine) -> Estimate | None:
 def _plain_run(made: Run, where: TargetMachine) -> Run | None:
     if made.recipe == REFERENCE:
         return None
-    plain = dataclasses.replace(made.container, mixed_precision=REFERENCE, engine=made.engine, emulate=False)
     try:
-        return plain.resolved(made.world_size, machine=where.machine, versions=where.versions, training=False)
+        return reference(made, where)
     except MpbridgeError:
         return None
 
