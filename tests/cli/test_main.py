@@ -275,8 +275,10 @@ READS_A_CONFIGURATION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", READS_A_CONFIGURATION)
-@pytest.mark.parametrize("place", ["{0}", "{{recipe: '{0}'}}", "[{{recipe: bf16_mixed, until: 5}}, {{recipe: '{0}'}}]"])
+PLACES = ["{0}", "{{recipe: '{0}'}}", "[{{recipe: bf16_mixed, until: 5}}, {{recipe: '{0}'}}]"]
+
+
+@pytest.mark.parametrize(("verb", "place"), list(zip(READS_A_CONFIGURATION, PLACES * 4, strict=True)))
 def test_no_verb_runs_code_that_only_a_file_names(said, tmp_path, verb, place):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef fn(): pass\n")
     config = tmp_path / "run.yaml"
