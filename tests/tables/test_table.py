@@ -79,16 +79,18 @@ def test_bytes_have_one_unit_for_a_figure_or_for_a_whole_output() -> None:
 
 
 def test_verbs_print_the_same_bytes_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    """`doctor` said 79.6 GiB of the H100, `memory` 79.65; the memory that a recipe needs was 17.4 GiB in one verb and 17 GiB in another."""
-    main(["doctor", "--machines"])
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("h100 ")]
+    """At cfba8d0 an H100 had 79.6 GiB in `doctor` and 79.65 in `memory`, and a run needed 55.2 GiB in `recommend` and 55.16 in `memory`."""
+
+    def said(*words: str) -> str:
+        main([*words])
+        return capsys.readouterr().out
+
     run = ["--config", "llama3_8b", "--target", "h100", "--world-size", "8"]
-    main(["memory", *run])
-    of = re.search(r"\+- [\d.]+ (GiB) of ([\d.]+)", capsys.readouterr().out)
-    assert of is not None
-    assert f"{of[2]} {of[1]}" in row
-    main(["layouts", *run, "--most", "1"])
-    assert re.search(r"\d+\.\d\d GiB \+- \d+\.\d\d (GiB|MiB)|\d+\.\d\d GiB \+- [\d.]+ MiB", capsys.readouterr().out)
+    found = re.search(r"([\d.]+) \+- [\d.]+ GiB of ([\d.]+)", said("memory", *run, "--recipe", "bf16_mixed"))
+    assert found is not None
+    assert re.search(rf"^h100 .* {found[2]} GiB", said("doctor", "--machines"), re.MULTILINE)
+    assert re.search(rf" bf16_mixed .* {found[1]} GiB", said("recommend", *run))
+    assert re.search(r" \d+\.\d\d GiB \+- [\d.]+ [GM]iB, ", said("layouts", *run, "--most", "1"))
 
 
 def test_there_is_no_second_formatter_of_bytes_and_no_second_table() -> None:
