@@ -97,6 +97,8 @@ class Table:
     def _aligned(self, names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         """Columns two blanks apart, without trailing blanks, empty columns and headings that say nothing."""
         kept = [i for i in range(len(names)) if any(row[i] for row in rows)]
+        if not kept:
+            return []
         drawn = [[row[i] for i in kept] for row in ([names] if any(names) else []) + [*rows]]
         widths = [max(map(len, cells)) for cells in zip(*drawn, strict=True)]
         right = [self.columns[i].number for i in kept]

@@ -47,6 +47,12 @@ def test_columns_turn_into_lines_and_one_that_says_nothing_is_left_out() -> None
     assert record[2].startswith("    after: bf16; why:")
 
 
+def test_a_table_without_rows_is_its_title() -> None:
+    empty = table("none", ("a", "b"), [])
+    assert empty.lines(80) == ["none"]
+    assert "none" in "\n".join(rich(empty, 80))
+
+
 def test_every_form_shows_the_same_cells() -> None:
     shown = table("t", ("name", Column(name="held", unit="bytes"), Column(name="share", unit="percent"), "x"), [("a|b", 85_524_480_000, 0.5, ("p", "q")), ("<b>", 0, "", None)])  # fmt: skip
     assert shown.texts() == [["a|b", "79.65 GiB", "50.00%", "p, q"], ["<b>", "", "", ""]]
