@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -324,3 +325,27 @@ def test_doctor_lists_the_machines_that_a_target_may_name(said):
     assert "cpu" not in names
     assert all(said("doctor", "--target", name, "--recipe", "bf16_mixed", "--json")[1] for name in names[:3])
     assert set(names) <= set(json.loads(said("doctor", "--machines", "--json")[1]))
+
+
+def test_help_names_every_verb_with_its_summary(said):
+    code, out, _ = said("--help")
+    assert code == 0
+    for verb in cli.verbs():
+        line = next(line for line in out.splitlines() if line.startswith(f"  {verb} "))
+        assert len(line.split()) > 3
+
+
+def test_plan_with_emulation_writes_the_high_precision_spelling(said):
+    writes = {
+        f"{w['target']}.{w['field']}"
+        for w in json.loads(said("plan", "--recipe", "fp8_cs", "--emulate", "--json")[1])["writes"]
+    }
+    assert "model.fp8" not in writes
+    assert "model.bf16" in writes
+
+
+def test_output_is_utf8_safe_on_a_plain_pipe(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["list"]) == 0
+    out.getvalue().encode("ascii")

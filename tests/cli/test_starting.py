@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
+import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,3 +139,43 @@ def test_other_shells_get_a_script_with_every_command(shell: str, capsys: pytest
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert not [verb for verb in (*verbs(), "help", "fp8_mlp_only", "llama3_8b") if verb not in script]
+
+
+def tab(shell: list[str], setup: str, line: str) -> str:
+    """The line of an interactive shell after the Tab key, which the shell then echoes."""
+    on_a_terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *shell]
+    with subprocess.Popen(on_a_terminal, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env={**os.environ, "TERM": "xterm"}) as child:  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(f"{setup}; echo re''ady\r".encode())
+            shown(child.stdout, "^ready")
+            child.stdin.write(f"{line}\t\x01echo Q:\x05\r".encode())
+            return shown(child.stdout, "^Q:(.*)")[1]
+        finally:
+            child.terminate()  # closes the terminal, which ends the shell
+
+
+def shown(stream: Any, wanted: str) -> re.Match[str]:
+    """The first line on the terminal that matches, without what moves the cursor or sets a colour."""
+    said, end = "", time.monotonic() + 60
+    while time.monotonic() < end:
+        if select.select([stream], [], [], 0.1)[0]:
+            said += stream.read(65536).decode(errors="replace")
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b(?:[=>]|\(B)|\r", "", said)
+        if found := re.search(wanted + r"$\n", plain, re.MULTILINE):
+            return found
+    raise AssertionError(said)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_an_option_is_inserted_beside_settings(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    assert main(["completion", shell]) == 0
+    (tmp_path / "_mpbridge").write_text(capsys.readouterr().out, encoding="utf-8")
+    command, setup = {
+        "zsh": (["zsh", "-f", "-i"], f"PROMPT='% '; fpath=({tmp_path} $fpath); autoload -Uz compinit; compinit -u -D"),
+        "fish": (["fish", "--no-config", "-i"], f"source {tmp_path}/_mpbridge"),
+    }[shell]
+    assert tab(command, setup, "mpbridge check --conf").strip() == "mpbridge check --config"

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from mpbridge.engines.contract import StepResult
-from mpbridge.errors import Refused
+from mpbridge.errors import BadValue, Refused
 from mpbridge.report.metrics import read
 from mpbridge.train import loop
 from mpbridge.train.base import Hook, Training
 from mpbridge.train.loop import pretrain
-from tests.train.tiny import tiny_run
+from tests.train.tiny import tiny, tiny_run
 
 ROW = [
     "iteration",
@@ -194,3 +194,15 @@ def test_a_summary_that_cannot_be_written_is_named_and_ends_no_run(
     assert (
         f"{tmp_path / 'summary.json'} cannot be written (Is a directory) and is incomplete" in capsys.readouterr().err
     )
+
+
+def test_exit_interval_stops_the_run(tmp_path: Path) -> None:
+    summary = pretrain(tiny_run(tmp_path, train={"exit_interval": 4}), quiet=True)
+    assert summary.iterations == 4
+    assert "exit_interval=4" in (summary.stopped or "")
+
+
+def test_missing_train_iters_is_named_on_the_library_path(tmp_path: Path) -> None:
+    run = tiny(tmp_path, train={"train_iters": None}).resolved(training=False)
+    with pytest.raises(BadValue, match=r"train\.train_iters is missing"):
+        pretrain(run, quiet=True)
