@@ -1,6 +1,6 @@
 """Makes a Transformer Engine without its CUDA parts look uninstalled to code that checks for one.
 
-`mpbridge[te-cpu]` installs the pure-Python wheel `transformer-engine`, whose import fails with a RuntimeError because of the missing libraries;
+The extra te-cpu installs the pure-Python wheel `transformer-engine`, whose import fails with a RuntimeError because of the missing libraries;
 megatron-core expects an ImportError. The guard is installed by `import mpbridge` and does nothing until transformer_engine is imported.
 """
 

@@ -1,4 +1,4 @@
-"""The configurations and recipes shipped with mpbridge, by name: `configs/` is next to the package in a checkout, and inside it when installed."""
+"""What is shipped: configurations and recipes by name (`configs/` is next to the package in a checkout, inside it when installed), and how to install it."""
 
 from __future__ import annotations
 
@@ -51,3 +51,15 @@ def recipe_file(wanted: str) -> Path | None:
 def label(path: Path) -> str:
     """A file's display name: a shipped one by its name, wherever it is installed."""
     return f"mpbridge's {path.stem}" if path.is_absolute() and path.is_relative_to(folder()) else str(path)
+
+
+DISTRIBUTION = "mpbridge-precision"
+"""The project's name on a package index; `mpbridge` there is another project's program. pyproject.toml's [project] has the same."""
+PUBLISHED = False
+"""Whether that index has it."""
+
+
+def install(extra: str = "") -> str:
+    """How to install mpbridge with an extra, as in `pip install -e '.[hf]' in a checkout of mpbridge`."""
+    part = f"[{extra}]" if extra else ""
+    return f"pip install '{DISTRIBUTION}{part}'" if PUBLISHED else f"pip install -e '.{part}' in a checkout of mpbridge"

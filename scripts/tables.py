@@ -14,7 +14,6 @@ import argparse
 import ast
 import dataclasses
 import functools
-import html
 import importlib.util
 import inspect
 import itertools
@@ -43,19 +42,10 @@ def table(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
     return enter
 
 
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines)
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    from mpbridge.tables.table import table as made
 
-
-def _cell(text: str) -> str:
-    # a bar inside backticks ends a cell in some Markdown renderers, and an escaped one shows its backslash in others
-    coded = re.sub(
-        r"`([^`]*\|[^`]*)`",
-        lambda found: f"<code>{html.escape(found[1], quote=False).replace('|', '&#124;')}</code>",
-        text,
-    )
-    return coded.replace("|", "\\|").replace("\n", " ")
+    return made("", columns, ([str(cell) for cell in row] for row in rows)).markdown()
 
 
 @table("recipes")

@@ -96,11 +96,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: every fact, with those that are not as promised marked."""
-        from mpbridge.cells import table
+        from mpbridge.tables.table import table
 
         rows = [(one.subject, one.promised, one.found, one.state, one.offenders) for one in self.findings]
         tones = ["bad" if not one.ok and not one.unseen else "warn" if one.unseen else "" for one in self.findings]
-        return table(self.line, ("subject", "promised", "found", "", "where"), rows, tones=tones)
+        return table(self.line, ("subject", "promised", "found", "", "where"), rows, tones=tones).html()
 
     @property
     def ok(self) -> bool:

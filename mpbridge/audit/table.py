@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-from rich.text import Text
-
 from mpbridge.audit.findings import Report
-from mpbridge.report.tables import table
+from mpbridge.tables.table import Column, Table, table
 
-_STYLES = {"ok": "green", "NO": "bold red", "not observed": "yellow"}
-
-
-def _bytes(count: int) -> str:
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return "" if not count else f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+_TONES = {"ok": "", "NO": "bad", "not observed": "warn"}
+_COLUMNS = ("what", "promised", "found", Column(name="looked at"), Column(name="memory", unit="bytes"), "")
 
 
 def audit_table(report: Report) -> Table:
@@ -25,13 +14,8 @@ def audit_table(report: Report) -> Table:
     verdict = "as promised" if report.ok else f"{len(report.faults)} not as promised"
     verdict += f", {len(report.unseen)} not observed" if report.unseen else ""
     title = f"{report.stage} audit, {report.facts.get('engine', '')}, {report.facts.get('world_size', 1)} process(es): {verdict}"
-    made = table(title, ("what", "promised", "found", "looked at", "memory", ""), right=("looked at", "memory"))
-    for finding in report.findings:
-        mark = Text(finding.state, style=_STYLES[finding.state])
-        made.add_row(
-            finding.subject, finding.promised, finding.found, str(finding.count or ""), _bytes(finding.bytes), mark
-        )
-    return made
+    rows = [(one.subject, one.promised, one.found, one.count or "", one.bytes, one.state) for one in report.findings]
+    return table(title, _COLUMNS, rows, tones=[_TONES[one.state] for one in report.findings])
 
 
 def fault_lines(report: Report) -> list[str]:

@@ -28,6 +28,7 @@ from mpbridge.checkpoint.writer import BackgroundWrite, attempted, staged
 from mpbridge.devices.together import agreed, is_of_a_lost_rank, on_first_rank
 from mpbridge.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.megatron import sharded
+from mpbridge.tables.units import size
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -366,9 +367,9 @@ def _reason(error: BaseException, folder: Path, *, saving: bool) -> str:
     tail = text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
     if not saving:
         return f"{folder} does not fit this run: {type(error).__name__}: {tail}"
-    free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0.0
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
     if any(word in text for word in _NO_ROOM):
         tail = f"the file system is full (disk, quota, or a limit on file sizes): {tail}"
     newest = store.saved(folder)
     before = f"the latest complete one is {newest[0].path}" if newest else "there is none yet"
-    return f"a checkpoint could not be written to {folder} ({free:.0f} MiB free there): {tail}; {before}"
+    return f"a checkpoint could not be written to {folder} ({size(free)} free there): {tail}; {before}"

@@ -7,17 +7,24 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mpbridge.cli.options import resolved
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.estimate.constants import Constants
 from mpbridge.estimate.machine_file import read_machine
+from mpbridge.estimate.predict import longer
 from mpbridge.facts import RunFacts, Versions
 from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import Machine, machine
 from mpbridge.hardware.probe import installed, this_machine
 from mpbridge.hardware.transformer_engine import RELEASES
 from mpbridge.hardware.versions import release
+from mpbridge.memory.compare import REFERENCE
+from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import ConfigContainer, Run
 
 _OPTIONS = {
     "cuda": "cuda",
@@ -62,6 +69,31 @@ class TargetMachine:
         ]
         assumed = f" (assumed: {', '.join(self.assumed)})" if self.assumed else ""
         return f"{self.machine.label} with {', '.join(have) or 'nothing installed'}{assumed}"
+
+
+def asked(args: argparse.Namespace, **more: Any) -> tuple[TargetMachine, Run]:
+    """The machine in question and the run on it, from the shared arguments. more: see `resolved`. Raises Contradiction with every fault."""
+    where = target(args)
+    return where, resolved(args, machine=where.machine, versions=where.versions, **more)
+
+
+def on_target(box: ConfigContainer, world: int, where: TargetMachine, **changes: Any) -> Run:
+    """The run of a configuration, with other values of its fields, on the target; what only training needs is not required."""
+    return dataclasses.replace(box, **changes).resolved(
+        world, machine=where.machine, versions=where.versions, training=False
+    )
+
+
+def reference(made: Run, where: TargetMachine) -> Run:
+    """bf16_mixed in the same layout on the target. Raises MpbridgeError if it is not valid there."""
+    return on_target(
+        made.container, made.world_size, where, mixed_precision=REFERENCE, engine=made.engine, emulate=False
+    )
+
+
+def left_out(facts: RunFacts) -> dict[str, None]:
+    """What predictions of memory and time omit for this run, as sentences in order."""
+    return dict.fromkeys((*left_out_of_memory(facts), *left_out_of_time(facts), *filter(None, [longer(facts)])))
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from mpbridge.cli._target import TargetMachine, add_target_arguments, target
-from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.cli._target import TargetMachine, add_target_arguments, asked, target
+from mpbridge.cli.options import add_run_arguments
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.config.container import Run
 from mpbridge.hardware.capability import Capability, can_run
@@ -34,9 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the violations. Returns 1 if any is an error."""
     if args.rules:
         return _list(args.json)
-    where = target(args)
-    admission = Admission(here=where.here, training=False)
-    made = resolved(args, machine=where.machine, versions=where.versions, also=admission)
+    admission = Admission(here=target(args).here, training=False)
+    where, made = asked(args, also=admission)
     notes = [*admission.notes, *admission.trackers]
     violations = judge(made, where)
     findings = lint(made.policy, where.facts(made.facts))

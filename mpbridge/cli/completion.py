@@ -10,7 +10,7 @@ from mpbridge.cli.text import print_whole
 from mpbridge.errors import MpbridgeError
 from mpbridge.hardware.machines import machines
 from mpbridge.precision.registry import aliases, recipes
-from mpbridge.shipped import configurations, recipe_files
+from mpbridge.shipped import configurations, install, recipe_files
 
 SUMMARY = "print a script for shell completion of commands, options, recipes and configurations"
 SHELLS = ("bash", "zsh", "fish")
@@ -36,9 +36,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        raise MpbridgeError(
-            "completion requires shtab, which is not installed (pip install 'mpbridge[completion]')"
-        ) from None
+        raise MpbridgeError(f"completion requires shtab, which is not installed ({install('completion')})") from None
     print_whole(shtab.complete(everything(shtab), shell=args.shell))
     return 0
 

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts, and reports what happened to the weights."""
-    from mpbridge.report.chatter import without_chatter
+    from mpbridge.report.console import without_chatter
 
     without_chatter()
     source, target = args.source, args.target

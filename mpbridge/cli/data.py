@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Packs or inspects. Returns 0."""
-    from mpbridge.report.chatter import without_chatter
+    from mpbridge.report.console import without_chatter
 
     without_chatter()
     if args.action == "prepare":

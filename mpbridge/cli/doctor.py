@@ -13,6 +13,7 @@ from mpbridge.hardware.probe import environment, gpus
 from mpbridge.megatron_spec.versions import missing
 from mpbridge.precision.registry import recipe, recipes
 from mpbridge.precision.resolve import resolve
+from mpbridge.tables.units import size
 
 SUMMARY = "show which recipes run natively, emulated or not at all, here or on a --target"
 
@@ -49,9 +50,7 @@ def _print_machines(*, as_json: bool) -> None:
             {name: dataclasses.asdict(row) | {"sm": row.sm, "peak": dict(row.peak)} for name, row in machines.items()}
         )
         return
-    rows = [
-        (name, row.label, f"{row.memory_bytes / 2**30:.1f} GiB", row.note) for name, row in machines.items() if row.gpu
-    ]
+    rows = [(name, row.label, size(row.memory_bytes), row.note) for name, row in machines.items() if row.gpu]
     print_table(("--target", "machine", "memory", "note"), rows)
 
 
@@ -70,9 +69,7 @@ def as_data(where: TargetMachine, answers: dict[str, Capability]) -> dict[str, o
 
 def _print(where: TargetMachine, answers: dict[str, Capability]) -> None:
     machine = where.machine
-    print_line(
-        f"machine   {machine.label}, {machine.memory_bytes / 2**30:.1f} GiB{f', {machine.note}' if machine.note else ''}"
-    )
+    print_line(f"machine   {machine.label}, {size(machine.memory_bytes)}{f', {machine.note}' if machine.note else ''}")
     if machine.peak:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in machine.peak)
         print_line(f"peak      {rates} dense TFLOP/s, {machine.bandwidth / 1e9:g} GB/s ({machine.source})")

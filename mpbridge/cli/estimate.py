@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import add_target_arguments, target
+from mpbridge.cli._target import add_target_arguments, on_target, reference, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue, MpbridgeError
@@ -17,6 +16,7 @@ from mpbridge.estimate.timing import Timing, timing
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.memory.by_role import memory
 from mpbridge.memory.compare import REFERENCE
+from mpbridge.tables.units import GIB
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
 def _drawn(path: Path) -> bool:
     """Whether a picture will be drawn. Raises BadValue before any prediction if it could not be written."""
     from mpbridge.pages.document import writable
-    from mpbridge.report.pictures import told_drawable
+    from mpbridge.report.pictures import drawable
 
     writable(path, option="--plot")
-    return told_drawable()
+    return drawable(report=True)
 
 
 def _run_of(measured: Timing, where: TargetMachine) -> Run:
@@ -88,7 +88,7 @@ def _run_of(measured: Timing, where: TargetMachine) -> Run:
     if not measured.config:
         raise BadValue("the run was created from Python objects, so its folder has no configuration to predict from")
     box = ConfigContainer(**measured.config, trusted=False)
-    return box.resolved(measured.world_size, machine=where.machine, versions=where.versions, training=False)
+    return on_target(box, measured.world_size, where)
 
 
 def _reference(made: Run, where: TargetMachine) -> Estimate | None:
@@ -103,9 +103,8 @@ def _reference(made: Run, where: TargetMachine) -> Estimate | None:
 def _plain_run(made: Run, where: TargetMachine) -> Run | None:
     if made.recipe == REFERENCE:
         return None
-    plain = dataclasses.replace(made.container, mixed_precision=REFERENCE, engine=made.engine, emulate=False)
     try:
-        return plain.resolved(made.world_size, machine=where.machine, versions=where.versions, training=False)
+        return reference(made, where)
     except MpbridgeError:
         return None
 
@@ -171,7 +170,7 @@ def _few(value: float) -> str:
 
 def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None) -> None:
     """Two panels: where the time goes, and the fullest rank's memory, with the recipe above bf16_mixed."""
-    from mpbridge.report.bars import Panel, stacked_bars
+    from mpbridge.report.pictures import Panel, stacked_bars
 
     time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
     plain = _plain_run(made, where)
@@ -187,4 +186,4 @@ def _by_role(run: Run, where: TargetMachine) -> dict[str, float]:
     """GiB by role: states, activations, and memory other than these, including what torch does not count."""
     one = memory(run.policy, where.facts(run.facts))
     beside = {part.name: part.bytes for part in (*one.beside, *one.outside)}
-    return {name: held / 2**30 for name, held in {**one.roles, "activations": one.activations, **beside}.items()}
+    return {name: held / GIB.size for name, held in {**one.roles, "activations": one.activations, **beside}.items()}

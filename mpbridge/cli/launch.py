@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._job import job_faults
-from mpbridge.cli._slurm import Job, script
+from mpbridge.cli._slurm import Job, job_faults, script
 from mpbridge.cli.options import resolved, whole
 from mpbridge.cli.text import complain, print_line, print_whole
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused

@@ -6,20 +6,20 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import add_target_arguments, target
+from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
 from mpbridge.cli.options import add_run_arguments, container, wanted_world, whole
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.estimate.layouts import Layout, search
-from mpbridge.estimate.predict import longer
 from mpbridge.hardware.capability import refuse_unless_native
-from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
+from mpbridge.tables.units import size
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
     from mpbridge.config.container import ConfigContainer, Run
     from mpbridge.facts import RunFacts
 
+_COLUMNS = ("", "recipe", "TP", "PP", "CP", "EP", "micro-batch", "recompute", "optimizer", "step", "tokens/s/GPU", "memory")  # fmt: skip
 SUMMARY = "list parallel layouts that are valid and fit, fastest first (predicted), as lines to paste"
 
 
@@ -39,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
     where = target(args)
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
-    found, faults, left_out = _search(args, base, where, world)
+    found, faults, omitted = _search(args, base, where, world)
     if args.json:
-        print_json([_data(name, one, tuple(left_out)) for name, one in found])
+        print_json([_data(name, one, tuple(omitted)) for name, one in found])
         return 0 if found else 1
     print_line(f"{world} x {where.machine.label}: predictions")
     _print(found)
-    for words in (*faults, *left_out):
+    for words in (*faults, *omitted):
         print_line(f"left out: {words}")
     if not found:
         print_line(
@@ -62,7 +62,7 @@ def _search(
     """(recipe and layout, fastest first; recipes that cannot run, with the reason; what the predictions omit)."""
     found: list[tuple[str, Layout]] = []
     faults: list[str] = []
-    left_out: dict[str, None] = {}
+    omitted: dict[str, None] = {}
     names = _names(args)
     for name in names:
         try:
@@ -75,24 +75,21 @@ def _search(
                     made.policy, facts, where.machine, most=args.most, using=where.constants, stated=says_optimizer(box)
                 )
             ]
-            left_out |= dict.fromkeys(
-                (*left_out_of_memory(facts), *left_out_of_time(facts), *filter(None, [longer(facts)]))
-            )
+            omitted |= left_out(facts)
         except MpbridgeError as error:
             if len(names) == 1 and isinstance(error, Contradiction):
                 raise
             faults.append(error.line)
     if not where.machine.memory_bytes:
-        left_out[f"memory: that of {where.machine.label} is unknown, so no layout is rejected for it"] = None
+        omitted[f"memory: that of {where.machine.label} is unknown, so no layout is rejected for it"] = None
     found.sort(key=lambda pair: pair[1].seconds)
-    return found, faults, left_out
+    return found, faults, omitted
 
 
 def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> Run:
     """The run in the file's sizes, which need not divide this world, since the search uses sizes of its own."""
-    made = box.resolved(
-        _divisible(box.smallest_world(), world), machine=where.machine, versions=where.versions, training=False
-    )
+    smallest = box.smallest_world()
+    made = on_target(box, world if world % smallest == 0 else smallest, where)
     refuse_unless_native(made.policy, where.machine, where.versions)
     return made
 
@@ -141,31 +138,10 @@ def _print(found: list[tuple[str, Layout]]) -> None:
             str(place), name, f"{one.run.parallel.tensor}", f"{one.run.parallel.pipeline}{f' x {one.run.parallel.virtual_pipeline}' if one.run.parallel.virtual_pipeline else ''}",
             f"{one.run.parallel.context}", f"{one.run.parallel.expert}", f"{one.run.micro_batch_size}", str(one.run.model.get("recompute_granularity") or "none"),
             "distributed" if one.run.optimizer.distributed else "whole" if "exp_avg" not in one.run.traits.shards else "sharded",
-            f"{one.seconds:.3g} s", f"{one.tokens_per_second:,.0f}", f"{one.needed / 2**30:.0f} +- {one.band / 2**30:.0f} GiB, {one.answer}",
+            f"{one.seconds:.3g} s", f"{one.tokens_per_second:,.0f}", f"{size(one.needed)} +- {size(one.band)}, {one.answer}",
         )
         for place, (name, one) in enumerate(found, start=1)
     ]  # fmt: skip
-    print_table(
-        (
-            "",
-            "recipe",
-            "TP",
-            "PP",
-            "CP",
-            "EP",
-            "micro-batch",
-            "recompute",
-            "optimizer",
-            "step",
-            "tokens/s/GPU",
-            "memory",
-        ),
-        rows,
-    )
+    print_table(_COLUMNS, rows)
     for place, (_, one) in enumerate(found, start=1):
         print_whole(f"{place}: {one.line}")
-
-
-def _divisible(smallest: int, world: int) -> int:
-    """A world size that the file's sizes divide."""
-    return world if world % smallest == 0 else smallest

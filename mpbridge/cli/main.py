@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 from mpbridge import __version__
 from mpbridge.cli.text import columns_here, complain, print_line
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName
-from mpbridge.report.records import hanging, prose
+from mpbridge.shipped import install
+from mpbridge.tables.prose import hanging, prose
 
 NOT_VERBS = frozenset({"main", "options", "text"})
 FOREIGN = frozenset({"on-cpu", "launch"})
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         needed = NEEDED.get((error.name or "").partition(".")[0])
         if needed is None:
             raise
-        text = f"this requires {needed}, which is not installed in this environment: pip install mpbridge installs it with its dependencies"
+        text = f"this requires {needed}, which is not installed in this environment: {install()} installs it with its dependencies"
         _complain(Refused(text), as_json)
         code = Refused.exit_code
     except BrokenPipeError:

@@ -6,15 +6,15 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mpbridge.cli._target import TargetMachine, add_target_arguments, target
-from mpbridge.cli.options import add_run_arguments, resolved, whole
+from mpbridge.cli._target import TargetMachine, add_target_arguments, asked, reference
+from mpbridge.cli.options import add_run_arguments, whole
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.config.container import Run
 from mpbridge.facts import RunFacts
 from mpbridge.memory.by_role import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
 from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
 from mpbridge.memory.uncounted import left_out_of_memory
-from mpbridge.memory.units import ByteUnit, count, unit_for
+from mpbridge.tables.units import ByteUnit, count, unit_for
 
 SUMMARY = "show bytes on each GPU by role, compared with bf16_mixed, and whether they fit"
 
@@ -32,12 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table. Returns 1 if a GPU is known and the run does not fit."""
-    where = target(args)
-    made = resolved(args, machine=where.machine, versions=where.versions)
+    where, made = asked(args)
     facts = where.facts(made.facts)
     mine = memory(made.policy, facts, rank=args.rank)
-    plain = dataclasses.replace(made.container, mixed_precision=REFERENCE, engine=made.engine, emulate=False)
-    other = plain.resolved(made.world_size, machine=where.machine, versions=where.versions, training=False)
+    other = reference(made, where)
     compared = against_bf16(made.policy, facts, mine=mine, reference=(other.policy, where.facts(other.facts)))
     fits = fit(made.policy, facts, where.machine) if where.machine.gpu else None
     stages = _stages(made, facts) if args.stages else ()

@@ -6,10 +6,10 @@ import argparse
 
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.show import facts
-from mpbridge.cli.text import on_terminal, print_json, print_line, print_table
+from mpbridge.cli.text import print_json, print_line, print_table, show_table
 from mpbridge.config.container import Run
 from mpbridge.memory.names import refuse_idle_rules
-from mpbridge.sync.plan import plain, show
+from mpbridge.sync.plan import plain
 
 SUMMARY = "show what a recipe would write into a configuration, and what it overrides"
 
@@ -63,14 +63,10 @@ def _print(made: Run, *, explain: bool) -> None:
     print_line(
         f"recipe {made.recipe} ({how}), engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}\n"
     )
-    if on_terminal():
-        from rich.console import Console
-
-        from mpbridge.report.tables import plan_table
-
-        Console(highlight=False).print(plan_table(made.plan))
+    if made.plan.writes or made.plan.kept:
+        show_table(made.plan.table())
     else:
-        _plain_table(made)
+        print_line("the recipe changes nothing")
     for setting in made.brought:
         print_line(f"the recipe also sets {setting}")
     print_line()
@@ -87,31 +83,6 @@ def _print(made: Run, *, explain: bool) -> None:
     if explain:
         print_line()
         print_table(("setting", "value", "from"), _explained(made), title="where the configuration's values came from")
-
-
-def _plain_table(made: Run) -> None:
-    rows = []
-    for write in made.plan.writes:
-        keep = (write.keep or "another recipe: mpbridge list") if write.conflict else ""
-        rows.append(
-            (
-                write.name,
-                show(write.before),
-                show(write.after),
-                write.why,
-                "" if write.set_by == "nobody" else write.set_by,
-                keep,
-            )
-        )
-    rows += [
-        (f"{kept.target}.{kept.field}", show(kept.value), "left alone", kept.why, "", "") for kept in made.plan.kept
-    ]
-    if rows:
-        print_table(
-            ("field", "before", "after", "why", "had been set by", "to keep it"), rows, title="what the recipe decides"
-        )
-    else:
-        print_line("the recipe changes nothing")
 
 
 def _explained(made: Run) -> list[tuple[str, str, str]]:

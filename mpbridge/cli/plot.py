@@ -36,14 +36,14 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.errors import BadValue
     from mpbridge.pages.document import writable
     from mpbridge.report.curves import CURVES, picture
-    from mpbridge.report.pictures import told_drawable
+    from mpbridge.report.pictures import drawable
 
     if args.width is not None and args.width < 10:
         raise BadValue(f"--width {args.width}: expected at least 10 columns")
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:
         writable(target)
-    drawn = not args.no_picture and told_drawable()
+    drawn = not args.no_picture and drawable(report=True)
     found = _read(args.runs)
     width = args.width or min(COLUMNS, max(10, (columns_here() or 1000) - AXIS))
     for number in CURVES:

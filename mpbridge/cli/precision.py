@@ -47,23 +47,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(step: int, rows: Sequence[Mapping[str, Any]], top: int) -> object:
-    from rich.text import Text
-
-    from mpbridge.report.tables import table
+    from mpbridge.tables.table import table
 
     columns = ("linear", "operand", "format", "flushed", "saturated", "row error", "SQNR dB", "amax", "scale", "stale")
-    made = table(f"operands with the largest row errors, step {step}", columns, right=columns[3:])
 
     def size(row: Mapping[str, Any]) -> float:
         error = row["row_error"]
         return error if isinstance(error, float) else 0.0
 
+    made = []
     for row in sorted(rows, key=size, reverse=True)[:top]:
         cells = [f"{row['linear']}", f"{row['side']} {row['copy']}", f"{row['format']}"]
         cells += [_shown(row[name], "{:.2%}") for name in ("flushed", "saturated", "row_error")]
         cells += [_shown(row[name], text) for name, text in (("sqnr", "{:.1f}"), ("amax", "{:.3g}"), ("scale", "{:.3g}"), ("staleness", "2**{:+.1f}"))]  # fmt: skip
-        made.add_row(*map(Text, cells))
-    return made
+        made.append(cells)
+    return table(f"operands with the largest row errors, step {step}", columns, made, right=columns[3:])
 
 
 def _shown(value: object, text: str) -> str:

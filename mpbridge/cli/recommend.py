@@ -7,17 +7,17 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpbridge.cli._target import add_target_arguments, target
+from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, container, wanted_world
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue, MpbridgeError
-from mpbridge.estimate.predict import estimate, longer
+from mpbridge.estimate.predict import estimate
 from mpbridge.estimate.timing import timing
 from mpbridge.memory.by_role import memory
 from mpbridge.memory.compare import REFERENCE
-from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
 from mpbridge.precision.registry import recipe, recipes
 from mpbridge.rules.advice import ORDERS, Advice, advise, order
+from mpbridge.tables.units import size
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         )
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
-    made, left_out = _advice(args, where, base, world)
+    made, omitted = _advice(args, where, base, world)
     if len({advice.reason for advice in made}) == 1 and not made[0].legal:
         # faults of the sizes or the model, not of a recipe
         raise BadValue(made[0].reason)
@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
             {
                 "target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)},
                 "recipes": [dataclasses.asdict(a) for a in ranked],
-                "left_out": left_out,
+                "left_out": omitted,
             }
         )
     else:
         print_line(f"target {where.line()}")
         print_line()
         _print(ranked, args.price)
-        for words in left_out:
+        for words in omitted:
             print_line(f"left out: {words}")
     return 0 if any(advice.legal and advice.fits for advice in ranked) else 1
 
@@ -80,22 +80,19 @@ def _advice(
     """(advice on each recipe, what memory and time omit)."""
     reference = None
     made = []
-    left_out: dict[str, None] = {}
+    omitted: dict[str, None] = {}
     for name in (REFERENCE, *(other for other in recipes if other != REFERENCE)):
         entry = recipes[name]
         try:
             # the file is read once; each recipe in turn replaces its precision section
-            box = dataclasses.replace(base, mixed_precision=name, engine=args.engine or entry.engine)
-            run = box.resolved(world, machine=where.machine, versions=where.versions, training=False)
+            run = on_target(base, world, where, mixed_precision=name, engine=args.engine or entry.engine)
             facts = where.facts(run.facts)
             reference = memory(run.policy, facts).needed if name == REFERENCE else reference
-            left_out |= dict.fromkeys(
-                (*left_out_of_memory(facts), *left_out_of_time(facts), *filter(None, [longer(facts)]))
-            )
+            omitted |= left_out(facts)
             made.append(_timed(advise(entry, run.policy, facts, reference=reference), run, facts, where))
         except MpbridgeError as error:
             made.append(Advice(recipe=name, status=entry.status, legal=False, reason=error.line))
-    return made, list(left_out)
+    return made, list(omitted)
 
 
 def _timed(advice: Advice, run: Run, facts: RunFacts, where: TargetMachine) -> Advice:
@@ -158,4 +155,4 @@ def _memory(advice: Advice) -> str:
     if advice.bytes is None:
         return ""
     share = f"{advice.relative - 1:+.0%}" if advice.relative else ""
-    return f"{advice.bytes / 2**30:.1f} GiB ({share}){'' if advice.fit == 'fits' else f', {advice.fit}'}"
+    return f"{size(advice.bytes)} ({share}){'' if advice.fit == 'fits' else f', {advice.fit}'}"

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(f"--steps {args.steps}, --every {args.every}: expected at least 1")
     if args.suggest and args.tensors is not None:
         raise BadValue("--suggest with --tensors: a choice needs a model and its data (--config), not single tensors")
-    from mpbridge.report.chatter import without_chatter
+    from mpbridge.report.console import without_chatter
 
     without_chatter()
     from mpbridge.pages.document import writable

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mpbridge.cli.options import add_run_arguments, container
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue
+from mpbridge.tables.units import size
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _COLUMNS = (
-    "rank", "parameters", "live bytes", "predicted", "rows differ", "audit", "GEMMs", "collectives", "step", "CPU s", "MiB"
+    "rank", "parameters", "live bytes", "predicted", "rows differ", "audit", "GEMMs", "collectives", "step", "CPU s", "memory"
 )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def _print(made: Run, changed: Sequence[str], found: Sequence[Simulated], *, ste
         (
             str(one.rank), f"{one.parameters:,}", f"{one.live:,}", f"{one.predicted:,}", f"{len(one.differences)} of {one.rows}",
             f"{one.audited - len(one.audit)} of {one.audited} ok", f"{one.products:,}" if step else "", f"{one.wires:,}" if step else "",
-            ("as listed" if not one.step else f"{len(one.step)} differ") if step else "", f"{one.seconds:.1f}", f"{one.peak / 2**20:.0f}",
+            ("as listed" if not one.step else f"{len(one.step)} differ") if step else "", f"{one.seconds:.1f}", size(one.peak),
         )
         for one in found
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tables and JSON for standard output: rich in a terminal, aligned columns elsewhere. rich is imported only if used."""
+"""Prose, tables and JSON for standard output. rich is imported only in a terminal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpbridge.report.records import prose, record, wrapped
-
-ROOM = 28
-"""Width in characters below which a text column is unreadable."""
+from mpbridge.tables.prose import prose
+from mpbridge.tables.table import Column, Table, table
 
 
 def on_terminal() -> bool:
@@ -46,55 +44,18 @@ def complain(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
-    """Prints rows under their headings. Cells are plain text. Lines keep to the width if it is known (a terminal, COLUMNS)."""
-    rows = [[str(cell) for cell in row] for row in rows]
+def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, title: str = "") -> None:
+    """Prints rows under their headings. Lines keep to the width if it is known (a terminal, COLUMNS)."""
+    show_table(table(title, columns, rows, whole=[name for name in columns[:-1] if isinstance(name, str)]))
+
+
+def show_table(shown: Table) -> None:
+    """Prints a table: rich's in a terminal, plain lines elsewhere."""
     width = columns_here()
-    if width is not None and on_terminal() and _room(columns, rows, width) >= ROOM:
-        _rich(columns, rows, title)
+    if on_terminal() and width is not None and shown.filled().fits(width):
+        from rich.console import Console
+
+        Console(highlight=False).print(shown)
         return
-    if title:
-        print_line(title)
-    for line in aligned(columns, rows) if width is None else narrow(columns, rows, width):
+    for line in shown.lines(width):
         print(line)
-
-
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The table's lines, with columns two blanks apart and no trailing blanks; empty columns are omitted."""
-    shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    table = [[columns[i] for i in shown], *([row[i] for i in shown] for row in rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(shown))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table if row
-    ]
-
-
-def narrow(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The widest form whose lines fit `width`: a table; a table with the last column's text on lines of its own; each row as a record."""
-    lines = aligned(columns, rows)
-    if all(len(line) <= width for line in lines):
-        return lines
-    heads = aligned(columns[:-1], [row[:-1] for row in rows]) if len(columns) > 2 else lines
-    if all(len(line) <= width for line in heads):
-        below = [wrapped(row[-1], width, indent="    ") if row[-1] else [] for row in rows]
-        return [heads[0], *(part for line, text in zip(heads[1:], below, strict=True) for part in (line, *text))]
-    return [line for row in rows for line in record(columns, row, width)]
-
-
-def _room(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:
-    """Characters left for the last column if the others are not wrapped; ROOM if it needs less."""
-    longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    left = width - sum(longest[:-1]) - 4 * len(columns)
-    return ROOM if left >= longest[-1] else left
-
-
-def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from mpbridge.report.tables import table
-
-    made = table(title or None, columns, whole=columns[:-1])
-    for row in rows:
-        made.add_row(*map(Text, row))
-    Console(highlight=False).print(made)

@@ -80,7 +80,7 @@ def _train(args: argparse.Namespace, made: Run) -> int:
     if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)
     from mpbridge.config.training import train_iters
-    from mpbridge.report.chatter import without_chatter
+    from mpbridge.report.console import without_chatter
     from mpbridge.train.loop import pretrain
 
     without_chatter()

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     budget = budget_of(args.budget)
-    from mpbridge.report.chatter import without_chatter
+    from mpbridge.report.console import without_chatter
 
     without_chatter()
     from mpbridge.report.console import rank

@@ -215,14 +215,14 @@ class ConfigContainer:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: what was set, by section."""
-        from mpbridge.cells import table
+        from mpbridge.tables.table import table
 
         rows = [
             (section, name, value)
             for section, values in self.as_data().items()
             for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
         ]
-        return table("ConfigContainer", ("section", "setting", "value"), rows)
+        return table("ConfigContainer", ("section", "setting", "value"), rows).html()
 
     def as_data(self) -> dict[str, Any]:
         """What was set, in canonical plain form: `ConfigContainer(**data)` equals this one. Raises Contradiction for values without such a form."""

@@ -51,9 +51,9 @@ class Section(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        from mpbridge.cells import facts
+        from mpbridge.tables.table import facts
 
-        return facts(self._section, self)
+        return facts(self._section, self).html()
 
     def __copy__(self) -> Self:
         return type(self)(self._section, self)

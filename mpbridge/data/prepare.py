@@ -29,7 +29,7 @@ from mpbridge.errors import DataError
 from mpbridge.files import ProgressCallback
 from mpbridge.huggingface.tokenizers import BYTE
 from mpbridge.locks import lock
-from mpbridge.report.chatter import without_chatter
+from mpbridge.report.console import without_chatter
 
 FORMAT = "2"
 """Part of every key: increase it when the same files would be written differently."""

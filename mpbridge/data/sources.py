@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpbridge.errors import DataError
+from mpbridge.shipped import install
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TEXT = (".txt", ".md", ".rst", ".py")
@@ -19,7 +20,7 @@ TABLES = (".parquet", ".arrow")
 READ = (*TEXT, *JSON_LINES, *TABLES)
 DATA_SET = "hf:"
 """Prefix of a data set's id: hf:owner/name, hf:owner/name:configuration or hf:owner/name:configuration:split."""
-EXTRA = "pip install 'mpbridge[hf]'"
+EXTRA = install("hf")
 _NOT_PROSE = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "__pycache__"})
 """Parts of the standard library that are test data, generated tables or tools; some distributions omit them."""
 

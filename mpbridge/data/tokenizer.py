@@ -9,10 +9,11 @@ from typing import Any
 
 from mpbridge.errors import DataError, MpbridgeError
 from mpbridge.huggingface.tokenizers import BYTE, LIBRARY, TokenizerFiles, is_factory, is_repository, tokenizer_files
+from mpbridge.shipped import install
 
 BYTE_VOCABULARY = 259
 """256 bytes, then end of document (256), padding (257) and begin of sequence (258)."""
-EXTRA = "pip install 'mpbridge[hf]'"
+EXTRA = install("hf")
 FETCHED = [
     "tokenizer*",
     "*.tiktoken",

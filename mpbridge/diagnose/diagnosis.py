@@ -31,13 +31,13 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         """For notebooks: the suspects with their evidence."""
-        from mpbridge.cells import table
+        from mpbridge.tables.table import table
 
         rows = [
             (one.cause, one.step, one.sentence, "; ".join(one.evidence), "; ".join(one.advice)) for one in self.suspects
         ]
         columns = ("cause", "step", "what", "seen", "try")
-        return table(self.verdict, columns, rows, tones=["bad"], note="; ".join(self.run.gaps))
+        return table(self.verdict, columns, rows, tones=["bad"], note="; ".join(self.run.gaps)).html()
 
     @property
     def healthy(self) -> bool:

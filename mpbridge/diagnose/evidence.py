@@ -13,8 +13,8 @@ from typing import Any
 from mpbridge.errors import BadValue
 from mpbridge.files import text_of, why
 from mpbridge.report.curves import Curves, read_curves
-from mpbridge.report.events import EVENTS
 from mpbridge.report.history import PRECISION, read_history
+from mpbridge.report.metrics import EVENTS
 from mpbridge.telemetry.reading import MeasuredStep, TensorRow, read
 
 FEWEST = 6

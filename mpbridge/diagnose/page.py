@@ -11,8 +11,9 @@ from mpbridge.diagnose.diagnosis import Diagnosis
 from mpbridge.diagnose.evidence import Evidence
 from mpbridge.diagnose.signals import LABELS
 from mpbridge.pages.about import OPERAND_COLUMNS, data_text, glossary, made_now, model_text
-from mpbridge.pages.document import Column, Page
+from mpbridge.pages.document import Page
 from mpbridge.report.curves import CURVES
+from mpbridge.tables.table import Column
 
 CHARTS = (
     ("linears", "linear", "x_amax", "amax of each linear's input", "amax", True),

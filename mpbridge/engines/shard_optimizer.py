@@ -17,6 +17,7 @@ from mpbridge.formats import DType
 from mpbridge.megatron.inside_optimizer import parameter_groups
 from mpbridge.memory.keeps import Holding, fused, keeps_of
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.shipped import install
 
 
 def fused_adam(cuda: bool) -> Any:
@@ -28,7 +29,7 @@ def fused_adam(cuda: bool) -> Any:
     except ImportError as error:
         raise Refused(
             f"this recipe keeps optimizer states in other dtypes than the parameters', which needs Transformer Engine's FusedAdam ({error}): "
-            "pip install 'mpbridge[te]', or use fp32_params_bf16_compute with torch's AdamW"
+            f"{install('te')}, or use fp32_params_bf16_compute with torch's AdamW"
         ) from None
     return FusedAdam
 

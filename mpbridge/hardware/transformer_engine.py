@@ -15,12 +15,13 @@ from mpbridge._incomplete import has_libraries
 from mpbridge.errors import Refused
 from mpbridge.facts import Versions
 from mpbridge.hardware.versions import release as numbers
+from mpbridge.shipped import install
 
 VARIABLE = "MPBRIDGE_TE_PATH"
 """Environment variable with folders made by `pip install --target`, one per release (separated as in PATH)."""
 CUDA_VERSION = "13.0"
 """The CUDA version that a simulated machine reports: new enough for every recipe."""
-INSTALL = "pip install 'mpbridge[te-cpu]'"
+INSTALL = install("te-cpu")
 
 RELEASES: Mapping[tuple[int, int], str] = MappingProxyType(
     {

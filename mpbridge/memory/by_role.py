@@ -19,8 +19,8 @@ from mpbridge.memory.layers import parameters, unsplit
 from mpbridge.memory.ranks import Coordinates
 from mpbridge.memory.roles import roles
 from mpbridge.memory.uncounted import states_counted
-from mpbridge.memory.units import GIB
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.tables.units import size as as_text
 
 STATES = (
     "params", "grads", "main_params", "main_grads", "exp_avg", "exp_avg_sq", "weight_copies", "weight_transposes", "weight_scales", "buffers", "padding",
@@ -140,9 +140,9 @@ def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Fit:
         other = memory(other_policy, other_run)
         if other.needed < mine.needed:
             tried.append((other.needed, words, verdict(other, available)))
-    enough = [f"{words} ({_gib(size)})" for size, words, answer in sorted(tried) if answer == "fits"]
+    enough = [f"{words} ({as_text(size)})" for size, words, answer in sorted(tried) if answer == "fits"]
     most = [
-        f"{words} ({_gib(size)}, {'tight' if answer == 'tight' else 'not enough alone'})"
+        f"{words} ({as_text(size)}, {'tight' if answer == 'tight' else 'not enough alone'})"
         for size, words, answer in sorted(tried)[:3]
     ]
     return Fit(answer=said, needed=mine.needed, band=mine.band, available=available, ways=tuple(enough or most))
@@ -278,7 +278,3 @@ def _layouts(run: RunFacts) -> list[tuple[str, Parallel]]:
             (f"expert_model_parallel_size={sizes.expert * 2}", dataclasses.replace(sizes, expert=sizes.expert * 2))
         )
     return found
-
-
-def _gib(size: int) -> str:
-    return f"{GIB.of(size)} {GIB.name}"

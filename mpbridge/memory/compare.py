@@ -9,10 +9,10 @@ from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.memory.by_role import Memory, memory
 from mpbridge.memory.keeps import keeps_of
-from mpbridge.memory.units import unit_for
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipe
 from mpbridge.precision.resolve import resolve
+from mpbridge.tables.units import unit_for
 
 REFERENCE = "bf16_mixed"
 

@@ -15,6 +15,7 @@ from mpbridge.errors import Refused
 from mpbridge.megatron.inside_model import LocalMatmul
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 from mpbridge.precision.wording import rule_words
+from mpbridge.shipped import install
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ def config_of(quant: Quant, *, emulate: bool) -> Any:
     try:
         from torchao.float8 import Float8LinearConfig
     except ImportError as error:
-        raise Refused(f"{quant.row.words} needs torchao ({error}): pip install 'mpbridge[torchao]'") from None
+        raise Refused(f"{quant.row.words} needs torchao ({error}): {install('torchao')}") from None
     made = Float8LinearConfig.from_recipe_name(quant.row.recipe_class())
     return dataclasses.replace(made, emulate=emulate)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge import __version__
-from mpbridge.pages.document import Column
+from mpbridge.tables.table import Column
 
 GLOSSARY: Mapping[str, str] = {
     "amax": "The largest absolute value of a tensor.",

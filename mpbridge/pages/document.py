@@ -11,23 +11,13 @@ from typing import Any
 
 from mpbridge.errors import BadValue
 from mpbridge.pages.sampling import packed, plain, spare, thin
+from mpbridge.tables.table import Column, table
 
 LARGEST = 2_000_000
 """Maximum bytes of a page."""
 CURVES = 12
 """Number of curves drawn at once in a chart: as many as there are distinguishable colours."""
 _HERE = Path(__file__).parent
-
-
-@dataclass(slots=True, kw_only=True)
-class Column:
-    """A column of a table. unit: 'percent' shows a share as percent; help: its tooltip; layer: clicking its cells shows only that layer."""
-
-    name: str
-    help: str = ""
-    unit: str = ""
-    number: bool = True
-    layer: bool = False
 
 
 @dataclass(slots=True)
@@ -96,16 +86,13 @@ class Page:
     ) -> str:
         """A table that sorts and filters. order: rows by importance, used if not all fit; a cell may be {"text":, "href":, "tone":}. A column in which
         no row has a value is omitted."""
-        filled = [i for i in range(len(columns)) if not rows or any(row[i] not in (None, "") for row in rows)]
-        heads = [
-            {"name": c.name, "help": c.help, "unit": c.unit, "number": c.number, "layer": c.layer}
-            for c in (columns[i] for i in filled)
-        ]
+        filled = table(title, columns, rows).filled()
+        shown = ("name", "help", "unit", "number", "layer")
         return self.add(
             "table",
             title,
-            columns=heads,
-            rows=[[plain(row[i]) for i in filled] for row in rows],
+            columns=[{name: getattr(column, name) for name in shown} for column in filled.columns],
+            rows=[list(map(plain, row)) for row in filled.rows],
             order=list(order or range(len(rows))),
             folded=folded,
         )

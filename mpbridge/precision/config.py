@@ -222,9 +222,9 @@ class MixedPrecisionConfig:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        from mpbridge.cells import facts
+        from mpbridge.tables.table import facts
 
-        return facts(type(self).__name__, self.as_data())
+        return facts(type(self).__name__, self.as_data()).html()
 
     def __repr__(self) -> str:
         return f"MixedPrecisionConfig({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"

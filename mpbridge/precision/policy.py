@@ -95,9 +95,9 @@ class PrecisionPolicy:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        from mpbridge.cells import fields
+        from mpbridge.tables.table import fields
 
-        return fields("precision policy", self)
+        return fields("precision policy", self).html()
 
     @property
     def quant(self) -> Quant | None:

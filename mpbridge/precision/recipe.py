@@ -38,11 +38,11 @@ class Recipe:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: its metadata and fields."""
-        from mpbridge.cells import facts
+        from mpbridge.tables.table import facts
 
         about = {"summary": self.summary, "status": self.status, "source": self.source, "engine": self.engine}
         config = {} if self.foreign else self.make().as_data()
-        return facts(f"recipe {self.name}", {**about, **config})
+        return facts(f"recipe {self.name}", {**about, **config}).html()
 
     @property
     def policy(self) -> PrecisionPolicy | None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from mpbridge.formats import FORMATS
 from mpbridge.pages.about import OPERAND_COLUMNS, glossary, made_now
-from mpbridge.pages.document import Column, Page
+from mpbridge.pages.document import Page
 from mpbridge.rehearse.measure import RecipeMeasurement
 from mpbridge.rehearse.plots import LOW, SIDES
 from mpbridge.rehearse.report import NO_RANKING, Rehearsal, RehearsalVerdict, Rehearsed, TensorSummary, place
+from mpbridge.tables.table import Column
 
 TONES: dict[RehearsalVerdict, str] = {
     "high precision": "",

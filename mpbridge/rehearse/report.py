@@ -10,11 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.table import Table
-from rich.text import Text
-
 from mpbridge.rehearse.measure import OWN_ERROR, RecipeMeasurement
-from mpbridge.report.tables import table
+from mpbridge.tables.table import Table, table
 
 SCHEMA = 1
 RehearsalVerdict = Literal["high precision", "sound", "look closer", "damage", "failed"]
@@ -130,8 +127,6 @@ class Rehearsal:
 
     def _repr_html_(self) -> str:
         """For notebooks: one row per recipe."""
-        from mpbridge.cells import table
-
         words = [recipe.verdict() for recipe in self.recipes]
         rows = [
             (recipe.recipe, word, *overall(recipe), reasons[0])
@@ -139,7 +134,7 @@ class Rehearsal:
         ]
         tones = [{"damage": "bad", "failed": "bad", "look closer": "warn"}.get(word, "") for word, _ in words]
         columns = ("recipe", "verdict", "row error", "flushed", "saturated", "SQNR dB", "why")
-        return table(self.title, columns, rows, tones=tones, note=NO_RANKING)
+        return table(self.title, columns, rows, tones=tones, note=NO_RANKING).html()
 
     def as_data(self) -> dict[str, Any]:
         """In JSON types."""
@@ -235,15 +230,13 @@ def tables(rehearsal: Rehearsal) -> list[Table]:
         "SQNR dB",
         "s",
     )
-    overview = table(rehearsal.title, columns, right=columns[2:])
+    rows, tones = [], []
     for recipe in rehearsal.recipes:
         word, _ = recipe.verdict()
         loss = f"{recipe.losses[-1]:.4f}" if recipe.losses else ""
-        cells = (recipe.recipe, word, loss, *gradients(recipe), *overall(recipe), f"{recipe.seconds:.0f}")
-        overview.add_row(
-            *map(Text, cells), style={"damage": "bold red", "failed": "bold red", "look closer": "yellow"}.get(word)
-        )
-    found = [overview]
+        rows.append((recipe.recipe, word, loss, *gradients(recipe), *overall(recipe), f"{recipe.seconds:.0f}"))
+        tones.append({"damage": "bad", "failed": "bad", "look closer": "warn"}.get(word, ""))
+    found = [table(rehearsal.title, columns, rows, right=columns[2:], tones=tones)]
     for recipe in rehearsal.recipes:
         if recipe.tensors:
             found.append(_worst(recipe))
@@ -291,10 +284,8 @@ def cells(row: TensorSummary) -> tuple[str, ...]:
 
 def _worst(recipe: Rehearsed) -> Table:
     word, reasons = recipe.verdict()
-    worst = table(f"{recipe.recipe}: {word}. {reasons[0]}. The worst tensors:", COLUMNS, right=COLUMNS[2:])
-    for row in recipe.worst:
-        worst.add_row(*map(Text, cells(row)))
-    return worst
+    title = f"{recipe.recipe}: {word}. {reasons[0]}. The worst tensors:"
+    return table(title, COLUMNS, map(cells, recipe.worst), right=COLUMNS[2:])
 
 
 def _finite(value: Any) -> Any:

@@ -6,13 +6,16 @@ import contextlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import IO, Any, cast
 
 from rich.console import Console
 
-from mpbridge.report.records import prose
+from mpbridge.tables.prose import prose
 
+UPSTREAM = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
+"""Beginnings of warnings that megatron-core 0.16.1 emits at every import or construction; `doctor` reports the fact."""
 WIDTH = 150
 """Width in columns without a terminal: log files are not limited to 80 columns."""
 
@@ -79,15 +82,21 @@ def console(*, speaks: bool = True) -> Console:
     return found if found.is_terminal or "COLUMNS" in os.environ else Console(file=file, highlight=False, width=WIDTH)
 
 
-def tell(out: Console, said: Any, *, style: str | None = None) -> None:
+def tell(out: Console, message: Any, *, style: str | None = None) -> None:
     """Prints prose on `out`, wrapped to a width that is known (a terminal, COLUMNS), its commands, settings and paths in one piece; or a table."""
-    if not isinstance(said, str):
-        out.print(said, style=style)
+    if not isinstance(message, str):
+        out.print(message, style=style)
         return
     known = out.is_terminal or "COLUMNS" in os.environ
-    out.print(prose(said, out.width if known else None), style=style, markup=False, soft_wrap=True)
+    out.print(prose(message, out.width if known else None), style=style, markup=False, soft_wrap=True)
 
 
 def rank() -> int:
     """This process's global rank, known before any process group exists."""
     return int(os.environ.get("RANK", "0"))
+
+
+def without_chatter() -> None:
+    """Suppresses UPSTREAM in this process. Workers call it before they import megatron-core."""
+    for text in UPSTREAM:
+        warnings.filterwarnings("ignore", message=text)

@@ -1,4 +1,4 @@
-"""Metrics files: one JSON object per line, plus the trackers that the run requests."""
+"""A run's lines: metrics.jsonl and the trackers that it requests, and events.jsonl for every event other than a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from mpbridge.files import opened_to_write, text_of
-from mpbridge.report.console import warn
+from mpbridge.report.console import rank, warn
 from mpbridge.report.trackers import TrackedRun, names_of, numbers, opened
+
+EVENTS = "events.jsonl"
+"""File in the run's folder: one JSON object for every event."""
 
 
 class MetricsLog:
@@ -120,3 +123,22 @@ def _lines_until(path: Path, after: int) -> list[str]:
     if lost := rows.count(None):
         warn(f"{path}: {lost} of {len(rows)} lines cannot be read and are skipped; the run continues after the others")
     return [json.dumps(row) + "\n" for row in rows if row is not None and row.get("iteration", 0) <= after]
+
+
+def record(training: Any, event: str, text: str, *, say: bool = True, **facts: Any) -> None:
+    """Prints `text` and adds it to the run's events; non-finite numbers are written as words. A write error is reported on stderr."""
+    if say:
+        training.say(text)
+    folder = training.run.logger.get("log_dir")
+    if folder and rank() == 0:
+        plain = {
+            name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
+            for name, value in facts.items()
+        }
+        row = {"iteration": training.counters.iteration, "event": event, "text": text} | plain
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with opened_to_write(Path(folder) / EVENTS, append=True) as stream:
+                stream.write(json.dumps(row) + "\n")
+        except OSError as error:
+            warn(f"{Path(folder) / EVENTS} cannot be written ({error.strerror}); the missing line: {json.dumps(row)}")

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import html
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from mpbridge.cells import Bar, in_notebook
 from mpbridge.report.console import tell
 
 REDRAW = 0.25
 """Minimum seconds between redraws: rich's own refresh thread would compete with training for CPU cores."""
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+class _CellBar:
+    """A progress bar in a notebook's cell, updated in place."""
+
+    def __init__(self, total: int) -> None:
+        from IPython.display import HTML, display
+
+        self._html, self.total = HTML, total
+        self._handle: Any = display(HTML(self._text(0, "")), display_id=True)
+
+    def draw(self, done: int, text: str) -> None:
+        """Displays `done` of the total, and a line of text."""
+        self._handle.update(self._html(self._text(done, text)))
+
+    def _text(self, done: int, text: str) -> str:
+        bar = f'<progress value="{done}" max="{max(self.total, 1)}" style="width:240px"></progress>'
+        return f"{bar} {done} of {self.total}&emsp;<code>{html.escape(text)}</code>"
 
 
 class ProgressLine:
@@ -26,7 +52,7 @@ class ProgressLine:
         self._bar: Progress | None = None
         self._task: TaskID = TaskID(0)
         self._drawn = 0.0
-        self._cell = Bar(total) if bar and in_notebook() and not console.quiet else None
+        self._cell = _CellBar(total) if bar and in_notebook() and not console.quiet else None
         if bar and console.is_terminal:
             columns = (
                 BarColumn(bar_width=24),

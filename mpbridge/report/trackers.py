@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from mpbridge.errors import UnknownName
 from mpbridge.report.console import warn
+from mpbridge.shipped import install
 
 WAIT = 120.0
 """Seconds that the end of a run waits for a tracker to take its last numbers."""
@@ -282,7 +283,7 @@ def names_of(section: Mapping[str, Any]) -> list[str]:
 def absent(name: str) -> str:
     """Why a tracker cannot be imported here; '' if its package is installed. Does not import it."""
     extra = TRACKERS[name][1]
-    return f"is not installed (pip install 'mpbridge[{extra}]')" if extra and find_spec(extra) is None else ""
+    return f"is not installed ({install(extra)})" if extra and find_spec(extra) is None else ""
 
 
 class TrackerThread:
@@ -327,7 +328,7 @@ class TrackerThread:
                     tracker.log(*line)
             tracker.close()
         except ImportError as error:
-            self._lose(f"is not installed ({error}; pip install 'mpbridge[{extra}]')")
+            self._lose(f"is not installed ({error}; {install(extra)})")
         except Exception as error:  # any tracker error: the run continues
             self._lose(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
 

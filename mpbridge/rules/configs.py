@@ -9,6 +9,7 @@ from mpbridge.megatron_spec.schema import records
 from mpbridge.megatron_spec.versions import SINCE_017, described
 from mpbridge.rules.base import Case, Rule
 from mpbridge.rules.config_row import NEWER_MODEL_CONFIG, latent, row
+from mpbridge.shipped import install
 
 _PARALLEL = "megatron-core 0.16.1 model_parallel_config.py __post_init__"
 _FUSIBLE = ("gelu", "silu", "quick_gelu")
@@ -219,7 +220,7 @@ RULES: tuple[Rule, ...] = (
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
     row("fused-activation", _fused_activation, "gated or biased GELU or SwiGLU in dense layers and shared experts, SwiGLU or quick GeGLU in experts", "model.bias_activation_fusion=false"),
     row("rotary-embedding", _rotation, "a combination that these kernels and layers support", "drop the switch"),
-    row("switch-without-transformer-engine", _library, "Transformer Engine, which has these kernels", "install mpbridge[te], or drop them"),
+    row("switch-without-transformer-engine", _library, "Transformer Engine, which has these kernels", f"{install('te')}, or drop them"),
     row("layers-without-rotation", _no_rope, "a divisor of the number of layers, or one entry per layer, and no flash_decode", "correct model.no_rope_freq"),
     row("context-communication", _context, "one entry per layer, or one for all", "correct model.cp_comm_type"),
     row("inference-layers", _inference, "layers that can be trained", "model.transformer_impl=transformer_engine model.inference_fuse_tp_communication=false"),

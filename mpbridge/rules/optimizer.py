@@ -6,6 +6,7 @@ from mpbridge.facts import ADAMS
 from mpbridge.formats import DType, say
 from mpbridge.hardware.versions import Window
 from mpbridge.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
+from mpbridge.shipped import install
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
 _KEPT = ("main_params", "exp_avg", "exp_avg_sq")
@@ -131,7 +132,7 @@ RULES: tuple[Rule, ...] = (
             and "use_precision_aware_optimizer on a GPU without Transformer Engine"
         ),
         expected="Transformer Engine's FusedAdam (on a CPU mpbridge provides a replacement)",
-        cure="install mpbridge[te]",
+        cure=install("te"),
         source=_CONFIG,
     ),
     Rule(

@@ -9,6 +9,7 @@ from mpbridge.hardware.versions import at_least
 from mpbridge.hardware.versions import release as numbers
 from mpbridge.precision.policy import Quant
 from mpbridge.rules.base import Case, Rule
+from mpbridge.shipped import install
 
 
 def _library(case: Case) -> str | bool:
@@ -99,7 +100,7 @@ RULES: tuple[Rule, ...] = (
         about="quantized",
         found=_library,
         expected=f"Transformer Engine {_RANGE} (without it megatron-core's FP8 context does nothing and the run trains in 16 bits)",
-        cure="install mpbridge[te], or emulate=true",
+        cure=f"{install('te')}, or emulate=true",
         source="megatron-core 0.16.1 fp8_utils.py get_fp8_context",
         emulated="silent",
     ),

@@ -16,6 +16,7 @@ from mpbridge.formats import DType
 from mpbridge.megatron_spec.classes import FILLED, MARK
 from mpbridge.megatron_spec.fields import TABLE
 from mpbridge.megatron_spec.precision_field import TARGETS, UNSET, ModuleRules
+from mpbridge.shipped import install
 from mpbridge.sync.plan import Plan, Receipt, show
 from mpbridge.sync.targets import holder, is_inputs, read, same
 
@@ -169,7 +170,7 @@ def refusal(name: str, fault: Exception) -> str:
     if isinstance(fault, TypeError) and "NoneType" in text and "Version" in text:
         return (
             f"megatron-core's check of the {name} config requires Transformer Engine, which is not installed: "
-            "install it (pip install 'mpbridge[te]'), choose a recipe without FP8, FP4 and low-precision optimizer states, or build inside mpbridge's device layer"
+            f"install it ({install('te')}), choose a recipe without FP8, FP4 and low-precision optimizer states, or build inside mpbridge's device layer"
         )
     if isinstance(fault, AssertionError) and not text:
         return f"megatron-core refuses the {name} config with a bare assertion"

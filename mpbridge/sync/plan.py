@@ -29,6 +29,7 @@ from mpbridge.megatron_spec.schema import REPLACED
 from mpbridge.megatron_spec.versions import current, nearest
 from mpbridge.precision.policy import PrecisionPolicy, Region
 from mpbridge.sync.targets import class_default, has, holder, is_inputs, normal, read, same
+from mpbridge.tables.table import Table, table
 
 SCHEMA = 1
 """Schema of Plan.as_data."""
@@ -93,13 +94,11 @@ class Receipt:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        from mpbridge.cells import table
-
         rows = [
             (f"{target}.{name}", show(before), show(after)) for (target, name), (before, after) in self.fields.items()
         ]
         note = "not checked: " + "; ".join(self.unchecked) if self.unchecked else ""
-        return table("written so far", ("field", "before any recipe", "written"), rows, note=note)
+        return table("written so far", ("field", "before any recipe", "written"), rows, note=note).html()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +115,22 @@ class Plan:
     after: Receipt = field(default_factory=Receipt, repr=False)
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: every write, with overridden author's values marked."""
-        from mpbridge.cells import table
+        """HTML for notebooks."""
+        return self.table().filled().html()
 
-        rows = [
-            (write.name, show(write.before), show(write.after), write.why, write.keep if write.conflict else "")
-            for write in self.writes
+    def table(self) -> Table:
+        """One row per write: field, before, after, why, who had set it, and the line that would keep it; overridden values are marked."""
+        rows = []
+        for write in self.writes:
+            keep = (write.keep or "another recipe: mpbridge list") if write.conflict else ""
+            who = "" if write.set_by == "nobody" else write.set_by
+            rows.append((write.name, show(write.before), show(write.after), write.why, who, keep))
+        rows += [
+            (f"{kept.target}.{kept.field}", show(kept.value), "left alone", kept.why, "", "") for kept in self.kept
         ]
-        tones = ["warn" if write.conflict else "" for write in self.writes]
-        return table("what the recipe decides", ("field", "before", "after", "why", "to keep it"), rows, tones=tones)
+        tones = [*("warn" if write.conflict else "" for write in self.writes), *("dim" for _ in self.kept)]
+        columns = ("field", "before", "after", "why", "had been set by", "to keep it")
+        return table("what the recipe decides", columns, rows, whole=("field", "to keep it"), tones=tones)
 
     @property
     def conflicts(self) -> tuple[Write, ...]:

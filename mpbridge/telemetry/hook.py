@@ -17,7 +17,7 @@ from mpbridge.errors import BadValue
 from mpbridge.files import opened_to_write
 from mpbridge.precision.regions import Gemm
 from mpbridge.report.console import warn
-from mpbridge.report.events import record
+from mpbridge.report.metrics import record
 from mpbridge.telemetry.native import Tap
 from mpbridge.telemetry.noise import SAMPLE, Noise, spread
 from mpbridge.telemetry.probe import Probe

@@ -16,13 +16,13 @@ from mpbridge.checkpoint.writer import end_with_parent
 from mpbridge.config.training import ANNOUNCED, parse_nonfinite
 from mpbridge.devices.together import agreed, is_of_a_lost_rank
 from mpbridge.errors import MpbridgeError, Refused
-from mpbridge.report.events import record
+from mpbridge.report.metrics import record
 from mpbridge.train.base import Hook
 
 if TYPE_CHECKING:
     from mpbridge.engines.contract import StepResult
     from mpbridge.train.base import Training
-    from mpbridge.train.keeper import Keeper
+    from mpbridge.train.checkpointer import Checkpointer
 
 
 _launcher = [os.getppid()]
@@ -121,9 +121,9 @@ def under_torchrun() -> bool:
 class Nonfinite(Hook):
     """The reaction to a step whose loss or gradients are not finite (its update is never applied): skip it, stop, or roll back to the last checkpoint."""
 
-    def __init__(self, setting: str, keeper: Keeper) -> None:
+    def __init__(self, setting: str, checkpointer: Checkpointer) -> None:
         self.act, self.left = parse_nonfinite(setting)
-        self.keeper = keeper
+        self.checkpointer = checkpointer
         self.before = 0
 
     def started(self, training: Training) -> None:
@@ -149,7 +149,7 @@ class Nonfinite(Hook):
             self._back(training, text, facts)
 
     def _back(self, training: Training, text: str, facts: dict[str, Any]) -> None:
-        place = self.keeper.rewind(training) if self.left else None
+        place = self.checkpointer.rewind(training) if self.left else None
         if place is None:
             why = "no rollback is left" if not self.left else "there is no checkpoint to roll back to"
             training.stop = f"not finite, and {why}"

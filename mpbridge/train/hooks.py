@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.audit import AuditHook
 from mpbridge.telemetry.hook import StatisticsHook
 from mpbridge.train.base import Hook
-from mpbridge.train.emulation_notes import EmulationNotes
+from mpbridge.train.checkpointer import Checkpointer
 from mpbridge.train.faults import Nonfinite, Signals
-from mpbridge.train.keeper import Keeper
 from mpbridge.train.stages import Stages
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
+    from mpbridge.train.base import Training
 
 
 def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[Hook]:
@@ -27,8 +27,25 @@ def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[H
         invariants=int(run.train.get("log_interval") or 10),
     )
     notes: list[Hook] = [EmulationNotes(show)] if run.emulate and run.policy.quantized else []
-    keeper = Keeper(run)
-    nonfinite = Nonfinite(str(run.train.get("nonfinite") or "skip"), keeper)
+    checkpointer = Checkpointer(run)
+    nonfinite = Nonfinite(str(run.train.get("nonfinite") or "skip"), checkpointer)
     statistics: Any = StatisticsHook(run.logger["log_dir"], every=run.logger.get("precision_every"))
     # statistics first, so that their hooks are removed before the audit inspects modules; then the audit, so that what it stops is not saved
-    return [statistics, audit, *notes, Signals(), nonfinite, keeper, Stages(run)]
+    return [statistics, audit, *notes, Signals(), nonfinite, checkpointer, Stages(run)]
+
+
+class EmulationNotes(Hook):
+    """Shows the emulation's notes when an engine is built, and keeps them for the summary. show: prints a line; None: silence."""
+
+    def __init__(self, show: Callable[[Any], None] | None) -> None:
+        self.show = show
+
+    def built(self, training: Training) -> None:
+        """Shows and keeps the notes of an emulated engine."""
+        emulation = getattr(training.engine, "emulation", None)
+        if emulation is None:
+            return
+        first, *others = emulation.notes()
+        training.notes["emulation"] = first
+        if self.show is not None:
+            self.show("\n".join([first, "not as on the GPU:", *(f"  - {note}" for note in others)]))

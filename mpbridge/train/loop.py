@@ -23,7 +23,7 @@ from mpbridge.estimate.flops import whole_square_flops_per_token
 from mpbridge.report.console import console, rank, tell
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
-from mpbridge.report.tables import summary_table
+from mpbridge.tables.table import table
 from mpbridge.te_cpu.context import stage_of
 from mpbridge.train.admission import require_admission
 from mpbridge.train.base import Hook, Hooks, Training
@@ -66,8 +66,8 @@ def _pretrain(
     out = console(speaks=rank() == 0 and not quiet)
     run = at_stage(run)
     preflight(run, out)
-    for said in check_stages(run):
-        tell(out, said)
+    for message in check_stages(run):
+        tell(out, message)
     parts = Hooks.of([*default_hooks(run, partial(tell, out)), *hooks])
     cuda = torch.cuda.is_available()
     with ExitStack() as stack:
@@ -76,8 +76,8 @@ def _pretrain(
         stack.enter_context(device_layer(cuda, fused_adam=CpuFusedAdam))
         stack.enter_context(process_group(cuda, minutes=float(run.train.get("timeout_minutes") or 60.0)))
         stack.enter_context(explained())
-        for said in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
-            tell(out, said)
+        for message in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
+            tell(out, message)
         for stage in run.stages or (run,):
             agree(stage.policy)
         feed = Feed(run, dataset)
@@ -94,7 +94,7 @@ def _pretrain(
         # before the handlers are restored, since a notice may be repeated while this is written
         write_summary(summary, steps.folder)
         write_timing(run, steps.meter, steps.folder)
-        out.print(summary_table(summary.rows()))
+        out.print(table("summary", ("", ""), summary.rows()))
     return summary
 
 

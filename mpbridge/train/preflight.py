@@ -13,7 +13,6 @@ from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.hardware.probe import installed
 from mpbridge.precision.wording import scale_warmup
 from mpbridge.report.console import tell
-from mpbridge.report.tables import plan_table
 from mpbridge.rules.admit import require_here
 from mpbridge.rules.base import Violation
 
@@ -33,7 +32,7 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
         f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}"
         + (" (played)" if run.played is not None else ""),
     )
-    out.print(plan_table(run.plan))
+    out.print(run.plan.table())
     for setting in run.brought:
         tell(out, f"the recipe also sets {setting}")
     if warmup := scale_warmup(run.policy.loss_scale, run.train["train_iters"]):

@@ -15,7 +15,7 @@ from mpbridge.checkpoint.verdict import Verdict, verdict
 from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.precision.schedule import Span, spans
-from mpbridge.report.events import record
+from mpbridge.report.metrics import record
 from mpbridge.train.admission import resume_point
 from mpbridge.train.base import Hook
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.errors import BadValue
+from mpbridge.tables.units import size
 
 What = Literal["time", "memory", "gradient-error", "tail"]
 _LEGAL = "expected time=1.1 (GEMM and quantization time over the all-low recipe's), memory=40GB (bytes on the fullest rank) or gradient-error=0.3"
@@ -35,7 +36,7 @@ class Budget:
     def __str__(self) -> str:
         if self.what == "tail":
             return "the cost of the last 15 % of the layers in high precision"
-        return f"{self.what}={self.value:.4g}" if self.what != "memory" else f"memory={self.value / 1e9:.4g} GB"
+        return f"{self.what}={self.value:.4g}" if self.what != "memory" else f"memory={size(self.value)}"
 
 
 def budget_of(text: str | None) -> Budget:

@@ -12,6 +12,7 @@ import torch
 from mpbridge.errors import BadValue, DataError, Refused
 from mpbridge.huggingface.folder import read_config, read_json_file, tensors
 from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.shipped import install
 from mpbridge.tune.budget import Budget
 from mpbridge.tune.module import aimed, tune_module
 from mpbridge.tune.tuning import Tuned, refuse_bad
@@ -99,7 +100,7 @@ def _loaded(folder: Path, say: Callable[[str], None]) -> tuple[torch.nn.Module, 
     try:
         import transformers
     except ImportError:
-        raise Refused("a Hugging Face folder needs the package transformers: pip install 'mpbridge[hf]'") from None
+        raise Refused(f"a Hugging Face folder needs the package transformers: {install('hf')}") from None
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(

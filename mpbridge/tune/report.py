@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from mpbridge.tables.units import size
 from mpbridge.tune.arms import TUNED
 from mpbridge.tune.evidence import fields, moved
 from mpbridge.tune.tuning import AGREE, Tuned
@@ -30,7 +31,7 @@ def rows(result: Tuned) -> list[Sequence[str]]:
     return [
         (
             name,
-            f"{result.spent[name] / 1e9:.3f} GB" if memory else f"{result.spent[name]:.3f}",
+            f"{size(result.spent[name])}" if memory else f"{result.spent[name]:.3f}",
             f"{one.error:.4f}",
             f"{one.se:.4f}",
             f"{one.bias:.4f}",

@@ -15,6 +15,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.precision.resolve import resolve
+from mpbridge.tables.units import size
 from mpbridge.tune import arms
 from mpbridge.tune.budget import Budget
 from mpbridge.tune.costs import Costs, Pricing, bytes_of, seconds
@@ -279,7 +280,7 @@ class _Choice:
 
     def _words(self, cost: float) -> str:
         if self.asked.budget.what == "memory":
-            return f"{(self.floor + cost) / 1e9:.4g} GB"
+            return size(self.floor + cost)
         return f"{cost / self._total(self.costs, arms.ALL_LOW):.3g}"
 
     def damage(self, choice: Mapping[str, str]) -> float:

@@ -13,6 +13,7 @@ import torch
 from mpbridge.errors import BadValue, Contradiction
 from mpbridge.huggingface.folder import FolderTensor
 from mpbridge.huggingface.tensors import Mapped
+from mpbridge.shipped import install
 from mpbridge.weights.layouts import widened
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -37,9 +38,7 @@ def library() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError:
-        raise BadValue(
-            "weights in Hugging Face's layout need the package safetensors: pip install 'mpbridge[hf]'"
-        ) from None
+        raise BadValue(f"weights in Hugging Face's layout need the package safetensors: {install('hf')}") from None
     return safetensors
 
 

@@ -38,22 +38,6 @@ def test_a_log_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.Cap
     assert f"logger.log_dir={place}" in capsys.readouterr().err
 
 
-def test_recommend_refuses_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recommend", "--recipe", "nope"]) == 2
-    assert "nope" in capsys.readouterr().err
-    assert main(["recommend", "--recipe", "bf16"]) == 2
-    assert "compares all recipes" in capsys.readouterr().err
-
-
-def test_recommend_says_no_when_nothing_fits() -> None:
-    assert main(["recommend", "--config", "deepseek_v3_671b", "--target", "h100", "--json"]) == 1
-
-
-def test_a_depth_that_no_model_has_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "fp8_ds", "--layers", "1000000000000"]) == 2
-    assert "at most 10000" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "text", ["[" * 200_000, "fp8: " + "[" * 5_000, "a: 1\n" * 800_000], ids=["deep", "less deep", "long"]
 )
@@ -69,11 +53,6 @@ def test_a_file_that_is_no_configuration_is_refused_quickly(
         said = capsys.readouterr().err
         assert "odd.yaml" in said
         assert len(said) < 1000
-
-
-def test_a_tables_reason_has_faults_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recommend", "--config", "gpt_tiny", "--target", "h100"]) == 0
-    assert "the configuration cannot be used: mixed_precision" in capsys.readouterr().out
 
 
 def test_a_recipes_file_is_read_once_however_much_is_asked_of_it(
@@ -133,27 +112,6 @@ def test_every_fault_of_a_configuration_is_an_entry_for_a_program(capsys: pytest
     assert main(["plan", "--json", "model.hiden_size=3", "optimizer.lr=x"]) == 2
     data = json.loads(capsys.readouterr().err)
     assert [fault.partition("=")[0] for fault in data["faults"]] == ["model.hiden_size", "optimizer.lr"]
-
-
-def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--jsn"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "mpbridge check: unrecognized arguments: --jsn (mpbridge help check)"
-    ]
-
-
-@pytest.mark.parametrize("arguments", [["memory", "--world-size", "8e0"], ["show", "fp8_ds", "--layers", "1e1"], ["check", "train.train_iters=1e6"]])  # fmt: skip
-def test_a_whole_number_may_have_an_exponent(arguments: list[str]) -> None:
-    assert main(arguments) == 0
-
-
-def test_help_of_a_verb_is_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help", "memory"]) == 0
-    assert "--stages" in capsys.readouterr().out
-    assert main(["help", "memory", "more"]) == 2
-    assert "expected one command" in capsys.readouterr().err
-    assert main(["help", "memry"]) == 2
-    assert "nearest: memory" in capsys.readouterr().err
 
 
 def test_a_rehearsal_finds_no_room_before_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,13 +200,6 @@ def test_json_may_stand_before_the_verb(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)
 
 
-def test_precision_names_the_folder_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["precision", "nope"]) == 2
-    assert capsys.readouterr().err.startswith("nope: No such file")
-    assert main(["precision", "nope", "--top", "0"]) == 2
-    assert "--top 0: expected at least 1" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("verb", ["diagnose", "precision"])
 def test_a_page_without_room_is_named_and_costs_the_page_only(
@@ -262,11 +213,6 @@ def test_a_page_without_room_is_named_and_costs_the_page_only(
     assert err == "--out /dev/full cannot be written: No space left on device\n"
 
 
-def test_a_configuration_without_a_name_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--config", ""]) == 2
-    assert "no configuration named ''" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("arguments", [["init", "file"], ["init", "file/in"], ["data", "prepare", "file", "--out", "file/in/x"], ["data", "prepare", "file", "--cache", "file"]], ids=" ".join)  # fmt: skip
 def test_a_file_in_the_place_of_a_folder_is_named(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -275,3 +221,15 @@ def test_a_file_in_the_place_of_a_folder_is_named(
     (tmp_path / "file").write_text("text")
     assert main(arguments) == 2
     assert "file is a file, expected a folder" in capsys.readouterr().err
+
+
+def test_no_layout_is_looked_for_on_a_machine_that_cannot_run_the_recipe(capsys) -> None:
+    began = time.process_time()
+    assert main(["memory", "--config", "qwen3_30b_a3b", "--recipe", "bf16_with_nvfp4_mixed", "--target", "a10", "--world-size", "64"]) == 1  # fmt: skip
+    assert "no layout was searched: " in capsys.readouterr().out
+    assert time.process_time() - began < 5, "thousands of layouts were judged"
+
+
+def test_the_nearest_layout_is_named_where_the_machine_runs_the_recipe(capsys) -> None:
+    assert main(["memory", "--config", "llama3_70b", "--recipe", "bf16_mixed", "--target", "a100", "--world-size", "64", "parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=1", "parallel.virtual_pipeline_model_parallel_size=null", "parallel.sequence_parallel=false"]) == 1  # fmt: skip
+    assert "nearest layout that fits, on 64 GPUs: " in capsys.readouterr().out

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.cli._job import limit_seconds
+from mpbridge.cli._slurm import limit_seconds
 from mpbridge.cli.main import main
 
 TRAIN = ["train", "--config", "gpt_tiny", "checkpoint.save=runs/a"]
@@ -51,24 +51,13 @@ def test_an_image_is_handed_to_srun(printed) -> None:
         in text
     )
     assert "exec python -m torch.distributed.run" in text
-
-
-def test_a_mount_without_a_container_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "--nodes", "2", "--gpus-per-node", "8", "--mount", "/a:/b", "--", *TRAIN]) == 2
-    assert "--mount /a:/b without --image" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("image", ["registry.example/group/image:1", "localhost/image", "host:5000/image"])
-def test_a_registry_written_as_for_docker_is_refused_before_the_queue(
-    capsys: pytest.CaptureFixture[str], image: str
-) -> None:
-    assert main(["launch", "--nodes", "2", "--gpus-per-node", "8", "--image", image, "--", *TRAIN]) == 2
-    assert f"expected --image {image.replace('/', '#', 1)}:" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("image", ["group/image:1", "/shared/image.sqsh", "./image.sqsh", "images.d/image.sqsh"])
-def test_names_of_docker_hub_and_files_are_images(printed, image: str) -> None:
-    assert f"--container-image={image} " in printed("--image", image)
+    for image in (
+        "group/image:1",
+        "/shared/image.sqsh",
+        "./image.sqsh",
+        "images.d/image.sqsh",
+    ):  # Docker Hub's, and files
+        assert f"--container-image={image} " in printed("--image", image)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +80,11 @@ def test_names_of_docker_hub_and_files_are_images(printed, image: str) -> None:
         (["--nodes", "2", "--slurm", "no-requeue", "--", *TRAIN], "by being requeued"),
         (["--nodes", "2", "--slurm", "x=1\n#SBATCH --wrap=y", "--", *TRAIN], "expected an sbatch option"),
         (["--nodes", "2", "--image", "a", "--mount", "here", "--", *TRAIN], "expected FROM:TO"),
+        (["--nodes", "2", "--mount", "/a:/b", "--", *TRAIN], "--mount /a:/b without --image"),
+        *(
+            (["--nodes", "2", "--image", image, "--", *TRAIN], f"expected --image {image.replace('/', '#', 1)}:")
+            for image in ("registry.example/group/image:1", "localhost/image", "host:5000/image")
+        ),
         (["--nodes", "2"], "is missing"),
     ],
 )

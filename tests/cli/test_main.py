@@ -16,9 +16,9 @@ from mpbridge.cli import main as cli
 from mpbridge.cli import text
 from mpbridge.cli.main import main
 from mpbridge.errors import Refused
-from mpbridge.memory.units import count
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
+from mpbridge.tables.units import count
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,52 +50,43 @@ def test_every_verb_has_what_the_entry_asks_for():
         assert callable(module.run)
 
 
-def test_help_names_every_verb_with_its_summary(said):
-    code, out, _ = said("--help")
-    assert code == 0
-    for verb in cli.verbs():
-        line = next(line for line in out.splitlines() if line.startswith(f"  {verb} "))
-        assert len(line.split()) > 3
+ANSWERS = [
+    ([], 2, "usage: mpbridge"),
+    (["--version"], 0, "mpbridge 0"),
+    (["lst"], 2, "no command named 'lst' (nearest: list)"),
+    (["check", "--jsn"], 2, "mpbridge check: unrecognized arguments: --jsn (mpbridge help check)"),
+    (["help", "memory"], 0, "--stages"),
+    (["help", "memory", "more"], 2, "expected one command"),
+    (["help", "memry"], 2, "nearest: memory"),
+    (["show", "bf16_mxed"], 2, "nearest: bf16_mixed"),
+    (["show", "fp8_cs", "--layers", "0"], 2, "--layers 0: expected at least 1"),
+    (["show", "fp8_ds", "--layers", "1000000000000"], 2, "at most 10000"),
+    (["show", "fp8_ds", "--layers", "1e1"], 0, "of 10 in"),
+    (["diff", "bf16_mixed"], 2, "required: B"),
+    (["plan", "--config", "gpt_tny"], 2, "no configuration named 'gpt_tny' (nearest: gpt_tiny)"),
+    (["plan", "--config", "README.md"], 2, "README.md"),
+    (["check", "--config", ""], 2, "no configuration named ''"),
+    (["plan", "--recipe", "fp32", "mixed_precision=bf16"], 2, "two recipes"),
+    (["plan", "--world-size", "0"], 2, "at least 1"),
+    (["memory", "--world-size", "8e0"], 0, "on 8 GPUs"),
+    (["plan", "model.hiden_sise=3", "optimizer.lr=x"], 2, "nearest: hidden_size"),
+    (["plan", "--recipe", "nope.py:f"], 2, "no such file"),
+    (["plan", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "to keep it"),
+    (["plan", "ddp.grad_reduce_in_fp32=false"], 0, "mixed_precision.grad_reduce_in_fp32=false"),
+    (["train", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "the recipe overrides"),
+    (["train", "train.train_iters=null"], 2, "train.train_iters is missing"),
+    (["recommend", "--recipe", "nope"], 2, "nope"),
+    (["recommend", "--recipe", "bf16"], 2, "compares all recipes"),
+    (["recommend", "--config", "deepseek_v3_671b", "--target", "h100", "--json"], 1, "{"),
+    (["recommend", "--config", "gpt_tiny", "--target", "h100"], 0, "the configuration cannot be used: mixed_precision"),
+    (["memory", "--config", "gpt_tiny", "--recipe", "bf16_mixed"], 0, "4.36e6 parameters on 1 GPU\n"),
+    (["precision", "nope"], 2, "nope: No such file"),
+    (["precision", "nope", "--top", "0"], 2, "--top 0: expected at least 1"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        pytest.param([], 2, "usage: mpbridge", id="nothing"),
-        pytest.param(["--version"], 0, "mpbridge 0", id="version"),
-        pytest.param(["lst"], 2, "no command named 'lst' (nearest: list)", id="misspelled verb"),
-        pytest.param(["list", "--jsn"], 2, "unrecognized arguments", id="unknown option"),
-        pytest.param(["show", "bf16_mxed"], 2, "nearest: bf16_mixed", id="misspelled recipe"),
-        pytest.param(["diff", "bf16_mixed"], 2, "required: B", id="argument missing"),
-        pytest.param(
-            ["plan", "--config", "gpt_tny"],
-            2,
-            "no configuration named 'gpt_tny' (nearest: gpt_tiny)",
-            id="misspelled config",
-        ),
-        pytest.param(["plan", "--config", "README.md"], 2, "README.md", id="no configuration"),
-        pytest.param(["plan", "--recipe", "fp32", "mixed_precision=bf16"], 2, "two recipes", id="two recipes"),
-        pytest.param(["plan", "--world-size", "0"], 2, "at least 1", id="no processes"),
-        pytest.param(["show", "fp8_cs", "--layers", "0"], 2, "--layers 0: expected at least 1", id="no layers"),
-        pytest.param(["plan", "model.hiden_sise=3", "optimizer.lr=x"], 2, "nearest: hidden_size", id="bad settings"),
-        pytest.param(["plan", "--recipe", "nope.py:f"], 2, "no such file", id="no recipe file"),
-        pytest.param(
-            ["plan", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "to keep it", id="conflict"
-        ),
-        pytest.param(
-            ["plan", "ddp.grad_reduce_in_fp32=false"],
-            0,
-            "mixed_precision.grad_reduce_in_fp32=false",
-            id="conflict, shown",
-        ),
-        pytest.param(
-            ["train", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"],
-            1,
-            "the recipe overrides",
-            id="conflict, refused",
-        ),
-        pytest.param(["train", "train.train_iters=null"], 2, "train.train_iters is missing", id="how long"),
-    ],
+    ("arguments", "code", "words"), ANSWERS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
 def test_exit_codes_and_words(said, arguments, code, words):
     got, out, err = said(*arguments)
@@ -171,15 +162,6 @@ def test_plan_starts_from_as_few_processes_as_the_sizes_allow(said):
     assert json.loads(said("plan", "--config", "llama3_8b", "--json")[1])["world_size"] == 2
     assert json.loads(said("plan", "--config", "deepseek_v3_671b", "--json")[1])["world_size"] == 512
     assert json.loads(said("plan", "--config", "llama3_8b", "--world-size", "8", "--json")[1])["world_size"] == 8
-
-
-def test_plan_with_emulation_writes_the_high_precision_spelling(said):
-    writes = {
-        f"{w['target']}.{w['field']}"
-        for w in json.loads(said("plan", "--recipe", "fp8_cs", "--emulate", "--json")[1])["writes"]
-    }
-    assert "model.fp8" not in writes
-    assert "model.bf16" in writes
 
 
 def test_tables_are_richs_on_a_terminal_and_aligned_elsewhere(monkeypatch, capsys):
@@ -270,23 +252,6 @@ def test_the_script_and_the_module_are_the_command():
         assert "train.train_iters is missing" in done.stderr
 
 
-def test_shipped_configurations_are_found_from_anywhere(monkeypatch, tmp_path, said):
-    monkeypatch.chdir(tmp_path)
-    assert said("plan", "--config", "gpt_125m")[0] == 0
-    assert said("plan")[0] == 0
-    (tmp_path / "mine.yaml").write_text(
-        "mixed_precision: fp32\nmodel: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}\ndata: {seq_length: 8}\n"
-    )
-    assert "recipe fp32" in said("plan", "--config", "mine.yaml")[1]
-
-
-def test_output_is_utf8_safe_on_a_plain_pipe(monkeypatch):
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", out)
-    assert main(["list"]) == 0
-    out.getvalue().encode("ascii")
-
-
 def test_a_files_recipe_that_is_code_does_not_run_unless_the_command_line_names_it(said, tmp_path):
     (tmp_path / "evil.py").write_text(
         f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
@@ -311,8 +276,10 @@ READS_A_CONFIGURATION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", READS_A_CONFIGURATION)
-@pytest.mark.parametrize("place", ["{0}", "{{recipe: '{0}'}}", "[{{recipe: bf16_mixed, until: 5}}, {{recipe: '{0}'}}]"])
+PLACES = ["{0}", "{{recipe: '{0}'}}", "[{{recipe: bf16_mixed, until: 5}}, {{recipe: '{0}'}}]"]
+
+
+@pytest.mark.parametrize(("verb", "place"), list(zip(READS_A_CONFIGURATION, PLACES * 4, strict=True)))
 def test_no_verb_runs_code_that_only_a_file_names(said, tmp_path, verb, place):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef fn(): pass\n")
     config = tmp_path / "run.yaml"
@@ -346,9 +313,7 @@ def test_an_answer_that_nobody_read_is_no_success():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_parameters_of_small_models_are_no_zeros(capsys):
-    assert main(["memory", "--config", "gpt_tiny", "--recipe", "bf16_mixed"]) == 0
-    assert "4.36e6 parameters on 1 GPU\n" in capsys.readouterr().out
+def test_parameters_of_small_models_are_no_zeros():
     assert [count(number) for number in (82_112, 8_030_261_248)] == ["82,112", "8.03e9"]
 
 
@@ -360,3 +325,27 @@ def test_doctor_lists_the_machines_that_a_target_may_name(said):
     assert "cpu" not in names
     assert all(said("doctor", "--target", name, "--recipe", "bf16_mixed", "--json")[1] for name in names[:3])
     assert set(names) <= set(json.loads(said("doctor", "--machines", "--json")[1]))
+
+
+def test_help_names_every_verb_with_its_summary(said):
+    code, out, _ = said("--help")
+    assert code == 0
+    for verb in cli.verbs():
+        line = next(line for line in out.splitlines() if line.startswith(f"  {verb} "))
+        assert len(line.split()) > 3
+
+
+def test_plan_with_emulation_writes_the_high_precision_spelling(said):
+    writes = {
+        f"{w['target']}.{w['field']}"
+        for w in json.loads(said("plan", "--recipe", "fp8_cs", "--emulate", "--json")[1])["writes"]
+    }
+    assert "model.fp8" not in writes
+    assert "model.bf16" in writes
+
+
+def test_output_is_utf8_safe_on_a_plain_pipe(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["list"]) == 0
+    out.getvalue().encode("ascii")

@@ -123,6 +123,24 @@ def test_bash_completes_from_the_printed_script(
     assert set(done.stdout.split()) == offered
 
 
+def test_zsh_has_an_action_for_every_argument_beside_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without one it prints the argument's help, and inserts no option."""
+    assert main(["completion", "zsh"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    places = [line for line in lines if re.match(r' +"(\([^)]*\))?\*?:', line)]
+    assert len(places) > 20
+    assert [line for line in places if line.endswith(':"')] == []
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_with_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from mpbridge.cli.main import verbs
+
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert not [verb for verb in (*verbs(), "help", "fp8_mlp_only", "llama3_8b") if verb not in script]
+
+
 def tab(shell: list[str], setup: str, line: str) -> str:
     """The line of an interactive shell after the Tab key, which the shell then echoes."""
     on_a_terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *shell]
@@ -161,21 +179,3 @@ def test_an_option_is_inserted_beside_settings(shell: str, tmp_path: Path, capsy
         "fish": (["fish", "--no-config", "-i"], f"source {tmp_path}/_mpbridge"),
     }[shell]
     assert tab(command, setup, "mpbridge check --conf").strip() == "mpbridge check --config"
-
-
-def test_zsh_has_an_action_for_every_argument_beside_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without one it prints the argument's help, and inserts no option."""
-    assert main(["completion", "zsh"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    places = [line for line in lines if re.match(r' +"(\([^)]*\))?\*?:', line)]
-    assert len(places) > 20
-    assert [line for line in places if line.endswith(':"')] == []
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script_with_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from mpbridge.cli.main import verbs
-
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert not [verb for verb in (*verbs(), "help", "fp8_mlp_only", "llama3_8b") if verb not in script]

@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     quiet(*PIP, "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-w", place, source, cwd=place)
-    (found,) = place.glob("mpbridge-*.whl")
+    (found,) = place.glob("mpbridge_precision-*.whl")
     return found
 
 
@@ -78,26 +78,12 @@ COMMANDS = [
     ["help", "data"],
     ["recommend", "--config", "gpt_tiny", "--target", "h100", "--world-size", "2"],
     ["layouts", "--config", "gpt_tiny", "--target", "h100", "--world-size", "2"],
-    [
-        "launch",
-        "--nodes",
-        "2",
-        "--gpus-per-node",
-        "8",
-        "--",
-        "train",
-        "--recipe",
-        "bf16_mixed",
-        "--config",
-        "gpt_tiny",
-        "checkpoint.save=run",
-        "train.global_batch_size=64",
-    ],
+    ["launch", "--nodes", "2", "--gpus-per-node", "8", "--", "train", "--recipe", "bf16_mixed", "--config", "gpt_tiny", "checkpoint.save=run", "train.global_batch_size=64"],
     ["compare", "bf16_mixed", "fp8_cs"],
     ["diagnose", "run", "--out", "page.html"],
     ["init", "first", "--recipe", "fp8_mlp_only"],
     ["check", "--config", "first/config.yaml", "--target", "h100"],
-]
+]  # fmt: skip
 
 
 def test_light_commands_of_an_installed_wheel_need_no_checkout(installed: Path, tmp_path: Path) -> None:
@@ -240,8 +226,8 @@ def test_verbs_of_extras_work_or_name_the_extra(installed: Path, tmp_path: Path)
     *shells, plot, on_cpu = in_one_process(installed, tmp_path, commands)
     for code, out in shells:
         assert code == (0 if shtab else 2)
-        assert ("gpt_tiny" if shtab else "pip install 'mpbridge[completion]'") in out
+        assert ("gpt_tiny" if shtab else "pip install -e '.[completion]'") in out
     assert plot[0] == 0
     assert ("picture: curves.png" in plot[1]) == bool(find_spec("matplotlib"))
     assert on_cpu[0] == (0 if engine else 1)
-    assert ("mine ran" if engine else "mpbridge[te-cpu]") in on_cpu[1]
+    assert ("mine ran" if engine else "[te-cpu]") in on_cpu[1]

@@ -14,7 +14,7 @@ from mpbridge.cli.main import main, verbs
 from mpbridge.cli.text import print_line
 from mpbridge.errors import BadValue
 from mpbridge.report.console import console, tell
-from mpbridge.report.records import prose
+from mpbridge.tables.prose import prose
 
 RUN = ["--config", "llama3_8b", "--target", "h100"]
 LONG_ARGS = "--bf16 --fp8-format hybrid --fp8-recipe delayed --num-layers 2 --moe-router-dtype fp32"
@@ -73,11 +73,7 @@ def test_help_keeps_to_sixty_columns(capsys: pytest.CaptureFixture[str]) -> None
 def test_verbs_print_through_the_functions_that_know_the_width() -> None:
     found = []
     for path in Path(next(iter(mpbridge.cli.__path__))).glob("*.py"):
-        tree = (
-            ast.parse(path.read_text(encoding="utf-8"))
-            if path.name not in ("text.py", "_starter.py")
-            else ast.parse("")
-        )
+        tree = ast.parse(path.read_text(encoding="utf-8")) if path.name not in ("text.py", "init.py") else ast.parse("")
         found += [f"{path.name}:{node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "print"]  # fmt: skip
     assert found == []
 
@@ -103,8 +99,8 @@ def test_a_rehearsals_verdicts_are_printed_as_prose(tmp_path: Path, monkeypatch:
          ["Where it can be reached by this machine:", "mpbridge data inspect --tokenizer gpt2 (fetches", "it once), or a folder"]),
         ("  the nearest that fits: train.micro_batch_size=1 model.tensor_model_parallel_size=2, as far as is known",
          ["  the nearest that fits:", "    train.micro_batch_size=1 model.tensor_model_parallel_size=2,", "    as far as is known"]),
-        ("to resume: the same command, which mpbridge checks before it starts, with pip install 'mpbridge[hf]' if needed",
-         ["to resume: the same command, which", "mpbridge checks before it starts, with", "pip install 'mpbridge[hf]' if needed"]),
+        ("to resume: the same command, which mpbridge checks before it starts, with pip install -e '.[hf]' if needed",
+         ["to resume: the same command, which", "mpbridge checks before it starts, with", "pip install -e '.[hf]' if needed"]),
         ("first\n  second line\n", ["first", "  second line", ""]),
     ],
     ids=["command", "settings", "prose about mpbridge", "lines"],

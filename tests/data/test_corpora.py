@@ -30,7 +30,7 @@ def expected(key: str = "text") -> list[list[int]]:
 
 
 def table(path: Path, *, stream: bool = True) -> Path:
-    arrow = pytest.importorskip("pyarrow", reason="datasets brings it (pip install 'mpbridge[hf]')")
+    arrow = pytest.importorskip("pyarrow", reason="datasets brings it (pip install -e '.[hf]')")
     import pyarrow.parquet as parquet
 
     made = arrow.Table.from_pylist(ROWS)
@@ -54,7 +54,7 @@ def test_a_table_is_read_row_by_row(tmp_path: Path, name: str, stream: bool) -> 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, of what it pickles
 def test_a_data_set_of_the_library_is_its_arrow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = pytest.importorskip("datasets", reason="pip install 'mpbridge[hf]'")
+    library = pytest.importorskip("datasets", reason="pip install -e '.[hf]'")
     monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -73,7 +73,7 @@ def test_a_slice_of_a_split_is_refused_with_the_way_to_a_file() -> None:
 
 
 def test_a_damaged_table_is_refused_by_name(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow", reason="datasets brings it (pip install 'mpbridge[hf]')")
+    pytest.importorskip("pyarrow", reason="datasets brings it (pip install -e '.[hf]')")
     for name in ("a.parquet", "a.arrow"):
         (tmp_path / name).write_bytes(b"no table at all")
         with pytest.raises(DataError, match=f"{name} cannot be read"):

@@ -89,7 +89,7 @@ def test_the_token_that_ends_a_text_can_be_given(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_encodes_as_its_library_does(tmp_path: Path) -> None:
-    library = pytest.importorskip("sentencepiece", reason="pip install 'mpbridge[hf]'")
+    library = pytest.importorskip("sentencepiece", reason="pip install -e '.[hf]'")
     library.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT), model_prefix=str(tmp_path / "tokenizer"), vocab_size=70, minloglevel=2, hard_vocab_limit=False
     )  # fmt: skip
@@ -106,7 +106,7 @@ def ranks(path: Path) -> Path:
 
 
 def test_tiktokens_ranks_encode_as_its_library_does(tmp_path: Path) -> None:
-    library = pytest.importorskip("tiktoken", reason="pip install 'mpbridge[hf]'")
+    library = pytest.importorskip("tiktoken", reason="pip install -e '.[hf]'")
     made = tokenizer(str(ranks(tmp_path / "own.tiktoken")))
     assert (made.vocab_size, made.eod) == (260, 259)
     assert made.tokenize("the the") == [257, 258]

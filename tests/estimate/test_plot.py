@@ -17,7 +17,7 @@ RUN = ["--config", "configs/gpt_125m.yaml", "--recipe", "bf16_with_fp8_current_s
 def test_the_picture_holds_the_step_and_the_memory_of_both_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import mpbridge.report.bars as bars
+    import mpbridge.report.pictures as bars
 
     seen: list[Any] = []
     draw = bars.stacked_bars
@@ -53,7 +53,9 @@ def test_without_matplotlib_only_the_picture_is_missing(
     assert main(["estimate", *RUN, "--plot", str(tmp_path / "x.png")]) == 0
     out, err = capsys.readouterr()
     assert "where the time goes" in out
-    assert err.startswith("no picture: matplotlib is not installed (pip install 'mpbridge[plot]')")
+    assert err.startswith(
+        "no picture: matplotlib is not installed (pip install -e '.[plot]' in a checkout of mpbridge)"
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

@@ -16,7 +16,7 @@ def transformer_engine_reason() -> str | None:
     """Why Transformer Engine cannot be imported here; None when it can."""
     try:
         if importlib.util.find_spec("transformer_engine") is None:
-            return "Transformer Engine is not installed (pip install 'mpbridge[te]' on a machine with CUDA libraries)"
+            return "Transformer Engine is not installed (pip install -e '.[te]' on a machine with CUDA libraries)"
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
         return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"

@@ -70,7 +70,7 @@ def test_a_notebook_gets_a_bar_that_is_drawn_in_place(monkeypatch: pytest.Monkey
     drawn: list[tuple[int, str]] = []
     monkeypatch.setattr(progress, "in_notebook", lambda: True)
     monkeypatch.setattr(
-        progress, "Bar", lambda total: SimpleNamespace(draw=lambda done, text: drawn.append((done, text)))
+        progress, "_CellBar", lambda total: SimpleNamespace(draw=lambda done, text: drawn.append((done, text)))
     )
     line = progress.ProgressLine(console(), total=3, interval=100)
     for step in (1, 2, 3):

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from mpbridge.pages.document import Column, Page
+from mpbridge.pages.document import Page
+from mpbridge.tables.table import Column
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)  # fmt: skip
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")

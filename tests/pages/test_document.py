@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mpbridge.errors import BadValue
-from mpbridge.pages.document import LARGEST, Column, Page, writable
+from mpbridge.pages.document import LARGEST, Page, writable
+from mpbridge.tables.table import Column
 
 
 def data_of(text: str) -> dict[str, Any]:

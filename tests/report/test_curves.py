@@ -59,7 +59,7 @@ def test_without_matplotlib_only_the_picture_is_missing(
     assert main(["plot", str(run(tmp_path / "a", [4.0, 3.0]))]) == 0
     out, err = capsys.readouterr()
     assert "loss, nats per token" in out
-    assert "pip install 'mpbridge[plot]'" in err
+    assert "pip install -e '.[plot]'" in err
 
 
 @pytest.mark.parametrize(

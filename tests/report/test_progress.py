@@ -9,7 +9,7 @@ from rich.console import Console
 
 from mpbridge.report.console import console
 from mpbridge.report.progress import ProgressLine
-from mpbridge.report.tables import summary_table
+from mpbridge.tables.table import table
 
 
 def _shown(*, terminal: bool, bar: bool = True) -> str:
@@ -43,5 +43,5 @@ def test_a_log_file_is_wide_enough_for_a_table(
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     long = "word " * 22
-    console().print(summary_table([("label", long)]))
+    console().print(table("summary", ("", ""), [("label", long)]))
     assert long.strip() in capsys.readouterr().out

@@ -95,7 +95,7 @@ def test_a_tracker_that_is_not_installed_is_said_once(
     monkeypatch.setitem(sys.modules, "wandb", None)
     write(tmp_path, range(1, 4), ["wandb", "csv"])
     said = capsys.readouterr().err
-    assert said.count("wandb") == said.count("pip install 'mpbridge[wandb]'") * 2 + said.count("import of wandb")
+    assert said.count("wandb") == said.count("pip install -e '.[wandb]'") * 2 + said.count("import of wandb")
     assert said.count("the run continues without it") == 1
     assert len(read(tmp_path / "metrics.jsonl")) == len(table(tmp_path)) == 3
 

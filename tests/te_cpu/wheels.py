@@ -38,7 +38,7 @@ def release_or_skip(te: str) -> str:
     places = [*sys.path, *environment()[VARIABLE].split(os.pathsep)]
     missing = [name for name in NEEDS if PathFinder.find_spec(name, places) is None]
     if missing:
-        pytest.skip(f"Transformer Engine's Python imports {', '.join(missing)}: pip install 'mpbridge[te-needs]'")
+        pytest.skip(f"Transformer Engine's Python imports {', '.join(missing)}: pip install -e '.[te-needs]'")
     return te
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpbridge.train import keeper as keep
+from mpbridge.train import checkpointer as keep
 from mpbridge.train.loop import pretrain
 from tests.train.tiny import tiny
 
@@ -40,7 +40,7 @@ def test_another_order_of_the_samples_is_said(
     saved: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], said: bool
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(keep.Keeper, "started", lambda self, training: lines.append(self._said))
+    monkeypatch.setattr(keep.Checkpointer, "started", lambda self, training: lines.append(self._message))
     own = {"train": {"eval_interval": None, "exit_interval": 4} | changed.get("train", {})}
     pretrain(tiny(saved, checkpoint={"load": str(saved / "kept")}, **REST, **(changed | own)).resolved(), quiet=True)
     assert ("the order of training samples differs" in lines[0]) == said

@@ -8,7 +8,7 @@ import pytest
 
 from mpbridge.checkpoint import store
 from mpbridge.errors import Contradiction, Refused
-from mpbridge.report.events import EVENTS
+from mpbridge.report.metrics import EVENTS
 from mpbridge.train import stages
 from tests.checkpoint.test_resume import values
 from tests.train.survival import Hook, go, job, run

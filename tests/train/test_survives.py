@@ -27,17 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTICES = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
 
-@pytest.mark.parametrize("number", NOTICES)
-def test_a_notice_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number):
-    kept = {"save": str(tmp_path / "kept"), "load": str(tmp_path / "kept")}
-    before = signal.getsignal(number)
-    watch = go(run(checkpoint=kept, iters=4), Signal(number, 1))
-    assert sorted(watch.losses) == [1, 2]
-    assert watch.summary.stopped == number.name
-    assert signal.getsignal(number) is before
-    assert store.saved(tmp_path / "kept")[0].step == 2
-
-
 class Often(Hook):
     """Sends notices again and again behind step 1."""
 
@@ -308,7 +297,7 @@ def test_a_failure_in_the_middle_ends_behind_a_checkpoint_that_is_marked(tmp_pat
     kept = {"save": str(tmp_path), "load": str(tmp_path), "save_interval": 1, "keep_last": 1}
 
     class First(Fails):
-        """After statistics and audit, before the keeper."""
+        """After statistics and audit, before the checkpointer."""
 
     import mpbridge.train.loop as loop
 

@@ -60,12 +60,3 @@ def test_a_recipe_that_cannot_run_here_ends_with_1_and_one_paragraph(tmp_path: P
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_misuse_ends_with_2_and_the_nearest_name(tmp_path: Path) -> None:
-    done = _start(tmp_path, "--recipe", "bf16_mixd")
-    assert done.returncode == 2
-    assert "bf16_mixed" in done.stderr
-    done = _start(tmp_path, "train.train_iters=null")
-    assert done.returncode == 2
-    assert "train.train_iters" in done.stderr

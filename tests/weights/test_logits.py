@@ -10,7 +10,7 @@ import torch
 
 from tests.weights import folders
 
-transformers = pytest.importorskip("transformers", reason="transformers makes the models (pip install 'mpbridge[hf]')")
+transformers = pytest.importorskip("transformers", reason="transformers makes the models (pip install -e '.[hf]')")
 
 BASE = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

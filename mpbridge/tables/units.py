@@ -1,4 +1,4 @@
-"""One unit for all byte figures in an output."""
+"""Bytes and parameter counts as text: the only formatter."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ class ByteUnit:
         return f"{amount / self.size:,.{self.digits}f}"
 
 
-MIB, GIB = ByteUnit("MiB", 2**20, 1), ByteUnit("GiB", 2**30, 2)
+GIB = ByteUnit("GiB", 2**30, 2)
+_UNITS = (GIB, ByteUnit("MiB", 2**20, 1), ByteUnit("KiB", 2**10, 1), ByteUnit("B", 1, 0))
 
 
-def unit_for(largest: int) -> ByteUnit:
-    """The unit for an output whose largest figure is `largest` bytes."""
-    return GIB if largest >= GIB.size else MIB
+def unit_for(largest: float) -> ByteUnit:
+    """The unit for figures of which `largest` bytes is the largest."""
+    return next((unit for unit in _UNITS if abs(largest) >= unit.size), _UNITS[-1])
+
+
+def size(amount: float) -> str:
+    """An amount of bytes in its own unit, as in '79.65 GiB'."""
+    unit = unit_for(amount)
+    return f"{unit.of(amount)} {unit.name}"
 
 
 def count(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Keeper: loads the run's initial state, saves at intervals (in the background on request) and at the end, and prints the resume command."""
+"""Checkpointer: loads the run's initial state, saves at intervals (in the background on request) and at the end, and prints the resume command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpbridge.audit.wire import unobserved
 from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import moments, store
 from mpbridge.devices.together import on_first_rank
-from mpbridge.report.events import record
+from mpbridge.report.metrics import record
 from mpbridge.train.admission import beginning
 from mpbridge.train.base import Hook
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mpbridge.train.base import Training
 
 
-class Keeper(Hook):
+class Checkpointer(Hook):
     """Checkpoints of one run, according to its checkpoint section. Raises CheckpointError on creation if saving could not work."""
 
     def __init__(self, run: Run) -> None:
@@ -35,7 +35,7 @@ class Keeper(Hook):
         self.reset = bool(section.get("reset_optimizer"))
         self.saved_at: int | None = None
         self.pending: checkpoint.Writing | None = None
-        self._begun, self._said = False, ""
+        self._begun, self._message = False, ""
         self._resumed: dict[str, Any] = {}
         self._moment: float | None = None
         self._claim: Any = None
@@ -51,14 +51,14 @@ class Keeper(Hook):
         own = place is not None and folder is not None and place.parent.resolve() == folder.resolve()
         if weights is not None:
             answer = checkpoint.load_weights(training, weights)
-            self._said = "\n".join([f"initialized with the weights of {weights}", *answer.lines()[1:]])
+            self._message = "\n".join([f"initialized with the weights of {weights}", *answer.lines()[1:]])
             self._resumed = {"checkpoint": str(weights), "verdict": "weights only", "optimizer_reset": True}
             training.notes["weights from"] = str(weights)
         if place is not None:
             answer = checkpoint.load(training, place, reset_optimizer=self.reset)
             self.saved_at = training.counters.iteration if own else None
             self._moment = answer.second_moment
-            self._said = "\n".join([f"resumed from {place}: {answer.kind}", *answer.lines()[1:]])
+            self._message = "\n".join([f"resumed from {place}: {answer.kind}", *answer.lines()[1:]])
             self._resumed = {"checkpoint": str(place), "verdict": answer.kind, "optimizer_reset": self.reset}
             training.notes["resumed from"] = str(place)
 
@@ -67,9 +67,9 @@ class Keeper(Hook):
 
     def started(self, training: Training) -> None:
         """Reports what was loaded, once progress output exists."""
-        if self._said:
-            record(training, "resumed", self._said, **self._resumed)
-            self._said = ""
+        if self._message:
+            record(training, "resumed", self._message, **self._resumed)
+            self._message = ""
 
     def stepped(self, training: Training, result: Any) -> None:
         """Saves when due, and seals a checkpoint that was written in the background."""
