@@ -22,33 +22,34 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpbridge import _incomplete
+from mpbridge.common import former_names, incomplete_te
 
-_incomplete.install()
+incomplete_te.install()
+former_names.install()
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "ConfigContainer": "config.container",
+    "ConfigContainer": "settings.container",
     "MixedPrecisionConfig": "precision.config",
-    "MpbridgeError": "errors",
-    "Plan": "sync.plan",
+    "MpbridgeError": "common.errors",
+    "Plan": "precision.sync.plan",
     "PrecisionPolicy": "precision.policy",
-    "Receipt": "sync.plan",
-    "Run": "config.run",
-    "apply": "megatron.targets",
-    "build": "megatron.targets",
-    "emulate": "emulation.modules",
+    "Receipt": "precision.sync.plan",
+    "Run": "settings.run",
+    "apply": "backend.megatron.targets",
+    "build": "backend.megatron.targets",
+    "emulate": "numerics.modules",
     "get_mixed_precision_config": "precision.registry",
-    "plan": "sync.plan",
-    "pretrain": "train.loop",
+    "plan": "precision.sync.plan",
+    "pretrain": "training.loop",
     "recipes": "precision.registry",
     "register": "precision.registry",
     "resolve": "precision.resolve",
     "transformer_engine_on_cpu": "te_cpu.context",
-    "tune_module": "tune.module",
-    "witness": "witnessing.witness",
-    "wrap": "engines.wrap",
+    "tune_module": "training.tune.module",
+    "witness": "observe.witnessing.witness",
+    "wrap": "backend.engines.wrap",
 }
 __all__ = [
     "ConfigContainer",
@@ -75,21 +76,21 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import ConfigContainer
-    from mpbridge.config.run import Run
-    from mpbridge.emulation.modules import emulate
-    from mpbridge.engines.wrap import wrap
-    from mpbridge.errors import MpbridgeError
-    from mpbridge.megatron.targets import apply, build
+    from mpbridge.backend.engines.wrap import wrap
+    from mpbridge.backend.megatron.targets import apply, build
+    from mpbridge.common.errors import MpbridgeError
+    from mpbridge.numerics.modules import emulate
+    from mpbridge.observe.witnessing.witness import witness
     from mpbridge.precision.config import MixedPrecisionConfig
     from mpbridge.precision.policy import PrecisionPolicy
     from mpbridge.precision.registry import get_mixed_precision_config, recipes, register
     from mpbridge.precision.resolve import resolve
-    from mpbridge.sync.plan import Plan, Receipt, plan
+    from mpbridge.precision.sync.plan import Plan, Receipt, plan
+    from mpbridge.settings.container import ConfigContainer
+    from mpbridge.settings.run import Run
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
-    from mpbridge.train.loop import pretrain
-    from mpbridge.tune.module import tune_module
-    from mpbridge.witnessing.witness import witness
+    from mpbridge.training.loop import pretrain
+    from mpbridge.training.tune.module import tune_module
 
 if not TYPE_CHECKING:  # visible to mypy, this would make every name of the package Any
 

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 make_environment docs
-"$python" scripts/tables.py --check
+"$python" scripts/generate/tables.py --check
 export NO_MKDOCS_2_WARNING=1  # a note about the tool itself, not about these pages
 "$python" -m mkdocs build --strict --quiet "$@"
 echo "site/index.html"

@@ -31,9 +31,9 @@ fi
 failed=0
 select="slow or not slow"; [ -n "$quick" ] && select="not slow"
 "$python" -m pytest tests/gpu -m "$select" -q -rs --timeout 560 -p no:cacheprovider 2>&1 | tee "$out/tests.log" || failed=1
-"$python" scripts/gpu_agreement.py --out "$out/agreement.json" 2>&1 | tee "$out/agreement.log" || failed=1
+"$python" scripts/evidence/gpu_agreement.py --out "$out/agreement.json" 2>&1 | tee "$out/agreement.log" || failed=1
 rounds=2; [ -n "$quick" ] && rounds=1
-"$python" scripts/bench_gpu.py --rounds "$rounds" --profile --out "$out/bench.json" 2>&1 | tee "$out/bench.log" || failed=1
-"$python" scripts/gpu_report.py "$out" >"$out/report.md" || failed=1
+"$python" scripts/evidence/bench_gpu.py --rounds "$rounds" --profile --out "$out/bench.json" 2>&1 | tee "$out/bench.log" || failed=1
+"$python" scripts/evidence/gpu_report.py "$out" >"$out/report.md" || failed=1
 cat "$out/report.md"
 exit $failed

@@ -25,10 +25,10 @@ for _number, _usual in (
 
 
 LONGEST = (
-    "te_cpu/test_inside.py", "checkpoint/test_resume.py", "audit/test_faults.py", "train/test_survives.py", "train/test_faults.py", "train/test_stages.py",
-    "audit/test_audit.py", "simulate/test_simulate.py", "contract/test_fsdp2.py", "contract/test_mcore.py", "contract/test_megatron_fsdp.py",
-    "witnessing/test_torch_loops.py", "memory/test_roles.py", "tune/test_module.py", "engines/test_sharded_worlds.py", "engines/test_worlds.py",
-    "checkpoint/test_convert.py", "checkpoint/test_no_pickle.py", "memory/test_keeps.py", "audit/test_two_ranks.py",
+    "te_cpu/test_inside.py", "training/checkpoint/test_resume.py", "observe/audit/test_faults.py", "training/test_survives.py", "training/test_faults.py", "training/test_stages.py",
+    "observe/audit/test_audit.py", "training/simulate/test_simulate.py", "backend/contract/test_fsdp2.py", "backend/contract/test_mcore.py", "backend/contract/test_megatron_fsdp.py",
+    "observe/witnessing/test_torch_loops.py", "planning/memory/test_roles.py", "training/tune/test_module.py", "backend/engines/test_sharded_worlds.py", "backend/engines/test_worlds.py",
+    "training/checkpoint/test_convert.py", "training/checkpoint/test_no_pickle.py", "planning/memory/test_keeps.py", "observe/audit/test_two_ranks.py",
 )  # fmt: skip
 """Files that take half a minute and more, the longest first: a worker that gets one of them last would end alone."""
 
@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
         warnings.simplefilter("ignore")
         import torch._dynamo  # noqa: F401
 
-        import mpbridge.models.gpt
-        import mpbridge.train.loop  # noqa: F401
+        import mpbridge.backend.models.gpt
+        import mpbridge.training.loop  # noqa: F401
     gc.collect()
     gc.freeze()

@@ -105,7 +105,7 @@ def ranks(
 ) -> Iterator[list[Forked]]:
     """The processes of one job, as torchrun would start them; ended with the block.
 
-    What forks cannot show, tests/train/test_torchrun.py does: ranks that order their sets differently (forks share a hash seed) and how an interpreter ends.
+    What forks cannot show, tests/training/test_torchrun.py does: ranks that order their sets differently (forks share a hash seed) and how an interpreter ends.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -10,12 +10,12 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 
-import mpbridge.checkpoint.io  # noqa: E402
-import mpbridge.engines.parallel  # noqa: E402
-import mpbridge.models.gpt  # noqa: E402
-import mpbridge.train.loop  # noqa: E402, F401
-import tests.train.survival  # noqa: E402, F401
-from mpbridge.rules.table import rules  # noqa: E402
+import mpbridge.backend.engines.parallel  # noqa: E402
+import mpbridge.backend.models.gpt  # noqa: E402
+import mpbridge.training.checkpoint.io  # noqa: E402
+import mpbridge.training.loop  # noqa: E402, F401
+import tests.training.survival  # noqa: E402, F401
+from mpbridge.planning.rules.table import rules  # noqa: E402
 
 torch.set_num_threads(1)
 rules()

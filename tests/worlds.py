@@ -44,7 +44,7 @@ def one_process() -> Iterator[None]:
     """A process group of one, and none of megatron-core's parallel state behind it: for loops that set that up themselves."""
     from megatron.core import parallel_state
 
-    from mpbridge.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
 
     mine = start_process_group(False)
     try:

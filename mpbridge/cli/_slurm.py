@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mpbridge import __version__
-from mpbridge.config.training import ANNOUNCED
+from mpbridge.settings.training import ANNOUNCED
 
 NOTICE = "USR1"
 """The signal before the time limit; mpbridge finishes its step, saves and exits."""

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import resolved
-from mpbridge.errors import BadValue, UnknownName
-from mpbridge.estimate.constants import Constants
-from mpbridge.estimate.machine_file import read_machine
-from mpbridge.estimate.predict import longer
-from mpbridge.facts import RunFacts, Versions
-from mpbridge.hardware.capability import ASSUMED
-from mpbridge.hardware.machines import Machine, machine
-from mpbridge.hardware.probe import installed, this_machine
-from mpbridge.hardware.transformer_engine import RELEASES
-from mpbridge.hardware.versions import release
-from mpbridge.memory.compare import REFERENCE
-from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
+from mpbridge.common.errors import BadValue, UnknownName
+from mpbridge.common.facts import RunFacts, Versions
+from mpbridge.common.machines import Machine, machine
+from mpbridge.common.probe import installed, this_machine
+from mpbridge.common.transformer_engine import RELEASES
+from mpbridge.common.versions import release
+from mpbridge.planning.estimate.constants import Constants
+from mpbridge.planning.estimate.machine_file import read_machine
+from mpbridge.planning.estimate.predict import longer
+from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.memory.compare import REFERENCE
+from mpbridge.planning.memory.uncounted import left_out_of_memory, left_out_of_time
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import ConfigContainer, Run
+    from mpbridge.settings.container import ConfigContainer, Run
 
 _OPTIONS = {
     "cuda": "cuda",

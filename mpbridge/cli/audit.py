@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.report.history import changes, read_history
+from mpbridge.common.report.history import changes, read_history
 
 SUMMARY = "show what a run's audits found, when, and what changed between them"
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mpbridge.cli.text import print_line, print_whole
-from mpbridge.errors import BadValue
+from mpbridge.common.errors import BadValue
 
 SUMMARY = "measure this machine's GEMMs, copies and collectives, for --machine-file"
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes and prints; under torchrun also measures collectives, and rank 0 writes."""
-    from mpbridge.simulate.calibrate import measure
+    from mpbridge.training.simulate.calibrate import measure
 
     if not 0 < args.seconds <= 600:
         raise BadValue(f"--seconds {args.seconds:g}: expected more than 0 and at most 600")

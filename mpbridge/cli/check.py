@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from mpbridge.cli._target import TargetMachine, add_target_arguments, asked, target
 from mpbridge.cli.options import add_run_arguments
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.config.container import Run
-from mpbridge.hardware.capability import Capability, can_run
+from mpbridge.planning.hardware.capability import Capability, can_run
+from mpbridge.planning.rules.base import Violation
+from mpbridge.planning.rules.gemm_shapes import Misfit, lint, spans, token_multiple
+from mpbridge.planning.rules.table import broken, rules
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.wording import scale_warmup
-from mpbridge.rules.base import Violation
-from mpbridge.rules.gemm_shapes import Misfit, lint, spans, token_multiple
-from mpbridge.rules.table import broken, rules
-from mpbridge.train.admission import Admission
-from mpbridge.train.preflight import on_cpu
+from mpbridge.settings.container import Run
+from mpbridge.training.admission import Admission
+from mpbridge.training.preflight import on_cpu
 
 SUMMARY = "check whether a configuration is valid on a machine: every broken rule, every unsuitable size"
 

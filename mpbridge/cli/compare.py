@@ -8,15 +8,15 @@ from pathlib import Path
 
 from mpbridge.cli.import_ import HEADINGS, variables
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.errors import BadValue, DataError
+from mpbridge.common.errors import BadValue, DataError
+from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks.base import Imported
+from mpbridge.interop.stacks.costs import cost
+from mpbridge.interop.stacks.handover import Setup, handover
+from mpbridge.interop.stacks.importers import read_file
+from mpbridge.interop.stacks.meaning import LABELS, differences, label, of_policy, rows
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.stacks.base import Imported
-from mpbridge.stacks.costs import cost
-from mpbridge.stacks.handover import Setup, handover
-from mpbridge.stacks.importers import read_file
-from mpbridge.stacks.meaning import LABELS, differences, label, of_policy, rows
-from mpbridge.traits import DEFAULT
 
 SUMMARY = "compare what two recipes or files of any stack mean"
 
@@ -163,7 +163,7 @@ def _side(name: str) -> Setup:
 
 
 def _is_run(path: Path) -> bool:
-    from mpbridge.stacks.importers import load, ours, text_of
+    from mpbridge.interop.stacks.importers import load, ours, text_of
 
     data = load(text_of(path), path.name)
     return isinstance(data, Mapping) and ours(data)
@@ -171,8 +171,8 @@ def _is_run(path: Path) -> bool:
 
 def _of_run(path: Path) -> Setup:
     """A run configuration of mpbridge: its recipe with its additions, its engine, and its model section."""
-    from mpbridge.config.container import ConfigContainer
-    from mpbridge.stacks.exporters import request_of
+    from mpbridge.interop.stacks.exporters import request_of
+    from mpbridge.settings.container import ConfigContainer
 
     container = ConfigContainer.load(path, [], check=False)
     run = container.resolved(container.smallest_world(), training=False)
@@ -184,7 +184,7 @@ def _of_run(path: Path) -> Setup:
 
 def _is_recipe(path: Path) -> bool:
     """Whether a YAML file is a recipe of mpbridge: it extends one, or is a flat mapping of recipe fields."""
-    from mpbridge.stacks.importers import load, text_of
+    from mpbridge.interop.stacks.importers import load, text_of
 
     if not path.is_file():
         return True  # the registry reports what is missing

@@ -7,10 +7,10 @@ import importlib
 from typing import Any
 
 from mpbridge.cli.text import print_whole
-from mpbridge.errors import MpbridgeError
-from mpbridge.hardware.machines import machines
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.machines import machines
+from mpbridge.common.shipped import configurations, install, recipe_files
 from mpbridge.precision.registry import aliases, recipes
-from mpbridge.shipped import configurations, install, recipe_files
 
 SUMMARY = "print a script for shell completion of commands, options, recipes and configurations"
 SHELLS = ("bash", "zsh", "fish")

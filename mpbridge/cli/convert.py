@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.text import print_json, print_line
-from mpbridge.errors import BadValue
-from mpbridge.formats import DType
-from mpbridge.huggingface.folder import PREFIX, folder_of, is_reference
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import DType
+from mpbridge.settings.huggingface.folder import PREFIX, folder_of, is_reference
 
 if TYPE_CHECKING:
-    from mpbridge.weights.to_checkpoint import Taken
-    from mpbridge.weights.to_folder import Given
+    from mpbridge.training.weights.to_checkpoint import Taken
+    from mpbridge.training.weights.to_folder import Given
 
 SUMMARY = "convert weights and configuration from a Hugging Face folder, and back"
 CHECKPOINT = "ckpt:"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts, and reports what happened to the weights."""
-    from mpbridge.report.console import without_chatter
+    from mpbridge.common.report.console import without_chatter
 
     without_chatter()
     source, target = args.source, args.target
@@ -78,7 +78,7 @@ def _only_to_folders(args: argparse.Namespace) -> None:
 
 
 def _configuration(args: argparse.Namespace, file: Path) -> None:
-    from mpbridge.config.container import ConfigContainer
+    from mpbridge.settings.container import ConfigContainer
 
     if file.exists():
         raise BadValue(f"{file} already exists: expected a new file")
@@ -92,9 +92,9 @@ def _configuration(args: argparse.Namespace, file: Path) -> None:
 
 
 def _take(args: argparse.Namespace, folder: Path) -> None:
-    from mpbridge.config.container import ConfigContainer
-    from mpbridge.report.progress import bar
-    from mpbridge.weights.to_checkpoint import to_checkpoint
+    from mpbridge.common.report.progress import bar
+    from mpbridge.settings.container import ConfigContainer
+    from mpbridge.training.weights.to_checkpoint import to_checkpoint
 
     made = ConfigContainer.load(args.source, check=False).resolved(training=False)
     with bar("converted", quiet=args.json) as told:
@@ -128,9 +128,9 @@ def _told(taken: Taken) -> list[str]:
 
 
 def _give(args: argparse.Namespace, target: Path) -> None:
-    from mpbridge.checkpoint.store import locate
-    from mpbridge.report.progress import bar
-    from mpbridge.weights.to_folder import to_folder
+    from mpbridge.common.report.progress import bar
+    from mpbridge.training.checkpoint.store import locate
+    from mpbridge.training.weights.to_folder import to_folder
 
     like = folder_of(args.like) if args.like else None
     if args.like and not is_reference(args.like):

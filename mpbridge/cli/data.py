@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import whole
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
-from mpbridge.errors import BadValue, Contradiction
-from mpbridge.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
-from mpbridge.train.admission import place_fault
+from mpbridge.common.errors import BadValue, Contradiction
+from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
+from mpbridge.training.admission import place_fault
 
 if TYPE_CHECKING:
-    from mpbridge.data.sources import Sources
+    from mpbridge.training.data.sources import Sources
 
 SUMMARY = "pack a corpus into .bin/.idx, or describe one"
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Packs or inspects. Returns 0."""
-    from mpbridge.report.console import without_chatter
+    from mpbridge.common.report.console import without_chatter
 
     without_chatter()
     if args.action == "prepare":
@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from mpbridge.data.prepare import cache_folder, prepare, write_pairs
-    from mpbridge.data.sources import find
-    from mpbridge.data.tokenizer import fetch
-    from mpbridge.report.progress import bar
+    from mpbridge.common.report.progress import bar
+    from mpbridge.training.data.prepare import cache_folder, prepare, write_pairs
+    from mpbridge.training.data.sources import find
+    from mpbridge.training.data.tokenizer import fetch
 
     _refuse_bad(args)
     name = args.tokenizer or BYTE
@@ -132,7 +132,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.tokenizer:
         found["tokenizer"] = _tokenizer(args)
     if args.sources:
-        from mpbridge.data.sources import find
+        from mpbridge.training.data.sources import find
 
         sources = find("stdlib" if args.sources == ["stdlib"] else args.sources)
         found |= _packed(sources) if sources.prefixes else _raw(sources)
@@ -148,7 +148,7 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
         return {"name": BYTE, "kind": "bytes", "tokens": 259, "end of text": 256, "padding": 257}
     if is_factory(args.tokenizer):
         raise BadValue(f"--tokenizer {args.tokenizer}: this tokenizer is code, which inspect does not run")
-    from mpbridge.data.tokenizer import fetch
+    from mpbridge.training.data.tokenizer import fetch
 
     fetch(args.tokenizer)
     files = tokenizer_files(args.tokenizer, args.end_of_text)
@@ -170,7 +170,7 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _packed(sources: Sources) -> dict[str, Any]:
-    from mpbridge.data.inspect import pair
+    from mpbridge.training.data.inspect import pair
 
     return {"pairs": [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]}
 

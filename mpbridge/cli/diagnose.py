@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mpbridge.cli.text import print_json, print_line
 
 if TYPE_CHECKING:
-    from mpbridge.diagnose.diagnosis import Diagnosis
+    from mpbridge.observe.diagnose.diagnosis import Diagnosis
 
 SUMMARY = "find a run's first anomalous step and tensors, and the likely causes, from its files"
 
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the diagnosis. Returns 0 if nothing is anomalous, else 1."""
-    from mpbridge.diagnose.diagnosis import diagnose
-    from mpbridge.pages.document import writable, write
+    from mpbridge.common.pages.document import writable, write
+    from mpbridge.observe.diagnose.diagnosis import diagnose
 
     if args.out is not None:
         writable(args.out)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found)
     if args.out is not None:
-        from mpbridge.diagnose.page import diagnosis_page
+        from mpbridge.observe.diagnose.page import diagnosis_page
 
         sys.stdout.flush()  # print the answer first, in case the page cannot be written
         write(args.out, diagnosis_page(found).html())

@@ -6,7 +6,7 @@ import argparse
 
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.formats import plain, say
+from mpbridge.common.formats import plain, say
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 

@@ -7,13 +7,13 @@ import dataclasses
 
 from mpbridge.cli._target import TargetMachine, add_target_arguments, target
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
-from mpbridge.hardware.capability import Capability, can_run
-from mpbridge.hardware.machines import machines
-from mpbridge.hardware.probe import environment, gpus
-from mpbridge.megatron_spec.versions import missing
+from mpbridge.common.machines import machines
+from mpbridge.common.probe import environment, gpus
+from mpbridge.common.tables.units import size
+from mpbridge.planning.hardware.capability import Capability, can_run
+from mpbridge.precision.megatron_spec.versions import missing
 from mpbridge.precision.registry import recipe, recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.tables.units import size
 
 SUMMARY = "show which recipes run natively, emulated or not at all, here or on a --target"
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli._target import add_target_arguments, on_target, reference, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.errors import BadValue, MpbridgeError
-from mpbridge.estimate.predict import Estimate, estimate
-from mpbridge.estimate.timing import Timing, timing
-from mpbridge.hardware.capability import refuse_unless_native
-from mpbridge.memory.by_role import memory
-from mpbridge.memory.compare import REFERENCE
-from mpbridge.tables.units import GIB
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.tables.units import GIB
+from mpbridge.planning.estimate.predict import Estimate, estimate
+from mpbridge.planning.estimate.timing import Timing, timing
+from mpbridge.planning.hardware.capability import refuse_unless_native
+from mpbridge.planning.memory.by_role import memory
+from mpbridge.planning.memory.compare import REFERENCE
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
-    from mpbridge.config.container import Run
+    from mpbridge.settings.container import Run
 
 SUMMARY = "predict step time, tokens/s and where the time goes, with an error band"
 
@@ -75,15 +75,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _drawn(path: Path) -> bool:
     """Whether a picture will be drawn. Raises BadValue before any prediction if it could not be written."""
-    from mpbridge.pages.document import writable
-    from mpbridge.report.pictures import drawable
+    from mpbridge.common.pages.document import writable
+    from mpbridge.common.report.pictures import drawable
 
     writable(path, option="--plot")
     return drawable(report=True)
 
 
 def _run_of(measured: Timing, where: TargetMachine) -> Run:
-    from mpbridge.config.container import ConfigContainer
+    from mpbridge.settings.container import ConfigContainer
 
     if not measured.config:
         raise BadValue("the run was created from Python objects, so its folder has no configuration to predict from")
@@ -170,7 +170,7 @@ def _few(value: float) -> str:
 
 def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None) -> None:
     """Two panels: where the time goes, and the fullest rank's memory, with the recipe above bf16_mixed."""
-    from mpbridge.report.pictures import Panel, stacked_bars
+    from mpbridge.common.report.pictures import Panel, stacked_bars
 
     time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
     plain = _plain_run(made, where)

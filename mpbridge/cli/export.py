@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.cli.text import print_json, print_line, print_whole
-from mpbridge.errors import BadValue, cut
+from mpbridge.common.errors import BadValue, cut
+from mpbridge.interop.stacks.base import Export
+from mpbridge.interop.stacks.exporters import STACKS, export
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import key, recipes
-from mpbridge.stacks.base import Export
-from mpbridge.stacks.exporters import STACKS, export
 
 SUMMARY = "write a recipe as another stack's configuration"
 
@@ -73,7 +73,7 @@ def _made(args: argparse.Namespace) -> Export:
             raise BadValue("give a RECIPE, or a run (--config FILE), whose own recipe is exported then")
         return export(args.recipe, args.to, version=args.stack_version, engine=args.engine)
     from mpbridge.cli.options import find_config
-    from mpbridge.config.container import ConfigContainer
+    from mpbridge.settings.container import ConfigContainer
 
     path, engine = find_config(args.config), [f"engine={args.engine}"] if args.engine else []
     container = ConfigContainer.load(path, engine, check=False)

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.errors import BadValue
-from mpbridge.formats import plain
-from mpbridge.stacks.base import Imported
-from mpbridge.stacks.exporters import STACKS
-from mpbridge.stacks.importers import read_args, read_file
-from mpbridge.stacks.meaning import label, rows
-from mpbridge.stacks.nearest import Answer, answer, apart
-from mpbridge.stacks.runs_here import refusals
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import plain
+from mpbridge.interop.stacks.base import Imported
+from mpbridge.interop.stacks.exporters import STACKS
+from mpbridge.interop.stacks.importers import read_args, read_file
+from mpbridge.interop.stacks.meaning import label, rows
+from mpbridge.interop.stacks.nearest import Answer, answer, apart
+from mpbridge.interop.stacks.runs_here import refusals
 
 SUMMARY = "translate another stack's configuration to a recipe"
 QUOTED = frozenset({"--args"})

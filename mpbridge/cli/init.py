@@ -10,21 +10,21 @@ from typing import Any
 
 from mpbridge.cli.options import DEFAULT_CONFIG, find_config
 from mpbridge.cli.text import print_line, print_whole
-from mpbridge.config.container import ConfigContainer
-from mpbridge.config.corpus import entries_of
-from mpbridge.config.load import dump_yaml
-from mpbridge.data.sources import DATA_SET, located
-from mpbridge.errors import BadValue, MpbridgeError
-from mpbridge.files import text_of
-from mpbridge.hardware.capability import ASSUMED, can_run
-from mpbridge.hardware.machines import machine
-from mpbridge.huggingface.folder import is_reference
-from mpbridge.huggingface.section import tree
-from mpbridge.memory.by_role import fit
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.files import text_of
+from mpbridge.common.machines import machine
+from mpbridge.planning.hardware.capability import ASSUMED, can_run
+from mpbridge.planning.memory.by_role import fit
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.yaml_loader import load_yaml
-from mpbridge.train.admission import place_fault
+from mpbridge.settings.container import ConfigContainer
+from mpbridge.settings.corpus import entries_of
+from mpbridge.settings.huggingface.folder import is_reference
+from mpbridge.settings.huggingface.section import tree
+from mpbridge.settings.load import dump_yaml
+from mpbridge.training.admission import place_fault
+from mpbridge.training.data.sources import DATA_SET, located
 
 SUMMARY = "create a starter folder: a configuration, a recipe, a script, and the commands"
 DEFAULT_RECIPE = "bf16_mixed"

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli._slurm import Job, job_faults, script
 from mpbridge.cli.options import resolved, whole
 from mpbridge.cli.text import complain, print_line, print_whole
-from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused
-from mpbridge.hardware.capability import ASSUMED
-from mpbridge.hardware.machines import machine
-from mpbridge.rules.base import Violation
-from mpbridge.rules.table import broken
-from mpbridge.train.admission import Admission
+from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused
+from mpbridge.common.machines import machine
+from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.rules.base import Violation
+from mpbridge.planning.rules.table import broken
+from mpbridge.training.admission import Admission
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import Run
+    from mpbridge.settings.container import Run
 
 SUMMARY = "print or submit a Slurm script for a run on many nodes that resumes automatically after each time limit"
 USAGE = "as in: mpbridge launch --nodes 2 --gpus-per-node 8 -- train --config llama3_8b checkpoint.save=DIR"

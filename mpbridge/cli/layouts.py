@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
 from mpbridge.cli.options import add_run_arguments, container, wanted_world, whole
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
-from mpbridge.errors import BadValue, Contradiction, MpbridgeError
-from mpbridge.estimate.layouts import Layout, search
-from mpbridge.hardware.capability import refuse_unless_native
-from mpbridge.tables.units import size
+from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
+from mpbridge.common.tables.units import size
+from mpbridge.planning.estimate.layouts import Layout, search
+from mpbridge.planning.hardware.capability import refuse_unless_native
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
-    from mpbridge.config.container import ConfigContainer, Run
-    from mpbridge.facts import RunFacts
+    from mpbridge.common.facts import RunFacts
+    from mpbridge.settings.container import ConfigContainer, Run
 
 _COLUMNS = ("", "recipe", "TP", "PP", "CP", "EP", "micro-batch", "recompute", "optimizer", "step", "tokens/s/GPU", "memory")  # fmt: skip
 SUMMARY = "list parallel layouts that are valid and fit, fastest first (predicted), as lines to paste"

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from mpbridge import __version__
 from mpbridge.cli.text import columns_here, complain, print_line
-from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName
-from mpbridge.shipped import install
-from mpbridge.tables.prose import hanging, prose
+from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName
+from mpbridge.common.shipped import install
+from mpbridge.common.tables.prose import hanging, prose
 
 NOT_VERBS = frozenset({"main", "options", "text"})
 FOREIGN = frozenset({"on-cpu", "launch"})

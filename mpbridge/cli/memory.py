@@ -9,12 +9,12 @@ from typing import Any
 from mpbridge.cli._target import TargetMachine, add_target_arguments, asked, reference
 from mpbridge.cli.options import add_run_arguments, whole
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.config.container import Run
-from mpbridge.facts import RunFacts
-from mpbridge.memory.by_role import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
-from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
-from mpbridge.memory.uncounted import left_out_of_memory
-from mpbridge.tables.units import ByteUnit, count, unit_for
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.tables.units import ByteUnit, count, unit_for
+from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
+from mpbridge.planning.memory.compare import REFERENCE, Comparison, against_bf16
+from mpbridge.planning.memory.uncounted import left_out_of_memory
+from mpbridge.settings.container import Run
 
 SUMMARY = "show bytes on each GPU by role, compared with bf16_mixed, and whether they fit"
 
@@ -149,8 +149,8 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
 
 def _say_nearest(made: Run, facts: RunFacts, where: TargetMachine) -> None:
     from mpbridge.cli.layouts import says_optimizer
-    from mpbridge.estimate.layouts import line, nearest
-    from mpbridge.rules.table import broken
+    from mpbridge.planning.estimate.layouts import line, nearest
+    from mpbridge.planning.rules.table import broken
 
     # no search: every layout would be rejected for the machine
     for violation in broken(made.policy, facts):

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from mpbridge.errors import BadValue
+from mpbridge.common.errors import BadValue
 
 SUMMARY = "run a CUDA-only script on the CPU, simulating a GPU"
 

@@ -8,15 +8,15 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.errors import BadValue
-from mpbridge.huggingface.folder import is_reference
-from mpbridge.shipped import configuration
-from mpbridge.traits import DEFAULT, engine_names
+from mpbridge.common.errors import BadValue
+from mpbridge.common.shipped import configuration
+from mpbridge.common.traits import DEFAULT, engine_names
+from mpbridge.settings.huggingface.folder import is_reference
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import ConfigContainer, Run
-    from mpbridge.config.run import FaultFinder
-    from mpbridge.facts import Versions
+    from mpbridge.common.facts import Versions
+    from mpbridge.settings.container import ConfigContainer, Run
+    from mpbridge.settings.run import FaultFinder
 
 DEFAULT_CONFIG = "gpt_tiny"
 EMULATION = {"fast": "true", "te": "te"}
@@ -98,7 +98,7 @@ def wanted_world(args: argparse.Namespace) -> int | None:
 
 def container(args: argparse.Namespace) -> ConfigContainer:
     """The configuration that the shared arguments describe; `resolved` reports all its faults at once."""
-    from mpbridge.config.container import ConfigContainer
+    from mpbridge.settings.container import ConfigContainer
 
     overrides = list(args.overrides)
     if args.recipe is not None:

@@ -7,9 +7,9 @@ import argparse
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import print_json, print_line, print_table, show_table
-from mpbridge.config.container import Run
-from mpbridge.memory.names import refuse_idle_rules
-from mpbridge.sync.plan import plain
+from mpbridge.planning.memory.names import refuse_idle_rules
+from mpbridge.precision.sync.plan import plain
+from mpbridge.settings.container import Run
 
 SUMMARY = "show what a recipe would write into a configuration, and what it overrides"
 

@@ -12,7 +12,7 @@ from mpbridge.cli.options import whole
 from mpbridge.cli.text import columns_here, complain, print_line, print_whole
 
 if TYPE_CHECKING:
-    from mpbridge.report.curves import Curves
+    from mpbridge.common.report.curves import Curves
 
 COLUMNS, AXIS = 72, 12
 """Default width of a plot in columns, and maximum width of its labels."""
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one plot for each number and run, and writes the picture; without matplotlib only the picture is missing."""
-    from mpbridge.errors import BadValue
-    from mpbridge.pages.document import writable
-    from mpbridge.report.curves import CURVES, picture
-    from mpbridge.report.pictures import drawable
+    from mpbridge.common.errors import BadValue
+    from mpbridge.common.pages.document import writable
+    from mpbridge.common.report.curves import CURVES, picture
+    from mpbridge.common.report.pictures import drawable
 
     if args.width is not None and args.width < 10:
         raise BadValue(f"--width {args.width}: expected at least 10 columns")
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(runs: list[Path]) -> list[Curves]:
     """The runs' curves, labelled by path if names are equal; reports what could not be read on stderr."""
-    from mpbridge.report.curves import read_curves
+    from mpbridge.common.report.curves import read_curves
 
     found = [read_curves(path) for path in runs]
     if len({curves.name for curves in found}) < len(found):
@@ -72,7 +72,7 @@ def _read(runs: list[Path]) -> list[Curves]:
 
 def _print(curves: Curves, number: str, width: int) -> None:
     """Prints one plot, unless the run does not have the number, or its loss scale is always 1."""
-    from mpbridge.report.curves import CURVES, terminal
+    from mpbridge.common.report.curves import CURVES, terminal
 
     label, log = CURVES[number]
     points = curves.series(number)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.cli.options import whole
-from mpbridge.errors import BadValue
+from mpbridge.common.errors import BadValue
 
 SUMMARY = "show what low precision does to a run's tensors: worst operands, and a page"
 
@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the worst operands of the latest measurement and writes the page. Returns 1 if nothing was measured."""
     from mpbridge.cli.text import print_line
-    from mpbridge.diagnose.evidence import gather
-    from mpbridge.diagnose.page import precision_page
-    from mpbridge.pages.document import writable, write
-    from mpbridge.report.console import console, tell
+    from mpbridge.common.pages.document import writable, write
+    from mpbridge.common.report.console import console, tell
+    from mpbridge.observe.diagnose.evidence import gather
+    from mpbridge.observe.diagnose.page import precision_page
 
     target = args.out or args.run_folder / "precision.html"
     if args.top < 1:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(step: int, rows: Sequence[Mapping[str, Any]], top: int) -> object:
-    from mpbridge.tables.table import table
+    from mpbridge.common.tables.table import table
 
     columns = ("linear", "operand", "format", "flushed", "saturated", "row error", "SQNR dB", "amax", "scale", "stale")
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, container, wanted_world
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.errors import BadValue, MpbridgeError
-from mpbridge.estimate.predict import estimate
-from mpbridge.estimate.timing import timing
-from mpbridge.memory.by_role import memory
-from mpbridge.memory.compare import REFERENCE
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.tables.units import size
+from mpbridge.planning.estimate.predict import estimate
+from mpbridge.planning.estimate.timing import timing
+from mpbridge.planning.memory.by_role import memory
+from mpbridge.planning.memory.compare import REFERENCE
+from mpbridge.planning.rules.advice import ORDERS, Advice, advise, order
 from mpbridge.precision.registry import recipe, recipes
-from mpbridge.rules.advice import ORDERS, Advice, advise, order
-from mpbridge.tables.units import size
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
-    from mpbridge.config.container import ConfigContainer, Run
-    from mpbridge.facts import RunFacts
+    from mpbridge.common.facts import RunFacts
+    from mpbridge.settings.container import ConfigContainer, Run
 
 SUMMARY = "rank the valid recipes for a model on a machine, with reasons"
 

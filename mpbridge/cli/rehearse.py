@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import find_config, whole
 from mpbridge.cli.text import print_line
-from mpbridge.errors import BadValue
+from mpbridge.common.errors import BadValue
 
 if TYPE_CHECKING:
-    from mpbridge.rehearse.report import Rehearsal
+    from mpbridge.training.rehearse.report import Rehearsal
 
 SUMMARY = "train a few steps under several recipes, emulated, and see which tensors lose precision"
 
@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(f"--steps {args.steps}, --every {args.every}: expected at least 1")
     if args.suggest and args.tensors is not None:
         raise BadValue("--suggest with --tensors: a choice needs a model and its data (--config), not single tensors")
-    from mpbridge.report.console import without_chatter
+    from mpbridge.common.report.console import without_chatter
 
     without_chatter()
-    from mpbridge.pages.document import writable
-    from mpbridge.rehearse.report import caveats, tables
-    from mpbridge.report.console import console, rank, tell
-    from mpbridge.report.pictures import MISSING, drawable
+    from mpbridge.common.pages.document import writable
+    from mpbridge.common.report.console import console, rank, tell
+    from mpbridge.common.report.pictures import MISSING, drawable
+    from mpbridge.training.rehearse.report import caveats, tables
 
     writable(args.out, folder=True)
     out = console(speaks=rank() == 0)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rehearsed(args: argparse.Namespace) -> Rehearsal:
-    from mpbridge.rehearse import rehearsal
+    from mpbridge.training.rehearse import rehearsal
 
     recipes = (
         tuple(name.strip() for name in args.recipes.split(",") if name.strip()) if args.recipes else rehearsal.RECIPES
@@ -100,7 +100,7 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
         raise BadValue(f"--recipes {args.recipes!r} names no recipe")
     if args.tensors is not None:
         return rehearsal.observe(rehearsal.read_tensors(args.tensors), recipes)
-    from mpbridge.config.container import ConfigContainer
+    from mpbridge.settings.container import ConfigContainer
 
     container = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
     return rehearsal.rehearse(container, recipes, steps=args.steps, every=args.every, say=print_line)
@@ -108,14 +108,14 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
 
 def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     """Tunes the last tunable recipe, and records the result."""
-    from mpbridge.config.container import ConfigContainer
-    from mpbridge.errors import MpbridgeError
+    from mpbridge.common.errors import MpbridgeError
+    from mpbridge.common.report.console import rank
     from mpbridge.precision.registry import get_mixed_precision_config
-    from mpbridge.report.console import rank
-    from mpbridge.tune.evidence import moved, write
-    from mpbridge.tune.report import lines
-    from mpbridge.tune.run import tune
-    from mpbridge.tune.tuning import prepared
+    from mpbridge.settings.container import ConfigContainer
+    from mpbridge.training.tune.evidence import moved, write
+    from mpbridge.training.tune.report import lines
+    from mpbridge.training.tune.run import tune
+    from mpbridge.training.tune.tuning import prepared
 
     for recipe in reversed([one.recipe for one in result.recipes if one.failure is None]):
         try:
@@ -142,8 +142,8 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
 
 def _write(result: Rehearsal, folder: Path, *, pictures: bool) -> Path:
     """Writes report.json first, then index.html and the pictures in `folder`. Returns the page's path."""
-    from mpbridge.rehearse.page import page
-    from mpbridge.rehearse.plots import draw
+    from mpbridge.training.rehearse.page import page
+    from mpbridge.training.rehearse.plots import draw
 
     folder.mkdir(parents=True, exist_ok=True)
     result.write(folder / "report.json")

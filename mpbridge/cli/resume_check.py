@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from mpbridge.checkpoint.store import locate, step_of, whole
-from mpbridge.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
 from mpbridge.cli.text import print_json, print_line
+from mpbridge.common.traits import DEFAULT, engine_names
 from mpbridge.precision.papers import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.traits import DEFAULT, engine_names
+from mpbridge.training.checkpoint.store import locate, step_of, whole
+from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
 
 SUMMARY = "check whether and how a run resumes from a checkpoint"
 

@@ -10,19 +10,19 @@ from typing import Any
 from mpbridge.cli.list import as_data, needs
 from mpbridge.cli.options import whole
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.errors import BadValue
-from mpbridge.facts import MOST, ModelShape
-from mpbridge.formats import say
-from mpbridge.memory.names import any_gpt, linear_rules, refuse_idle_rules
+from mpbridge.common.errors import BadValue
+from mpbridge.common.facts import MOST, ModelShape
+from mpbridge.common.formats import say
+from mpbridge.common.traits import DEFAULT, traits
+from mpbridge.interop.stacks.meaning import of_policy
+from mpbridge.planning.memory.names import any_gpt, linear_rules, refuse_idle_rules
+from mpbridge.planning.rules.cards import Card, card, main_weights
 from mpbridge.precision.config import ROWS
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import Recipe
 from mpbridge.precision.registry import describe, evidence_of, get_mixed_precision_config, model_of
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.wording import region_rule, region_text
-from mpbridge.rules.cards import Card, card, main_weights
-from mpbridge.stacks.meaning import of_policy
-from mpbridge.traits import DEFAULT, traits
 
 SUMMARY = "show one recipe: its metadata, its fields, and what they mean"
 

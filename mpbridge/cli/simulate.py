@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import add_run_arguments, container
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.errors import BadValue
-from mpbridge.tables.units import size
+from mpbridge.common.errors import BadValue
+from mpbridge.common.tables.units import size
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import Run
-    from mpbridge.simulate.rank import Simulated
+    from mpbridge.settings.container import Run
+    from mpbridge.training.simulate.rank import Simulated
 
 SUMMARY = (
     "build ranks of any world here without memory, and compare live tensors, audit and a step with the predictions"
@@ -42,7 +42,7 @@ _COLUMNS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each rank. Returns 1 if anything differs."""
-    from mpbridge.simulate.world import default_ranks, simulate, simulated_run
+    from mpbridge.training.simulate.world import default_ranks, simulate, simulated_run
 
     box = container(args)
     made, changed = simulated_run(box, args.world_size or box.smallest_world())

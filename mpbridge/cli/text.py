@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpbridge.tables.prose import prose
-from mpbridge.tables.table import Column, Table, table
+from mpbridge.common.tables.prose import prose
+from mpbridge.common.tables.table import Column, Table, table
 
 
 def on_terminal() -> bool:

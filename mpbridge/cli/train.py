@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.text import complain
-from mpbridge.errors import BadValue, Conflict
+from mpbridge.common.errors import BadValue, Conflict
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import Run
+    from mpbridge.settings.container import Run
 
 SUMMARY = "pretrain a GPT with a recipe"
 STOPPED = 3
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains. Returns 0 if the run is complete, 3 if it stopped early and can be resumed. Faults are reported before torch is imported."""
-    from mpbridge.hardware.probe import this_machine
-    from mpbridge.train.admission import Admission
+    from mpbridge.common.probe import this_machine
+    from mpbridge.training.admission import Admission
 
     if args.audit:
         args.overrides = [*args.overrides, f"train.audit={args.audit}"]
@@ -75,13 +75,13 @@ def _train(args: argparse.Namespace, made: Run) -> int:
         raise Conflict(
             "\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)])
         )
-    from mpbridge.rules.admit import require_here
+    from mpbridge.planning.rules.admit import require_here
 
     if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)
-    from mpbridge.config.training import train_iters
-    from mpbridge.report.console import without_chatter
-    from mpbridge.train.loop import pretrain
+    from mpbridge.common.report.console import without_chatter
+    from mpbridge.settings.training import train_iters
+    from mpbridge.training.loop import pretrain
 
     without_chatter()
     done = pretrain(made)

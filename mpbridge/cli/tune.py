@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, container, whole
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.errors import BadValue
+from mpbridge.common.errors import BadValue
 
 if TYPE_CHECKING:
-    from mpbridge.tune.tuning import Tuned
-    from mpbridge.tune.where import Where
+    from mpbridge.training.tune.tuning import Tuned
+    from mpbridge.training.tune.where import Where
 
 SUMMARY = "find which linears of this model can run in low precision under a budget, and write the recipe"
 
@@ -68,16 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes, prints the result and writes the recipe. Returns 1 if a simple rule is no worse, and names it."""
-    from mpbridge.tune.budget import budget_of
+    from mpbridge.training.tune.budget import budget_of
 
     _check(args)
     budget = budget_of(args.budget)
-    from mpbridge.report.console import without_chatter
+    from mpbridge.common.report.console import without_chatter
 
     without_chatter()
-    from mpbridge.report.console import rank
-    from mpbridge.tune.arms import TUNED
-    from mpbridge.tune.evidence import write
+    from mpbridge.common.report.console import rank
+    from mpbridge.training.tune.arms import TUNED
+    from mpbridge.training.tune.evidence import write
 
     levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
     first = rank() == 0
@@ -118,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
 def _of_configuration(
     args: argparse.Namespace, levels: Any, budget: Any, say: Any
 ) -> tuple[Tuned, dict[str, Any], str]:
-    from mpbridge.tune.run import tune
+    from mpbridge.training.tune.run import tune
 
     box = container(args)
     if args.checkpoint:
@@ -130,7 +130,7 @@ def _of_configuration(
 
 
 def _of_folder(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> tuple[Tuned, dict[str, Any], str]:
-    from mpbridge.tune.folder import tune_folder
+    from mpbridge.training.tune.folder import tune_folder
 
     result, content = tune_folder(
         args.hf, args.text, args.recipe, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen,
@@ -140,7 +140,7 @@ def _of_folder(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> 
 
 
 def _where(args: argparse.Namespace) -> Where:
-    from mpbridge.tune.where import Where
+    from mpbridge.training.tune.where import Where
 
     if args.target is None and getattr(args, "machine_file", None) is None:
         return Where(stack=args.stack)
@@ -149,7 +149,7 @@ def _where(args: argparse.Namespace) -> Where:
 
 
 def _print(result: Tuned, recipe: str, out: Path, *, of_folder: bool) -> None:
-    from mpbridge.tune.report import lines, sections
+    from mpbridge.training.tune.report import lines, sections
 
     for title, columns, rows in sections(result, recipe):
         print_line()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.stacks.meaning import rows
-from mpbridge.stacks.words import TABLE, meanings
+from mpbridge.interop.stacks.meaning import rows
+from mpbridge.interop.stacks.words import TABLE, meanings
 
 SUMMARY = "show what one word means in every stack"
 _SHOWN = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "bytes")

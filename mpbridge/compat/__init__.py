@@ -1,1 +1,1 @@
-"""Other projects' APIs on top of this registry and sync, for scripts that were written for them."""
+"""Megatron Bridge's names under the path that its users import: `mpbridge.compat.megatron_bridge` is `mpbridge.interop.megatron_bridge`."""

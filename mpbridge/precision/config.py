@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from mpbridge.errors import BadValue, Contradiction, UnknownName
-from mpbridge.formats import DType, dtype, plain
+from mpbridge.common.errors import BadValue, Contradiction, UnknownName
+from mpbridge.common.formats import DType, dtype, plain
 from mpbridge.precision.fields import FieldRow, option
-from mpbridge.scalings import choices, formats
+from mpbridge.precision.scalings import choices, formats
 
 if TYPE_CHECKING:
     import torch
@@ -222,7 +222,7 @@ class MixedPrecisionConfig:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        from mpbridge.tables.table import facts
+        from mpbridge.common.tables.table import facts
 
         return facts(type(self).__name__, self.as_data()).html()
 

@@ -6,8 +6,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpbridge.errors import BadValue
-from mpbridge.formats import DType, dtype, say
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import DType, dtype, say
 from mpbridge.precision.config import ROWS, MixedPrecisionConfig
 from mpbridge.precision.fields import USUAL
 

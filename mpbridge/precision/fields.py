@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.formats import DType
+from mpbridge.common.formats import DType
 
 USUAL = (DType.FP32, DType.BF16, DType.FP16)
 """Legal values of a dtype field that names no others."""

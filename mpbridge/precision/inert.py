@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from mpbridge.errors import MpbridgeError
-from mpbridge.formats import say
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.formats import say
 from mpbridge.precision.config import ROWS, MixedPrecisionConfig
 from mpbridge.precision.resolve import resolve
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpbridge.errors import BadValue, Contradiction, MpbridgeError
-from mpbridge.formats import DType, dtype
+from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
+from mpbridge.common.formats import DType, dtype
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.field_values import choice_faults, type_faults
 from mpbridge.precision.quants import QUANT_FIELDS, quant_faults, quant_of, row_of
 from mpbridge.precision.regions import GEMMS, Gemms, Quant, Region, Spans
-from mpbridge.scalings import SCALINGS, bits_of
+from mpbridge.precision.scalings import SCALINGS, bits_of
 
 _QUANT_KEYS = (*QUANT_FIELDS, "fp8_param_gather", "fp4_param_gather")
 _RANGE = re.compile(r"(-?\d+)(?:\s*(?:-|to)\s*(-?\d+))?")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from mpbridge.formats import DType
+from mpbridge.common.formats import DType
+from mpbridge.common.traits import DEFAULT, EngineTraits, engine_names, traits
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.scalings import Arch
-from mpbridge.traits import DEFAULT, EngineTraits, engine_names, traits
+from mpbridge.precision.scalings import Arch
 
 EPSILON = "Adam epsilon matters more under low precision: try 1e-8 against 1e-5 (Megatron Bridge issue 1178)"
 EDGES = "BF16 edge layers help convergence but cost speed (Megatron Bridge issues 651, 1347)"
 FOUR_BITS = "keep the last layers in BF16: Llama-3-8B needed four (Megatron Bridge issue 1347)"
-LOST_UPDATES = "updates below 2**-9 of a weight are lost: raise the learning rate or choose bf16_mixed_bf16_moments instead (scripts/show_bf16_adam.py)"
+LOST_UPDATES = "updates below 2**-9 of a weight are lost: raise the learning rate or choose bf16_mixed_bf16_moments instead (scripts/evidence/show_bf16_adam.py)"
 
 
 def needs(policy: PrecisionPolicy) -> Arch | None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.errors import BadValue
-from mpbridge.formats import DType, dtype
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import DType, dtype
 from mpbridge.precision.globs import DECODER, place
 from mpbridge.precision.regions import Gemms, Quant, Region, as_plain, region_from, uses_later_fields
 
@@ -95,7 +95,7 @@ class PrecisionPolicy:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        from mpbridge.tables.table import fields
+        from mpbridge.common.tables.table import fields
 
         return fields("precision policy", self).html()
 

@@ -6,11 +6,11 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.errors import MpbridgeError
-from mpbridge.formats import say
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.formats import say
 from mpbridge.precision.config import twin_clashes
 from mpbridge.precision.regions import Attention, Quant
-from mpbridge.scalings import DEFAULTS, SCALINGS, Scaling, formats
+from mpbridge.precision.scalings import DEFAULTS, SCALINGS, Scaling, formats
 
 BITS: Mapping[str, int] = types.MappingProxyType({"fp8": 8, "fp4": 4})
 QUANT_FIELDS = (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from mpbridge.errors import MpbridgeError
+from mpbridge.common.errors import MpbridgeError
 from mpbridge.precision import papers
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
@@ -38,7 +38,7 @@ class Recipe:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: its metadata and fields."""
-        from mpbridge.tables.table import facts
+        from mpbridge.common.tables.table import facts
 
         about = {"summary": self.summary, "status": self.status, "source": self.source, "engine": self.engine}
         config = {} if self.foreign else self.make().as_data()

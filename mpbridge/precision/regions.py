@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mpbridge.errors import BadValue
-from mpbridge.formats import DType
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import DType
 from mpbridge.precision.globs import matches
-from mpbridge.scalings import ELEMENTS, Scaling, bits_of, scaling
+from mpbridge.precision.scalings import ELEMENTS, Scaling, bits_of, scaling
 
 Attention = Literal["none", "dot_product", "multi_head"]
 Gemm = Literal["fprop", "dgrad", "wgrad"]

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, TypeVar, overload
 
-from mpbridge.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName, cut
+from mpbridge.common.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName, cut
+from mpbridge.common.shipped import recipe_file, recipe_files
+from mpbridge.common.traits import traits
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.recipe import Factory, Recipe
 from mpbridge.precision.recipes import BUILT_IN
 from mpbridge.precision.yaml_loader import read_yaml, said
-from mpbridge.shipped import recipe_file, recipe_files
-from mpbridge.traits import traits
 
 F = TypeVar("F", bound=Factory)
 EVIDENCE = "evidence"

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.errors import BadValue, Contradiction
-from mpbridge.formats import DType, dtype
+from mpbridge.common.errors import BadValue, Contradiction
+from mpbridge.common.formats import DType, dtype
 from mpbridge.precision.config import ROWS, MixedPrecisionConfig
 from mpbridge.precision.field_values import choice_faults, type_faults
 from mpbridge.precision.modules import module_regions

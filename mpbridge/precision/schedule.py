@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from mpbridge.errors import BadValue, Contradiction
+from mpbridge.common.errors import BadValue, Contradiction
 
 MarkUnit = Literal["percent", "steps", "tokens"]
 

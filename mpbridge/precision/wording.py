@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from mpbridge.formats import say
+from mpbridge.common.formats import say
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.regions import GEMMS, Gemms, Quant, Region
 

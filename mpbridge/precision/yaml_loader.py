@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mpbridge.files import regular, why
+from mpbridge.common.files import regular, why
 
 MOST_CHARACTERS = 100_000
 """Of a file; PyYAML reads about 350,000 a second, and a configuration has a few thousand."""

@@ -1,4 +1,4 @@
-"""Fills quantized tensors: the rounding rules come from `mpbridge.emulation`, the layout from `storages`."""
+"""Fills quantized tensors: the rounding rules come from `mpbridge.numerics`, the layout from `storages`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpbridge.emulation.codes import encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.emulation.rounding import random_bytes
-from mpbridge.emulation.scales import (
+from mpbridge.common.formats import E4M3
+from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1
+from mpbridge.numerics.rounding import random_bytes
+from mpbridge.numerics.scales import (
     mxfp8_exponent,
     mxfp8_factors,
     nvfp4_block,
@@ -19,7 +20,6 @@ from mpbridge.emulation.scales import (
     peaks_over,
     scale_from_amax,
 )
-from mpbridge.formats import E4M3
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.four_over_six import FourOverSix
 from mpbridge.te_cpu.nvfp4_checks import check, refuse_approximations, rounds_multiplier

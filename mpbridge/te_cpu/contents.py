@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.formats import E5M2
+from mpbridge.common.formats import E5M2
 from mpbridge.te_cpu import played
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.operands import gemm_operand, rows_and_columns

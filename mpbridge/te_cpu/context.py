@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpbridge.errors import Refused, UnknownName
-from mpbridge.hardware.machines import Machine, machines
-from mpbridge.hardware.machines import machine as machine_of
-from mpbridge.hardware.probe import installed, playing
-from mpbridge.hardware.transformer_engine import choose, played_versions
-from mpbridge.hardware.versions import release as numbers
-from mpbridge.replacement import Replacement
+from mpbridge.common.errors import Refused, UnknownName
+from mpbridge.common.machines import Machine, machines
+from mpbridge.common.machines import machine as machine_of
+from mpbridge.common.probe import installed, playing
+from mpbridge.common.replacement import Replacement
+from mpbridge.common.transformer_engine import choose, played_versions
+from mpbridge.common.versions import release as numbers
 from mpbridge.te_cpu import played as stage
 from mpbridge.te_cpu.cuda_names import played_patches
 from mpbridge.te_cpu.loading import environment, loaded
@@ -26,7 +26,7 @@ from mpbridge.te_cpu.played import Played
 if TYPE_CHECKING:
     import types
 
-    from mpbridge.config.container import Run
+    from mpbridge.settings.container import Run
 
 _UNDER: list[str] = []
 """The Transformer Engine version under which megatron was first imported here; at import megatron decides whether it has one."""

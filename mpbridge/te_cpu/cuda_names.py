@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpbridge.devices.coalesce import one_by_one
-from mpbridge.devices.redirect import cuda_patches, names_cuda, nothing, on_cpu
-from mpbridge.emulation.gemm import product
-from mpbridge.emulation.operands import Operand
-from mpbridge.hardware.transformer_engine import CUDA_VERSION
-from mpbridge.replacement import Patch
+from mpbridge.backend.devices.coalesce import one_by_one
+from mpbridge.backend.devices.redirect import cuda_patches, names_cuda, nothing, on_cpu
+from mpbridge.common.replacement import Patch
+from mpbridge.common.transformer_engine import CUDA_VERSION
+from mpbridge.numerics.gemm import product
+from mpbridge.numerics.operands import Operand
 from mpbridge.te_cpu import premultiplied
 from mpbridge.te_cpu.played import Played
 from mpbridge.te_cpu.refusals import refused_graph

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mpbridge.errors import BadValue
-from mpbridge.formats import E2M1, E4M3, E5M2, NumberFormat
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
 
 _MODULE = "transformer_engine_torch"
 """The module name in pickles, so that pickles written on a GPU load here and ours load there."""

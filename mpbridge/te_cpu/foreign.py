@@ -73,7 +73,7 @@ class _Kernel(_Name):
         super().__init__(getattr(function, "__qualname__", str(function)))
 
     def __getitem__(self, grid: Any) -> Any:
-        from mpbridge.errors import Refused
+        from mpbridge.common.errors import Refused
 
         raise Refused(f"the Triton kernel {self.name} runs on a GPU only (launched from {caller()})")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.emulation.kernels import four_over_six
+from mpbridge.numerics.kernels import four_over_six
 
 
 @dataclass(frozen=True, slots=True)

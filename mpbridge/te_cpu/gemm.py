@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mpbridge.emulation.gemm import joint_factor, product
-from mpbridge.emulation.operands import Operand
+from mpbridge.numerics.gemm import joint_factor, product
+from mpbridge.numerics.operands import Operand
 from mpbridge.te_cpu import gemm_checks as checks
 from mpbridge.te_cpu.activations import gelu_gradient, gelu_value
 from mpbridge.te_cpu.casts import fill, new_quantized

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.formats import E5M2
+from mpbridge.common.formats import E5M2
 from mpbridge.te_cpu.enums import DType, number_format
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import QuantizerKind, rows_of, storage_kind

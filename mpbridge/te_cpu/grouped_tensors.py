@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.emulation.scales import peaks_over
+from mpbridge.numerics.scales import peaks_over
 from mpbridge.te_cpu.casts import (
     current_reduced,
     current_scale,

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mpbridge.devices import redirect
-from mpbridge.errors import Refused
-from mpbridge.hardware.transformer_engine import Package, folders
+from mpbridge.backend.devices import redirect
+from mpbridge.common.errors import Refused
+from mpbridge.common.transformer_engine import Package, folders
 from mpbridge.te_cpu.module import NAME, make_module
 from mpbridge.te_cpu.refusals import refusal, refused_graph
 from mpbridge.te_cpu.storages import forget_classes

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mpbridge.emulation.scales import mxfp8_exponent, scale_from_amax
-from mpbridge.formats import E4M3
+from mpbridge.common.formats import E4M3
+from mpbridge.numerics.scales import mxfp8_exponent, scale_from_amax
 from mpbridge.te_cpu.registry import kernel
 
 TensorLists = Sequence[Sequence[torch.Tensor]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.errors import Refused
+from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.played import now
 
 _ROWS = "Row-scaled NVFP4 quantization"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from mpbridge.emulation.codes import encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.emulation.kernels import amax_of
-from mpbridge.emulation.scales import nvfp4_block, nvfp4_global
-from mpbridge.formats import E4M3
+from mpbridge.common.formats import E4M3
+from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1
+from mpbridge.numerics.kernels import amax_of
+from mpbridge.numerics.scales import nvfp4_block, nvfp4_global
 from mpbridge.te_cpu.casts import spread, square_peaks
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel

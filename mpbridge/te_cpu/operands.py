@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from mpbridge.emulation.codes import decode_e2m1, decode_fp8
-from mpbridge.emulation.operands import Operand
-from mpbridge.emulation.scales import mxfp8_factors
-from mpbridge.formats import E2M1, E4M3
+from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.numerics.codes import decode_e2m1, decode_fp8
+from mpbridge.numerics.operands import Operand
+from mpbridge.numerics.scales import mxfp8_factors
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import rows_of, storage_kind, up

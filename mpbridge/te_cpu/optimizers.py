@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from mpbridge.emulation.adam import Scalars, join, split, update
-from mpbridge.emulation.codes import encode_fp8
-from mpbridge.emulation.kernels import amax_of
+from mpbridge.numerics.adam import Scalars, join, split, update
+from mpbridge.numerics.codes import encode_fp8
+from mpbridge.numerics.kernels import amax_of
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.multi_tensor import TensorLists
 from mpbridge.te_cpu.registry import KERNELS, kernel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpbridge.emulation.scales import Rules, rules_for
-from mpbridge.errors import Refused
-from mpbridge.hardware.machines import Arch, Machine
+from mpbridge.common.errors import Refused
+from mpbridge.common.machines import Arch, Machine
+from mpbridge.numerics.scales import Rules, rules_for
 
 LibraryRelease = tuple[int, ...]
 

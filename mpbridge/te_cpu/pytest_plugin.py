@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mpbridge.errors import MpbridgeError
+from mpbridge.common.errors import MpbridgeError
 
 _STACK = ExitStack()
 

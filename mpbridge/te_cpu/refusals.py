@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpbridge.errors import Refused
+from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
 

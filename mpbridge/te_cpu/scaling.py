@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from mpbridge.emulation.codes import encode_fp8
-from mpbridge.emulation.kernels import amax_of
-from mpbridge.emulation.scales import delayed_scale, magnitude, mxfp8_factors
-from mpbridge.formats import E4M3
+from mpbridge.common.formats import E4M3
+from mpbridge.numerics.codes import encode_fp8
+from mpbridge.numerics.kernels import amax_of
+from mpbridge.numerics.scales import delayed_scale, magnitude, mxfp8_factors
 from mpbridge.te_cpu.casts import spread, square_peaks
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.played import now

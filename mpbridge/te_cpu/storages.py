@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from mpbridge.devices import redirect
-from mpbridge.errors import Refused
+from mpbridge.backend.devices import redirect
+from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.nvfp4_checks import check_usages
 from mpbridge.te_cpu.played import now
 

@@ -15,10 +15,10 @@ import pytest
 from mpbridge.cli import main as cli
 from mpbridge.cli import text
 from mpbridge.cli.main import main
-from mpbridge.errors import Refused
+from mpbridge.common.errors import Refused
+from mpbridge.common.tables.units import count
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
-from mpbridge.tables.units import count
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -191,7 +191,7 @@ def test_train_takes_the_world_from_torchrun_and_hands_over_the_run(monkeypatch,
         runs.append(run)
         return types.SimpleNamespace(stopped=None, iterations=3, applied=3)
 
-    monkeypatch.setitem(sys.modules, "mpbridge.train.loop", types.SimpleNamespace(pretrain=pretrain))
+    monkeypatch.setitem(sys.modules, "mpbridge.training.loop", types.SimpleNamespace(pretrain=pretrain))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert said("train", "--recipe", "fp16", "--emulate", "--audit", "warn", "train.train_iters=3")[0] == 0
     (run,) = runs

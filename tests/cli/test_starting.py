@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from mpbridge.cli.main import main
-from mpbridge.config.container import ConfigContainer
 from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.settings.container import ConfigContainer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -159,7 +159,7 @@ def belongings(tmp_path: Path) -> Path:
     import torch
 
     pytest.importorskip("safetensors", reason="needs the extra hf")
-    from tests.weights.folders import LLAMA, llama_tensors, write
+    from tests.training.weights.folders import LLAMA, llama_tensors, write
 
     rows = {name: torch.randn(320, 64).bfloat16() * 0.05 for name in ("model.embed_tokens.weight", "lm_head.weight")}
     write(tmp_path / "llama", LLAMA | {"vocab_size": 320}, llama_tensors() | rows)

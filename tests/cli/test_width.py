@@ -12,9 +12,9 @@ import pytest
 import mpbridge.cli
 from mpbridge.cli.main import main, verbs
 from mpbridge.cli.text import print_line
-from mpbridge.errors import BadValue
-from mpbridge.report.console import console, tell
-from mpbridge.tables.prose import prose
+from mpbridge.common.errors import BadValue
+from mpbridge.common.report.console import console, tell
+from mpbridge.common.tables.prose import prose
 
 RUN = ["--config", "llama3_8b", "--target", "h100"]
 LONG_ARGS = "--bf16 --fp8-format hybrid --fp8-recipe delayed --num-layers 2 --moe-router-dtype fp32"
@@ -79,7 +79,7 @@ def test_verbs_print_through_the_functions_that_know_the_width() -> None:
 
 
 def test_a_rehearsals_verdicts_are_printed_as_prose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpbridge.rehearse import rehearsal
+    from mpbridge.training.rehearse import rehearsal
 
     given: dict[str, object] = {}
 

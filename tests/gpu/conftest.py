@@ -34,8 +34,8 @@ def transformer_engine():
 
 def native_reason(name: str) -> str | None:
     """Why this machine cannot run the recipe `name` natively; None when it can."""
-    from mpbridge.hardware.capability import can_run
-    from mpbridge.hardware.probe import installed, this_machine
+    from mpbridge.common.probe import installed, this_machine
+    from mpbridge.planning.hardware.capability import can_run
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
 
@@ -79,7 +79,7 @@ def world():
     """A process group of one on this machine's device, given back: other folders' tests begin without one."""
     import torch
 
-    from mpbridge.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
 
     mine = start_process_group(torch.cuda.is_available())
     yield
@@ -90,9 +90,9 @@ def world():
 @pytest.fixture
 def gpu_run(tmp_path):
     """From a recipe and dotted overrides to the Run of a small GPT on real text."""
-    from mpbridge.config.container import ConfigContainer
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
+    from mpbridge.settings.container import ConfigContainer
 
     def make(recipe: str, *overrides: str, config: str = "gpt_tiny", **sections):
         path = ROOT / "configs" / f"{config}.yaml"

@@ -39,8 +39,8 @@ def sample(kind: str, rows: int = 256, columns: int = 512):
 
 def ours(x, scaling: str, number: str, side: str, copy: str):
     """Our operand, dequantized to FP32."""
-    from mpbridge.emulation.operands import COPY_OF
-    from mpbridge.emulation.quantizer import Quantizer, Randomness
+    from mpbridge.numerics.operands import COPY_OF
+    from mpbridge.numerics.quantizer import Quantizer, Randomness
     from mpbridge.precision.policy import Quant
 
     quant = Quant(format="hybrid" if number == "e5m2" else "e4m3", scaling=scaling)
@@ -115,7 +115,7 @@ def emulated_linear(scaling: str, weight):
 
     import torch
 
-    from mpbridge.emulation import emulate_linears
+    from mpbridge.numerics import emulate_linears
     from mpbridge.precision.policy import Quant, Region
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
@@ -211,7 +211,7 @@ def after_100_steps(cls, device, master: bool, moments: str, remainders: bool):
 def test_cpu_fused_adam_stays_near_torchs_over_100_steps(master, moments, remainders):
     import torch
 
-    from mpbridge.engines.optimizers import CpuFusedAdam
+    from mpbridge.backend.engines.optimizers import CpuFusedAdam
 
     found = after_100_steps(CpuFusedAdam, "cpu", master, moments, remainders)
     parameter = torch.nn.Parameter(
@@ -235,7 +235,7 @@ def test_cpu_fused_adam_follows_fused_adam_over_100_steps(master, moments, remai
     import torch
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    from mpbridge.engines.optimizers import CpuFusedAdam
+    from mpbridge.backend.engines.optimizers import CpuFusedAdam
 
     real = after_100_steps(FusedAdam, "cuda", master, moments, remainders)
     stand_in = after_100_steps(CpuFusedAdam, "cpu", master, moments, remainders)
@@ -248,10 +248,10 @@ def first_update(gpu_run, *, duplicate: bool) -> tuple[int, int]:
     """(bytes that the first update of a Megatron-FSDP run allocates for states, parameters); duplicate: with the second main copy of megatron-core 0.16.1."""
     import torch
 
-    from mpbridge.devices import device_layer
-    from mpbridge.engines.optimizers import CpuFusedAdam
-    from mpbridge.engines.registry import build_engine
-    from mpbridge.engines.shard_optimizer import fused_adam
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.optimizers import CpuFusedAdam
+    from mpbridge.backend.engines.registry import build_engine
+    from mpbridge.backend.engines.shard_optimizer import fused_adam
     from tests.gpu.feed import batches
 
     run, cuda = gpu_run("bf16_megatron_fsdp", "engine=megatron_fsdp"), torch.cuda.is_available()

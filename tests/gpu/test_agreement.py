@@ -1,4 +1,4 @@
-"""The emulation against the real recipe, layer by layer (scripts/gpu_agreement.py); its own machinery runs on any machine."""
+"""The emulation against the real recipe, layer by layer (scripts/evidence/gpu_agreement.py); its own machinery runs on any machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_agreement.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "evidence" / "gpu_agreement.py"
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,9 @@ SMALL = {"layers": 3, "hidden": 128, "sequence": 32}
 
 
 def test_the_same_recipe_agrees_with_itself_and_another_one_does_not(script, world):
-    from mpbridge.engines.mcore import McoreEngine
-    from mpbridge.engines.registry import build_engine
-    from mpbridge.models.local_spec import CpuSpecProvider
+    from mpbridge.backend.engines.mcore import McoreEngine
+    from mpbridge.backend.engines.registry import build_engine
+    from mpbridge.backend.models.local_spec import CpuSpecProvider
 
     plain, low = script.resolved("bf16_mixed", emulate=False, **SMALL), script.resolved("fp8_ds", emulate=True, **SMALL)
     first, weights = script.traced(lambda: McoreEngine.build(plain, backend=CpuSpecProvider), None, 2, 32)

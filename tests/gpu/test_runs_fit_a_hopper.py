@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from mpbridge.hardware.capability import ASSUMED, can_run
-from mpbridge.hardware.machines import machine
-from mpbridge.rules.table import require
+from mpbridge.common.machines import machine
+from mpbridge.planning.hardware.capability import ASSUMED, can_run
+from mpbridge.planning.rules.table import require
 from tests.gpu.test_training import HOPPER
 
 SIX = "model.num_layers=6"

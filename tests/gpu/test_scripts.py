@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_benchmark_and_report_run_from_end_to_end(tmp_path):
     command = [
-        "scripts/bench_gpu.py",
+        "scripts/evidence/bench_gpu.py",
         "--shapes",
         "smoke",
         "--recipes",
@@ -40,7 +40,7 @@ def test_benchmark_and_report_run_from_end_to_end(tmp_path):
     assert ours["kinds"]["GEMM"] > 0
     (tmp_path / "tests.log").write_text("==== 3 passed, 1 skipped in 2s ====\nSKIPPED [1] somewhere: no reason\n")
     report = subprocess.run(
-        [sys.executable, "scripts/gpu_report.py", str(tmp_path)],
+        [sys.executable, "scripts/evidence/gpu_report.py", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

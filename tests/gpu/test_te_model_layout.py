@@ -27,11 +27,11 @@ def stored(run, monkeypatch, *, transformer_engine: bool) -> dict[str, tuple]:
     """Key -> (global shape, dtype) of every tensor that a checkpoint of the model would hold."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from mpbridge.devices import device_layer
-    from mpbridge.engines.optimizers import CpuFusedAdam
-    from mpbridge.engines.parallel import ModelParallel
-    from mpbridge.megatron.configs import build_targets
-    from mpbridge.models.gpt import build_chunks
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.optimizers import CpuFusedAdam
+    from mpbridge.backend.engines.parallel import ModelParallel
+    from mpbridge.backend.megatron.configs import build_targets
+    from mpbridge.backend.models.gpt import build_chunks
 
     with device_layer(False, fused_adam=CpuFusedAdam):
         parallel = ModelParallel(run.facts.parallel, seed=1)
@@ -49,7 +49,7 @@ def stored(run, monkeypatch, *, transformer_engine: bool) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("config", ["gpt_tiny", "moe_tiny"])
 def test_both_models_store_the_same_tensors(config, transformer_engine, monkeypatch, world):
-    from mpbridge.config.container import ConfigContainer
+    from mpbridge.settings.container import ConfigContainer
 
     run = ConfigContainer.load(CONFIGS / f"{config}.yaml", ["mixed_precision=bf16_mixed"]).resolved(world_size=1)
     local = stored(run, monkeypatch, transformer_engine=False)

@@ -25,10 +25,10 @@ QUANTIZED = [name for name, policy in POLICIES.items() if policy.quantized and p
 
 
 def synced(name: str):
-    from mpbridge.hardware.capability import ASSUMED
-    from mpbridge.hardware.machines import machine
-    from mpbridge.megatron.targets import build
-    from mpbridge.sync.plan import plan
+    from mpbridge.backend.megatron.targets import build
+    from mpbridge.common.machines import machine
+    from mpbridge.planning.hardware.capability import ASSUMED
+    from mpbridge.precision.sync.plan import plan
 
     policy = resolve(get_mixed_precision_config(name), layers=LAYERS)
     inputs = {
@@ -45,7 +45,7 @@ def core_recipe(config):
     from megatron.core.fp4_utils import get_fp4_recipe
     from megatron.core.fp8_utils import get_fp8_recipe
 
-    from mpbridge.devices import device_layer
+    from mpbridge.backend.devices import device_layer
 
     # delayed scaling asks for the current device; without a GPU the CPU layer answers
     with device_layer(torch.cuda.is_available()):

@@ -30,7 +30,7 @@ GATHER = [name for name in HOPPER if "fp8" in name and not name.startswith("nano
 
 
 def losses(run, **options):
-    from mpbridge.train.loop import pretrain
+    from mpbridge.training.loop import pretrain
 
     return pretrain(run, quiet=True, **options)
 
@@ -70,8 +70,8 @@ def test_precision_aware_optimizer_trains_under_fp8(name, on_gpu, gpu_run):
 
 @pytest.mark.parametrize("name", ["bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"])
 def test_blackwell_recipes_are_refused_with_the_reason_and_run_emulated(name, on_gpu, gpu_run):
-    from mpbridge.errors import Refused
-    from mpbridge.hardware.probe import this_machine
+    from mpbridge.common.errors import Refused
+    from mpbridge.common.probe import this_machine
 
     on_gpu()
     if this_machine().arch >= (10, 0):
@@ -99,8 +99,8 @@ def test_sharding_engines_train_at_one_process(name, engine, on_gpu, gpu_run):
 def test_audit_names_a_moment_that_was_cast(on_gpu, gpu_run):
     import torch
 
-    from mpbridge.errors import AuditFailed
-    from mpbridge.train.base import Hook
+    from mpbridge.common.errors import AuditFailed
+    from mpbridge.training.base import Hook
 
     on_gpu()
 
@@ -145,9 +145,9 @@ def test_memory_by_role_is_what_was_predicted(on_gpu, gpu_run, world, real_gpu):
     real_gpu("no CUDA memory is allocated")
     import torch
 
-    from mpbridge.devices import device_layer
-    from mpbridge.engines.registry import build_engine
-    from mpbridge.memory.roles import roles
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.registry import build_engine
+    from mpbridge.planning.memory.roles import roles
     from tests.gpu.feed import batches
 
     on_gpu()

@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from mpbridge import shipped
+from mpbridge.common import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ("mpbridge/**/*.py", "docs/**/*.md", "docs/*.ipynb", "scripts/**/*.*", "tests/**/*.py", "*.md", "pyproject.toml", "configs/**/*.yaml")  # fmt: skip

@@ -74,8 +74,8 @@ def test_python_compiles_and_its_imports_exist(code: str) -> None:
 
 @pytest.mark.parametrize("text", list(blocks("yaml")))
 def test_yaml_is_a_recipe_or_a_configuration(text: str, tmp_path: Path) -> None:
-    from mpbridge.config.container import ConfigContainer
     from mpbridge.precision.registry import get_mixed_precision_config
+    from mpbridge.settings.container import ConfigContainer
 
     path = tmp_path / "page.yaml"
     path.write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("show_bf16_adam", ROOT / "scripts" / "show_bf16_adam.py")
+    spec = importlib.util.spec_from_file_location("show_bf16_adam", ROOT / "scripts" / "evidence" / "show_bf16_adam.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -43,7 +43,7 @@ def test_the_page_quotes_what_the_script_prints(script: Any) -> None:
     page = (ROOT / "docs" / "storage_and_compute.md").read_text()
     for what, fp32, bf16 in script.numbers():
         assert f"| {what} | {fp32} | {bf16} |" in page, (
-            "docs/storage_and_compute.md: run scripts/show_bf16_adam.py again"
+            "docs/storage_and_compute.md: run scripts/evidence/show_bf16_adam.py again"
         )
 
 

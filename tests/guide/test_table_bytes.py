@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("table_bytes", ROOT / "scripts" / "table_bytes.py")
+    spec = importlib.util.spec_from_file_location("table_bytes", ROOT / "scripts" / "evidence" / "table_bytes.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -31,7 +31,7 @@ def test_a_rule_is_read_as_it_is_written(script: Any) -> None:
 
 @pytest.mark.parametrize(
     "processes", [1, pytest.param(2, marks=pytest.mark.slow)]
-)  # tests/memory/test_roles.py has two
+)  # tests/planning/memory/test_roles.py has two
 def test_live_bytes_equal_prediction_and_rule(script: Any, processes: int, tmp_path: Path) -> None:
     for row, found in zip(script.ROWS, script.measured(processes, tmp_path), strict=True):
         wanted = script.formula(row[4], processes)
@@ -44,5 +44,5 @@ def test_the_page_shows_the_rows_of_the_script(script: Any) -> None:
     page = (ROOT / "docs" / "storage_and_compute.md").read_text()
     for what, engine, _, _, rule in script.ROWS:
         assert f"| {what} | {engine} | {rule} |" in page, (
-            "docs/storage_and_compute.md: run scripts/table_bytes.py again"
+            "docs/storage_and_compute.md: run scripts/evidence/table_bytes.py again"
         )

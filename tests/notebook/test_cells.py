@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from mpbridge.audit.findings import Finding, Report
-from mpbridge.config.container import ConfigContainer
+from mpbridge.common.report import progress
+from mpbridge.common.report.console import console
+from mpbridge.observe.audit.findings import Finding, Report
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.resolve import resolve
-from mpbridge.rehearse.report import Rehearsal, Rehearsed
-from mpbridge.report import progress
-from mpbridge.report.console import console
-from mpbridge.sync.plan import Receipt, plan
+from mpbridge.precision.sync.plan import Receipt, plan
+from mpbridge.settings.container import ConfigContainer
+from mpbridge.training.rehearse.report import Rehearsal, Rehearsed
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = MixedPrecisionConfig(bf16=True)

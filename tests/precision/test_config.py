@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
-from mpbridge.errors import BadValue, Contradiction, UnknownName
-from mpbridge.formats import DType
+from mpbridge.common.errors import BadValue, Contradiction, UnknownName
+from mpbridge.common.formats import DType
 
 WAYS = {
     "copy": copy.copy,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mpbridge.facts import OptimizerFacts
-from mpbridge.formats import DType
-from mpbridge.memory.keeps import keeps
+from mpbridge.common.facts import OptimizerFacts
+from mpbridge.common.formats import DType
+from mpbridge.common.traits import traits
+from mpbridge.planning.memory.keeps import keeps
 from mpbridge.precision.config import ROWS, MixedPrecisionConfig, plain_states
 from mpbridge.precision.inert import CONDITIONS
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.resolve import resolve
-from mpbridge.traits import traits
 
 
 def test_rows_name_conditions_and_facts_that_exist() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpbridge.errors import BadValue, UnknownName
-from mpbridge.formats import FORMATS, DType, dtype, say
+from mpbridge.common.errors import BadValue, UnknownName
+from mpbridge.common.formats import FORMATS, DType, dtype, say
 
 
 @pytest.mark.parametrize("name", FORMATS)

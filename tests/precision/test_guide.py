@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from mpbridge import ConfigContainer, MixedPrecisionConfig, get_mixed_precision_config, recipes, register, resolve
-from mpbridge.config.run import Run
-from mpbridge.formats import DType
-from mpbridge.hardware.machines import machine
+from mpbridge.common.formats import DType
+from mpbridge.common.machines import machine
 from mpbridge.precision import registry
+from mpbridge.settings.run import Run
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "max_sequence_length": 32}
 

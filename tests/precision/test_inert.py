@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mpbridge.config.container import ConfigContainer
+from mpbridge.planning.rules.table import broken
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.inert import inert
 from mpbridge.precision.registry import recipes
-from mpbridge.rules.table import broken
+from mpbridge.settings.container import ConfigContainer
 
 
 @pytest.mark.parametrize(("given", "named"), [

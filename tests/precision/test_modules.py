@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mpbridge.errors import BadValue, Contradiction, Refused
-from mpbridge.facts import ModelShape
-from mpbridge.memory.names import any_gpt, beyond_the_model, idle, linear_rules, refuse_idle_rules
+from mpbridge.common.errors import BadValue, Contradiction, Refused
+from mpbridge.common.facts import ModelShape
+from mpbridge.planning.memory.names import any_gpt, beyond_the_model, idle, linear_rules, refuse_idle_rules
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.globs import below
 from mpbridge.precision.modules import layer_spans

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.config.container import ConfigContainer
+from mpbridge.planning.rules.table import broken
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import describe, recipes, register, unregister
-from mpbridge.rules.table import broken
+from mpbridge.settings.container import ConfigContainer
 
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64, "max_sequence_length": 32}
 

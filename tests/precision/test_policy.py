@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
-from mpbridge.errors import BadValue
-from mpbridge.formats import DType
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 
 POLICIES = {name: resolve(get_mixed_precision_config(name)) for name in recipes}

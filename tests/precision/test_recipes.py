@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mpbridge import get_mixed_precision_config, recipes, resolve
-from mpbridge.formats import DType
+from mpbridge.common.formats import DType
 from mpbridge.precision.recipes import BUILT_IN, DIFFERENCES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.json"
@@ -74,7 +74,7 @@ def test_every_recipe_carries_its_papers(entry: Any) -> None:
 
 
 def test_a_recipes_need_is_what_the_capability_asks_for() -> None:
-    from mpbridge.scalings import SCALINGS
+    from mpbridge.precision.scalings import SCALINGS
 
     for entry in BUILT_IN:
         quant = resolve(entry.make()).quant

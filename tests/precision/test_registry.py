@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, register
-from mpbridge.errors import BadValue, DuplicateName, RecipeError, UnknownName
+from mpbridge.common.errors import BadValue, DuplicateName, RecipeError, UnknownName
 from mpbridge.precision import registry
 
 
@@ -300,7 +300,7 @@ def _package(folder: Path, *lines: str) -> None:
 def test_recipes_of_another_installed_package_are_listed_unloaded_and_loaded_on_use(tmp_path: Path) -> None:
     _package(tmp_path, "their-recipe = somebodys:mine", "bad_one = somebodys:bad")
     code = (
-        "import sys\nfrom mpbridge import get_mixed_precision_config as get, recipes\nfrom mpbridge.errors import RecipeError\n"
+        "import sys\nfrom mpbridge import get_mixed_precision_config as get, recipes\nfrom mpbridge.common.errors import RecipeError\n"
         "assert 'their_recipe' in list(recipes) and 'somebodys' not in sys.modules\n"
         "assert recipes['their_recipe'].source == 'somebodys:mine'\n"
         "assert get('their-recipe').hysteresis == 9 and 'somebodys' in sys.modules\n"
@@ -315,7 +315,7 @@ def test_another_package_cannot_take_a_name(tmp_path: Path) -> None:
     done = _in_a_process("from mpbridge import recipes\nlist(recipes)\n", tmp_path)
     assert (
         "DuplicateName: entry point 'somebodys:mine' provides a recipe named 'bf16_mixed', which already exists"
-        in done.stderr.replace("mpbridge.errors.", "")
+        in done.stderr.replace("mpbridge.common.errors.", "")
     )
 
 

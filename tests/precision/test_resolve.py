@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
-from mpbridge.errors import Contradiction
-from mpbridge.formats import DType
+from mpbridge.common.errors import Contradiction
+from mpbridge.common.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy, Region
 
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -176,7 +176,7 @@ def test_whatever_the_values_the_answer_is_a_policy_or_a_contradiction(values: d
 def test_the_first_loss_scale_costs_as_many_steps_as_megatron_cores_scaler_takes_to_come_down() -> None:
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    from mpbridge.devices import device_layer
+    from mpbridge.backend.devices import device_layer
     from mpbridge.precision.policy import LossScale
 
     with device_layer(False):
@@ -191,7 +191,7 @@ def test_the_first_loss_scale_costs_as_many_steps_as_megatron_cores_scaler_takes
 
 
 def test_the_loss_scale_does_not_depend_on_how_long_a_run_is() -> None:
-    from mpbridge.config.container import ConfigContainer
+    from mpbridge.settings.container import ConfigContainer
 
     runs = [ConfigContainer.load("gpt_tiny", ["mixed_precision=fp16_mixed", f"train.train_iters={n}"]).resolved() for n in (1, 12, 10**6)]  # fmt: skip
     assert {run.policy.loss_scale for run in runs} == {runs[0].policy.loss_scale}

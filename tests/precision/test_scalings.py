@@ -7,27 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.errors import BadValue, Contradiction, UnknownName
-from mpbridge.formats import FORMATS
+from mpbridge.common.errors import BadValue, Contradiction, UnknownName
+from mpbridge.common.formats import FORMATS
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.scalings import ELEMENTS, SCALINGS, bits_of, choices, scaling, scaling_of_recipe
+from mpbridge.precision.scalings import ELEMENTS, SCALINGS, bits_of, choices, scaling, scaling_of_recipe
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mpbridge"
 FOREIGN = {
-    "stacks/": "what other libraries call a scaling, and which of ours they have",
-    "compat/": "Megatron Bridge's own values",
+    "interop/stacks/": "what other libraries call a scaling, and which of ours they have",
+    "interop/megatron_bridge.py": "Megatron Bridge's own values",
     "te_cpu/": "the scaling modes of Transformer Engine's binding, which are its words and fewer than ours",
 }
 MAY_NAME_ONE = FOREIGN | {
     "precision/recipes.py": "a recipe says which scaling it is",
-    "rules/": "a rule may speak of one scaling",
-    "stacks/": "another stack's word for a scaling stands beside ours",
+    "planning/rules/": "a rule may speak of one scaling",
+    "interop/stacks/": "another stack's word for a scaling stands beside ours",
     "precision/registry.py": "words of other stacks, with what to choose here",
     "precision/config.py": "megatron-core's own defaults, which mean nothing",
-    "megatron_spec/fields.py": "megatron-core's own defaults of fp8_recipe and fp4_recipe",
+    "precision/megatron_spec/fields.py": "megatron-core's own defaults of fp8_recipe and fp4_recipe",
 }
 
 
@@ -43,11 +43,15 @@ def names_in(node: ast.AST) -> list[str]:
 
 def sources() -> list[tuple[str, ast.AST]]:
     found = [(path.relative_to(PACKAGE).as_posix(), path) for path in PACKAGE.rglob("*.py")]
-    return [(name, ast.parse(path.read_text())) for name, path in sorted(found) if not name.startswith("scalings/")]
+    return [
+        (name, ast.parse(path.read_text()))
+        for name, path in sorted(found)
+        if not name.startswith("precision/scalings/")
+    ]
 
 
 def test_no_other_module_has_a_table_of_scalings() -> None:
-    ours = [(name, tree) for name, tree in sources() if not name.startswith("stacks/")]  # those translate words
+    ours = [(name, tree) for name, tree in sources() if not name.startswith("interop/stacks/")]  # those translate words
     second = [f"{name}:{node.lineno} {names}" for name, tree in ours for node in displays(tree) if len(names := names_in(node)) > 1 and not name.startswith(tuple(FOREIGN))]  # type: ignore[attr-defined]  # fmt: skip
     assert second == []
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mpbridge.errors import BadValue, Contradiction
+from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.precision.schedule import Mark, spans
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mpbridge_tables", ROOT / "scripts" / "tables.py")
+    spec = importlib.util.spec_from_file_location("mpbridge_tables", ROOT / "scripts" / "generate" / "tables.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,7 +25,7 @@ def tables() -> ModuleType:
 def test_every_table_of_every_page_is_up_to_date(tables: ModuleType) -> None:
     for page in tables.pages():
         text = page.read_text(encoding="utf-8")
-        assert tables.filled(text, page.name) == text, f"{page.name}: python scripts/tables.py"
+        assert tables.filled(text, page.name) == text, f"{page.name}: python scripts/generate/tables.py"
 
 
 def test_a_stale_table_is_found_and_rewritten(

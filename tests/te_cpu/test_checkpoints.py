@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from mpbridge import ConfigContainer, pretrain
-from mpbridge.checkpoint import store
-from mpbridge.checkpoint.verdict import read_fingerprint, verdict
-from mpbridge.report.metrics import read
+from mpbridge.common.report.metrics import read
+from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.verdict import read_fingerprint, verdict
 from tests.te_cpu.wheels import OLDEST, ROOT, environment, release_or_skip
 
 RECIPE = "bf16_with_fp8_current_scaling_mixed"

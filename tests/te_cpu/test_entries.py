@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mpbridge.hardware.transformer_engine import GEMM_ENTRIES, choose
+from mpbridge.common.transformer_engine import GEMM_ENTRIES, choose
 from mpbridge.te_cpu.module import make_module
 from mpbridge.te_cpu.registry import KERNELS
 from tests.te_cpu.wheels import FOLDERS, NEWEST, OLDEST, release_or_skip

@@ -1,4 +1,4 @@
-"""`scripts/te_tests.py`, which runs Transformer Engine's own tests from a clone, on a clone made up here."""
+"""`scripts/evidence/te_tests.py`, which runs Transformer Engine's own tests from a clone, on a clone made up here."""
 
 from __future__ import annotations
 
@@ -66,7 +66,14 @@ def test_a_killed_process_fails_one_test_and_the_others_run_in_a_sound_environme
     tests = tmp_path / "clone/tests/pytorch"
     tests.mkdir(parents=True)
     (tests / "test_recipe.py").write_text(MADE_UP, encoding="utf-8")
-    command = [sys.executable, str(ROOT / "scripts/te_tests.py"), str(tmp_path / "clone"), "test_recipe.py", "--te", te]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/evidence/te_tests.py"),
+        str(tmp_path / "clone"),
+        "test_recipe.py",
+        "--te",
+        te,
+    ]
     command += ["--store", str(tmp_path / "store"), "--minutes", "1", "--least", "15", "--each", "60"]
     command += ["--again", "failed", "--show", "9"]  # does not try the killed one for ever
     done = subprocess.run(
@@ -82,7 +89,7 @@ def test_a_file_of_a_quantization_that_no_table_would_show_is_named(tmp_path: Pa
     tests = tmp_path / "clone/tests/pytorch/nvfp4"
     tests.mkdir(parents=True)
     (tests / "test_nvfp4_new.py").write_text("", encoding="utf-8")
-    command = [sys.executable, str(ROOT / "scripts/te_tests.py"), str(tmp_path / "clone"), "--te", OLDEST]
+    command = [sys.executable, str(ROOT / "scripts/evidence/te_tests.py"), str(tmp_path / "clone"), "--te", OLDEST]
     command += ["--store", str(tmp_path / "store")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1

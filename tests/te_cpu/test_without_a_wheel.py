@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mpbridge import ConfigContainer, transformer_engine_on_cpu
-from mpbridge._incomplete import Guard
 from mpbridge.cli.main import with_way
-from mpbridge.errors import Contradiction, Refused, UnknownName
-from mpbridge.hardware import transformer_engine as packages
-from mpbridge.hardware.machines import machine
+from mpbridge.common import transformer_engine as packages
+from mpbridge.common.errors import Contradiction, Refused, UnknownName
+from mpbridge.common.incomplete_te import Guard
+from mpbridge.common.machines import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,7 +81,7 @@ def test_an_incomplete_wheel_is_no_transformer_engine(tmp_path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(folder)!r}); import mpbridge\n"
         "try:\n    import transformer_engine\nexcept ModuleNotFoundError as error:\n    print(error)\n"
-        "from mpbridge.hardware.probe import installed\nprint(installed().transformer_engine)\n"
+        "from mpbridge.common.probe import installed\nprint(installed().transformer_engine)\n"
         "import megatron.core.extensions.transformer_engine as found\nprint(found.HAVE_TE)\n"
     )
     done = subprocess.run(
@@ -117,7 +117,7 @@ def test_settings_that_do_not_fit_are_faults(settings, fault) -> None:
 
 
 def test_a_run_without_the_package_is_a_fault_of_the_configuration(nowhere) -> None:
-    importlib.import_module("mpbridge.config.realized").package.cache_clear()
+    importlib.import_module("mpbridge.settings.realized").package.cache_clear()
     config = ConfigContainer.load(ROOT / "configs/gpt_tiny.yaml", ["emulate=te"])
     with pytest.raises(Contradiction, match=r"\.\[te-cpu\]"):
         config.resolved()
@@ -154,7 +154,7 @@ def test_coalesced_gathers_keep_every_dtype() -> None:
     """In a process of its own: it needs a process group."""
     code = """
 import torch, torch.distributed as dist
-from mpbridge.devices.coalesce import one_by_one
+from mpbridge.backend.devices.coalesce import one_by_one
 dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
 codes, values = torch.tensor([1, 255, 7, 129], dtype=torch.uint8), torch.tensor([0.5, -0.02, 0.03, 1.0]).bfloat16()
 for first, second in ((codes, values), (values, codes)):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.errors import MpbridgeError
-from mpbridge.hardware.transformer_engine import INSTALL, VARIABLE, Package, choose, packages
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.transformer_engine import INSTALL, VARIABLE, Package, choose, packages
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST, NEWEST = "2.11", "2.20"

@@ -1,4 +1,4 @@
-"""`--emulate` against `--emulate te`, linear by linear: the same weights, inputs and output gradients (scripts/te_agreement.py)."""
+"""`--emulate` against `--emulate te`, linear by linear: the same weights, inputs and output gradients (scripts/evidence/te_agreement.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpbridge.te_cpu.played import now
 
 from .training import BLACKWELL
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts/te_agreement.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/evidence/te_agreement.py"
 HOPPERS = (
     "bf16_with_fp8_current_scaling_mixed",
     "bf16_with_fp8_delayed_scaling_mixed",
@@ -33,7 +33,7 @@ def script():
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    from mpbridge.train.machine import process_group
+    from mpbridge.training.machine import process_group
 
     with process_group(False):
         yield

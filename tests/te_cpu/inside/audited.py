@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mpbridge import pretrain
-from mpbridge.errors import AuditFailed
-from mpbridge.train.base import Hook
+from mpbridge.common.errors import AuditFailed
+from mpbridge.training.base import Hook
 
 from .training import BLACKWELL, OVERLAP, tiny
 
@@ -101,7 +101,7 @@ def test_weights_at_rest_that_do_not_follow_their_main_weights_are_named(recipe,
 @on_blackwell
 def test_a_loop_that_forgets_to_fill_the_reused_gradient_buffer_is_named(monkeypatch) -> None:
     """Every weight is gathered out of zeros, and the loss is the logarithm of the vocabulary."""
-    monkeypatch.setattr("mpbridge.engines.mcore.gather_mxfp8", lambda optimizer: None)
+    monkeypatch.setattr("mpbridge.backend.engines.mcore.gather_mxfp8", lambda optimizer: None)
     said = found(MXFP8, *OVERLAP)
     assert "gradient norm: promised finite and above 0, found 0" in said
 
@@ -220,7 +220,9 @@ def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_name
         told.append(model)
 
     monkeypatch.setattr(MegatronModule, "set_is_first_microbatch", once)
-    monkeypatch.setattr("mpbridge.megatron.inside_model.first_microbatch", lambda chunks: None)  # the engine's own word
+    monkeypatch.setattr(
+        "mpbridge.backend.megatron.inside_model.first_microbatch", lambda chunks: None
+    )  # the engine's own word
     said = found(recipe, "mixed_precision.fp8_param_gather=false", "train.train_iters=4")
     assert "quantized copies as read" in said
     assert "set_is_first_microbatch" in said

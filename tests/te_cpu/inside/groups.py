@@ -20,7 +20,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-from mpbridge.errors import Refused
+from mpbridge.common.errors import Refused
 from mpbridge.te_cpu import played
 from mpbridge.te_cpu.played import Played, now
 
@@ -305,9 +305,9 @@ def test_groups_of_one_shape_that_fill_no_tiles_share_their_scales_as_one_tensor
 def test_the_statistics_see_every_gemm_of_grouped_tensors() -> None:
     from types import SimpleNamespace
 
+    from mpbridge.observe.telemetry.native import Tap
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
-    from mpbridge.telemetry.native import Tap
 
     quant = resolve(get_mixed_precision_config("bf16_with_mxfp8_mixed")).quant
     probe: Any = SimpleNamespace(inside=None, gradients=None, source=None)

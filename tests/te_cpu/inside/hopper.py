@@ -9,7 +9,7 @@ import transformer_engine_torch as tex
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-from mpbridge.checkpoint import extra_state
+from mpbridge.training.checkpoint import extra_state
 
 
 @pytest.mark.parametrize("made", [recipe.MXFP8BlockScaling, recipe.NVFP4BlockScaling])

@@ -17,8 +17,8 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
-from mpbridge.engines.parallel import start_process_group, stop_process_group
-from mpbridge.errors import Refused
+from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
+from mpbridge.common.errors import Refused
 from mpbridge.te_cpu import rope
 from mpbridge.te_cpu.contents import codes_at_limit
 from mpbridge.te_cpu.played import now

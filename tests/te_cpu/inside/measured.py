@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mpbridge import pretrain
-from mpbridge.telemetry.reading import read
-from mpbridge.train.base import Hook
+from mpbridge.observe.telemetry.reading import read
+from mpbridge.training.base import Hook
 
 from .training import BLACKWELL, OVERLAP, tiny
 

@@ -13,9 +13,9 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-from mpbridge.devices.redirect import CPU
-from mpbridge.emulation.quantizer import Quantizer, Randomness
-from mpbridge.errors import Refused
+from mpbridge.backend.devices.redirect import CPU
+from mpbridge.common.errors import Refused
+from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.precision.regions import Quant
 from mpbridge.te_cpu import played
 from mpbridge.te_cpu.operands import gemm_operand, values_of

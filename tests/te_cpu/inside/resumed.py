@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mpbridge import pretrain
-from mpbridge.checkpoint import store
-from mpbridge.report.metrics import read
+from mpbridge.common.report.metrics import read
+from mpbridge.training.checkpoint import store
 
 from .matrix import BLOCKWISE, DELAYED, MXFP8, NVFP4, TENSORWISE, WHOLE
 from .training import BLACKWELL, OVERLAP, tiny

@@ -9,7 +9,7 @@ import torch
 
 from mpbridge import ConfigContainer, pretrain
 from mpbridge.te_cpu.played import now
-from mpbridge.train.base import Hook
+from mpbridge.training.base import Hook
 
 ROOT = Path(__file__).resolve().parents[3]
 BLACKWELL = now().capability >= (10, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import mpbridge
-from scripts.witness_megatron import megatron
+from scripts.evidence.witness_megatron import megatron
 from tests.worlds import one_process
 
 from .training import BLACKWELL

@@ -1,0 +1,156 @@
+"""What all engines share: building under the device layer, one pass of megatron-core's schedule, evaluating, closing."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+
+from mpbridge.backend.devices import device_layer
+from mpbridge.backend.devices.fp32_products import hold
+from mpbridge.backend.engines.contract import Batch
+from mpbridge.backend.engines.optimizers import CpuFusedAdam
+from mpbridge.backend.engines.te_state import forget_amaxes
+from mpbridge.planning.rules.admit import require_here
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
+
+
+class BaseEngine(ABC):
+    """One rank's model, wrapper and optimizer on megatron-core's schedules; subclasses define how they are built and stepped."""
+
+    name: ClassVar[str]
+
+    def __init__(self, run: Run, *, cuda: bool) -> None:
+        self.run = run
+        self.cuda = cuda
+        self.model: list[Any] = []
+        self.optimizer: Any = None
+        self.configs: Any = None
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._parallel: Any = None
+        self._give_back: Callable[[], None] | None = None
+
+    def _layer(self) -> AbstractContextManager[None]:
+        # entered by every method, so that an engine also works for a caller whose device layer has no optimizer; nested entering costs nothing
+        return device_layer(self.cuda, fused_adam=None if self.cuda else CpuFusedAdam)
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        """The context that forward, backward and update run under."""
+        return self._layer()
+
+    @classmethod
+    def build(cls, run: Run, *, backend: Any = None) -> Self:
+        """Builds the engine of `run`; needs an active device layer and an initialised process group.
+
+        backend: function from a TransformerConfig to a BackendSpecProvider, to build other linears (emulation); None: the device's default.
+        Raises Refused with every reason why the machine or the rules do not allow the run, and BadValue for `keep_fp32` globs that cannot be isolated.
+        """
+        require_here(run.policy, run.facts)
+        engine = cls(run, cuda=torch.cuda.is_available())
+        try:
+            engine._give_back = hold(run.policy)
+            with engine._layer():
+                engine._build(backend)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    @abstractmethod
+    def _build(self, backend: Any) -> None:
+        """Sets model, optimizer and configs."""
+
+    def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """Mean loss in nats per token over the micro-batches and the data-parallel group; no weight is updated."""
+        with self._stepping(), torch.no_grad():
+            for chunk in self.model:
+                chunk.eval()
+            return self._schedule(batches, microbatches, forward_only=True)
+
+    def _schedule(self, batches: Iterator[Batch], microbatches: int, *, forward_only: bool) -> float:
+        """One pass of megatron-core's schedule; the mean loss, the same on every rank."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from mpbridge.backend.engines.parallel import from_last_stage, mean_over_data
+        from mpbridge.backend.engines.steps import forward_step
+        from mpbridge.backend.megatron.inside_model import first_microbatch
+
+        if self.run.policy.quantized:
+            first_microbatch(self.model)
+        several = len(self.model) > 1  # every interleaved chunk reads each micro-batch
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(
+                forward_step, self._device, per_token=self.configs.model.calculate_per_token_loss
+            ),
+            data_iterator=list(itertools.tee(batches, len(self.model))) if several else batches,
+            model=self.model if several else self.model[0],
+            num_microbatches=microbatches,
+            seq_length=self.run.facts.shape.seq_length,
+            micro_batch_size=self.run.facts.micro_batch_size,
+            decoder_seq_length=self.run.facts.shape.seq_length,
+            forward_only=forward_only,
+        )
+        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self._device)
+        return float(from_last_stage(mean_over_data(mean)))
+
+    def close(self) -> None:
+        """Frees tensors and megatron-core's process-wide parallel state and restores torch's settings, so that another engine can be built."""
+        from mpbridge.backend.megatron.inside_model import release
+
+        if self._give_back is not None:
+            self._give_back()
+            self._give_back = None
+        with self._layer():
+            try:
+                release(self.model)
+                forget_amaxes()
+            finally:
+                # the process has only one parallel state: a failure above must not block every later engine
+                self.model, self.optimizer, self.configs = [], None, None
+                if self._parallel is not None:
+                    self._parallel.stop()
+                    self._parallel = None
+
+
+class ShardedEngine(BaseEngine):
+    """The fully sharded engines: parameters and states are DTensors, updated by one `ShardOptimizer`."""
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """This rank's shards (DTensors) of the parameters that the optimizer updates, by global name."""
+        return list(self.optimizer.names.items()) if self.optimizer is not None else []
+
+    def state(self, *, loading: bool = False) -> dict[str, Any]:
+        """Sharded state dict: 'model' as the optimizer holds it; 'optimizer' with main weights and moments in FP32, regardless of how the recipe stores them,
+        and the loss scaler."""
+        from mpbridge.backend.engines.shard_state import optimizer_state, parameter_state
+
+        with self._layer():
+            return {
+                "model": parameter_state(self.optimizer),
+                "optimizer": optimizer_state(self.optimizer, loading=loading),
+            }
+
+    def close(self) -> None:
+        """Frees tensors, torch's cached references to the mesh, and megatron-core's process-wide parallel state."""
+        from mpbridge.backend.engines.shard_state import forget_shardings
+
+        try:
+            forget_shardings()  # first: the mesh's process groups are destroyed with the model, at a point where no collective is in flight
+        finally:
+            super().close()
+
+    def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
+        """Loads what `state` returned; optimizer=False: weights only, main weights rebuilt from them."""
+        from mpbridge.backend.engines.shard_state import load_optimizer, load_parameters
+
+        with self._stepping():
+            load_parameters(self.optimizer, state["model"])
+            if optimizer:
+                load_optimizer(self.optimizer, state["optimizer"])

@@ -1,0 +1,68 @@
+"""Rules of the FSDP2 engine, checked for its runs only."""
+
+from __future__ import annotations
+
+from mpbridge.common.formats import DType
+from mpbridge.planning.memory.keeps import fused
+from mpbridge.planning.rules.base import Rule
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="fsdp2-shards-by-itself",
+        found=lambda c: c.run.optimizer.distributed and "ddp.use_distributed_optimizer=true on torch FSDP2",
+        expected="no distributed optimizer: FSDP2 shards the optimizer state itself",
+        cure="ddp.use_distributed_optimizer=false",
+        source="mpbridge/backend/engines/fsdp2.py",
+    ),
+    Rule(
+        id="fsdp2-casts-by-itself",
+        found=lambda c: c.policy.autocast is not None and "autocast_enabled=true on torch FSDP2",
+        expected="only FSDP2's own casts",
+        cure="mixed_precision.autocast_enabled=false",
+        source="mpbridge/backend/engines/fsdp2.py",
+    ),
+    Rule(
+        id="fsdp2-storage-under-wider-compute",
+        found=lambda c: (
+            c.policy.params.bytes < c.policy.compute.bytes
+            and f"{c.policy.params.short} storage under {c.policy.compute.short} compute"
+        ),
+        expected="storage at least as wide as compute: otherwise gradients and states are narrow while compute costs its full price",
+        cure="mixed_precision.params_dtype=null, or a recipe that computes in 16 bits",
+        source="torchtitan refuses the same; mpbridge/backend/engines/fsdp2_units.py",
+    ),
+    Rule(
+        id="moments-follow-16-bit-parameters",
+        found=lambda c: (
+            c.run.optimizer.name == "torch_adamw"
+            and c.policy.params is not DType.FP32
+            and f"torch AdamW over {c.policy.params.short} parameters"
+        ),
+        expected="FP32 storage, or FusedAdam: torch keeps moments in the parameters' dtype, where small updates are rounded away",
+        cure="recipe fp32_params_bf16_compute or bf16_params_fp32_states",
+        source="NeMo AutoModel PR 2248; AReaL#1292",
+        severity="warning",
+    ),
+    Rule(
+        id="torch-adamw-cannot-keep-states",
+        found=lambda c: (
+            c.opt("optimizer") == "torch_adamw"
+            and fused(c.policy, c.traits)
+            and f"torch's AdamW under a recipe whose states are not {c.policy.params.short}, unlike its parameters"
+        ),
+        expected="states in the parameters' dtype: torch's AdamW can hold no others",
+        cure="optimizer.optimizer=adam (FusedAdam if states need it), or recipe fp32_params_bf16_compute",
+        source="torch.optim.AdamW; NeMo AutoModel PR 2248",
+    ),
+    Rule(
+        id="fsdp2-sgd-keeps-no-main-weights",
+        found=lambda c: (
+            c.run.optimizer.name == "sgd"
+            and {c.policy.main_params or DType.FP32, c.policy.exp_avg or DType.FP32} != {c.policy.params}
+            and f"optimizer=sgd on {c.policy.params.short} parameters, under a recipe whose main weights or momentum have another dtype"
+        ),
+        expected="storage in the dtype of both: torch's SGD updates the parameters themselves, and its momentum has their dtype",
+        cure="mixed_precision.params_dtype=fp32 (recipe fp32_params_bf16_compute), optimizer.optimizer=adam, or engine=mcore",
+        source="torch.optim.SGD; mpbridge/backend/engines/shard_optimizer.py",
+    ),
+)

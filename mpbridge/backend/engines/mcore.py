@@ -1,0 +1,164 @@
+"""The megatron-core engine: DistributedDataParallel with or without the distributed optimizer, on CUDA or the CPU device layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpbridge.backend.engines import full_bf16
+from mpbridge.backend.engines.base import BaseEngine
+from mpbridge.backend.engines.contract import Batch, Live, StepResult
+from mpbridge.backend.engines.mcore_traits import TRAITS
+from mpbridge.backend.megatron.inside_optimizer import gather_mxfp8, gather_now, refresh_mxfp8
+
+if TYPE_CHECKING:
+    pass
+
+
+class McoreEngine(BaseEngine):
+    """GPTModel, Float16Module, DistributedDataParallel and megatron-core's optimizer, stepped by its own schedules."""
+
+    name = TRAITS.name
+
+    def _build(self, backend: Any) -> None:
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        from mpbridge.backend.engines.parallel import ModelParallel
+        from mpbridge.backend.megatron.configs import build_targets
+        from mpbridge.backend.models.gpt import build_chunks
+
+        targets = build_targets(self.run, cuda=self.cuda)
+        instances = targets.ddp.num_distributed_optimizer_instances
+        self._parallel = ModelParallel(
+            self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)), optimizer_instances=instances
+        )
+        chunks = build_chunks(targets.model, targets.gpt, self.run.policy, cuda=self.cuda, backend=backend)
+        self.model = [
+            DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(chunks)
+        ]
+        self.optimizer = get_megatron_optimizer(targets.optimizer, self.model)
+        full_bf16.prepare(self.optimizer, self.run.policy)
+        self.configs = targets
+        self._hook_up()
+
+    def _hook_up(self) -> None:
+        """Sets the functions that the schedules call: loss scaling, gradient finalisation, and the communication that overlaps with compute."""
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+        from mpbridge.backend.engines.parallel import on_every_chunk
+
+        config, ddp = self.configs.model, self.configs.ddp
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if ddp.overlap_grad_reduce:
+            config.no_sync_func = on_every_chunk([chunk.no_sync for chunk in self.model])
+            if len(self.model) > 1:
+                config.grad_sync_func = on_every_chunk([chunk.start_grad_sync for chunk in self.model])
+        if ddp.overlap_param_gather and ddp.align_param_gather:
+            config.param_sync_func = on_every_chunk([chunk.start_param_sync for chunk in self.model])
+
+    def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
+        """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
+        from mpbridge.backend.engines.steps import learning_rate, update
+
+        with self._layer():
+            self._zero_grad()
+            scale, lr = float(self.optimizer.get_loss_scale()), learning_rate(self.optimizer)
+            loss = self._schedule(batches, microbatches, forward_only=False)
+            applied, norm = update(self.optimizer)
+            return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
+
+    def backward(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """Forward and backward without an update; the mean loss. The gradients are then in `counted_gradients`."""
+        with self._layer():
+            self._zero_grad()
+            return self._schedule(batches, microbatches, forward_only=False)
+
+    def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """(parameter, its current reduced gradient), each element on one rank of the job only: for a sharded gradient this rank's part, flat."""
+        from mpbridge.backend.megatron.inside_optimizer import counted_gradients
+
+        return list(counted_gradients(self.optimizer, self.named_parameters()))
+
+    def _zero_grad(self) -> None:
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.configs.optimizer.reuse_grad_buf_for_mxfp8_param_ag and self.configs.ddp.overlap_param_gather:
+            # MXFP8 parameters are gathered through the gradient buffer, which has just been zeroed
+            gather_mxfp8(self.optimizer)
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Parameters of this rank by their global name (layers counted over all pipeline stages, experts over all expert-parallel ranks)."""
+        from mpbridge.backend.engines.live import bare, parameters
+
+        for chunk in self.model:
+            yield from parameters(bare(chunk))
+
+    def tensors(self) -> Iterable[Live]:
+        """Every tensor that plays a role, as it exists at this moment; views of one buffer share storage (gradients, distributed parameters)."""
+        from mpbridge.backend.engines.live import live
+
+        with self._layer():
+            self._gather_parameters()
+            return live(self.model, self.optimizer)
+
+    def tensors_at_rest(self) -> Iterable[Live]:
+        """As `tensors`, without a gather: with overlap_param_gather parameters may be one update old."""
+        from mpbridge.backend.engines.live import live
+
+        return live(self.model, self.optimizer)
+
+    def _gather_parameters(self) -> None:
+        """Brings the parameters up to date: with overlap_param_gather they are otherwise gathered in the next forward pass."""
+        if not self.configs.ddp.overlap_param_gather:
+            return
+        if self.configs.optimizer.reuse_grad_buf_for_mxfp8_param_ag:
+            refresh_mxfp8(self.model, self.optimizer)
+            return
+        gather_now(self.model)
+
+    def state(self, *, loading: bool = False) -> dict[str, Any]:
+        """Sharded state dict of model ('model', or 'model0', ... if stages interleave) and 'optimizer', loss scaler included."""
+        from mpbridge.backend.engines.live import allocate_moments, bare
+
+        with self._layer():
+            self._gather_parameters()
+            allocate_moments(self.optimizer)
+            metadata = self._metadata()
+            keys = ["model"] if len(self.model) == 1 else [f"model{i}" for i in range(len(self.model))]
+            state = {
+                key: bare(chunk).sharded_state_dict(metadata=metadata)
+                for key, chunk in zip(keys, self.model, strict=True)
+            }
+            parts = state["model"] if len(self.model) == 1 else dict(state)
+            state["optimizer"] = self.optimizer.sharded_state_dict(parts, is_loading=loading, metadata=metadata)
+            return state
+
+    def _metadata(self) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # fully reshardable: main weights and moments are stored like the model's parameters, so another parallel layout can read them
+        kind = (
+            {"distrib_optim_sharding_type": "fully_reshardable"} if self.configs.ddp.use_distributed_optimizer else {}
+        )
+        return {**kind, "dp_cp_group": group, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+    def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
+        """Loads what `state` returned; optimizer=False: weights only, main weights rebuilt from them."""
+        from mpbridge.backend.engines.live import bare, forget_main_weights
+
+        with self._layer():
+            for i, chunk in enumerate(self.model):
+                bare(chunk).load_state_dict(state["model" if len(self.model) == 1 else f"model{i}"], strict=True)
+            if optimizer:
+                self.optimizer.load_state_dict(state["optimizer"])
+            else:
+                self.optimizer.reload_model_params()
+                forget_main_weights(self.optimizer)

@@ -1,0 +1,21 @@
+"""The traits of `McoreEngine`."""
+
+from __future__ import annotations
+
+from mpbridge.common.traits import EngineTraits
+
+TRAITS = EngineTraits(
+    name="mcore",
+    engine="mpbridge.backend.engines.mcore:McoreEngine",
+    summary="megatron-core's DistributedDataParallel, with or without its distributed optimizer",
+    label="megatron-core's DDP",
+    layout="buffers",
+    shards=frozenset({"main_params", "main_grads", "exp_avg", "exp_avg_sq"}),
+    distributed_optimizer="optional",
+    main_weights="megatron_core",
+    optimizers=("adam", "sgd"),
+    parallelisms=frozenset({"tensor", "pipeline", "context", "expert"}),
+    stored_weights=True,
+    per_token_loss=True,
+    checkpoints="mcore",
+)

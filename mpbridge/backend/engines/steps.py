@@ -1,0 +1,67 @@
+"""One forward pass of a micro-batch and one update, as shared by all engines on megatron-core's schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpbridge.backend.engines.contract import Batch
+from mpbridge.backend.engines.full_bf16 import clip, grad_norm
+from mpbridge.backend.megatron.inside_optimizer import parts
+
+
+def token_mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean loss over the tokens of `mask`, for backward; the same value for reporting), from per-token losses in nats."""
+    mask = mask.view(-1).float()
+    loss = torch.sum(losses.float().view(-1) * mask) / mask.sum().clamp(min=1.0)
+    # the schedule divides this tensor in place, so the reported value needs its own memory
+    return loss, loss.detach().clone()
+
+
+def token_sum(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(summed loss for backward, its number of tokens, mean loss for reporting), as calculate_per_token_loss expects: gradients are divided by
+    all tokens of all ranks at the end. Given a mean, megatron-core would add up the ranks' means."""
+    mean, report = token_mean(mask, losses)
+    tokens = mask.sum()
+    return mean * tokens.clamp(min=1.0), tokens.int(), report
+
+
+def forward_step(
+    device: torch.device, batches: Iterator[Batch], model: Any, *, per_token: bool = False
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """megatron-core's forward_step_func: the model's output for the next micro-batch, and its loss function.
+
+    per_token: the config's calculate_per_token_loss.
+    """
+    batch = next(batches)
+    tokens, positions, labels, mask = (
+        batch[key].to(device, non_blocking=True) for key in ("tokens", "position_ids", "labels", "loss_mask")
+    )
+    return model(tokens, positions, None, labels=labels), partial(token_sum if per_token else token_mean, mask)
+
+
+def update(optimizer: Any) -> tuple[bool, float | None]:
+    """(applied, global gradient norm before clipping or None): megatron-core's step, except that weights are never updated with non-finite gradients.
+
+    megatron-core skips such steps only with a loss scaler (FP16); in BF16 and FP32 its own step would write NaN into every parameter.
+    """
+    if optimizer.prepare_grads():
+        return False, None
+    norm = grad_norm(optimizer)
+    if not math.isfinite(norm):
+        return False, None
+    for part in parts(optimizer):
+        if part.config.clip_grad > 0.0:
+            clip(part, norm)
+    return bool(optimizer.step_with_ready_grads()), norm
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The rate of the first group that follows the schedule (`default_config`: without its own multiplier)."""
+    groups = optimizer.param_groups
+    followers = [group for group in groups if group.get("default_config", True) and group["params"]] or groups
+    return float(followers[0]["lr"]) if followers else 0.0

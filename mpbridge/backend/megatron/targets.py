@@ -1,0 +1,234 @@
+"""megatron-core's configs: constructed once from inputs and a plan (build), or changed in an existing script (apply). Both refuse to run a recipe as something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mpbridge.common.errors import (
+    BadValue,
+    Contradiction,
+    MpbridgeError,
+    Refused,
+    StalePlan,
+    UnknownName,
+    UpstreamRefused,
+)
+from mpbridge.common.facts import Realization, Versions
+from mpbridge.common.formats import DType, dtype
+from mpbridge.common.machines import Machine
+from mpbridge.common.probe import installed, this_machine
+from mpbridge.planning.hardware.capability import refuse_unless_native
+from mpbridge.precision.megatron_spec.precision_field import TARGETS, ModuleRules
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.sync.apply import commit, refusal, spelled
+from mpbridge.precision.sync.plan import Plan, Receipt
+from mpbridge.precision.sync.targets import is_inputs, same
+from mpbridge.settings.schema import ACTIVATIONS
+from mpbridge.settings.sections import GPT, YARN
+
+log = logging.getLogger("mpbridge")
+
+
+GPT_ARGUMENTS = frozenset({*GPT.__dataclass_fields__, "parallel_output"})
+"""Keys of the model section that are GPTModel's own arguments rather than fields of TransformerConfig."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The configs that an engine is built from."""
+
+    model: Any
+    """TransformerConfig or MLATransformerConfig."""
+    optimizer: Any
+    """OptimizerConfig."""
+    ddp: Any
+    """DistributedDataParallelConfig."""
+    gpt: Mapping[str, Any]
+    """Keys of the model section that are GPTModel's own arguments."""
+
+
+def build(
+    inputs: Mapping[str, Any], plan: Plan, *, machine: Machine | None = None, versions: Versions | None = None
+) -> Targets:
+    """megatron-core's configs, constructed once from `inputs` with the plan's writes applied.
+
+    inputs: {"model", "optimizer", "ddp"} -> mapping (or a live config, which is then written in place); "parallel" is merged into the model.
+    machine, versions: what will run it; None: the local ones.
+    Raises Refused if that machine would run the recipe as something else, UnknownName or Contradiction for fields that do not exist,
+    StalePlan if inputs changed since the plan was made, UpstreamRefused if megatron-core's own validation rejects the values.
+    """
+    refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
+    live: dict[str, Any] = {name: inputs[name] for name in TARGETS if name in inputs and not is_inputs(inputs[name])}
+    made: dict[str, Any] = dict(live)
+    if live:
+        writes = tuple(write for write in plan.writes if write.target in live)
+        commit(dataclasses.replace(plan, writes=writes, targets=live), spell=_compile)
+    sections: dict[str, dict[str, Any]] = {name: dict(inputs.get(name) or {}) for name in TARGETS if name not in live}
+    if "model" in sections:
+        sections["model"] |= inputs.get("parallel") or {}
+    classes = _classes(bool(sections.get("model", {}).get("multi_latent_attention")))
+    gpt = _gpt_arguments(sections.get("model", {}), classes["model"])
+    _refuse_unknown(sections, classes)
+    for name, section in sections.items():
+        made[name] = _construct(name, classes[name], section, plan)
+    _add_yarn(made["model"], gpt)
+    return Targets(gpt=MappingProxyType(gpt), **made)
+
+
+def apply(
+    plan: Plan,
+    *,
+    machine: Machine | None = None,
+    versions: Versions | None = None,
+    on_conflict: Literal["warn", "error"] = "warn",
+    emulated: bool = False,
+) -> Receipt:
+    """Writes `plan` onto its live objects, all or nothing; pass the receipt to the next plan's `after`.
+
+    emulated: the caller attaches mpbridge.numerics; a plan for emulation is refused without it, because it would train in 16 bits.
+    on_conflict: "warn" logs the author's values that are overridden, on rank 0; "error" raises Conflict.
+    Raises Refused, Conflict, StalePlan, UpstreamRefused, BadValue.
+    """
+    if plan.realization == "emulated" and not emulated and plan.policy is not None and plan.policy.quantized:
+        raise Refused(
+            "this plan leaves quantization to mpbridge.numerics and writes none to megatron-core: attach the emulation and call "
+            "apply(plan, emulated=True), or plan with realization='native'"
+        )
+    if emulated and plan.realization == "native" and plan.policy is not None and plan.policy.quantized:
+        raise BadValue("apply(emulated=True) got a native plan: make it with plan(..., realization='emulated')")
+    refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
+    _refuse_unspoken(plan)
+    receipt = commit(plan, on_conflict=on_conflict, spell=_compile)
+    if plan.conflicts and os.environ.get("RANK", "0") == "0":  # only on torchrun's rank 0
+        log.warning(
+            "the recipe overrides values that were set:\n%s", "\n".join(f"  {write}" for write in plan.conflicts)
+        )
+    return receipt
+
+
+def _refuse_unspoken(plan: Plan) -> None:
+    """Raises Refused for a scaling that no megatron-core field can express: it runs in linears that mpbridge's own engines insert."""
+    quants = () if plan.policy is None or plan.realization == "emulated" else plan.policy.quants
+    unspoken = dict.fromkeys(quant.scaling for quant in quants if quant.row.core is None)
+    if unspoken:
+        raise Refused(
+            f"megatron-core has no setting for {', '.join(unspoken)} scaling, so this script's linears would train in 16 bits;"
+            " train it with mpbridge, whose engines put such GEMMs into the linears"
+        )
+
+
+def refuse_unable(
+    policy: PrecisionPolicy | None,
+    realization: Realization,
+    *,
+    machine: Machine | None = None,
+    versions: Versions | None = None,
+) -> None:
+    """Raises Refused if that machine would run a quantized policy as something else. What is not given is taken from the local machine."""
+    if policy is None or realization == "emulated" or not policy.quantized:
+        return
+    refuse_unless_native(policy, machine or this_machine(), versions or installed())
+
+
+def _compile(rules: Any, config: Any) -> Any:
+    return importlib.import_module("mpbridge.backend.megatron.quant_recipe").compile_rules(rules, config)
+
+
+def _classes(latent: bool) -> dict[str, type]:
+    # imported here rather than at the top: importing megatron-core takes seconds, and a refusal should not
+    transformer = importlib.import_module("megatron.core.transformer.transformer_config")
+    return {
+        "model": transformer.MLATransformerConfig if latent else transformer.TransformerConfig,
+        "optimizer": importlib.import_module("megatron.core.optimizer").OptimizerConfig,
+        "ddp": importlib.import_module("megatron.core.distributed").DistributedDataParallelConfig,
+    }
+
+
+def _gpt_arguments(section: dict[str, Any], config: type) -> dict[str, Any]:
+    """Moves GPTModel's own arguments out of the model section; those that the config also has (MLA's rotary_base) stay in both."""
+    own = {name: section[name] for name in GPT_ARGUMENTS if name in section}
+    for name in own:
+        if name not in _fields(config):
+            del section[name]
+    return own
+
+
+def _add_yarn(config: Any, gpt: dict[str, Any]) -> None:
+    """Moves yarn_* from GPTModel's arguments onto the config object, where GPTModel and its attention look for them (they are not fields of any class).
+
+    Only with YaRN: attention scales sines and cosines of every model whose config has such an attribute.
+    """
+    given = {name: gpt.pop(name) for name in YARN if name in gpt}
+    if gpt.get("position_embedding_type") == "yarn":
+        plain = GPT()
+        for name in YARN:
+            setattr(config, name, given.get(name, getattr(plain, name)))
+
+
+def _fields(config: type) -> Mapping[str, Any]:
+    return {field.name: field for field in dataclasses.fields(config) if field.init}
+
+
+def _refuse_unknown(sections: Mapping[str, Mapping[str, Any]], classes: Mapping[str, type]) -> None:
+    faults = [
+        UnknownName(f"field of {classes[name].__name__}", field, _fields(classes[name]))
+        for name, section in sections.items()
+        for field in section
+        if field not in _fields(classes[name])
+    ]
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        raise Contradiction(map(str, faults), subject="megatron-core does not have these settings")
+
+
+def _construct(name: str, config: type, section: dict[str, Any], plan: Plan) -> Any:
+    fields = _fields(config)
+    values = {field: _value(f"{name}.{field}", value, fields[field]) for field, value in section.items()}
+    rules: list[tuple[str, Any]] = []
+    for write in plan.writes:
+        if write.target != name:
+            continue
+        now = section.get(write.field)
+        if now is not None and not same(_value(write.name, now, fields[write.field]), write.before):
+            raise StalePlan(f"{write.name} is {now!r} now and was {write.before!r} when the plan was made: plan again")
+        if isinstance(write.after, ModuleRules):
+            rules.append((write.field, write.after))  # compiled once the config is complete
+        else:
+            values[write.field] = spelled(write.after, None, None)
+    try:
+        made = config(**values)
+    except MpbridgeError:
+        raise
+    except Exception as fault:
+        raise UpstreamRefused(refusal(name, fault)) from fault
+    for field, value in rules:
+        setattr(made, field, spelled(value, made, _compile))
+    return made
+
+
+def _value(where: str, value: Any, field: Any) -> Any:
+    """An input in the form that megatron-core takes; accepts dtypes in any spelling, functions and enumerations by name."""
+    if isinstance(value, (str, DType)) and "torch.dtype" in str(field.type):
+        try:
+            return dtype(value).torch()
+        except BadValue as fault:
+            raise BadValue(f"{where}: {fault}") from None
+    if isinstance(value, str) and field.name == "activation_func":
+        if value not in ACTIVATIONS:
+            raise UnknownName("activation function", value, ACTIVATIONS)
+        module, _, function = ACTIVATIONS[value].partition(":")
+        return getattr(importlib.import_module(module), function)
+    if isinstance(value, str) and field.name == "attention_backend":
+        backends = importlib.import_module("megatron.core.transformer.enums").AttnBackend.__members__
+        if value not in backends:
+            raise UnknownName("attention backend", value, backends)
+        return backends[value]
+    return value

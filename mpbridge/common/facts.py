@@ -1,0 +1,174 @@
+"""RunFacts: everything besides the policy that determines whether and how a run works. Frozen, and independent of any framework."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.traits import DEFAULT, EngineTraits, traits
+
+Realization = Literal["native", "emulated"]
+
+
+ADAMS = ("adam", "torch_adamw")
+"""Values of optimizer.optimizer with Adam's two moments for every parameter."""
+
+
+def least_left(beta2: float, steps: int = 1) -> float:
+    """The share of a second moment that so many steps of Adam leave at least: v' = beta2 v + (1 - beta2) g^2, and g^2 is never negative."""
+    return beta2**steps
+
+
+MOST = 10_000
+"""Maximum number of layers or experts: more is a typo, and would take minutes to process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A GPT's shape, in megatron-core's names; sizes are global (before tensor parallelism)."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    """Rows of the embedding, including padding."""
+    seq_length: int
+    gated: bool = False
+    """gated_linear_unit: fc1 has twice the rows."""
+    tied: bool = True
+    """share_embeddings_and_output_weights."""
+    learned_positions: bool = False
+    linear_bias: bool = True
+    qkv_bias: bool = False
+    norm_bias: bool = True
+    """LayerNorm has a bias, RMSNorm has none."""
+    qk_layernorm: bool = False
+    experts: int | None = None
+    """num_moe_experts; None: dense."""
+    expert_ffn_hidden_size: int = 0
+    expert_layers: tuple[bool, ...] = ()
+    """Whether each layer is a mixture of experts; empty if the model is dense."""
+    expert_topk: int = 0
+    shared_expert_size: int = 0
+    """Width of the shared expert; 0: none."""
+    expert_bias: bool = False
+    """moe_router_enable_expert_bias: a buffer of one FP32 value per expert."""
+    grouped_gemm: bool = False
+    latent_attention: Mapping[str, int] | None = None
+    """MLA: q_lora_rank (0: none), kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim."""
+    mtp_layers: int = 0
+    sinks: bool = False
+    """softmax_type "learnable": one parameter per head in the denominator of its softmax."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "experts", "mtp_layers"):
+            value = getattr(self, name) or 0
+            if not 0 <= value <= MOST:
+                raise BadValue(f"{name}={value}: expected 0 to {MOST}")
+        # each expert has a row in every table: the limit is thirty times DeepSeek-V3's number
+        if self.num_layers * (self.experts or 0) > 50 * MOST:
+            raise BadValue(
+                f"num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"
+            )
+
+    def is_expert_layer(self, layer: int) -> bool:
+        """Whether 0-based `layer` is a mixture of experts."""
+        return bool(self.expert_layers) and self.expert_layers[layer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Parallel sizes; the data-parallel size is the world size divided by the others."""
+
+    world_size: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    """None: the same as `tensor`."""
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        need = self.tensor * self.pipeline * self.context
+        if self.world_size % need:
+            raise BadValue(
+                f"{self.world_size} processes cannot be divided into tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} = {need}"
+            )
+
+    @property
+    def data(self) -> int:
+        """Number of replicas that split the batch."""
+        return self.world_size // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Number of replicas of each expert's weights."""
+        return max(1, self.world_size // ((self.expert_tensor or self.tensor) * self.expert * self.pipeline))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFacts:
+    """Which optimizer updates the weights, and what the optimizer section says about its states."""
+
+    name: str = "adam"
+    """megatron-core's `optimizer` setting, or "torch_adamw" for torch's own on FSDP2 (`memory.keeps.updater`)."""
+    distributed: bool = False
+    cpu_offload: bool = False
+    overlap_param_gather_with_step: bool = False
+    settings: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
+    """The optimizer section's other plain settings, with the plan's writes applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """Installed or assumed versions, as strings; None: not installed (for the CUDA ones: or unknown)."""
+
+    torch: str | None = None
+    megatron_core: str | None = None
+    transformer_engine: str | None = None
+    torchao: str | None = None
+    cuda: str | None = None
+    cublaslt: str | None = None
+    python: str | None = None
+
+    def of(self, library: str) -> str | None:
+        """The version of a library, by its field name."""
+        found: str | None = getattr(self, library)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Everything besides the policy that rules, shapes, memory and fingerprints depend on."""
+
+    shape: ModelShape
+    parallel: Parallel = Parallel()
+    engine: str = DEFAULT
+    realization: Realization = "native"
+    optimizer: OptimizerFacts = OptimizerFacts()
+    model: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
+    """The model section's other plain settings (transformer_impl, recompute_*, moe_token_dispatcher_type, fusions ...), with the plan's writes applied."""
+    ddp: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
+    """The ddp section with the plan's writes applied (overlap_grad_reduce, bucket_size, ...)."""
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    versions: Versions = Versions()
+    machine: Any = None
+    """The hardware.machines.Machine that will run it; None: unknown."""
+    inert: tuple[str, ...] = ()
+    """Precision settings by the author that nothing reads, as text (`precision.inert`)."""
+    environment: Mapping[str, str] = field(default_factory=lambda: types.MappingProxyType({}))
+    """NVTE_* and CUDA_* variables that contradict or complete a recipe."""
+
+    @property
+    def traits(self) -> EngineTraits:
+        """Traits of the engine. Raises UnknownName."""
+        return traits(self.engine)

@@ -1,0 +1,159 @@
+"""Opens files from untrusted sources: only regular files, never through a link; strict and bounded parsing of JSON."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from mpbridge.common.errors import CheckpointError
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with (bytes done, total bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much of one kind of file is read."""
+
+    size: int
+    """Bytes."""
+    steps: int = 0
+    """Instructions or values; 0: the size bounds them."""
+
+
+LIMITS: Mapping[str, Limit] = {
+    "json": Limit(1 << 28),  # the index of a checkpoint with a million shards has a quarter of that
+    "json lines": Limit(1 << 30),  # one line of some 300 bytes for each step
+    "text": Limit(1 << 26),  # configurations, scripts and logs
+    "safetensors header": Limit(100_000_000),  # the format's own limit
+    "pickle": Limit(1 << 30, 50_000_000),  # a checkpoint's table of a thousand ranks has a tenth of that
+    "arguments": Limit(1 << 26, 2_000_000),  # they take kilobytes; tensors stand outside of their pickle
+    "argument values": Limit(0, 100_000),  # a model has hundreds of settings
+}
+"""Kind of file -> its limits: of every reader of what somebody else may have written."""
+LARGEST_JSON = LIMITS["json"].size
+
+_KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+# opening a FIFO must not block; a flag that the system lacks is not used
+_SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def kind_of(mode: int) -> str:
+    """The kind of a file that is not regular, with its article."""
+    return next((name for holds, name in _KINDS if holds(mode)), "a special file")
+
+
+def opened(file: Path) -> IO[bytes]:
+    """Opens `file` for reading in binary. Raises CheckpointError naming it if it is not a regular file, FileNotFoundError if it does not exist."""
+    return os.fdopen(_descriptor(file, os.O_RDONLY), "rb")
+
+
+def opened_inside(folder: Path, name: str) -> IO[bytes]:
+    """Opens `folder`/`name` for reading; no folder on the path below `folder` may be a link either. Raises as `opened` does."""
+    place = folder
+    for part in name.split("/")[:-1]:
+        place = place / part
+        if stat.S_ISLNK(os.lstat(place).st_mode):
+            raise CheckpointError(
+                f"{place} is a symbolic link, expected a folder: links in a checkpoint are not followed"
+            )
+    return opened(folder / name)
+
+
+def opened_to_write(file: Path, *, append: bool = False) -> IO[str]:
+    """Opens `file` for writing text, creating it if it is missing; truncates it unless `append`.
+
+    Raises CheckpointError if it is a link, not a regular file, or has a second name elsewhere (a hard link), since its content may belong to someone else.
+    """
+    handle = _descriptor(file, os.O_RDWR | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
+    if not append:
+        os.ftruncate(handle, 0)
+    return os.fdopen(handle, "a+" if append else "w+", encoding="utf-8", buffering=1)
+
+
+def _descriptor(file: Path, flags: int, mode: int = 0) -> int:
+    try:
+        handle = os.open(file, flags | _SAFE, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EMLINK, errno.EOPNOTSUPP):
+            _refuse(file, os.lstat(file).st_mode)
+        raise
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or (flags & os.O_CREAT and found.st_nlink > 1):
+        os.close(handle)
+        if stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{file} has a second name elsewhere (a hard link): it is not written to; remove it")
+        _refuse(file, found.st_mode)
+    os.set_blocking(handle, True)
+    return handle
+
+
+def _refuse(file: Path, mode: int) -> NoReturn:
+    raise CheckpointError(f"{file} is {kind_of(mode)}, expected a regular file: it is neither followed nor opened")
+
+
+def regular(file: Path | str) -> IO[bytes]:
+    """Opens a file named by the user for reading in binary; links are followed. Raises OSError stating what it is if it is not a regular file, without
+    waiting for a FIFO's writer."""
+    handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, expected a regular file", os.fspath(file))
+    return os.fdopen(handle, "rb")
+
+
+def text_of(file: Path | str, *, errors: str = "strict", kind: str = "text") -> str:
+    """The whole text of such a file, as UTF-8. kind: of LIMITS.
+
+    Raises as `regular` does, OSError for a file above the limit (a sparse one of terabytes costs nothing to make), and UnicodeDecodeError unless `errors` is
+    'replace'.
+    """
+    largest = LIMITS[kind].size
+    with regular(file) as stream:
+        data = stream.read(largest + 1)
+    if len(data) > largest:
+        raise OSError(errno.EFBIG, f"it has more than {largest:,} bytes, the limit for {kind}", os.fspath(file))
+    return data.decode("utf-8", errors)
+
+
+def why(error: Exception) -> str:
+    """The message of an exception raised while reading, on one line; for OSError only the reason."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return " ".join((said or str(error) or type(error).__name__).split())
+
+
+def read_json(file: Path, *, largest: int = LARGEST_JSON) -> Any:
+    """The JSON value in `file`. Raises CheckpointError naming the file for anything else: damage, excessive nesting, NaN, another kind of file."""
+    with opened(file) as stream:
+        text = stream.read(largest + 1)
+    return parsed(text, str(file), largest=largest)
+
+
+def parsed(text: bytes, name: str, *, largest: int = LARGEST_JSON) -> Any:
+    """The JSON value in `text`. Raises CheckpointError, which mentions `name`."""
+    if len(text) > largest:
+        raise CheckpointError(f"{name} cannot be read: larger than {largest} bytes")
+    try:
+        return json.loads(text.decode("utf-8"), parse_constant=_no_constant)
+    except RecursionError:
+        raise CheckpointError(f"{name} cannot be read: nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"{name} cannot be read ({error})") from error
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")

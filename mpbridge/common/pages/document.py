@@ -1,0 +1,179 @@
+"""A page as data, and the HTML that shows it. Content too large for one file is sampled, and the page says so."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.pages.sampling import packed, plain, spare, thin
+from mpbridge.common.tables.table import Column, table
+
+LARGEST = 2_000_000
+"""Maximum bytes of a page."""
+CURVES = 12
+"""Number of curves drawn at once in a chart: as many as there are distinguishable colours."""
+_HERE = Path(__file__).parent
+
+
+@dataclass(slots=True)
+class Page:
+    """Blocks in order, under a title. made: model, data, command, date ..., shown on top; glossary: term -> sentence, at the end."""
+
+    title: str
+    made: Mapping[str, str]
+    glossary: Mapping[str, str] = field(default_factory=dict)
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+    _number: int = 0
+
+    def add(self, kind: str, title: str = "", **values: Any) -> str:
+        """Adds a block and returns its id, for links."""
+        self._number += 1
+        made = f"b{self._number}"
+        self.blocks.append({"kind": kind, "id": made, "title": title, **values})
+        return made
+
+    def heading(self, title: str, word: str = "", tone: str = "") -> str:
+        """Begins a section. tone: 'good', 'warn', 'bad' or '' colours the word after the title."""
+        return self.add("heading", title, word=word, tone=tone)
+
+    def text(self, text: str, *, dim: bool = False) -> str:
+        """A paragraph."""
+        return self.add("text", text=text, dim=dim)
+
+    def verdicts(self, title: str, items: Iterable[Mapping[str, Any]]) -> str:
+        """A list: text, and optionally word, tone, href (an id of a block) and more (lines below it)."""
+        return self.add("verdicts", title, items=[dict(item) for item in items])
+
+    def chart(
+        self,
+        title: str,
+        series: Iterable[tuple[str, Sequence[tuple[float, float]], str]],
+        *,
+        x: str = "step",
+        y: str,
+        log: bool = False,
+        bars: bool = False,
+        marks: Iterable[tuple[float, str]] = (),
+        note: str = "",
+        order: str = "most important first",
+        reach: tuple[float, float] | None = None,
+    ) -> str:
+        """Curves: (name, points, layer or '') each. y: label with the unit. marks: vertical lines at x with a label each. Of more than CURVES curves, the first are
+        drawn, and the others by a layer, a part of their names or page by page; order: the page's description of their order. reach: x range that the
+        axis shows at least, so that charts can be compared."""
+        lines = [
+            {"name": name, "layer": layer, "points": [[x_, plain(y_)] for x_, y_ in points]}
+            for name, points, layer in series
+        ]
+        return self.add(
+            "chart", title, series=lines, x=x, y=y, log=log, bars=bars, marks=[list(mark) for mark in marks],
+            note=note, order=order, reach=list(reach or ()), shown=CURVES,
+        )  # fmt: skip
+
+    def table(
+        self,
+        title: str,
+        columns: Sequence[Column],
+        rows: Sequence[Sequence[Any]],
+        *,
+        order: Sequence[int] | None = None,
+        folded: bool = False,
+    ) -> str:
+        """A table that sorts and filters. order: rows by importance, used if not all fit; a cell may be {"text":, "href":, "tone":}. A column in which
+        no row has a value is omitted."""
+        filled = table(title, columns, rows).filled()
+        shown = ("name", "help", "unit", "number", "layer")
+        return self.add(
+            "table",
+            title,
+            columns=[{name: getattr(column, name) for name in shown} for column in filled.columns],
+            rows=[list(map(plain, row)) for row in filled.rows],
+            order=list(order or range(len(rows))),
+            folded=folded,
+        )
+
+    def heat(
+        self,
+        title: str,
+        layers: Sequence[str],
+        kinds: Sequence[str],
+        values: Mapping[tuple[str, str], float],
+        *,
+        low: float,
+        high: float,
+        unit: str = "percent",
+        note: str = "",
+    ) -> str:
+        """Numbers by layer (columns) and kind (rows) on one logarithmic colour scale from `low` to `high`; a click selects a layer. unit: 'percent' shows
+        shares as percent, 'times' factors."""
+        grid = [[plain(values.get((layer, kind))) for layer in layers] for kind in kinds]
+        return self.add(
+            "heat", title, layers=list(layers), kinds=list(kinds), grid=grid, low=low, high=high, unit=unit, note=note
+        )
+
+    def html(self, *, largest: int = LARGEST) -> str:
+        """The file's text, at most `largest` bytes. Raises BadValue if even the smallest sample is larger."""
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+
+        environment = Environment(
+            loader=PackageLoader("mpbridge.common.pages", "."),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+        )
+        template = environment.get_template("page.html.j2")
+        assets = {name: (_HERE / path).read_text(encoding="utf-8") for name, path in _ASSETS.items()}
+        for block in self.blocks:
+            thin(block)
+        while True:
+            blocks = [packed(block) for block in self.blocks]
+            data = {"title": self.title, "made": self.made, "glossary": self.glossary, "blocks": blocks}
+            # the only sequence that could end the script element early
+            text = template.render(title=self.title, data=_json(data).replace("</", "<\\/"), **assets)
+            if len(text.encode()) <= largest:
+                return text
+            if not spare(self.blocks):
+                raise BadValue(f"the page cannot be made smaller than {len(text.encode()):,} bytes")
+
+
+_ASSETS = {
+    "uplot": "vendor/uPlot.iife.min.js",
+    "uplot_style": "vendor/uPlot.min.css",
+    "style": "page.css",
+    "script": "page.js",
+}
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+
+
+def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None:
+    """Raises BadValue if a file (or folder) cannot be written at `path`, the value of `option`; call it before the work, not after it."""
+    if folder:
+        place = path
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise BadValue(f"{option} {path}: {place} is a file, expected a folder, or a path where one can be created")
+    else:
+        place = path.parent
+        if path.is_dir():
+            raise BadValue(f"{option} {path} is a folder, expected a file")
+        if not place.is_dir():
+            raise BadValue(f"{option} {path}: folder {place} does not exist")
+    if not os.access(place, os.W_OK) or (path.is_file() and not os.access(path, os.W_OK)):
+        raise BadValue(f"{option} {path}: {place} cannot be written")
+
+
+def write(path: Path, text: str, *, option: str = "--out") -> None:
+    """Writes a page. Raises BadValue with the file's name if it cannot be written after all."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadValue(f"{option} {path} cannot be written: {error.strerror or error}") from None

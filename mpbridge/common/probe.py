@@ -1,0 +1,207 @@
+"""The only file that probes the local machine: installed versions, GPUs, memory. Imports no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpbridge.common.facts import Versions
+from mpbridge.common.incomplete_te import has_libraries
+from mpbridge.common.machines import Machine, like, machine
+from mpbridge.common.versions import release
+
+WATCHED = (
+    "NVTE_",
+    "NVIDIA_TF32_OVERRIDE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
+"""Environment variables (or prefixes) that contradict or complete a recipe."""
+_TIMEOUT = 5.0  # seconds for nvidia-smi: a hung driver must not hang `mpbridge doctor`
+
+
+_played: list[tuple[Machine, Versions]] = []
+
+
+@contextmanager
+def playing(machine: Machine, versions: Versions) -> Iterator[None]:
+    """Within this context the probe returns that machine and those versions: Transformer Engine on a CPU simulates a GPU."""
+    _played.append((machine, versions))
+    try:
+        yield
+    finally:
+        _played.pop()
+
+
+def installed() -> Versions:
+    """Versions of the installed packages; None for those that are not installed. Reads metadata and torch's version file without importing anything."""
+    return _played[-1][1] if _played else _installed()
+
+
+def this_machine() -> Machine:
+    """The device that training would use: the first visible GPU, or the CPU with its memory if there is none or torch is a build without CUDA."""
+    return _played[-1][0] if _played else _this_machine()
+
+
+@functools.cache
+def _installed() -> Versions:
+    cuda = _torch_cuda()
+    return Versions(
+        torch=_version("torch"),
+        megatron_core=_megatron_core(),
+        transformer_engine=_transformer_engine(),
+        torchao=_version("torchao"),
+        cuda=cuda,
+        cublaslt=_cublas(cuda),
+        python=platform.python_version(),
+    )
+
+
+@functools.cache
+def _this_machine() -> Machine:
+    versions, found = _installed(), gpus()
+    usable = found and (versions.torch is None or versions.cuda is not None)
+    return (
+        found[0]
+        if usable
+        else dataclasses.replace(machine("cpu"), name=f"CPU ({platform.machine()})", memory_bytes=_host_memory())
+    )
+
+
+@functools.cache
+def gpus() -> tuple[Machine, ...]:
+    """Every visible GPU as reported by nvidia-smi, with the table's peak rates if the product is known; empty without a driver."""
+    text = _nvidia_smi("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
+    seen = []
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 3 and re.fullmatch(r"\d+\.\d+", parts[2]):
+            seen.append(_gpu(parts[0], parts[1], parts[2]))
+    return tuple(_visible(seen))
+
+
+def environment() -> dict[str, str]:
+    """Those of the `WATCHED` variables that are set."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
+
+
+def _gpu(product: str, mebibytes: str, capability: str) -> Machine:
+    major, minor = capability.split(".")
+    known = like(product)
+    base = known if known is not None else Machine(name=product, arch=None)
+    # the driver's figures for this card override the table
+    memory = int(float(mebibytes)) * 2**20 if re.fullmatch(r"\d+(\.\d+)?", mebibytes) else base.memory_bytes
+    return dataclasses.replace(
+        base,
+        name=base.name if known else product,
+        arch=(int(major), int(minor)),
+        memory_bytes=memory,
+        memory_source="as reported by the driver",
+        note=product,
+    )
+
+
+def _visible(seen: list[Machine]) -> list[Machine]:
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return seen
+    chosen: list[Machine] = []
+    for item in wanted.split(","):
+        # CUDA stops at the first entry that is not an index; a UUID counts as one GPU
+        if item.strip().isdigit() and int(item) < len(seen):
+            chosen.append(seen[int(item)])
+        elif item.strip().lower().startswith(("gpu-", "mig-")) and seen:
+            chosen.append(seen[0])
+        else:
+            break
+    return chosen
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _megatron_core() -> str | None:
+    """The version of megatron-core that an import would find: a source tree on the path has no metadata, and shadows the installed package."""
+    try:
+        spec = importlib.util.find_spec("megatron")
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        try:
+            text = (Path(folder) / "core" / "package_info.py").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        numbers = [re.search(rf"^{part}\s*=\s*(\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCH")]
+        if all(numbers):
+            ahead = re.search(r"^PRE_RELEASE\s*=\s*['\"](\w*)['\"]", text, re.MULTILINE)
+            return ".".join(found[1] for found in numbers if found) + (ahead[1] if ahead else "")
+    return _version("megatron-core")
+
+
+def _transformer_engine() -> str | None:
+    found = _version("transformer-engine")
+    if found is None:
+        return None
+    # as wheels it is a meta package, a library (_cu12, _cu13) and a torch extension; only a source build has everything in one package
+    library = any(_version(f"transformer-engine-{cuda}") for cuda in ("cu12", "cu13"))
+    if library:
+        return found if _version("transformer-engine-torch") is not None else None
+    folder = importlib.metadata.distribution("transformer-engine").locate_file("")
+    return found if has_libraries(Path(str(folder))) else None
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA version that torch was built with; None for a CPU build."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.origin:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _cublas(cuda: str | None) -> str | None:
+    if cuda is None:
+        return None
+    major = release(cuda)[0]
+    return _version(f"nvidia-cublas-cu{major}") or _version("nvidia-cublas")
+
+
+def _host_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0

@@ -1,0 +1,102 @@
+"""Consoles; every rank except the first gets a silent one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import IO, Any, cast
+
+from rich.console import Console
+
+from mpbridge.common.tables.prose import prose
+
+UPSTREAM = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
+"""Beginnings of warnings that megatron-core 0.16.1 emits at every import or construction; `doctor` reports the fact."""
+WIDTH = 150
+"""Width in columns without a terminal: log files are not limited to 80 columns."""
+
+
+class _Steady(io.TextIOBase):
+    """Standard output whose reader may have gone: a write error is reported once on stderr, and the caller continues."""
+
+    def __init__(self) -> None:
+        self.gone = False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(sys.stdout, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return not self.gone and sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
+
+    def fileno(self) -> int:
+        return sys.stdout.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._try(lambda: sys.stdout.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda: sys.stdout.flush())
+
+    def _try(self, act: Callable[[], object]) -> None:
+        if self.gone or sys.stdout is None:
+            return
+        try:
+            act()
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            self.gone = True
+            silence()
+            warn(
+                f"standard output was closed ({getattr(error, 'strerror', None) or error}); the run continues without it"
+            )
+
+
+def silence() -> None:
+    """Redirects standard output to the null device, since Python flushes its buffer at exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def warn(text: str) -> None:
+    """Prints a line on stderr, if there is one."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def console(*, speaks: bool = True) -> Console:
+    """A console on standard output; speaks=False: a silent one (ranks other than 0)."""
+    if not speaks:
+        return Console(file=io.StringIO(), quiet=True)
+    file = cast("IO[str]", _Steady())
+    found = Console(file=file, highlight=False)
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(file=file, highlight=False, width=WIDTH)
+
+
+def tell(out: Console, message: Any, *, style: str | None = None) -> None:
+    """Prints prose on `out`, wrapped to a width that is known (a terminal, COLUMNS), its commands, settings and paths in one piece; or a table."""
+    if not isinstance(message, str):
+        out.print(message, style=style)
+        return
+    known = out.is_terminal or "COLUMNS" in os.environ
+    out.print(prose(message, out.width if known else None), style=style, markup=False, soft_wrap=True)
+
+
+def rank() -> int:
+    """This process's global rank, known before any process group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def without_chatter() -> None:
+    """Suppresses UPSTREAM in this process. Workers call it before they import megatron-core."""
+    for text in UPSTREAM:
+        warnings.filterwarnings("ignore", message=text)

@@ -1,0 +1,144 @@
+"""A run's lines: metrics.jsonl and the trackers that it requests, and events.jsonl for every event other than a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from mpbridge.common.files import opened_to_write, text_of
+from mpbridge.common.report.console import rank, warn
+from mpbridge.common.report.trackers import TrackedRun, names_of, numbers, opened
+
+EVENTS = "events.jsonl"
+"""File in the run's folder: one JSON object for every event."""
+
+
+class MetricsLog:
+    """Writes `folder`/metrics.jsonl, and to the trackers that `logger` requests; writes nothing on ranks where folder is None.
+
+    logger: the run's logger section. recipe: the run's, for the trackers' names. after: the last finished step of the run being continued; later lines
+    belong to steps that will be repeated and are dropped; 0 starts a new file. Raises UnknownName for an unknown tracker.
+    """
+
+    def __init__(
+        self, folder: Path | None, *, logger: Mapping[str, Any] | None = None, recipe: str = "", after: int = 0
+    ) -> None:
+        section: Mapping[str, Any] = logger or {}
+        names = names_of(section)
+        self.path = folder / "metrics.jsonl" if folder else None
+        self._file: IO[str] | None = None
+        self._trackers: list[Any] = []
+        self.trouble: Callable[[str], None] = lambda text: None
+        """Called with the reason when the file cannot be written."""
+        if self.path is None or folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = _lines_until(self.path, after)
+        # the kept lines are always on disk: they are written to a temporary file, which then replaces the old one
+        beside = self.path.with_name(f".metrics-{secrets.token_hex(4)}")
+        try:
+            with beside.open("x", encoding="utf-8") as stream:
+                stream.writelines(kept)
+            beside.replace(self.path)
+        finally:
+            beside.unlink(missing_ok=True)
+        self._file = opened_to_write(self.path, append=True)
+        self._trackers = opened(names, TrackedRun(folder, section, recipe=recipe, after=after))
+
+    def write(self, values: Mapping[str, Any], *, board: bool = True) -> None:
+        """Writes one line. 'iteration' is the trackers' step; board=False skips trackers that do not take every step. Non-finite numbers become 'nan', 'inf', '-inf'.
+
+        A write error calls `trouble` once; the lines that could not be written are printed on stderr.
+        """
+        if self._file is None:
+            return
+        # JSON has no NaN; float() parses these words
+        plain = {
+            key: value if not isinstance(value, float) or math.isfinite(value) else str(value)
+            for key, value in values.items()
+        }
+        text = json.dumps(plain)
+        if why := _appended(self._file.fileno(), text.encode() + b"\n"):
+            warn(f"{self.path} cannot be written ({why}); the missing line: {text}")
+            self.trouble(f"{self.path} cannot be written ({why})")
+        self._track(values, [one for one in self._trackers if board or one.each_step])
+
+    def track(self, values: Mapping[str, Any]) -> None:
+        """Writes to the trackers only; 'iteration' is the step."""
+        self._track(values, self._trackers)
+
+    def _track(self, values: Mapping[str, Any], trackers: list[Any]) -> None:
+        if trackers and (plain := numbers(values)):
+            for tracker in trackers:
+                tracker.log(int(values["iteration"]), plain)
+
+    def close(self) -> None:
+        """Closes the file and the trackers; a second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._file, self._trackers = None, []
+
+
+def _appended(handle: int, line: bytes) -> str:
+    """Appends the line completely or not at all; returns '' on success, otherwise the reason."""
+    before = os.fstat(handle).st_size
+    try:
+        if os.write(handle, line) == len(line):
+            return ""
+        os.ftruncate(handle, before)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "no room for a whole line"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; invalid lines, such as one truncated by a crash, are skipped."""
+    return [row for row in _rows(path) if row is not None]
+
+
+def _rows(path: Path) -> list[dict[str, Any] | None]:
+    """Each line's object; None for a line that is not a step's."""
+    rows: list[dict[str, Any] | None] = []
+    for line in text_of(path, errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            known = isinstance(row, dict) and isinstance(row.get("iteration", 0), int)
+        except (ValueError, RecursionError):
+            known = False
+        rows.append(row if known else None)
+    return rows
+
+
+def _lines_until(path: Path, after: int) -> list[str]:
+    if not after or not path.is_file():
+        return []
+    rows = _rows(path)
+    if lost := rows.count(None):
+        warn(f"{path}: {lost} of {len(rows)} lines cannot be read and are skipped; the run continues after the others")
+    return [json.dumps(row) + "\n" for row in rows if row is not None and row.get("iteration", 0) <= after]
+
+
+def record(training: Any, event: str, text: str, *, say: bool = True, **facts: Any) -> None:
+    """Prints `text` and adds it to the run's events; non-finite numbers are written as words. A write error is reported on stderr."""
+    if say:
+        training.say(text)
+    folder = training.run.logger.get("log_dir")
+    if folder and rank() == 0:
+        plain = {
+            name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
+            for name, value in facts.items()
+        }
+        row = {"iteration": training.counters.iteration, "event": event, "text": text} | plain
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with opened_to_write(Path(folder) / EVENTS, append=True) as stream:
+                stream.write(json.dumps(row) + "\n")
+        except OSError as error:
+            warn(f"{Path(folder) / EVENTS} cannot be written ({error.strerror}); the missing line: {json.dumps(row)}")

@@ -1,0 +1,75 @@
+"""Pictures through matplotlib, if it is installed: its check and import, and stacked bars of breakdowns of time and memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.shipped import install
+
+MISSING = f"matplotlib is not installed ({install('plot')})"
+
+
+def drawable(*, report: bool = False) -> bool:
+    """Whether pictures can be drawn; check before expensive work. report: says on stderr if they cannot; the caller continues without."""
+    import importlib.util
+
+    try:
+        there = importlib.util.find_spec("matplotlib") is not None
+    except ValueError:  # it is in sys.modules without a spec
+        there = False
+    if report and not there:
+        print(f"no picture: {MISSING}", file=sys.stderr, flush=True)
+    return there
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot without a display. Raises MpbridgeError with the extra's name where it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MpbridgeError(f"no picture: {MISSING}") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One set of bars: name -> parts in order."""
+
+    title: str
+    unit: str
+    bars: Mapping[str, Mapping[str, float]]
+
+
+def stacked_bars(path: Path, panels: Sequence[Panel]) -> None:
+    """Writes a picture of the panels, one above the other, with a horizontal stacked bar for each name. Raises MpbridgeError
+    if matplotlib is missing, BadValue if the file cannot be written."""
+    plt = pyplot()
+    height = sum(2.2 + 0.6 * len(panel.bars) for panel in panels)
+    figure, places = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False, layout="constrained")
+    for panel, axes in zip(panels, places[:, 0], strict=True):
+        _draw(axes, panel, plt.get_cmap("tab20"))
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise BadValue(f"picture {path} cannot be written: {error}") from None
+    finally:
+        plt.close(figure)
+
+
+def _draw(axes: Any, panel: Panel, colours: Any) -> None:
+    parts = list(dict.fromkeys(part for bar in panel.bars.values() for part in bar))
+    for index, part in enumerate(parts):
+        left = [sum(bar.get(earlier, 0.0) for earlier in parts[:index]) for bar in panel.bars.values()]
+        width = [bar.get(part, 0.0) for bar in panel.bars.values()]
+        axes.barh(list(panel.bars), width, left=left, label=part, color=colours(index % 20))
+    axes.set(xlabel=panel.unit, title=panel.title)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, ncol=4, loc="upper center", bbox_to_anchor=(0.5, -0.3))

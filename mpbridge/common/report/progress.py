@@ -1,0 +1,113 @@
+"""The progress of a training run: a bar in a terminal, otherwise a line at intervals."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from mpbridge.common.report.console import tell
+
+REDRAW = 0.25
+"""Minimum seconds between redraws: rich's own refresh thread would compete with training for CPU cores."""
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+class _CellBar:
+    """A progress bar in a notebook's cell, updated in place."""
+
+    def __init__(self, total: int) -> None:
+        from IPython.display import HTML, display
+
+        self._html, self.total = HTML, total
+        self._handle: Any = display(HTML(self._text(0, "")), display_id=True)
+
+    def draw(self, done: int, text: str) -> None:
+        """Displays `done` of the total, and a line of text."""
+        self._handle.update(self._html(self._text(done, text)))
+
+    def _text(self, done: int, text: str) -> str:
+        bar = f'<progress value="{done}" max="{max(self.total, 1)}" style="width:240px"></progress>'
+        return f"{bar} {done} of {self.total}&emsp;<code>{html.escape(text)}</code>"
+
+
+class ProgressLine:
+    """Shows progress. total, done: steps of the whole run and those already done; interval: steps between lines without a terminal."""
+
+    def __init__(self, console: Console, *, total: int, done: int = 0, interval: int = 10, bar: bool = True) -> None:
+        self.console, self.total, self.interval = console, total, max(1, interval)
+        self._bar: Progress | None = None
+        self._task: TaskID = TaskID(0)
+        self._drawn = 0.0
+        self._cell = _CellBar(total) if bar and in_notebook() and not console.quiet else None
+        if bar and console.is_terminal:
+            columns = (
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+            )
+            self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
+            self._task = self._bar.add_task("", total=total, completed=done)
+
+    def step(self, iteration: int, text: str) -> None:
+        """Reports that step `iteration` is finished; `text` describes it."""
+        if self._cell is not None:
+            now = time.monotonic()
+            if now - self._drawn > REDRAW or iteration == self.total:
+                self._drawn = now
+                self._cell.draw(iteration, text)
+        elif self._bar is not None:
+            now = time.monotonic()
+            self._bar.update(self._task, completed=iteration, description=text)
+            if now - self._drawn > REDRAW or iteration == self.total:
+                self._drawn = now
+                self._bar.refresh()
+        elif self.due(iteration):
+            tell(self.console, f"step {iteration:>{len(str(self.total))}}/{self.total}  {text}")
+
+    def due(self, iteration: int) -> bool:
+        """Whether this step's text will be shown soon, since producing it has a cost."""
+        return (
+            self._bar is not None
+            or self._cell is not None
+            or iteration in (1, self.total)
+            or iteration % self.interval == 0
+        )
+
+    def say(self, text: str) -> None:
+        """Prints a permanent line."""
+        tell(self.console, text)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+@contextmanager
+def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr if that is a terminal; call the returned function with (done, total)."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task(what)
+        yield lambda done, total: progress.update(task, completed=done, total=max(total, 1))

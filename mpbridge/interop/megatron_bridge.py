@@ -1,0 +1,295 @@
+"""Megatron Bridge's `training.mixed_precision`, with the same names, on top of mpbridge's registry and plan.
+
+`install()` installs this module under Bridge's name, before Bridge is imported; an existing script then runs on this registry. It differs
+from Bridge where Bridge silently does the wrong thing: only fields that the plan owns are written, None is not copied over other values, twins that
+contradict each other are refused, and a recipe that contradicts itself is an error at `finalize()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.common.errors import Contradiction, MpbridgeError, UnknownName
+from mpbridge.common.formats import DType, dtype, say
+from mpbridge.interop.stacks.megatron_bridge import FIELDS
+from mpbridge.interop.stacks.megatron_bridge_import import read_data
+from mpbridge.precision import registry
+from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
+from mpbridge.precision.config import twin_clashes
+from mpbridge.precision.megatron_spec.fields import TABLE
+from mpbridge.precision.megatron_spec.precision_field import TARGETS, UNSET, Target
+from mpbridge.precision.resolve import resolve
+from mpbridge.precision.sync.plan import Plan, Write, plan
+
+if TYPE_CHECKING:
+    import torch
+
+BRIDGE = "megatron.bridge.training.mixed_precision"
+_DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
+_TWINS = {"fp8_param": "fp8_param_gather", "fp8_param_gather": "fp8_param"} | {
+    "fp4_param": "fp4_param_gather",
+    "fp4_param_gather": "fp4_param",
+}
+logger = logging.getLogger("mpbridge.compat")
+
+
+class UnknownRecipe(UnknownName, ValueError):
+    """No recipe of that name; also a ValueError, as Bridge raises."""
+
+    def __init__(self, kind: str, given: str, known: Any) -> None:
+        super().__init__(kind, given, known)
+        self.args = (f"Unknown mixed-precision recipe {given!r}: {self.args[0]}",)
+
+
+class UnknownField(UnknownName, ValueError):
+    """No field of that name; also a ValueError, as is every error about a value here."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class MixedPrecisionConfig:
+    """Bridge's 31 fields with Bridge's defaults; `ours()` is the equivalent config of mpbridge."""
+
+    fp32: bool = False
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: torch.dtype | None = None
+    pipeline_dtype: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
+    autocast_enabled: bool = False
+    grad_reduce_in_fp32: bool = True
+    fp8: str | None = None
+    fp8_recipe: str = "tensorwise"
+    first_last_layers_bf16: bool = False
+    fp8_margin: int = 0
+    fp8_amax_history_len: int = 1
+    fp8_amax_compute_algo: str = "most_recent"
+    fp8_wgrad: bool = True
+    fp8_dot_product_attention: bool = False
+    fp8_multi_head_attention: bool = False
+    fp8_param: bool | None = None
+    fp8_param_gather: bool = False
+    fp4: str | None = None
+    fp4_recipe: str = "nvfp4"
+    fp4_param: bool | None = None
+    fp4_param_gather: bool = False
+    loss_scale: float | None = None
+    initial_loss_scale: float | None = 4294967296
+    min_loss_scale: float = 1.0
+    loss_scale_window: float = 1000
+    hysteresis: int = 2
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in FIELDS:
+            raise UnknownField("field of MixedPrecisionConfig", name, FIELDS)
+        object.__setattr__(self, name, value)
+        twin = _TWINS.get(name)
+        if twin is not None and "_made" in self.__dict__:
+            object.__setattr__(self, twin, value)  # they are one setting: the last assignment sets both
+
+    def __post_init__(self) -> None:
+        for low in ("fp8", "fp4"):
+            one, gather = getattr(self, f"{low}_param"), getattr(self, f"{low}_param_gather")
+            # the default of the gather spelling counts as unset; a true one with a false twin is a contradiction
+            if one is False and gather:
+                clashes = twin_clashes({f"{low}_param": one, f"{low}_param_gather": gather})
+                raise Contradiction(clashes)
+            stored = bool(one) or bool(gather)
+            object.__setattr__(self, f"{low}_param", stored)
+            object.__setattr__(self, f"{low}_param_gather", stored)
+        self.__dict__["_made"] = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # by this module's name: a process of its own finds it there, whether `install` was called or not
+        own = None if type(self) is MixedPrecisionConfig else type(self)
+        return _unpickled, (own, {name: getattr(self, name) for name in FIELDS})
+
+    def finalize(self) -> None:
+        """Raises Contradiction, which is a ValueError, naming everything in these fields that does not fit together."""
+        resolve(self.ours())
+
+    def ours(self) -> OurConfig:
+        """The config of mpbridge equivalent to these fields; settings without effect in Bridge are omitted."""
+        values = {name: getattr(self, name) for name in FIELDS}
+        for name in _DTYPES:
+            if values[name] is not None:
+                values[name] = dtype(values[name]).short
+        autocast = values.pop("autocast_enabled")
+        found = OurConfig.from_data(dict(read_data({"mixed_precision": values}, version="0.6").fields))
+        # in Bridge it reaches no field; here it does what its name says
+        return found.derive(autocast_enabled=True) if autocast else found
+
+    def setup(self, model_config: Any, optimizer_config: Any = None, ddp_config: Any = None) -> tuple[Plan, ...]:
+        """Writes the recipe's fields onto the given configs and logs each change; returns the plan for each of them."""
+        given = {"model": model_config, "optimizer": optimizer_config, "ddp": ddp_config}
+        return tuple(_write(self, config, (target,)) for target, config in given.items() if config is not None)  # type: ignore[arg-type]
+
+
+def _unpickled(own: type[MixedPrecisionConfig] | None, values: dict[str, Any]) -> MixedPrecisionConfig:
+    """A pickled config; of a class derived from ours where `own` says so."""
+    return (own or MixedPrecisionConfig)(**values)
+
+
+MixedPrecisionConfig.__module__ = BRIDGE  # Bridge writes `_target_` from it, and its loader accepts no other
+
+
+def update_config_with_precision_overrides(mixed_precision_config: MixedPrecisionConfig, config: Any) -> Any:
+    """`config` with the recipe's fields of that kind of config written onto it; of all kinds if its class is not one of megatron-core's."""
+    kinds: Mapping[str, tuple[Target, ...]] = {
+        "OptimizerConfig": ("optimizer",),
+        "DistributedDataParallelConfig": ("ddp",),
+        "TransformerConfig": ("model",),
+    }
+    names = [kind.__name__ for kind in type(config).__mro__]
+    targets = next((found for name, found in kinds.items() if name in names), TARGETS)
+    _write(mixed_precision_config, config, targets)
+    return config
+
+
+def _write(mixed: MixedPrecisionConfig, config: Any, targets: tuple[Target, ...]) -> Plan:
+    """The plan for the config's current values; its writes are applied to the fields that the config has."""
+    now: dict[str, dict[str, Any]] = {
+        target: {
+            row.field: getattr(config, row.field) for row in TABLE if row.target == target and _plain(config, row.field)
+        }
+        for target in targets
+    }
+    made = plan(resolve(mixed.ours()), **now)  # type: ignore[arg-type]
+    skipped, done = [], set()
+    for write in made.writes:
+        if write.field in done:
+            continue
+        if not hasattr(config, write.field):
+            skipped.append(write.name)
+            continue
+        done.add(write.field)
+        _set(config, write)
+    if skipped:
+        logger.info("%s has no %s: not written", type(config).__name__, ", ".join(skipped))
+    return made
+
+
+def _plain(config: Any, field: str) -> bool:
+    """Whether a config has the field, with a value that a megatron-core config could hold."""
+    value = getattr(config, field, UNSET)
+    return value is None or isinstance(value, (bool, int, float, str)) or str(value).startswith("torch.")
+
+
+def _set(config: Any, write: Write) -> None:
+    before, after = getattr(config, write.field), write.after
+    if isinstance(after, DType):
+        after = after.torch()
+    if before is not after and before != after:
+        setattr(config, write.field, after)
+        logger.debug("Overwrote %s.%s  %s -> %s", type(config).__name__, write.field, before, after)
+        logger.info(
+            "%s.%s: %s -> %s (%s)", type(config).__name__, write.field, say(before), say(write.after), write.why
+        )
+
+
+def register(func: Callable[[], MixedPrecisionConfig]) -> Callable[[], MixedPrecisionConfig]:
+    """Decorator: registers a function that returns a MixedPrecisionConfig, of this module or of mpbridge, under the function's name."""
+    registry.register(_Made(func))
+    return func
+
+
+class _Made:
+    """A factory of Bridge's configs as one of ours, with the function's name, module and description."""
+
+    def __init__(self, func: Callable[[], Any]) -> None:
+        functools.update_wrapper(self, func)
+        self.func = func
+
+    def __call__(self) -> OurConfig:
+        made = self.func()
+        return made.ours() if isinstance(made, MixedPrecisionConfig) else made  # the registry refuses anything but ours
+
+
+def get_mixed_precision_config(name: str | MixedPrecisionConfig) -> MixedPrecisionConfig:
+    """The recipe of that name in Bridge's fields; a config is returned unchanged. Raises UnknownRecipe, a ValueError."""
+    if isinstance(name, MixedPrecisionConfig):
+        return name
+    try:
+        entry = registry.recipe(name)
+    except UnknownName as error:
+        raise UnknownRecipe("recipe", name, error.known) from None
+    made = entry.make.func() if isinstance(entry.make, _Made) else None
+    if isinstance(made, MixedPrecisionConfig):
+        return made
+    return _theirs(registry.get_mixed_precision_config(name), entry.name)
+
+
+def _theirs(ours: OurConfig, name: str) -> MixedPrecisionConfig:
+    """Our config in Bridge's fields. Raises UnknownRecipe if Bridge's fields cannot express it."""
+    beyond = [field for field in ours.given() if field not in FIELDS]
+    if beyond:
+        raise UnknownRecipe("recipe in Megatron Bridge's fields", name, list(MIXED_PRECISION_RECIPES))
+    said = ours.stored()
+    values: dict[str, Any] = {field: said[field] for field in FIELDS if said[field] is not None}
+    if ours.first_last_layers_bf16:
+        for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            values.setdefault(field, 1)  # None means one layer here and zero is Bridge's default
+    values = {field: value.torch() if isinstance(value, DType) else value for field, value in values.items()}
+    return MixedPrecisionConfig(**values)
+
+
+@functools.cache
+def _factory(name: str) -> Callable[[], MixedPrecisionConfig]:
+    """One object for every spelling of a name, with a function\'s name and docstring."""
+    made = functools.partial(get_mixed_precision_config, name)
+    made.__name__, made.__doc__ = name, registry.recipe(name).summary  # type: ignore[attr-defined]
+    return made
+
+
+class _Recipes(Mapping[str, Callable[[], MixedPrecisionConfig]]):
+    """Every recipe that Bridge's fields can express, under both spellings."""
+
+    def __getitem__(self, name: str) -> Callable[[], MixedPrecisionConfig]:
+        if registry.key(name) not in {registry.key(known) for known in self}:
+            raise KeyError(name)
+        return _factory(registry.recipe(name).name)
+
+    def __iter__(self) -> Iterator[str]:
+        for name in registry.recipes:
+            if self._says(name):
+                yield name
+                if "_" in name:
+                    yield name.replace("_", "-")
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @staticmethod
+    def _says(name: str) -> bool:
+        entry = registry.recipe(name)
+        if isinstance(entry.make, _Made):
+            return True
+        try:
+            return not [field for field in entry.make().given() if field not in FIELDS]
+        except MpbridgeError:  # a third-party package that does not load
+            return False
+
+
+MIXED_PRECISION_RECIPES: Mapping[str, Callable[[], MixedPrecisionConfig]] = _Recipes()
+
+
+def install() -> None:
+    """Makes `import megatron.bridge.training.mixed_precision` import this module. Call it before Bridge is imported."""
+    there = sys.modules.get(BRIDGE)
+    if there is not None and there is not sys.modules[__name__]:
+        raise MpbridgeError(f"{BRIDGE} is already imported: call mpbridge.compat.megatron_bridge.install() first")
+    sys.modules[BRIDGE] = sys.modules[__name__]
+
+
+def __getattr__(name: str) -> Any:
+    # the recipe functions: bf16_mixed(), bf16_with_mxfp8_mixed() ...
+    if not name.startswith("_") and name in registry.recipes and name == registry.recipe(name).name:
+        return _factory(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

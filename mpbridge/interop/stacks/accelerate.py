@@ -1,0 +1,157 @@
+"""Hugging Face accelerate: a recipe as an Accelerator with FSDP2.
+
+Read at 1.15.0: accelerator.py, utils/dataclasses.py, utils/fsdp_utils.py. Its autocast stays on with FSDP1, but not with FSDP2 (observed by scripts/evidence/witness_stacks.py). Its
+YAML cannot name a reduction dtype, so the policy is Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mpbridge.common.formats import DType
+from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
+from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.interop.stacks.sharded_torch import (
+    SCALER_COST,
+    SPELL,
+    environment,
+    filter_lines,
+    output_layer,
+    regions_there,
+    scaler_arguments,
+    torch_meaning,
+    torch_scaler,
+    with_main,
+)
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Quant
+
+NAME = "accelerate"
+VERSIONS = {"1.15": "1.15.0"}
+DEFAULT_VERSION = "1.15"
+SCALINGS = {"delayed": "TERecipeKwargs", "mxfp8": "TERecipeKwargs", "tensorwise": "AORecipeKwargs"}
+EXPERTS = "only torch.nn.Linear is converted, which can include the router; experts in 3-D parameters stay as they are"
+"""What happens to the experts of a mixture."""
+COSTS = {
+    "quantization": "TERecipeKwargs(use_mxfp8_block_scaling=True)",
+    "modules": "AORecipeKwargs(module_filter_func=...) takes the model's own names",
+    "edge layers": "TERecipeKwargs converts every layer",
+    "loss_scale": f"{SCALER_COST}; fp8 has no scaler at all",
+    "keep_fp32": "pass them as ignored_params: neither cast nor sharded",
+    "logits": "its loss upcasts them afterwards",
+    "router": "the model's code decides",
+    "residual_fp32": "the blocks' inputs are cast to param_dtype",
+    "softmax_fp32": "the attention kernel decides",
+    "pipeline": "it has no pipeline for training",
+    "accumulator": "the reduced gradient accumulates in the parameter's dtype",
+}
+"""Row -> what a difference costs, or the nearest equivalent there."""
+DELAYED = "most_recent cannot be set: it is accelerate's default, which accelerate drops, and Transformer Engine's default is max; the rest are TE's defaults"
+
+
+def export(request: Request) -> Export:
+    """Python that creates the Accelerator; the model is loaded in FP32 unless the recipe keeps no FP32 weights."""
+    policy = request.policy
+    theirs = _meaning(policy)
+    quant = theirs.regions[-1].quant
+    by_te = quant is not None and SCALINGS[quant.scaling] == "TERecipeKwargs"
+    lines = [*output_layer(quant if by_te else None, "accelerate's convert_model")]
+    costs = COSTS | ({"quantization": DELAYED} if quant is not None and quant.row.history else {})
+    lines += compared(request.ours, theirs, with_main(costs, theirs))
+    pieces = (Fragment(name="python", text=_python(policy, theirs)), *environment([quant] if quant else ()))
+    return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
+
+
+def _meaning(policy: PrecisionPolicy) -> Meaning:
+    quant = policy.quant
+    words = {"tensorwise": Quant(format="hybrid", scaling="tensorwise")}
+    if quant is not None and quant.scaling == "mxfp8":
+        words["mxfp8"] = Quant(format="e4m3", scaling="mxfp8", options=quant.options)
+    if quant is not None and quant.scaling == "delayed":
+        words["delayed"] = as_run(quant)
+    regions = regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
+    theirs = torch_meaning(policy, hands_on=True, regions=regions)
+    if _by_ddp(policy):
+        theirs = torch_meaning(policy, autocast=True)
+        theirs = dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
+    if _mode(theirs) != "fp16":
+        return theirs
+    return dataclasses.replace(theirs, loss_scale=torch_scaler(policy.loss_scale, policy))
+
+
+def _by_ddp(policy: PrecisionPolicy) -> bool:
+    """Whether data parallelism is torch's DDP, which is needed for autocast over parameters that are their own main weights: FSDP2 has none."""
+    settled = policy.settled()
+    own = settled.params is DType.FP32 or settled.main_params is settled.params
+    return settled.autocast is not None and own and policy.quant is None
+
+
+def as_run(quant: Quant) -> Quant:
+    """Delayed scaling as TERecipeKwargs passes it on: a value equal to accelerate's own default is dropped, and Transformer Engine's applies.
+
+    The defaults agree (hybrid, 1024, margin 0) except for the algorithm: most_recent is dropped, and max is used.
+    """
+    return dataclasses.replace(quant, stored=False, amax_algo="max", attention="none")
+
+
+def _mode(theirs: Meaning) -> str:
+    """The value of mixed_precision: 'no' for a module that is not FP32, or computes only in FP32."""
+    if theirs.regions[-1].quant is not None:
+        return "fp8"
+    full = (theirs.storage is not DType.FP32 and theirs.autocast is None) or theirs.compute is DType.FP32
+    return "no" if full else theirs.compute.short
+
+
+def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
+    quant = theirs.regions[-1].quant
+    sharded = theirs.sharded != "nothing"
+    lines = [
+        "import torch",
+        "from accelerate import Accelerator" + (", FullyShardedDataParallelPlugin" if sharded else ""),
+    ]
+    lines += ["from torch.distributed.fsdp import MixedPrecisionPolicy"] if sharded else []
+    handlers = []
+    before: list[str] = []
+    if quant is not None:
+        lines.append(f"from accelerate.utils import {SCALINGS[quant.scaling]}")
+        handlers = [_handler(quant)]
+        if SCALINGS[quant.scaling] == "AORecipeKwargs":
+            lines.append("from torchao.float8 import Float8LinearConfig")
+            before = filter_lines(policy, "model.config.num_hidden_layers")
+    if theirs.loss_scale is not None:
+        lines.append("from accelerate.utils import GradScalerKwargs")
+        handlers.append(f"GradScalerKwargs({scaler_arguments(theirs.loss_scale)})")
+    plugin = [
+        "plugin = FullyShardedDataParallelPlugin(",
+        "    fsdp_version=2,",
+        "    mixed_precision_policy=MixedPrecisionPolicy(",
+        f"        param_dtype=torch.{SPELL[theirs.compute]}, reduce_dtype=torch.{SPELL[theirs.wire]},"
+        f" output_dtype=torch.{SPELL[theirs.output or theirs.compute]},",
+        "    ),",
+        ")",
+    ]
+    lines += [
+        "",
+        *before,
+        f"model.to(torch.{SPELL[theirs.storage]})",
+        *(plugin if sharded else ()),
+        f'accelerator = Accelerator(mixed_precision="{_mode(theirs)}"'
+        + (", fsdp_plugin=plugin" if sharded else "")
+        + (f", kwargs_handlers=[{', '.join(handlers)}]" if handlers else "")
+        + ")",
+    ]
+    return "\n".join(lines)
+
+
+def _handler(quant: Quant) -> str:
+    if quant.scaling == "tensorwise":
+        config = 'Float8LinearConfig.from_recipe_name("tensorwise")'
+        return f"AORecipeKwargs(config={config}, module_filter_func=quantized)"
+    if quant.scaling == "mxfp8":
+        return 'TERecipeKwargs(fp8_format="E4M3", use_mxfp8_block_scaling=True)'
+    margin = f", margin={quant.margin}" if quant.margin else ""
+    margin += "" if quant.wgrad else ", override_linear_precision=(False, False, True)"
+    return (
+        f'TERecipeKwargs(fp8_format="{quant.format.upper()}", amax_history_len={quant.amax_history},'
+        f' amax_compute_algo="{quant.amax_algo}"{margin})'
+    )

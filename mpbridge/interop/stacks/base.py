@@ -1,0 +1,221 @@
+"""The results of every stack's exporter and importer, and the scale of fidelity."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mpbridge.common.errors import cut
+from mpbridge.common.traits import DEFAULT, MainWeights, engine_names, traits
+from mpbridge.interop.stacks.costs import cost
+from mpbridge.interop.stacks.meaning import (
+    LAYOUT,
+    OPEN,
+    STATED,
+    Meaning,
+    arithmetic_regions,
+    differences,
+    of_policy,
+    stored,
+)
+from mpbridge.interop.stacks.optimizers import ADAM, NOT_SAID, optimizer_named
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Region
+from mpbridge.precision.wording import quant_text, region_rule, region_text
+
+Fidelity = Literal["exact", "layout", "different", "impossible"]
+"""exact: the same facts; layout: the same arithmetic with tensors kept elsewhere or in another dtype; different: a step computes something
+else; impossible: the stack cannot express it."""
+ORDER: tuple[Fidelity, ...] = ("exact", "layout", "different", "impossible")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One fact that is not preserved."""
+
+    fidelity: Fidelity
+    fact: str
+    text: str
+    """What happens there instead, and its cost."""
+
+    def __str__(self) -> str:
+        return f"{self.fidelity}: {self.fact}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """One file or fragment to paste."""
+
+    name: str
+    """A file name, or the kind of fragment ('arguments')."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to export."""
+
+    name: str
+    config: MixedPrecisionConfig
+    policy: PrecisionPolicy
+    engine: str
+    version: str
+    """Of the stack."""
+    run: Any = None
+    """config.container.Run whose settings are exported; None: the recipe alone."""
+    unnamed: tuple[Region, ...] = ()
+    """Rules under `modules` for another model: they match no linear of megatron-core's models."""
+
+    @property
+    def main_weights(self) -> MainWeights:
+        """Who owns the main weights on the engine: megatron-core, the wrapper (Megatron-FSDP), or the optimizer (torch FSDP2)."""
+        return traits(self.engine).main_weights
+
+    @property
+    def ours(self) -> Meaning:
+        """The meaning to express: the policy on its engine, with states sharded as in the run."""
+        whole = (
+            self.run is not None and self.main_weights == "megatron_core" and not self.run.facts.optimizer.distributed
+        )
+        return of_policy(self.policy, engine=self.engine, sharded="nothing" if whole else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """A recipe in a stack's configuration."""
+
+    stack: str
+    version: str
+    pieces: tuple[Fragment, ...]
+    meaning: Meaning
+    """What the pieces mean there."""
+    lines: tuple[Line, ...] = ()
+    """Facts that differ, and notes for the reader."""
+    assumed: tuple[str, ...] = ()
+    """Assumptions, such as the settings of a version other than the requested one."""
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The worst fidelity of the lines; exact if there are none."""
+        return max((line.fidelity for line in self.lines), key=ORDER.index, default="exact")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """The meaning of a stack's configuration."""
+
+    stack: str
+    version: str
+    fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """The equivalent values of MixedPrecisionConfig; empty if it cannot be expressed."""
+    engine: str = DEFAULT
+    meaning: Meaning
+    inert: tuple[str, ...] = ()
+    """Settings that are accepted there and have no effect."""
+    contradicts: tuple[str, ...] = ()
+    cannot_express: tuple[str, ...] = ()
+    """Settings for which mpbridge has no equivalent."""
+    unknown: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+    """Known settings that are not about precision."""
+    in_force: tuple[str, ...] = ()
+    """'setting=value' of what it does not say and the stack's own default decides."""
+    assumed: tuple[str, ...] = ()
+    """Assumptions: a version, a default, a variable."""
+
+
+_NONE = (None, "", 0, "0", "0.0")
+
+
+def updated_by(found: Imported, name: Any, where: str = "", *, momentum: Any = None) -> Imported:
+    """`found` with the states of the optimizer that its source names; Adam's, which is said, where it names none.
+
+    name: as its setting has it, or None. where: that setting. momentum: of optimizers that keep none where it is 0 or not said.
+    """
+    assumed = tuple(line for line in found.assumed if line != NOT_SAID)
+    if not name:
+        more = (NOT_SAID,) if found.meaning.optimizer == ADAM else ()
+        return dataclasses.replace(found, assumed=(*assumed, *more))
+    optimizer = optimizer_named(str(name), momentum=momentum not in _NONE)
+    lines = (f"{where}={cut(name)}: {optimizer.note}",) if optimizer.note else ()
+    meaning = dataclasses.replace(found.meaning, optimizer=optimizer)
+    return dataclasses.replace(found, meaning=meaning, assumed=assumed, cannot_express=(*found.cannot_express, *lines))
+
+
+def engine_with(main_weights: MainWeights) -> str:
+    """The engine of mpbridge that keeps main weights in the same way."""
+    return next(name for name in engine_names() if traits(name).main_weights == main_weights)
+
+
+def compared(
+    ours: Meaning, theirs: Meaning, costs: Mapping[str, str] = MappingProxyType({}), *, ignore: tuple[str, ...] = ()
+) -> tuple[Line, ...]:
+    """A Line for each fact that the exported meaning does not preserve. Exports are judged only here.
+
+    costs: row -> what it means for bits or bytes, or the nearest equivalent; 'modules' and 'edge layers' are rows too. ignore: rows that the stack leaves open.
+    """
+    # what mpbridge leaves to the model is not a promise that another stack could break
+    ignore = (*ignore, *(name for name in OPEN if getattr(ours, name) is None))
+    found = list(_regions_lost(ours, theirs, costs))
+    for row, (mine, there) in differences(ours, theirs).items():
+        if row not in ("bytes", "quantization", "stored", *ignore):
+            price = cost(row, ours, theirs)
+            text = (
+                f"{mine} here, {there} there"
+                + (f" ({price})" if price else "")
+                + (f": {costs[row]}" if row in costs else "")
+            )
+            fact = STATED[row][1] if row in STATED else "autocast_enabled" if row == "autocast" else row
+            found.append(Line(fidelity=_fidelity(row, ours, theirs), fact=fact, text=text))
+    if found and ours.bytes != theirs.bytes and "bytes" not in ignore:
+        worst = max((line.fidelity for line in found), key=ORDER.index)
+        text = f"{ours.bytes_text} here, {theirs.bytes_text} there"
+        found.append(Line(fidelity="exact" if worst == "exact" else "layout", fact="bytes per parameter", text=text))
+    return tuple(found)
+
+
+def _fidelity(row: str, ours: Meaning, theirs: Meaning) -> Fidelity:
+    if (row in STATED and row not in LAYOUT) or (row == "autocast" and theirs.autocast is None):
+        return "impossible"
+    if row == "sharded":  # sharding belongs to the layout, not to the recipe
+        return "exact"
+    if row in ("storage", "main") and ours.master is not theirs.master:
+        return "different"
+    return "layout" if row in LAYOUT else "different"
+
+
+def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> Iterator[Line]:
+    """Rules by module, edge layers and the quantization of all other linears, as far as they differ there."""
+    mine, there = arithmetic_regions(ours.regions), arithmetic_regions(theirs.regions)
+    base, other = mine[-1], there[-1]
+    for region in mine[:-1]:
+        if region in there or (
+            region.ends and not any(one.rules.distinct for one in there)
+        ):  # nothing is quantized there anyway
+            continue
+        fact, kind = ("edge layers", "different") if region.ends else ("modules", "impossible")
+        text = f"{region_text(region)}: {region_rule(region)} here, {_instead(region, there)} there"
+        yield Line(fidelity=kind, fact=fact, text=text + (f": {costs[fact]}" if fact in costs else ""))  # type: ignore[arg-type]
+    if base.rules != other.rules:
+        nearest, price = costs.get("quantization", ""), cost("quantization", ours, theirs)
+        price = f" ({price})" if price else ""
+        lacking = [quant for quant in ours.regions[-1].rules.distinct if not other.rules.distinct]
+        for quant in lacking:
+            text = f"{quant_text(quant)} is not available there{price}" + (f"; nearest: {nearest}" if nearest else "")
+            yield Line(fidelity="impossible", fact=f"{quant.scaling} quantization", text=text)
+        if not lacking:
+            text = f"{region_rule(base)} here, {region_rule(other)} there{price}" + (f": {nearest}" if nearest else "")
+            yield Line(fidelity="different", fact="quantization", text=text)
+    if other.rules.distinct and stored(ours.regions) != stored(theirs.regions):
+        text = f"{stored(ours.regions)} here, {stored(theirs.regions)} there ({cost('stored', ours, theirs)})"
+        yield Line(fidelity="layout", fact="stored", text=text)
+
+
+def _instead(region: Region, there: tuple[Region, ...]) -> str:
+    """The rule for the linears of a lost region: that of a narrower edge region, or of all linears."""
+    edges = [one for one in there[:-1] if region.ends and one.ends]
+    return "only " + region_text(edges[0]) if edges else region_rule(there[-1])

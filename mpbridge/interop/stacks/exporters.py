@@ -1,0 +1,154 @@
+"""export(): a recipe in another stack's configuration, by the stack's name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from mpbridge.common.errors import UnknownName
+from mpbridge.common.formats import dtype
+from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks.base import Export, Line, Request
+from mpbridge.interop.stacks.meaning import OPEN, STATED
+from mpbridge.interop.stacks.versions import version_for
+from mpbridge.planning.memory.names import any_gpt, unnamed
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.megatron_spec.schema import records
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Region
+from mpbridge.precision.registry import describe, get_mixed_precision_config, key, model_of
+from mpbridge.precision.resolve import resolve
+
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "megatron-lm": "megatron_lm",
+        "megatron-bridge": "megatron_bridge",
+        "automodel": "automodel",
+        "torchtitan": "torchtitan",
+        "fsdp2": "fsdp2",
+        "accelerate": "accelerate",
+        "lightning": "lightning",
+        "deepspeed": "deepspeed",
+        "transformers": "transformers",
+    }
+)
+STACKS: tuple[str, ...] = tuple(_MODULES)
+
+
+def stack_module(name: str) -> ModuleType:
+    """The module of a stack: NAME, VERSIONS, DEFAULT_VERSION, export. Raises UnknownName."""
+    wanted = name.strip().lower().replace("_", "-")
+    if wanted not in _MODULES:
+        raise UnknownName("stack", name, _MODULES)
+    return importlib.import_module(f"mpbridge.interop.stacks.{_MODULES[wanted]}")
+
+
+def export(
+    recipe: str | Path | MixedPrecisionConfig,
+    stack: str,
+    *,
+    version: str | None = None,
+    engine: str | None = None,
+    run: Any = None,
+) -> Export:
+    """`recipe` in the configuration of `stack`, with a line for each fact that is not preserved.
+
+    recipe: a name, a YAML file, or a config. version: of the stack; None: the latest supported one. For an unsupported version the nearest is used,
+    which `assumed` reports. engine: None: the recipe's own.
+    run: a resolved Run, whose additions to the recipe, engine and optimizer settings are exported too; its recipe and engine take precedence.
+    Raises UnknownName for a stack or a recipe.
+    """
+    module = stack_module(stack)
+    words, assumed = version_for(module, version, doing="written")
+    stage = None if run is None else _stage(run, recipe)
+    config = stage.config if stage is not None else get_mixed_precision_config(recipe)
+    policy = _with_the_models_own(run, stage.policy.settled()) if stage is not None else resolve(config)
+    name = recipe if isinstance(recipe, str) else str(recipe) if isinstance(recipe, Path) else "this config"
+    own = describe(name).engine if isinstance(recipe, str) else None
+    request = Request(
+        name=name,
+        config=config,
+        policy=policy,
+        engine=run.facts.engine if run is not None else engine or own or DEFAULT,
+        version=words,
+        run=run,
+        unnamed=_of_another_model(str(recipe), policy),
+    )
+    made: Export = module.export(request)
+    others = _other_stages(run, stage)
+    experts, dense = _experts(module, request, made)
+    return dataclasses.replace(made, lines=(*others, *experts, *made.lines), assumed=(*assumed, *dense))
+
+
+def _experts(module: ModuleType, request: Request, made: Export) -> tuple[tuple[Line, ...], tuple[str, ...]]:
+    """(a line for a run whose model is a mixture of experts, an assumption where no run is known) if the stack quantizes experts otherwise than here.
+
+    What it does with the experts is its module's EXPERTS, or is told by its `experts` of a policy.
+    """
+    if made.meaning.regions[-1].quant is None:
+        return (), ()
+    text = getattr(module, "EXPERTS", "")
+    there = (
+        module.experts(request.policy)
+        if hasattr(module, "experts")
+        else text and f"in {made.meaning.compute.short.upper()} there: {text}"
+    )
+    if not there:
+        return (), ()
+    if request.run is None:
+        return (), (
+            f"a dense model; the experts of a mixture are quantized here, {there} (--config FILE: judged for that model)",
+        )
+    if not request.run.facts.shape.experts:
+        return (), ()
+    return (Line(fidelity="different", fact="experts", text=f"quantized here, {there}"),), ()
+
+
+def request_of(run: Any) -> Request:
+    """The request that corresponds to a run of one stage: its `ours` is the run's meaning."""
+    stage = run.stages[0]
+    policy = _with_the_models_own(run, stage.policy.settled())
+    return Request(name=stage.recipe, config=stage.config, policy=policy, engine=run.facts.engine, version="", run=run)
+
+
+def _of_another_model(name: str, policy: PrecisionPolicy) -> tuple[Region, ...]:
+    """The rules under `modules` that match no linear of any megatron-core GPT; all of them if the recipe's evidence says that they are for another model."""
+    return policy.module_regions if model_of(name) else unnamed(policy, *any_gpt())
+
+
+def _stage(run: Any, recipe: Any) -> Any:
+    """The run's stage with this recipe; the first if none has that name."""
+    named = [stage for stage in run.stages if isinstance(recipe, str) and stage.recipe == key(recipe)]
+    return (named or run.stages)[0]
+
+
+def _other_stages(run: Any, exported: Any) -> tuple[Line, ...]:
+    """A line if a run has recipes other than the exported one: no stack changes its precision during a run."""
+    if run is None or len(run.stages) < 2:
+        return ()
+    order = ", then ".join(
+        stage.recipe + (f" until {stage.until}" if stage.until is not None else "") for stage in run.stages
+    )
+    text = f"the run uses {order} in turn; only {exported.recipe} is exported: there, each stage is a run of its own, continued from the previous checkpoint"
+    return (Line(fidelity="impossible", fact="stages", text=text),)
+
+
+def _with_the_models_own(run: Any, policy: PrecisionPolicy) -> PrecisionPolicy:
+    """The policy, with the facts that the recipe leaves to the model filled from the run's model section, so that they are exported too."""
+    defaults, said = records("model"), dict(run.container.model)
+    own: dict[str, Any] = {
+        fact: dtype(said[name]) if name.endswith("dtype") else said[name]
+        for fact, (_, name) in STATED.items()
+        if said.get(name) not in (None, defaults.get(name, {}).get("default")) and _open(policy, fact)
+    }
+    # megatron-core switches it on, whatever else is said
+    own |= {"softmax_fp32": True} if said.get("apply_query_key_layer_scaling") else {}
+    return dataclasses.replace(policy, **own)
+
+
+def _open(policy: PrecisionPolicy, fact: str) -> bool:
+    return fact in OPEN and getattr(policy, fact) is None

@@ -1,0 +1,312 @@
+"""Reads other stacks' files: recognizes the stack and interprets the settings. Nothing in a file is executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpbridge.common.errors import MOST_SHOWN, BadValue, DataError, cut
+from mpbridge.interop.stacks.accelerate_launch import launch_options
+from mpbridge.interop.stacks.base import Imported
+from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
+from mpbridge.interop.stacks.exporters import stack_module
+from mpbridge.interop.stacks.launch_script import LaunchScript, read_script, read_words
+from mpbridge.interop.stacks.recognized import TITLES, Recognized, recognize_words
+from mpbridge.interop.stacks.versions import version_for
+from mpbridge.precision.yaml_loader import of_bounded_size
+
+MOST = 4_000_000
+"""Maximum size of a configuration file in bytes."""
+LONGEST = 2000
+"""Maximum length of one line about a file, regardless of its contents."""
+_LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "in_force", "assumed")
+
+
+def read_file(
+    path: Path, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
+) -> Imported:
+    """The meaning of a stack's file; in a Python file, of the function named after a colon ('config_registry.py:llama3_8b').
+
+    stack: None: recognized from its contents. Raises DataError or BadValue naming the file.
+    """
+    file, colon, function = str(path).rpartition(".py:")
+    if colon:
+        path = Path(f"{file}.py")
+    if path.is_dir():
+        path = arguments_file(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    if path.suffix in (".pt", ".ckpt", ".pth") or path.name == METADATA:
+        made = _lm().read_values(read_arguments(path), version=_version("megatron-lm", version))
+        return _never_read(_without_variables(made, env), version)
+    text = text_of(path)
+    if path.suffix == ".py":
+        read = read_python(text, path, function if colon else "", stack=stack, version=version)
+        return _without_variables(read, env)
+    return read_text(text, stack=stack, version=version, name=path.name, env=env, path=path)
+
+
+def text_of(path: Path) -> str:
+    """A configuration file's text; bytes that are not UTF-8 (in a comment) are replaced. Raises DataError for a file that is not text, or too large."""
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MOST + 1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(raw) > MOST:
+        raise DataError(f"{path}: larger than {MOST} bytes, too large for a configuration")
+    text = raw.decode("utf-8", errors="replace")
+    if "\0" in text or text.count("\ufffd") > len(text) // 10:
+        raise DataError(f"{path}: a binary file, expected a configuration in text (UTF-8)")
+    return text
+
+
+def read_python(
+    text: str, path: Path | None, function: str = "", *, stack: str | None = None, version: str | None = None
+) -> Imported:
+    """The meaning of a Python configuration, from its text alone: of one function, or of the top level for stacks that train from a script.
+
+    Raises DataError if the stack has no such files, and for expressions that are nested too deeply.
+    """
+    try:
+        return _read_python(text, path, function, stack, version)
+    except RecursionError:
+        raise DataError(
+            f"{path.name if path is not None else 'the file'}: its expressions are nested too deeply for a configuration"
+        ) from None
+
+
+def _read_python(text: str, path: Path | None, function: str, stack: str | None, version: str | None) -> Imported:
+    from mpbridge.interop.stacks import torch_python
+    from mpbridge.interop.stacks.python_text import Reading
+
+    name = path.name if path is not None else "the file"
+    stack = stack or next((found for mark, found in _PYTHON if mark in text), None) or torch_python.recognize(text)
+    if stack is not None and stack in torch_python.MARKS:
+        reading = Reading()
+        script = torch_python.PythonScript(reading, reading.module(text, path, name), name)
+        if function:
+            reading.function(script.module, function)
+        else:
+            reading.script(script.module)
+        return _never_read(torch_python.read(script, stack, _version(stack, version)), version)
+    if stack is None or stack not in [found for _, found in _PYTHON]:
+        raise DataError(f"{name}: {_no_python(stack)}")
+    module = _importer(stack)
+    reading = Reading(opaque=module.OPAQUE)
+    source = reading.module(text, path, name)
+    if not function:
+        public = [one for one in source.functions if not one.startswith("_")]
+        if len(public) != 1:
+            some = ", ".join(public[:4])
+            raise DataError(f"{name} has {len(public)} functions: name one, {name}:FUNCTION ({some}, ...)")
+        function = public[0]
+    found: Imported = module.read_made(
+        reading.function(source, function), reading.notes, name=function, version=_version(stack, version)
+    )
+    return _never_read(found, version)
+
+
+def _no_python(stack: str | None) -> str:
+    """Why a Python file is not read."""
+    from mpbridge.interop.stacks import torch_python
+
+    functions, scripts = " and ".join(found for _, found in _PYTHON), ", ".join(torch_python.MARKS)
+    known = f"functions of {functions}, and what `mpbridge export` writes for {scripts}, are read as text"
+    if stack is None:
+        return (
+            f"a Python configuration would have to be executed; {known}: pass the file that it writes, or the arguments"
+        )
+    return f"{stack} is not configured in Python: give its file or its arguments (of Python, {known})"
+
+
+def read_args(
+    text: str, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
+) -> Imported:
+    """The meaning of command-line arguments, with the command before them or without. env: values of variables in them.
+
+    stack: None: recognized by the program and by the options' names; Megatron-LM is assumed, which `assumed` reports, where they leave it open.
+    Raises BadValue for text that is not a command line.
+    """
+    return _read_words(read_words(text, env), stack, version, "--args")
+
+
+def _read_words(script: LaunchScript, stack: str | None, version: str | None, name: str) -> Imported:
+    """The meaning of a command's words, by the reader of its stack. name: the file's, for messages."""
+    told = recognize_words(script.words, script.program) if stack is None else Recognized(stack)
+    module = _importer(told.stack)
+    if not hasattr(module, "read"):
+        raise BadValue(f"{told.stack} is configured by files, not by arguments: pass the file")
+    words, notes = script.words, (*told.assumed, *script.notes)
+    if told.stack == "accelerate" and script.program:
+        words, more = launch_options(script.program, script.words)
+        notes = (*notes, *more)
+    if not words and name != "--args":
+        why = f": {script.notes[0]}" if script.notes else ""
+        raise DataError(f"{name or 'the text'}: it has no {TITLES.get(told.stack, told.stack)} option{why}")
+    found: Imported = module.read(words, version=_version(told.stack, version))
+    return _never_read(dataclasses.replace(found, assumed=(*notes, *found.assumed)), version)
+
+
+def read_text(
+    text: str,
+    *,
+    stack: str | None = None,
+    version: str | None = None,
+    name: str = "",
+    env: Mapping[str, str] = {},
+    path: Path | None = None,
+) -> Imported:
+    """The meaning of a file's text. name: the file's, which helps to recognize the stack. path: the file's, to find files that a script sources."""
+    if name.endswith(".py"):
+        return _without_variables(read_python(text, None, stack=stack, version=version), env)
+    if not name.endswith(_DATA) and (stack == "megatron-lm" or _is_script(text, name)):
+        return _read_words(read_script(text, env, path), stack, version, name)
+    stack = stack or recognize(text, name)
+    return _without_variables(read_data_of(stack, load(text, name), version=version), env)
+
+
+def _without_variables(found: Imported, env: Mapping[str, str]) -> Imported:
+    """`found`, with a note on the variables that were given for a file that has none."""
+    notes = tuple(f"--env {name}: has no effect: only launch scripts and --args have variables" for name in env)
+    return dataclasses.replace(found, assumed=(*notes, *found.assumed))
+
+
+def read_data_of(stack: str, data: Any, *, version: str | None = None) -> Imported:
+    """The meaning of plain data as a stack's configuration. Raises DataError if there is none."""
+    if data is None:
+        raise DataError(f"the configuration is empty: it has no {stack} settings")
+    found = _never_read(_importer(stack).read_data(data, version=_version(stack, version)), version)
+    nothing = (f"it is empty: every setting of {stack} is at its default",) if data == {} else ()
+    return dataclasses.replace(found, assumed=(*nothing, *found.assumed))
+
+
+def load(text: str, name: str) -> Any:
+    """Plain data of a YAML, JSON or TOML text. Raises DataError."""
+    import tomllib
+
+    import yaml
+
+    try:
+        # a TOML file without keys counts as an empty file, not as an empty mapping
+        return (tomllib.loads(text) or None) if name.endswith(".toml") else yaml.load(text, Loader=_Plain)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        first = str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__
+        raise DataError(f"{name or 'the file'}: cannot be read: {first}") from None
+
+
+def recognize(text: str, name: str) -> str:
+    """The stack that a text belongs to. Raises DataError if none is recognized."""
+    if _is_script(text, name):  # in a data file: options under MODEL_ARGS
+        return "megatron-lm"
+    if name.endswith(".toml"):
+        return "torchtitan"
+    data = load(text, name)
+    if not isinstance(data, Mapping):
+        raise DataError(
+            f"{name or 'the text'}: not a stack's configuration: expected a mapping, found {type(data).__name__}"
+        )
+    if ours(data):
+        raise DataError(
+            f"{name or 'the text'}: already a run configuration of mpbridge (mpbridge compare and export --config read it)"
+        )
+    for stack, keys in _MARKS:
+        if any(key in data for key in keys):
+            return stack
+    raise DataError(
+        f"{name or 'the text'}: not recognized as any stack's configuration: name the stack, mpbridge import FILE --from STACK"
+    )
+
+
+def _is_script(text: str, name: str) -> bool:
+    """Whether a text is a launch script, or arguments alone."""
+    return name.endswith(".sh") or text.startswith("#!") or "--micro-batch-size" in text
+
+
+def ours(data: Mapping[str, Any]) -> bool:
+    """Whether a mapping is a run configuration of mpbridge: only its sections, including one that Megatron Bridge lacks."""
+    sections = {"mixed_precision", "model", "optimizer", "scheduler", "ddp", "train", "checkpoint", "logger"}
+    return "mixed_precision" in data and bool(_OURS & data.keys()) and data.keys() <= sections | _OURS
+
+
+_DATA = (".yaml", ".yml", ".json", ".toml")
+_OURS = frozenset({"data", "parallel", "audit", "engine", "emulate", "target", "te"})
+_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # keys that only this stack uses, the most specific stacks first: several share 'optimizer' or 'model'
+    ("accelerate", ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config")),
+    ("megatron-lm", ("MODEL_ARGS",)),
+    ("megatron-bridge", ("mixed_precision", "ddp")),
+    ("deepspeed", ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "torch_autocast")),
+    ("automodel", ("step_scheduler", "distributed", "fp8")),
+    ("lightning", ("trainer",)),
+    ("transformers", ("per_device_train_batch_size", "output_dir", "bf16_full_eval")),
+    ("torchtitan", ("training", "job", "parallelism")),
+    ("deepspeed", ("bf16", "fp16")),
+)
+
+
+_PYTHON = (("megatron.bridge", "megatron-bridge"), ("torchtitan", "torchtitan"))
+"""Text that identifies a stack's Python configurations -> the stack."""
+
+
+def _importer(stack: str) -> Any:
+    module = stack_module(stack)
+    name = f"{module.__name__}_import"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
+
+
+def _lm() -> Any:
+    return importlib.import_module("mpbridge.interop.stacks.megatron_lm_import")
+
+
+def _version(stack: str, asked: str | None) -> str:
+    """The version to read for: the requested one if it is supported, otherwise the nearest; `_never_read` reports the difference."""
+    return version_for(stack_module(stack), asked, doing="read")[0]
+
+
+def _never_read(found: Imported, asked: str | None) -> Imported:
+    """`found` with overlong lines cut, and with a note if the requested version is not a supported one."""
+    lines: dict[str, Any] = {name: tuple(cut(line, LONGEST) for line in getattr(found, name)) for name in _LINES}
+    _, assumed = version_for(stack_module(found.stack), asked, doing="read")
+    return dataclasses.replace(found, **(lines | {"assumed": (*assumed, *lines["assumed"])}))
+
+
+def _plain_loader() -> Any:
+    import yaml
+
+    class Plain(yaml.SafeLoader):
+        """A safe loader that keeps foreign tags as plain values."""
+
+        def get_single_node(self) -> Any:
+            return of_bounded_size(super().get_single_node())
+
+    def plain(loader: Any, _suffix: str, node: Any) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return loader.construct_sequence(node, deep=True)
+        return loader.construct_scalar(node)
+
+    Plain.add_multi_constructor("!", plain)
+    Plain.add_multi_constructor("tag:", plain)
+    return Plain
+
+
+class _Lazy:
+    """yaml's loader class, made on first use: yaml is not needed for shell scripts."""
+
+    made: Any = None
+
+    def __call__(self, stream: Any) -> Any:
+        if self.made is None:
+            self.made = _plain_loader()
+        return self.made(stream)
+
+
+_Plain: Any = _Lazy()

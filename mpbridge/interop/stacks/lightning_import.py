@@ -1,0 +1,374 @@
+"""Interprets Lightning's Trainer arguments, or the trainer section of its CLI's YAML. Read at 2.6.6."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpbridge.common.errors import BadValue, DataError, brief, cut, nearest
+from mpbridge.common.formats import DType
+from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks import deepspeed_import
+from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
+from mpbridge.interop.stacks.deepspeed import DEFAULT_VERSION as DEEPSPEED
+from mpbridge.interop.stacks.deepspeed_import import scale_of
+from mpbridge.interop.stacks.known_keys import with_rest
+from mpbridge.interop.stacks.lightning import NAME
+from mpbridge.interop.stacks.meaning import Meaning, Sharded
+from mpbridge.interop.stacks.reading import Reader, raise_faults
+from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER
+from mpbridge.interop.stacks.torch_import import fields_of, scale_fields
+from mpbridge.precision.policy import Quant, Region
+
+_WORDS: Mapping[str, tuple[DType, bool]] = {
+    # word -> (dtype, whether parameters are cast to it)
+    "32": (DType.FP32, True), "32-true": (DType.FP32, True), "16": (DType.FP16, False), "16-mixed": (DType.FP16, False),
+    "bf16": (DType.BF16, False), "bf16-mixed": (DType.BF16, False), "16-true": (DType.FP16, True), "bf16-true": (DType.BF16, True),
+    "transformer-engine": (DType.BF16, True), "transformer-engine-float16": (DType.FP16, True),
+    "64": (DType.FP64, True), "64-true": (DType.FP64, True),
+}  # fmt: skip
+_DELAYED = Quant(format="hybrid", scaling="delayed", amax_history=1024, amax_algo="max")
+"""Transformer Engine's DelayedScaling() without arguments, as the precision strings create it."""
+_PLUGINS: Mapping[str, str | None] = {
+    # class of plugins/precision -> the argument with its precision string; None: not one of the modelled training precisions
+    "HalfPrecision": "precision", "MixedPrecision": "precision", "FSDPPrecision": "precision", "DeepSpeedPrecision": "precision",
+    "XLAPrecision": "precision", "DoublePrecision": None, "Precision": None, "BitsandbytesPrecision": None, "TransformerEnginePrecision": None,
+}  # fmt: skip
+_HOOKS: Mapping[str, DType] = {"fp16_compress_hook": DType.FP16, "bf16_compress_hook": DType.BF16}
+"""torch's hooks for DDP that cast gradients before they are sent."""
+_STRATEGIES = (
+    "auto", "fsdp", "fsdp_cpu_offload", "single_device", "single_device_xla", "single_xla", "single_tpu", "xla", "xla_debug", "model_parallel",
+    *(f"ddp{start}{unused}" for start in ("", "_spawn", "_fork", "_notebook")
+      for unused in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")),
+    *(f"deepspeed{stage}" for stage in ("", "_stage_1", "_stage_2", "_stage_2_offload", "_stage_3", "_stage_3_offload", "_stage_3_offload_nvme")),
+)  # fmt: skip
+"""Its strategy names (StrategyRegistry.available_strategies), and its classes without 'Strategy'."""
+
+
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_OTHERS = ("model", "data", "optimizer", "lr_scheduler", "config", "seed_everything", "ckpt_path")
+"""Sections of its CLI beside the trainer."""
+
+
+def read(words: Iterable[str], *, version: str) -> Imported:
+    """The meaning of `precision=bf16-mixed strategy=fsdp`, or of `--trainer.precision bf16-mixed` as its CLI takes it. Raises BadValue."""
+    data: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    items = list(words)
+    items = items[1:] if items[:1] and items[0] in _SUBCOMMANDS else items
+    while items:
+        word = items.pop(0)
+        name, equals, value = word.lstrip("-").removeprefix("trainer.").partition("=")
+        if not equals:
+            if not word.startswith("--") or not items or items[0].startswith("--"):
+                raise BadValue(f"{brief(word)} is not an argument: expected name=value or --name value")
+            value = items.pop(0)
+        section = name.partition(".")[0]
+        (rest if section in _OTHERS else data)[name] = value.strip("\"'")
+    optimizer = {"optimizer": rest.pop("optimizer")} if "optimizer" in rest else {}
+    found = read_data({"trainer": data, **optimizer}, version=version)
+    file = rest.pop("config", None)
+    decides = (f"--config {cut(file)} decides what is not said here, but is not read: pass that file",) if file else ()
+    return dataclasses.replace(found, assumed=(*decides, *found.assumed), other=(*found.other, *map(cut, rest)))
+
+
+@dataclass
+class _TrainerSettings:
+    """The trainer's precision and strategy."""
+
+    read: Reader
+    base: DType = DType.FP32
+    cast: bool = True
+    """Whether the parameters are stored in that dtype."""
+    compute: DType | None = None
+    """The dtype of what the FP8 plugin does not quantize; None: `base`."""
+    quant: Quant | None = None
+    strategy: str = "auto"
+    """The strategy's name or class in lower case, without '_' and 'strategy'; 'auto' for one that is not Lightning's."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The strategy's arguments, if it is given as a class."""
+    plugin: bool = False
+    """Whether a precision plugin decides instead of the string."""
+    settings: Mapping[str, Any] | None = None
+    """Recipe fields from a DeepSpeed configuration inside the strategy; None: there is none."""
+    in_force: tuple[str, ...] = ()
+    """Defaults of that configuration."""
+    inert: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    cannot: list[str] = field(default_factory=list)
+    contradicts: list[str] = field(default_factory=list)
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether parameters are sharded as in torch FSDP."""
+        return self.strategy.startswith(("fsdp", "modelparallel"))
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """A trainer's meaning for a module in FP32. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
+    if not isinstance(data, Mapping):
+        raise DataError(f"a Lightning configuration is a mapping, found {type(data).__name__}")
+    inner = data.get("trainer", data)
+    if not isinstance(inner, Mapping):
+        raise DataError(f"trainer={brief(inner)}: expected a mapping of Trainer's arguments")
+    said = _TrainerSettings(read=Reader(inner))
+    _strategy(said)
+    _precision(said)
+    raise_faults(said.read.faults, "this Lightning configuration")
+    said.assumed.insert(0, "the module is in FP32 when passed to the trainer")
+    _on_a_cpu(said)
+    _refused(said)
+    meaning = _meaning(said)
+    if said.quant is not None:
+        compute = said.compute or said.base
+        meaning = dataclasses.replace(meaning, compute=compute, autocast=compute, regions=(Region(quant=said.quant),))
+    found = Imported(
+        stack=NAME, version=version, fields=_fields(said, meaning), engine=engine_with("optimizer") if said.fsdp else DEFAULT,
+        meaning=meaning, inert=tuple(said.inert), contradicts=tuple(said.contradicts), cannot_express=tuple(said.cannot), assumed=tuple(said.assumed),
+        in_force=said.in_force,
+    )  # fmt: skip
+    kind, arguments = _class_of(data.get("optimizer") or "")
+    found = updated_by(found, kind, "optimizer", momentum=arguments.get("momentum"))
+    return with_rest(found, said.read, under="trainer")
+
+
+def _fields(said: _TrainerSettings, meaning: Meaning) -> dict[str, Any]:
+    if said.base is DType.FP64:
+        said.cannot.append("64-true: FP64 parameters and arithmetic")
+        return {}
+    if said.settings is not None:
+        return dict(said.settings)
+    scale = {} if meaning.loss_scale is None else scale_fields(meaning.loss_scale)
+    if meaning.main is not None:
+        return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32, **scale}
+    fields = fields_of(meaning, said.cannot, said.quant) | scale
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
+        said.cannot.append(
+            f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}"
+        )
+    return fields
+
+
+def _class_of(value: Any) -> tuple[str, Mapping[str, Any]]:
+    """(name, arguments) of a value that is a name or {class_path, init_args}."""
+    if not isinstance(value, Mapping):
+        return str(value), {}
+    arguments = value.get("init_args") or {}
+    return str(value.get("class_path", "")), arguments if isinstance(arguments, Mapping) else {}
+
+
+def _strategy(said: _TrainerSettings) -> None:
+    given = said.read.at("strategy")
+    if given is None:
+        said.read.default("strategy", "auto")
+    said.read.whole |= {"strategy"} if isinstance(given, Mapping) else set()
+    path, said.arguments = _class_of("auto" if given is None else given)
+    name = path.rpartition(".")[2]
+    said.strategy = name.lower().removesuffix("strategy").replace("_", "")
+    if said.strategy not in {one.replace("_", "") for one in _STRATEGIES}:
+        near = nearest(name.lower(), _STRATEGIES, most=1)
+        said.strategy = "auto"
+        hint = f"; nearest: {near[0]}" if near else ""
+        said.contradicts.append(
+            f"strategy={cut(name)}: not a Lightning strategy{hint}; described as one process or DDP, which may be wrong for a custom strategy"
+        )
+
+
+def _precision(said: _TrainerSettings) -> None:
+    """Sets the precision from the string, or from a precision plugin."""
+    plugin, arguments = _plugin(said.read)
+    word = said.read.text("precision", "").lower()
+    if plugin and word:
+        said.contradicts.append(f"precision={word} with plugins: {plugin}: Lightning refuses both together")
+    said.plugin = bool(plugin)
+    if plugin == "TransformerEnginePrecision":
+        _transformer_engine(said, said.read.inner(arguments, "plugins"))
+        return
+    if plugin and _PLUGINS[plugin] is None and plugin != "Precision":
+        said.cannot.append(
+            f"plugins: {plugin}: not modelled; described as {'64-true' if plugin[0] == 'D' else '32-true'}"
+        )
+        word = "64-true" if plugin == "DoublePrecision" else "32-true"
+    elif plugin:
+        word = str(arguments.get("precision") or word or "32-true").lower()
+    if not word:  # null too is what Trainer takes for nothing said
+        word = "32-true"
+        said.read.default("precision", word)
+    if word not in _WORDS:
+        said.read.faults.append(f"precision={brief(word)}: expected one of {', '.join(_WORDS)}")
+        return
+    said.base, said.cast = _WORDS[word]
+    if word.startswith("transformer-engine"):
+        said.quant = _DELAYED
+        said.assumed.append("a plugin without a recipe: Transformer Engine's DelayedScaling with its defaults")
+
+
+def _plugin(read: Reader) -> tuple[str, Mapping[str, Any]]:
+    """(class, arguments) of the precision plugin; ('', {}) without one."""
+    given = read.at("plugins")
+    for at, one in enumerate(given if isinstance(given, (list, tuple)) else [given]):
+        path, arguments = _class_of(one)
+        name = path.rpartition(".")[2]
+        if name in _PLUGINS:
+            read.whole.add("plugins" if not isinstance(given, (list, tuple)) or len(given) == 1 else f"plugins.{at}")
+            read.asked.add("plugins")
+            return name, arguments
+    return "", {}
+
+
+def _transformer_engine(said: _TrainerSettings, read: Reader) -> None:
+    """TransformerEnginePrecision: weights in one dtype, the rest under autocast, linears by DelayedScaling with the recipe's arguments."""
+    said.base = read.dtype("weights_dtype", DType.BF16) or DType.BF16
+    said.compute = read.dtype("fallback_compute_dtype", said.base) or said.base
+    if read.at("weights_dtype") is None:
+        read.faults.append("plugins: TransformerEnginePrecision without weights_dtype: Lightning refuses it")
+    form = read.text("recipe.fp8_format", "HYBRID").lower()
+    if form not in ("hybrid", "e4m3"):
+        said.cannot.append(
+            f"recipe.fp8_format={form}: Transformer Engine trains in HYBRID or E4M3; described as HYBRID"
+        )
+    override = read.at("recipe.override_linear_precision")
+    algorithm = read.text("recipe.amax_compute_algo", "max")
+    if algorithm not in ("max", "most_recent"):
+        said.cannot.append(f"recipe.amax_compute_algo={cut(algorithm)}: a function; described as max")
+    said.quant = Quant(
+        format="e4m3" if form == "e4m3" else "hybrid",
+        scaling="delayed",
+        amax_history=int(read.number("recipe.amax_history_len", 1024)),
+        amax_algo="most_recent" if algorithm == "most_recent" else "max",
+        margin=int(read.number("recipe.margin", 0)),
+        wgrad=not (isinstance(override, (list, tuple)) and list(override)[-1:] == [True]),
+        attention="multi_head"
+        if read.flag("recipe.fp8_mha")
+        else "dot_product"
+        if read.flag("recipe.fp8_dpa")
+        else "none",
+    )
+    if read.at("replace_layers") is False:
+        said.cannot.append("replace_layers: false: only the model's own Transformer Engine modules are quantized")
+
+
+def _on_a_cpu(said: _TrainerSettings) -> None:
+    """Applies what Trainer does on a CPU: it refuses GPU-only settings, and trains BF16 under 16-mixed."""
+    given = said.read.at("accelerator", "auto")
+    name = _class_of("auto" if given is None else given)[0].rpartition(".")[2].lower().removesuffix("accelerator")
+    said.read.whole |= {"accelerator"} if isinstance(given, Mapping) else set()
+    mixed = said.base is DType.FP16 and not said.cast
+    if name != "cpu":
+        if mixed and name == "auto":
+            said.assumed.append("a GPU: on a CPU Lightning trains BF16 under 16")
+        return
+    gpus = next((name for name in ("fsdp", "deepspeed") if said.strategy.startswith(name)), None)
+    if gpus is not None:
+        said.contradicts.append(f"strategy={gpus} with accelerator=cpu: Lightning refuses it, since it needs a GPU")
+    elif said.quant is not None:
+        said.contradicts.append("transformer-engine with accelerator=cpu: Transformer Engine runs only on GPUs")
+    elif isinstance(given, Mapping) and not said.cast and not said.plugin:
+        # Trainer compares with the string, not with an object, so its autocast is for CUDA
+        said.inert.append(
+            "the precision: with a CPUAccelerator object (unlike the string accelerator=cpu) Lightning trains in FP32"
+        )
+        said.base, said.cast = DType.FP32, True
+    elif mixed and not said.plugin:
+        said.base = DType.BF16
+        said.inert.append("precision=16-mixed: with accelerator=cpu Lightning warns and trains bf16-mixed")
+
+
+def _refused(said: _TrainerSettings) -> None:
+    """Applies what ModelParallelStrategy does with a precision: no loss scaler, and FSDP2's dtypes are set by the author."""
+    if said.strategy.startswith(("fsdp", "deepspeed")) and (said.quant is not None or said.base is DType.FP64):
+        word = "64-true" if said.quant is None else "transformer-engine"
+        said.contradicts.append(
+            f"{word} with strategy={cut(said.strategy)}: Lightning refuses it; described as if it ran"
+        )
+    if "modelparallel" in said.strategy:
+        said.assumed.append(
+            "ModelParallelStrategy leaves FSDP2's MixedPrecisionPolicy to configure_model: read as FSDP's"
+        )
+        if said.base is DType.FP16 and not said.cast:
+            said.contradicts.append("16-mixed: ModelParallelStrategy refuses it")
+
+
+def _meaning(said: _TrainerSettings) -> Meaning:
+    base = said.base
+    if "deepspeed" in said.strategy and said.arguments.get("config") is not None:
+        return _by_deepspeeds_file(said, said.arguments["config"])
+    if "deepspeed" in said.strategy and base is not DType.FP32:
+        said.assumed.append("under DeepSpeed, mixed and true are the same")
+        return Meaning(
+            storage=base,
+            compute=base,
+            main=DType.FP32,
+            wire=base,
+            accumulator=base,
+            optimizer_reads=DType.FP32,
+            sharded=_zero(said),
+            loss_scale=scale_of(said.read.inner(said.arguments, "strategy")) if base is DType.FP16 else None,
+        )
+    sharded: Sharded = "everything" if said.fsdp else "nothing"
+    if said.cast:
+        return Meaning(
+            storage=base,
+            compute=base,
+            wire=_hooked(said) if sharded == "nothing" else base,
+            accumulator=base,
+            exp_avg=base,
+            exp_avg_sq=base,
+            sharded=sharded,
+        )
+    wire = _hooked(said) if sharded == "nothing" else _reduce(said)
+    meaning = Meaning(
+        storage=DType.FP32, compute=base, autocast=base, wire=wire, accumulator=DType.FP32, sharded=sharded
+    )
+    if base is DType.FP16:
+        return dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
+    return meaning
+
+
+def _by_deepspeeds_file(said: _TrainerSettings, config: Any) -> Meaning:
+    """DeepSpeedStrategy(config=...): its own settings decide; the precision's section is the fallback."""
+    if not isinstance(config, Mapping):
+        said.assumed.append(f"config={cut(config)} decides: pass that file (--from deepspeed)")
+    data = dict(config) if isinstance(config, Mapping) else {"zero_optimization": {"stage": 2}}
+    section = {DType.BF16: "bf16", DType.FP16: "fp16"}.get(said.base)
+    if section is not None and section not in data:
+        data[section] = {"enabled": True}
+    inner = deepspeed_import.read_data(data, version=DEEPSPEED)
+    said.contradicts += inner.contradicts
+    said.cannot += inner.cannot_express
+    said.settings, said.in_force = inner.fields, inner.in_force
+    return inner.meaning
+
+
+def _hooked(said: _TrainerSettings) -> DType:
+    """The wire dtype under DDP: the stored dtype, unless a communication hook casts gradients."""
+    stored = said.base if said.cast else DType.FP32
+    hook = said.arguments.get("ddp_comm_hook")
+    if hook is None or not said.strategy.startswith("ddp"):
+        return stored
+    name = str(hook).rpartition(".")[2]
+    if name in _HOOKS:
+        return _HOOKS[name]
+    said.cannot.append(f"ddp_comm_hook={cut(name)}: its effect on gradients on the wire is unknown")
+    return stored
+
+
+def _zero(said: _TrainerSettings) -> Sharded:
+    """What ZeRO shards: by the stage in the strategy's name or arguments; DeepSpeedStrategy's default is 2."""
+    stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])
+    if not stage:
+        stage = "2"
+        said.read.default("strategy.stage", stage)
+    stages: Mapping[str, Sharded] = {"0": "nothing", "1": "optimizer", "2": "gradients", "3": "everything"}
+    return stages.get(stage, "everything")
+
+
+def _reduce(said: _TrainerSettings) -> DType:
+    """FSDPStrategy reduces in the precision's dtype unless it has a MixedPrecision."""
+    policy = said.arguments.get("mixed_precision")
+    inner = said.read.inner(
+        policy.get("init_args", policy) if isinstance(policy, Mapping) else {}, "strategy.mixed_precision"
+    )
+    return inner.dtype("reduce_dtype", said.base) or said.base

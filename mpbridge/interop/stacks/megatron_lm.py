@@ -1,0 +1,261 @@
+"""Megatron-LM: a recipe as command-line flags.
+
+Read at d98e8a64 (core 0.20.0) against its own parser: defaults of megatron/training/arguments.py and of TransformerConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from mpbridge.common.formats import DType
+from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks import megatron_modules
+from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.interop.stacks.meaning import Meaning, of_policy
+from mpbridge.interop.stacks.sharded_torch import environment, process_wide
+from mpbridge.precision.megatron_spec.versions import SINCE_017
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+
+NAME = "megatron-lm"
+VERSIONS = {"0.16": "release core_v0.16", "0.20": "main, d98e8a64"}
+"""Supported versions; the first belongs to the released megatron-core."""
+DEFAULT_VERSION = "0.20"
+
+CORE = {"0.16": "0.16.1", "0.20": "0.20.0"}
+"""Version -> its megatron-core."""
+
+Flags = Iterator[str]
+
+
+def export(request: Request) -> Export:
+    """The precision part of a Megatron-LM command line."""
+    policy, lines = request.policy, list(_unsayable(request))
+    wrapped = _has_dtypes(request)
+    softmax = megatron_modules.softmax_of(request, core=_core(request))
+    words = [
+        *_base(policy),
+        *_gradients(policy, wrapped),
+        *_scale(policy),
+        *_quantization(policy),
+        *(("--te-precision-config-file precision.yaml",) if megatron_modules.rules_there(request) else ()),
+        *_model(policy, softmax, said(request).logits),
+    ]
+    words += [*_optimizer(policy, request), *_megatron_fsdp(request)]
+    pieces = [Fragment(name="arguments", text=_wrapped(words))]
+    if megatron_modules.rules_there(request):
+        pieces.append(Fragment(name="precision.yaml", text=megatron_modules.rules_file(request, core=_core(request))))
+        lines += megatron_modules.notes(request)
+    pieces += environment(policy.quants)
+    lines += process_wide(policy.quants)
+    theirs = _meaning(request)
+    lines += compared(request.ours, theirs, megatron_modules.costs(request, _COSTS))
+    return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
+
+
+_COSTS = {
+    "main": "Megatron-LM's main weights start from the parameters rounded to 16 bits",
+    "storage": "checkpoints hold 16-bit parameters and FP32 main weights",
+    "autocast": "no flag; weights and activations are cast by the model instead",
+    "accumulator": "one flag sets both; only the three --megatron-fsdp-*-dtype flags separate them (--engine megatron_fsdp)",
+    "keep_fp32": "no flag keeps parameters in FP32",
+    "output": "no flag",
+    "pipeline": "no flag; FP32 under --fp32-residual-connection, else the parameters' dtype",
+    "logits": "the flag exists from core 0.20 on",
+    "exp_avg": "--exp-avg-dtype has an effect only with --use-precision-aware-optimizer",
+    "exp_avg_sq": "--exp-avg-sq-dtype has an effect only with --use-precision-aware-optimizer",
+    "quantization": "--fp8-recipe tensorwise",
+    "modules": "--te-precision-config-file names a scaling and a format for whole linears, of layers counted from the start; give --config for its depth",
+    "reuse_grad_buffer": "the switch has an effect only with --fp8-format",
+}
+"""Row -> what a difference costs, or the nearest equivalent there."""
+
+
+def _core(request: Request) -> str:
+    return CORE[request.version]
+
+
+def _meaning(request: Request) -> Meaning:
+    """The flags' meaning in Megatron-LM: sharded FP32 main weights for all 16-bit parameters."""
+    policy = said(request)
+    if request.main_weights == "wrapper":
+        return of_policy(policy, engine=request.engine)
+    return of_policy(policy, engine=DEFAULT, sharded="optimizer" if _distributed(request) else "nothing")
+
+
+def said(request: Request) -> PrecisionPolicy:
+    """The policy that the flags express. Facts without a flag are as in Megatron-LM, regardless of the recipe."""
+    policy, new, wrapped = request.policy.settled(), SINCE_017.holds(_core(request)), _has_dtypes(request)
+    # no flag: stages send the residual stream
+    wide = DType.FP32 if policy.residual_fp32 and policy.pipeline is not policy.compute else policy.compute
+    if policy.params is not policy.compute or request.main_weights == "optimizer":
+        policy = on_megatron(policy)
+    states = policy if policy.precision_aware else dataclasses.replace(policy, exp_avg=None, exp_avg_sq=None)
+    return dataclasses.replace(
+        policy,
+        main_params=policy.main_params if wrapped or _narrow_main(policy) else DType.FP32,
+        main_grads=policy.main_grads if policy.precision_aware else None,
+        exp_avg=states.exp_avg,
+        exp_avg_sq=states.exp_avg_sq,
+        accumulate=policy.accumulate if wrapped else None,
+        autocast=None,
+        keep_fp32=(),
+        output=policy.compute,
+        pipeline=wide,
+        logits=policy.logits if new else None,
+        remainders=True,
+        regions=tuple(megatron_modules.regions_said(request, core=_core(request))),
+    )
+
+
+def _has_dtypes(request: Request) -> bool:
+    """Whether Megatron-FSDP shards and its three dtype flags exist."""
+    return request.main_weights == "wrapper" and SINCE_017.holds(_core(request))
+
+
+def _narrow_main(policy: PrecisionPolicy) -> bool:
+    """Whether --main-params-dtype sets the main weights' dtype: only fp16, and only with a precision-aware optimizer."""
+    return bool(policy.precision_aware) and policy.main_params is DType.FP16
+
+
+def _distributed(request: Request) -> bool:
+    """Whether --use-distributed-optimizer is written: if states are sharded, or other flags require it."""
+    policy = request.policy
+    asked = bool(policy.precision_aware or policy.stored or request.main_weights == "optimizer")
+    return asked or request.ours.sharded != "nothing"
+
+
+def on_megatron(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """The policy of an FSDP2 recipe in megatron-core's layout: parameters in the compute dtype with separate main weights."""
+    return dataclasses.replace(policy, params=policy.compute, gather=None, main_params=policy.main_params or DType.FP32)
+
+
+def _base(policy: PrecisionPolicy) -> Flags:
+    if policy.compute is not DType.FP32:
+        yield f"--{policy.compute.short}"
+
+
+def _gradients(policy: PrecisionPolicy, wrapped: bool) -> Flags:
+    """wrapped: Megatron-FSDP has its own flags and reads neither of these."""
+    if policy.reduce is DType.FP32 and not wrapped:
+        yield "--accumulate-allreduce-grads-in-fp32"
+    elif policy.compute is DType.BF16 and not wrapped:
+        yield "--grad-reduce-in-bf16"
+
+
+def _scale(policy: PrecisionPolicy) -> Flags:
+    scale = policy.loss_scale
+    if scale is None:
+        return
+    if scale.static is not None:
+        yield f"--loss-scale {number(scale.static)}"
+        return
+    yield f"--initial-loss-scale {number(scale.initial)}"
+    yield f"--min-loss-scale {number(scale.minimum)}"
+    yield f"--loss-scale-window {number(scale.window)}"
+    yield f"--hysteresis {scale.hysteresis}"
+
+
+def _quantization(policy: PrecisionPolicy) -> Flags:
+    quant = megatron_modules.in_core(policy.quant)
+    if quant is not None:
+        yield from _one(quant)
+        if policy.reuse_grad_buffer:
+            yield "--reuse-grad-buf-for-mxfp8-param-ag"
+        if policy.ends is not None:
+            first, last = policy.ends
+            yield f"--first-last-layers-bf16 --num-layers-at-start-in-bf16 {first} --num-layers-at-end-in-bf16 {last}"
+
+
+def _one(quant: Quant) -> Flags:
+    low = "fp4" if quant.bits == 4 else "fp8"
+    # the recipe is always written: alone, --fp8-format means delayed scaling here and tensorwise in Megatron Bridge
+    yield f"--{low}-format {quant.format} --{low}-recipe {quant.scaling}"
+    if quant.factory:
+        yield f"--{low}-quantizer-factory {quant.factory}"
+    if quant.scaling == "delayed":
+        yield f"--fp8-amax-history-len {quant.amax_history} --fp8-amax-compute-algo {quant.amax_algo}"
+        if quant.margin:
+            yield f"--fp8-margin {quant.margin}"
+        if not quant.wgrad:
+            yield "--no-fp8-wgrad"
+    if quant.stored:
+        yield f"--{low}-param-gather"
+
+
+def _model(policy: PrecisionPolicy, softmax: bool, logits: DType | None) -> Flags:
+    if policy.residual_fp32:
+        yield "--fp32-residual-connection"
+    if softmax:
+        yield "--attention-softmax-in-fp32"
+    if policy.router is not None:
+        yield f"--moe-router-dtype {policy.router.short}"
+    if logits is not None:
+        yield f"--output-logit-dtype {logits.short}"
+
+
+def _optimizer(policy: PrecisionPolicy, request: Request) -> Flags:
+    aware = bool(policy.precision_aware)
+    if request.main_weights != "wrapper" and _distributed(request):
+        yield "--use-distributed-optimizer"
+    if aware:
+        yield "--use-precision-aware-optimizer"
+        yield f"--main-grads-dtype {(policy.main_grads or DType.FP32).short}"
+        yield f"--main-params-dtype {'fp16' if _narrow_main(policy) else 'fp32'}"
+        yield f"--exp-avg-dtype {_state(policy.exp_avg)} --exp-avg-sq-dtype {_state(policy.exp_avg_sq)}"
+
+
+def _state(dtype: DType | None) -> str:
+    return "fp8" if dtype is DType.UINT8 else (dtype or DType.FP32).short
+
+
+def _megatron_fsdp(request: Request) -> Flags:
+    policy = request.policy
+    if request.main_weights != "wrapper":
+        return
+    yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
+    yield "--ckpt-format fsdp_dtensor"
+    if not _has_dtypes(request):
+        return
+    reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
+    # --accumulate-allreduce-grads-in-fp32 reaches a field that this engine does not read
+    yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
+    yield f"--megatron-fsdp-main-grads-dtype {add} --megatron-fsdp-grad-comm-dtype {reduce}"
+
+
+def _unsayable(request: Request) -> Iterator[Line]:
+    """Facts that no Megatron-LM flag expresses."""
+    policy = request.policy
+    main = policy.settled().main_params
+    if main is not None and main not in (DType.FP32, said(request).main_params):
+        yield _impossible(
+            "main_params_dtype", f"--{policy.compute.short} always creates FP32 main weights; {_NEAREST[main]}"
+        )
+    if policy.remainders is False and policy.precision_aware and main is DType.FP32:
+        yield _impossible(
+            "store_param_remainders", "no flag, it is always on: the same FP32 value in 2 bytes less per parameter"
+        )
+    for quant in policy.quants:
+        if quant.attention != "none":
+            yield _impossible("fp8_dot_product_attention", "no flag; attention stays in 16 bits")
+
+
+_NEAREST = {
+    DType.BF16: "--main-params-dtype has no bf16; nearest: --use-precision-aware-optimizer with BF16 moments, 6 bytes per parameter more than requested"
+    " for (unsharded)",
+    DType.FP16: "nearest: --use-precision-aware-optimizer --main-params-dtype fp16, a separate copy of the parameters",
+}
+"""Main weights that no flag expresses -> the nearest alternative."""
+
+
+def _impossible(fact: str, text: str) -> Line:
+    return Line(fidelity="impossible", fact=fact, text=text)
+
+
+def number(value: float) -> str:
+    """A number in full: 4294967296, 0.5."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _wrapped(words: list[str]) -> str:
+    return " \\\n".join(words)

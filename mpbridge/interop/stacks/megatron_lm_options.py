@@ -1,0 +1,26 @@
+"""The options of Megatron-LM's own parser, by version (scripts/evidence/stacks/megatron_lm.py writes the file from the parser)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge.interop.stacks.megatron_lm import DEFAULT_VERSION
+
+
+@functools.cache
+def options(version: str = DEFAULT_VERSION) -> Mapping[str, Any]:
+    """option -> how many values it takes (an int, '+' or '*')."""
+    text = (Path(__file__).parent / "data" / "megatron_lm.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    found: dict[str, Any] = data["options"]
+    older = data["older"].get(version)
+    if older is not None:
+        lacks = frozenset(older["lacks"])
+        found = {name: arity for name, arity in found.items() if name not in lacks} | older["has"]
+    # --use-megatron-fsdp had this name before the supported versions
+    return MappingProxyType({**found, "--use-custom-fsdp": 0})

@@ -1,0 +1,113 @@
+"""Shared by both Megatrons: quantization by module and layer in Megatron-LM's flags and file, and what megatron-core can express."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mpbridge.common.errors import cut
+from mpbridge.interop.stacks.base import Line, Request
+from mpbridge.planning.memory.names import any_gpt, listed
+from mpbridge.precision.megatron_spec.module_rules import as_dict, params
+from mpbridge.precision.megatron_spec.precision_field import ModuleRules
+from mpbridge.precision.megatron_spec.schema import records
+from mpbridge.precision.megatron_spec.versions import SINCE_017
+from mpbridge.precision.regions import Quant, Region
+
+
+def softmax_of(request: Request, *, core: str) -> bool:
+    """Whether attention's softmax is in FP32: as the policy states, otherwise the default of megatron-core's class.
+
+    The defaults of that class and of Megatron-LM's parser differ, so it is always written.
+    """
+    stated = request.policy.softmax_fp32
+    return bool(records("model", version=core)["attention_softmax_in_fp32"]["default"] if stated is None else stated)
+
+
+def regions_said(request: Request, *, core: str) -> Iterator[Region]:
+    """The policy's regions as flags and file express them: attention in 16 bits, and a rule of the file is a scaling and a format."""
+    new, depth = SINCE_017.holds(core), _depth(request)
+    for region in request.policy.regions[:-1]:
+        if region.ends:
+            # the switch needs a format; if the depth is known, the file itself excludes those layers
+            if request.policy.quant is not None or depth is not None:
+                yield region
+        elif _sayable(request, region):
+            yield dataclasses.replace(region, quant=region.quant and _of_the_file(region.quant, new=new))
+    quant = in_core(request.policy.quant)
+    yield Region(quant=quant and dataclasses.replace(quant, attention="none"))
+
+
+def in_core(quant: Quant | None) -> Quant | None:
+    """The rule if megatron-core can express it, else None."""
+    return quant if quant is not None and quant.row.core else None
+
+
+def _depth(request: Request) -> int | None:
+    return None if request.run is None else int(request.run.facts.shape.num_layers)
+
+
+def _sayable(request: Request, region: Region) -> bool:
+    """Whether the file can express a rule: one for all three GEMMs, with existing linears and known layer numbers."""
+    if region in request.unnamed:
+        return False
+    depth = _depth(request)
+    known = region.quant is None or in_core(region.quant) is not None
+    return known and region.gemms is None and (depth is not None or all(min(span) >= 0 for span in region.layers or ()))
+
+
+def _of_the_file(quant: Quant, *, new: bool) -> Quant:
+    said = Quant(format=quant.format, scaling=quant.scaling, factory=quant.factory, options=quant.options)
+    return dataclasses.replace(said, stored=quant.stored and new)
+
+
+def rules_there(request: Request) -> bool:
+    """Whether a rule under `modules` matches megatron-core's linears, so that the file is needed."""
+    return any(region not in request.unnamed for region in request.policy.module_regions)
+
+
+def costs(request: Request, usual: Mapping[str, str]) -> Mapping[str, str]:
+    """Row -> cost of a difference on a Megatron: `usual`, except for rules that name the linears of another model."""
+    if not request.unnamed:
+        return usual
+    named = ", ".join(dict.fromkeys(region.modules for region in request.unnamed))
+    text = f"{cut(named)}: names of another model, not of megatron-core's linears ({listed(*any_gpt())})"
+    return {**usual, "modules": text}
+
+
+def rules_file(request: Request, *, core: str) -> str:
+    """The file's text. With a run's depth it is what the plan writes to model.quant_recipe; without one its patterns work for any depth."""
+    import yaml
+
+    depth, regions = _depth(request), request.policy.regions
+    if depth is not None:
+        kept = tuple(region for region in regions if region.ends or _sayable(request, region))
+        return yaml.safe_dump(as_dict(ModuleRules(regions=kept), range(depth), depth, core=core), sort_keys=False)
+    configs: dict[str, Any] = {}
+    matchers: dict[str, Any] = {}
+    for index, region in enumerate(request.policy.module_regions):
+        if not _sayable(request, region):
+            continue
+        name = f"rule_{index}"
+        configs[name] = params(region.quant, outside=request.policy.quant is None, core=core)
+        for number, pattern in enumerate(_patterns(region)):
+            matchers[f"{name}_{number}"] = {"type": "glob", "enabled": True, "pattern": pattern, "config": name}
+    return yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
+
+
+def _patterns(region: Region) -> Iterator[str]:
+    if region.layers is None:
+        yield region.modules if region.modules.startswith("*") else f"*{region.modules}"
+        return
+    for first, last in region.layers:
+        yield from (f"*layers.{number}.{region.modules}" for number in range(first, last + 1))
+
+
+def notes(request: Request) -> Iterator[Line]:
+    """Notes for readers of the file."""
+    numbered = any(region.layers is not None or "layers." in region.modules for region in request.policy.module_regions)
+    split = request.run is not None and request.run.facts.parallel.pipeline > 1
+    if numbered or (_depth(request) is not None and split):
+        text = "layers are numbered from 0 in each pipeline stage there, but over the whole model in mpbridge"
+        yield Line(fidelity="different" if split else "exact", fact="modules", text=text)

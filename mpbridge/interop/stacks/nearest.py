@@ -1,0 +1,128 @@
+"""Finds the registered recipe that expresses given settings with the fewest additions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.formats import say
+from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks.meaning import OPEN, Meaning, differences, of_policy
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy, own_main
+from mpbridge.precision.registry import get_mixed_precision_config, recipes
+from mpbridge.precision.resolve import resolve
+
+_KIND: Mapping[str, int] = MappingProxyType(
+    {"fp8": 4, "fp8_recipe": 8, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4, "params_dtype": 2}
+)
+"""Settings that define a recipe's kind, a scaling's name most of all: 'the delayed recipe with five changes' is a better answer than 'blockwise, but delayed'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A recipe and the changes that it needs."""
+
+    recipe: str | None
+    """None: no recipe can express it; `why` gives the reason."""
+    overrides: Mapping[str, Any]
+    engine: str | None = None
+    """Settings needed in addition, where the recipe differs."""
+    why: str = ""
+    distance: int = 0
+    """Number of policy facts in which the unchanged recipe differs from the request."""
+
+    @property
+    def weight(self) -> int:
+        """The recipe's distance: one per changed setting, more if the change makes it another kind of recipe."""
+        return sum(_KIND.get(name, 1) for name in self.overrides) + (self.engine is not None)
+
+    def __str__(self) -> str:
+        if self.recipe is None:
+            return f"no recipe expresses this: {self.why}"
+        changes = [f"{name}={say(value)}" for name, value in self.overrides.items()]
+        return ", ".join([self.recipe, *changes, *([f"engine={self.engine}"] if self.engine else [])])
+
+
+def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning | None = None) -> Answer:
+    """The recipe nearest to a config with these fields: fewest changed settings, then its own engine, then fewest differing policy facts, then the registry's order.
+
+    meaning: the source's meaning; a recipe for the same engine with exactly that meaning is the answer, regardless of its settings.
+    """
+    try:
+        config = MixedPrecisionConfig.from_data(fields)
+        wanted = resolve(config)
+    except MpbridgeError as error:
+        return Answer(recipe=None, overrides={}, why=str(error))
+    if meaning is not None:
+        for name in recipes:
+            own = recipes[name].engine or DEFAULT
+            if own == engine and _policy_free(wanted) and _means(name, own, meaning, wanted):
+                return Answer(recipe=name, overrides={})
+    found = [_from(name, config, wanted, engine) for name in recipes]
+    candidates = [one for one in found if one is not None]
+    # of two that are equally near, the one whose name speaks of the engine at hand
+    return min(candidates, key=lambda one: (one.weight, one.engine is not None, one.distance))
+
+
+def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[str, tuple[str, str]]:
+    """row -> (there, here) for every fact in which the recipe, on its engine, differs from the settings."""
+    if told.recipe is None:
+        return MappingProxyType({})
+    policy = resolve(get_mixed_precision_config(told.recipe).derive(**told.overrides))
+    mine = _beside(of_policy(policy, engine=engine, sharded=meaning.sharded), meaning)
+    # what a stack leaves to the model is not a promise
+    left = [name for name in OPEN if getattr(meaning, name) is None]
+    return MappingProxyType({row: pair for row, pair in differences(meaning, mine).items() if row not in left})
+
+
+def _policy_free(policy: PrecisionPolicy) -> bool:
+    """Whether a Meaning has everything that the policy states."""
+    facts = (policy.keep_fp32, policy.logits, policy.router, policy.residual_fp32, policy.softmax_fp32)
+    return not any(facts)
+
+
+def _beside(mine: Meaning, meaning: Meaning) -> Meaning:
+    """`mine` under the optimizer of the other: a recipe states the dtypes of moments, not which there are."""
+    return dataclasses.replace(mine, optimizer=meaning.optimizer)
+
+
+def _means(name: str, engine: str, meaning: Meaning, wanted: PrecisionPolicy) -> bool:
+    try:
+        policy = resolve(get_mixed_precision_config(name))
+        mine = _beside(of_policy(policy, engine=engine, sharded=meaning.sharded), meaning)
+    except MpbridgeError:  # a third-party recipe that does not load
+        return False
+    # a recipe whose parameters are their own main weights never matches one with separate ones, even if a sharded optimizer would
+    return own_main(policy) == own_main(wanted) and not differences(mine, meaning)
+
+
+def _from(name: str, config: MixedPrecisionConfig, wanted: PrecisionPolicy, engine: str) -> Answer | None:
+    entry = recipes[name]
+    try:
+        base = get_mixed_precision_config(name)
+        before = resolve(base)
+    except MpbridgeError:  # ignore third-party recipes that do not load
+        return None
+    stored, mine = config.stored(), base.stored()
+    changes = {field: value for field, value in stored.items() if value != mine[field]}
+    for field in tuple(changes):
+        fewer = {key: value for key, value in changes.items() if key != field}
+        if _same(base, fewer, wanted):
+            changes = fewer
+    own = entry.engine or DEFAULT
+    distance = sum(getattr(before, fact) != getattr(wanted, fact) for fact in PrecisionPolicy.__dataclass_fields__)
+    return Answer(recipe=name, overrides=changes, engine=None if own == engine else engine, distance=distance)
+
+
+def _same(base: MixedPrecisionConfig, changes: Mapping[str, Any], wanted: PrecisionPolicy) -> bool:
+    try:
+        found = resolve(base.derive(**changes))
+    except MpbridgeError:
+        return False
+    # a fact that is left open is FP32 or off, as it is where it is stated so
+    return found.settled() == wanted.settled() and own_main(found) == own_main(wanted)

@@ -1,0 +1,173 @@
+"""Reads plain data of unknown origin: values by dotted path, dtypes in each stack's spelling, and which keys were used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpbridge.common.errors import BadValue, brief, cut, nearest
+from mpbridge.common.formats import DType, dtype, say
+
+_ABSENT = object()
+
+
+class Reader:
+    """A tree of plain data that records which keys were read."""
+
+    def __init__(self, data: Mapping[str, Any], faults: list[str] | None = None) -> None:
+        """faults: a list that is shared with other readers; None: one of its own."""
+        self.data = data
+        self.faults: list[str] = [] if faults is None else faults
+        self.asked: set[str] = set()
+        """Paths that were read."""
+        self.whole: set[str] = set()
+        """Paths below which everything was read."""
+        self.autos: list[tuple[str, str]] = []
+        """Values 'auto', and the assumed values."""
+        self.silent: dict[str, str] = {}
+        """Paths of settings that were asked for and are not said -> the stack's own value, which decides then."""
+        self.under = ""
+        """The path below which the data stands in a whole whose `silent` this is, with a dot behind it."""
+
+    def at(self, path: str, default: Any = None) -> Any:
+        """The value at 'a.b.c'; keys that contain dots work too. Records a fault if something on the path is not a section."""
+        value: Any = self.data
+        self.asked.add(path)
+        if path in self.data:
+            return self.data[path]
+        parts = path.split(".")
+        for depth, part in enumerate(parts):
+            if not isinstance(value, Mapping):
+                self._no_section(".".join(parts[:depth]), value)
+                return default
+            if part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def _no_section(self, path: str, value: Any) -> None:
+        fault = f"{path}={brief(value)}: expected a mapping"
+        if value is not None and fault not in self.faults:
+            self.faults.append(fault)
+
+    def default(self, path: str, value: Any) -> None:
+        """Notes what is in force where the data says nothing at a path."""
+        self.silent.setdefault(self.under + path, "off" if value is False else "on" if value is True else say(value))
+
+    def inner(self, data: Any, under: str) -> Reader:
+        """A reader of a mapping that stands under a path of this one: faults and defaults are noted here. Anything else is read as an empty one."""
+        made = Reader(data if isinstance(data, Mapping) else {}, self.faults)
+        made.silent, made.under = self.silent, f"{self.under}{under}."
+        return made
+
+    def section(self, path: str) -> Mapping[str, Any]:
+        """The mapping at a path; empty if there is none."""
+        value = self.at(path)
+        return value if isinstance(value, Mapping) else {}
+
+    def flag(self, path: str, default: bool = False) -> bool:
+        """A boolean, also as a word."""
+        value = self.at(path)
+        if value is None:
+            self.default(path, default)
+            return default
+        if value == "auto":
+            self.autos.append((path, "on" if default else "off"))
+            return default
+        word = value.strip().lower() if isinstance(value, str) else value
+        for truth, words in ((True, _TRUE), (False, _FALSE)):
+            if any(word == one and type(word) in (type(one), int, float) for one in words):
+                return truth
+        self.faults.append(f"{path}={brief(value)}: expected true or false")
+        return default
+
+    def text(self, path: str, default: str = "") -> str:
+        """A word; records a fault if it is a list or a mapping."""
+        value = self.at(path)
+        if value is None and default:
+            self.default(path, default)
+        if isinstance(value, (list, tuple, Mapping)):
+            self.faults.append(f"{path}={brief(value)}: expected a word")
+            return default
+        return default if value is None else str(value)
+
+    def dtype(self, path: str, default: DType | None = None) -> DType | None:
+        """A dtype in any spelling, including `{_target_: torch.bfloat16}`; records a fault if it is not one."""
+        value = self.at(path)
+        if isinstance(value, Mapping):
+            self.whole.add(path)
+            value = value.get("_target_")
+        if value is None or value == "auto":
+            if value is None and default is not None:
+                self.default(path, default)
+            return default
+        try:
+            return dtype(value)
+        except BadValue as error:
+            self.faults.append(f"{path}: {error}")
+            return default
+
+    def number(self, path: str, default: float) -> float:
+        """A number; records a fault if it is not one."""
+        value = self.at(path, _ABSENT)
+        if value is _ABSENT:
+            self.default(path, default)
+            return default
+        if value == "auto":
+            self.autos.append((path, f"{default:g}"))
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            try:
+                return float(value)
+            except (TypeError, ValueError):
+                self.faults.append(f"{path}={brief(value)}: expected a number")
+                return default
+        return value
+
+
+def in_force(silent: Mapping[str, str], under: str = "") -> tuple[str, ...]:
+    """What data leaves to a stack's defaults, a Reader's `silent`, as 'path=value' each, then in one line what is off. under: the section that the data is."""
+    whole = {f"{under}.{path}" if under else path: value for path, value in silent.items()}
+    off = ", ".join(path for path, value in whole.items() if value == "off")
+    said = tuple(f"{path}={value}" for path, value in whole.items() if value != "off")
+    return (*said, f"off: {off}") if off else said
+
+
+def options_of(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """(option -> value, stray words) of `--name value`, `--name=value` and `--name`; dashes inside a name become underscores."""
+    data: dict[str, Any] = {}
+    strays: list[str] = []
+    items = list(words)
+    position = 0
+    while position < len(items):
+        word = items[position]
+        position += 1
+        if not word.startswith("--"):
+            strays.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        following = items[position] if position < len(items) and not items[position].startswith("--") else None
+        position += not equals and following is not None
+        data[name.replace("-", "_")] = value if equals else True if following is None else following
+    return data, strays
+
+
+def stray(word: str, names: Iterable[str]) -> str:
+    """The note about a stray word."""
+    near = nearest(f"--{word.lstrip('-')}", names, most=1, cutoff=0.9)
+    return f"{cut(word)} (a stray word{f'; nearest: {near[0]}' if near else ''})"
+
+
+_TRUE = (True, 1, "true", "yes", "1", "on")
+_FALSE = (False, 0, "false", "no", "0", "off", "none", "null", "")
+
+
+def raise_faults(faults: list[str], what: str) -> None:
+    """Raises one BadValue with every fault, if there are any."""
+    if faults:
+        raise BadValue("\n".join([f"{what} cannot be read:", *(f"  - {fault}" for fault in faults)]))
+
+
+def base_field(compute: DType) -> dict[str, Any]:
+    """The flag of MixedPrecisionConfig for a compute dtype."""
+    return {{DType.BF16: "bf16", DType.FP16: "fp16"}.get(compute, "fp32"): True}

@@ -1,0 +1,115 @@
+"""The stack that a command line belongs to: told by the program that it starts, and by the names of its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import PurePath
+
+from mpbridge.common.errors import DataError, cut
+from mpbridge.interop.stacks.known_keys import known
+from mpbridge.interop.stacks.megatron_lm_options import options
+
+LM = "megatron-lm"
+TITLES: Mapping[str, str] = {
+    LM: "Megatron-LM", "transformers": "Transformers", "torchtitan": "torchtitan", "lightning": "Lightning",
+    "megatron-bridge": "Megatron Bridge", "accelerate": "accelerate",
+}  # fmt: skip
+"""Stacks that are read from arguments -> their names in messages; where options decide nothing, the first is assumed."""
+_EXAMPLES = frozenset({"model_name_or_path", "tokenizer_name", "dataset_name", "dataset_config_name", "torch_dtype", "dtype"})  # fmt: skip
+"""Options of Transformers' example scripts beside those of TrainingArguments."""
+_ANYONES = ("__deepspeed", "__deepspeed_config", "__bf16", "__fp16")
+_LAUNCHED = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "multi_gpu", "config_file", "dynamo_backend")
+"""Options of `accelerate launch` that its file has under another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recognized:
+    """A command line's stack."""
+
+    stack: str
+    assumed: tuple[str, ...] = ()
+    """What was assumed, where its options leave it open."""
+
+
+def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recognized:
+    """The stack of a program's arguments. program: the words before them, up to the program. Raises DataError where a file decides that is not read."""
+    started = started_by(program)
+    names = [word.partition("=")[0] for word in words if _is_setting(word)]
+    if started == "deepspeed":  # these belong to its own programs as well
+        names = [name for name in names if name.replace("-", "_") not in _ANYONES]
+    counts = {stack: sum(_has(stack, name) for name in names) for stack in TITLES}
+    best = max(counts, key=lambda stack: counts[stack])
+    several = list(counts.values()).count(counts[best]) > 1
+    clear = 2 * counts[best] >= len(names) and not several
+    if started == "accelerate" and clear and best != "accelerate":
+        text = f"read as {TITLES[best]}'s arguments: the options of accelerate launch before them are not read (--from accelerate reads only those)"
+        return Recognized(best, (text,))
+    if started == "deepspeed":
+        return _under_deepspeed(words, best if clear else None)
+    if started is not None:
+        return Recognized(started)
+    if clear:
+        return Recognized(best)
+    why = "its options do not tell the stack" if several else f"it has {counts[best]} of the {len(names)} options"
+    return Recognized(best, (f"read as {TITLES[best]}'s arguments: assumed, since {why} (--from STACK names another)",))
+
+
+def started_by(program: Sequence[str]) -> str | None:
+    """The stack that a launch command belongs to, 'deepspeed' for its launcher; None for a program that may be any stack's."""
+    names = [PurePath(word).name for word in program]
+    last = program[-1] if program else ""
+    if last.startswith("torchtitan.") or PurePath(last).parts[-2:] == ("torchtitan", "train.py"):
+        return "torchtitan"
+    if names[-1:] == ["run_recipe.py"]:
+        return "megatron-bridge"
+    pairs = pairwise(names)
+    if any(pair == ("accelerate", "launch") for pair in pairs) or "accelerate.commands.launch" in program:
+        return "accelerate"
+    return "deepspeed" if "deepspeed" in names[:-1] else None
+
+
+def _under_deepspeed(words: Sequence[str], best: str | None) -> Recognized:
+    """A program that DeepSpeed's launcher starts: its file holds the precision, unless the arguments are clearly another stack's."""
+    given = dict(pairwise(words))
+    file = given.get("--deepspeed_config") or given.get("--deepspeed-config") or ""
+    shown = cut(file) if file and not file.startswith("--") else "the file of --deepspeed_config"
+    if best is None:
+        raise DataError(
+            f"this command starts its program with DeepSpeed, whose settings stand in {shown}: pass that file (or name the stack, --from STACK)"
+        )
+    decides = (
+        (f"--deepspeed_config: {shown} decides, but is not read: pass that file (--from deepspeed)",) if file else ()
+    )
+    return Recognized(best, decides)
+
+
+def _is_setting(word: str) -> bool:
+    """Whether a word is an option or an override."""
+    head, equals, _ = word.lstrip("+~").partition("=")
+    return len(word) > 2 and (word.startswith("--") or bool(equals and head.replace(".", "_").isidentifier()))
+
+
+def _has(stack: str, name: str) -> bool:
+    """Whether an option or override is known to a stack, by its name."""
+    dashed, plain = name.startswith("--"), name.lstrip("-+~")
+    section, dot, _ = plain.partition(".")
+    under = plain.replace("-", "_")
+    keys = known(stack)
+    if stack == LM:
+        return name in options()
+    if stack == "transformers":
+        return dashed and (under in keys[""] or under in _EXAMPLES)
+    if stack == "torchtitan":
+        return dashed and (section in keys[""] if dot else plain in ("module", "config"))
+    if stack == "lightning":
+        return plain in keys["trainer"] or (section in keys[""] and bool(dot) and dashed)
+    if stack == "megatron-bridge":
+        return not dashed and section in keys[""]
+    sections = ("fsdp_config", "deepspeed_config", "megatron_lm_config")
+    return dashed and (
+        under in ("mixed_precision", "downcast_bf16", *_LAUNCHED)
+        or any(under in keys[one] for one in sections)
+        or (under.startswith("fp8_") and under.removeprefix("fp8_") in keys["fp8_config"])
+    )

@@ -1,0 +1,138 @@
+"""Shared by the torch-native stacks: parameters in the dtype that is updated, cast to the compute dtype when gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mpbridge.common.formats import DType, say
+from mpbridge.interop.stacks.base import Fragment, Line
+from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.precision.policy import LossScale, PrecisionPolicy
+from mpbridge.precision.regions import Quant, Region
+from mpbridge.precision.wording import quant_text
+
+
+def torch_meaning(
+    policy: PrecisionPolicy,
+    *,
+    fused_adam: bool = False,
+    wire: DType | None = None,
+    accumulator: DType | None = None,
+    autocast: bool = False,
+    hands_on: bool = False,
+    scaler: LossScale | None = None,
+    regions: tuple[Region, ...] = (Region(),),
+) -> Meaning:
+    """The nearest meaning to `policy` that fully_shard with a MixedPrecisionPolicy and a torch optimizer can express.
+
+    fused_adam: the stack can use Transformer Engine's FusedAdam, with main weights as 16-bit remainders. wire, accumulator: None: the
+    policy's reduction, and the stored dtype. autocast: it is always on. hands_on: the stack can set the dtype that a wrapped
+    module returns. scaler: the stack's loss scale. regions: the quantization that it can express. Other facts that a
+    policy states are missing until the stack's module adds them.
+    """
+    settled = policy.settled()
+    storage, main = _weights(settled, fused_adam=fused_adam)
+    cast = settled.autocast or settled.compute if autocast and settled.mixed else None
+    states = (storage, storage) if main is None else (settled.exp_avg or DType.FP32, settled.exp_avg_sq or DType.FP32)
+    output = settled.output if hands_on and settled.output is not settled.compute else None
+    return Meaning(
+        storage=storage, compute=settled.compute, autocast=cast, main=main, remainders=main is not None,
+        wire=wire or settled.reduce, accumulator=accumulator or storage, exp_avg=states[0], exp_avg_sq=states[1],
+        sharded="everything", loss_scale=scaler, regions=regions, output=output, pipeline=output,
+    )  # fmt: skip
+
+
+def _weights(settled: PrecisionPolicy, *, fused_adam: bool) -> tuple[DType, DType | None]:
+    """(stored dtype, separate main weights): torch's optimizers update what is stored, FusedAdam can keep FP32 in addition to BF16.
+
+    A 16-bit copy in another dtype than the parameters' cannot be expressed; FP32 is nearest.
+    """
+    main = settled.main_params or DType.FP32
+    if main is settled.params:
+        return main, None
+    beside = fused_adam and settled.precision_aware and settled.params is DType.BF16 and main is DType.FP32
+    return (settled.params, DType.FP32) if beside else (DType.FP32, None)
+
+
+def regions_there(policy: PrecisionPolicy, words: Mapping[str, Quant], *, edges: bool = False) -> tuple[Region, ...]:
+    """The policy's quantization as a stack runs it: without rules by module, stored in 16 or 32 bits, each scaling with its meaning there.
+
+    words: name of a scaling -> what runs under the stack's name for it. edges: whether it can exclude layers at the ends.
+    """
+    quant = None if policy.quant is None else words.get(policy.quant.scaling)
+    ends = [region for region in policy.regions if region.ends and edges and quant is not None]
+    return (*ends, Region(quant=quant))
+
+
+def torch_scaler(scale: LossScale | None, policy: PrecisionPolicy) -> LossScale | None:
+    """A policy's loss scale as far as torch's GradScaler supports it: initial scale and window, no hysteresis, no minimum."""
+    if scale is None or policy.compute is not DType.FP16:
+        return None
+    start = scale.static if scale.static is not None else scale.initial
+    return LossScale(initial=start, window=scale.window, minimum=0.0, hysteresis=1)
+
+
+def scaler_arguments(scale: LossScale) -> str:
+    """The equivalent arguments of torch's GradScaler and of accelerate's GradScalerKwargs."""
+    return f"init_scale={scale.initial!r}, growth_interval={scale.window:g}"
+
+
+TORCH_SCALER = LossScale(initial=2.0**16, window=2000.0, minimum=0.0, hysteresis=1)
+"""torch's GradScaler with its defaults."""
+SCALER_COST = "torch's GradScaler halves at every overflow and has no minimum"
+
+
+def with_main(costs: Mapping[str, str], theirs: Meaning) -> Mapping[str, str]:
+    """`costs`, with what it means that the stack updates the stored parameters where a separate copy is updated here."""
+    text = "they start from FP32 values, not from values rounded to 16 bits, and 16-bit gradients are cast up before they are added"
+    return costs if theirs.main is not None or theirs.storage is not DType.FP32 else {**costs, "main": text}
+
+
+def output_layer(quant: Quant | None, who: str) -> tuple[Line, ...]:
+    """A line if a stack converts the output layer too. who: what converts it."""
+    if quant is None:
+        return ()
+    text = f"in high precision here; {who} converts every linear, including the output layer"
+    return (Line(fidelity="different", fact="output layer", text=text),)
+
+
+def filter_lines(policy: PrecisionPolicy, depth: str) -> list[str]:
+    """Python source of `quantized(module, name)`: whether a linear belongs to a quantized layer. depth: an expression for the number of layers."""
+    first, last = policy.ends or (0, 0)
+    return [
+        f"depth = {depth}",
+        "",
+        "def quantized(module, name):",
+        '    """Whether a linear is in a quantized layer; the output layer is not."""',
+        '    number = name.rpartition("layers.")[2].partition(".")[0]',
+        f"    return isinstance(module, torch.nn.Linear) and number.isdigit() and {first} <= int(number) < depth - {last}",
+        "",
+    ]
+
+
+def environment(quants: Iterable[Quant]) -> tuple[Fragment, ...]:
+    """Transformer Engine options that are set only through environment variables; empty if the recipe states none."""
+    said = [quant.row.option(name).setting(value) for quant in quants for name, value in quant.options]
+    words = [
+        f"unset {one.removesuffix(' unset')}" if one.endswith(" unset") else f"export {one}"
+        for one in dict.fromkeys(said)
+    ]
+    return (Fragment(name="environment", text="\n".join(words)),) if words else ()
+
+
+def process_wide(quants: Sequence[Quant]) -> tuple[Line, ...]:
+    """A line for each option with different values in different rules: its variable applies to all linears of a process."""
+    found = {}
+    for quant in quants:
+        for name, value in quant.options:
+            option = quant.row.option(name)
+            for other in quants:
+                same = next((one for one in other.row.options if one.variable == option.variable), None)
+                if same is not None and other.option(same.name) != value:
+                    there = f"{quant_text(other)} has {say(other.option(same.name))}"
+                    text = f"{option.setting(value)} applies to every linear of the process; here {there}"
+                    found[text] = Line(fidelity="different", fact=name, text=text)
+    return tuple(found.values())
+
+
+SPELL: Mapping[DType, str] = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.FP16: "float16"}

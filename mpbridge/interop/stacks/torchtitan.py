@@ -1,0 +1,151 @@
+"""torchtitan: a recipe as arguments, plus a config_registry function if linears are quantized.
+
+Read at b5bcd76c: config/configs.py, components/quantization/{float8,mx,nvfp4}.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mpbridge.common.formats import DType
+from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.interop.stacks.sharded_torch import SPELL, regions_there, torch_meaning, with_main
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Quant
+
+NAME = "torchtitan"
+VERSIONS = {"main": "b5bcd76c"}
+DEFAULT_VERSION = "main"
+SCALINGS = {
+    "mxfp8": "MXFP8LinearConverter",
+    "nvfp4": "NVFP4LinearConverter",
+    "rowwise": "Float8LinearConverter",
+    "rowwise_gw_hp": "Float8LinearConverter",
+}
+CONVERTED = {
+    "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
+    "nvfp4": Quant(format="e2m1", scaling="nvfp4"),
+    "rowwise": Quant(format="e4m3", scaling="rowwise"),
+    "rowwise_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
+}
+"""Scaling -> what its converter runs."""
+COSTS = {
+    "quantization": "Float8LinearConverter with recipe_name='rowwise'",
+    "modules": "several converters, whose fqns and filter_fqns are substrings of the model's own names",
+    "wire": "mixed_precision_reduce takes float32 only",
+    "accumulator": "the reduced gradient accumulates in the parameter's dtype",
+    "keep_fp32": "one dtype for every parameter",
+    "router": "its router computes in FP32",
+    "residual_fp32": "blocks compute in mixed_precision_param",
+    "logits": "its loss upcasts them afterwards",
+    "softmax_fp32": "the attention kernel decides",
+    "output": "as computed",
+    "pipeline": "stages send what they computed",
+    "loss_scale": "it has no loss scaler",
+}
+EXPERT_CONVERTERS = {"mxfp8": "MXFP8GroupedExpertsConverter", "rowwise": "Float8GroupedExpertsConverter"}
+"""Scaling -> what quantizes the grouped GEMMs of experts likewise. It finds nothing in a dense model."""
+GATE = "router.gate"
+"""The experts' router in its models: a Linear, which no recipe quantizes."""
+PARTS = ("attention", "feed_forward", "moe.shared_experts.w")
+"""Substrings of its names for every Linear of a layer but the router and the gate of shared experts."""
+
+
+def experts(policy: PrecisionPolicy) -> str:
+    """What happens there to the experts of a mixture, if it is not what happens here; '' if it is."""
+    quant = policy.quant
+    assert quant is not None  # called only for quantized recipes
+    if quant.scaling not in EXPERT_CONVERTERS:
+        return f"in {policy.compute.short.upper()} there: {_NO_CONVERTER[quant.scaling]}"
+    if policy.ends is None:
+        return ""
+    first, last = policy.ends
+    return f"except in the first {first} and the last {last} layers, in every layer there: {EXPERT_CONVERTERS[quant.scaling]} selects no layers"
+
+
+_NO_CONVERTER = {
+    "nvfp4": "it has no converter of experts to NVFP4",
+    "rowwise_gw_hp": "its Float8GroupedExpertsConverter quantizes the weight gradients' GEMM too",
+}
+"""Scaling without a converter of experts -> why."""
+
+
+def export(request: Request) -> Export:
+    """Arguments, and Python for converters, since quantization has no command-line options."""
+    policy = request.policy
+    lines = []
+    if policy.compute is DType.FP16:
+        text = (
+            "training.dtype and mixed_precision_param accept only bfloat16 and float32; nearest: BF16, as written here"
+        )
+        lines.append(Line(fidelity="impossible", fact="fp16", text=text))
+        # its parser does not accept float16: the nearest dtype is written
+        policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)
+    theirs = _meaning(policy)
+    moments = policy.settled()
+    low = DType.BF16 in (moments.exp_avg, moments.exp_avg_sq) and theirs.storage is DType.FP32
+    if low:
+        theirs = dataclasses.replace(theirs, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
+    words = [f"--training.dtype {SPELL[theirs.storage]}", f"--training.mixed_precision_param {SPELL[theirs.compute]}"]
+    words += ["--training.mixed_precision_reduce float32"]
+    words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
+    pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
+    if theirs.regions[-1].quant is not None:
+        pieces.append(Fragment(name="config_registry.py", text=_python(policy)))
+    lines += compared(request.ours, theirs, with_main(COSTS, theirs))
+    return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
+
+
+def _meaning(policy: PrecisionPolicy) -> Meaning:
+    # mixed_precision_reduce takes float32 only
+    found = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, CONVERTED, edges=True))
+    return dataclasses.replace(found, router=DType.FP32)
+
+
+def _python(policy: PrecisionPolicy) -> str:
+    """A function for a model's config_registry: a converter of linears, which are chosen by substrings of their names, and one of experts."""
+    quant = policy.quant
+    assert quant is not None  # called only for quantized recipes
+    given = {SCALINGS[quant.scaling]: _chosen(quant, policy.ends)}
+    if quant.scaling in EXPERT_CONVERTERS:
+        # 128 rows per expert: what its kernel needs on SM100
+        given[EXPERT_CONVERTERS[quant.scaling]] = ["pad_multiple=128"] if quant.scaling == "mxfp8" else []
+    lines = [
+        line
+        for converter, arguments in given.items()
+        for line in (
+            f"        {converter}.Config(",
+            *(f"            {argument}," for argument in (*arguments, "model_compile_enabled=config.compile.enable")),
+            "        ),",
+        )
+    ]
+    return "\n".join(
+        [
+            f"from torchtitan.components.quantization import {', '.join(sorted(given))}",
+            "",
+            "",
+            "def quantized(config, registry, flavor):",
+            "    converters = [",
+            *lines,
+            "    ]",
+            "    config.model_spec = registry(flavor, converters=converters)",
+            "    return config",
+        ]
+    )
+
+
+def _chosen(quant: Quant, ends: tuple[int, int] | None) -> list[str]:
+    """The arguments of a converter that choose its recipe and its linears. ends: layers at the start and end that it leaves out."""
+    first, last = ends or (0, 0)
+    depth = "len(config.model_spec.model.layers)"
+    if quant.scaling in ("rowwise", "rowwise_gw_hp"):
+        name = "rowwise" if quant.scaling == "rowwise" else "rowwise_with_gw_hp"
+        outer = f', *(f"layers.{{i}}." for i in (*range({first}), *range({depth} - {last}, {depth})))' if ends else ""
+        return [f'recipe_name="{name}"', f'filter_fqns=["lm_head", "{GATE}"{outer}]']
+    parts = ", ".join(f'"{part}"' for part in PARTS)
+    if not ends:
+        return [f"fqns=[{parts}]"]
+    # the dot behind a number keeps layers.1 from covering layers 10 to 19
+    covered = f'f"layers.{{i}}.{{part}}" for i in range({first}, {depth} - {last}) for part in ({parts})'
+    return [f"fqns=[{covered}]"]

@@ -1,1 +1,0 @@
-"""Describes megatron-core's configs by version: fields, the table of precision fields, classification of the others, names. Loads no framework; `mpbridge.megatron` does."""

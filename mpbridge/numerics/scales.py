@@ -1,0 +1,174 @@
+"""The scale rules of Transformer Engine's recipes, with the changes between its releases in one table.
+
+Read from Transformer Engine's sources at v2.11 (file names are relative to `transformer_engine/`): `common/recipe/recipe_common.cuh`,
+`common/recipe/current_scaling.cu`, `common/cast/mxfp8/quantize_mxfp8.cuh`, `common/util/ptx.cuh`, `common/cast/nvfp4/core_nvfp4.cuh`.
+All arithmetic is fp32 in the order of the kernels, because the last bit of a scale decides ties. NaN never enters an amax: the
+kernels reduce with fmaxf, which prefers the number. The one exception is a block's amax in NVFP4's casts that are fused with the Hadamard
+transform (`common/hadamard_transform/hadamard_transform_cast_fusion.cu`, v2.9 on): CUTLASS's reduction propagates NaN there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
+from mpbridge.numerics.rounding import round_nearest
+
+FP32_LARGEST = torch.finfo(torch.float32).max
+_EXPONENT_BITS = -8388608  # 0xFF800000 as a signed int32: sign and exponent of an fp32 number
+_RECIPROCAL = {
+    number.name: float(torch.tensor(1.0 / number.largest, dtype=torch.float32)) for number in (E4M3, E5M2, E2M1)
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Differences between releases in what they compute."""
+
+    since: tuple[int, int]
+    """First Transformer Engine release (major, minor) with this row."""
+    nvfp4_divides: bool
+    """NVFP4 block scale: e4m3((amax / 6) * S) when true, e4m3(amax * (S * fp32(1/6))) when false; they differ on rounding ties only."""
+    nvfp4_fused_rows: bool = False
+    """NVFP4's row copy is made by the kernel that also makes the rotated column copy (if the sizes allow it) and propagates NaN."""
+    mxfp8_flushes: bool
+    """MXFP8 blocks whose exponent byte is 0 (amax <= 2.6e-36 for E4M3) become zero; false: they are represented."""
+
+
+RULES: tuple[Rules, ...] = (
+    # custom quantizers, which megatron-core 0.16.1 needs, start with 2.9
+    Rules(since=(2, 9), nvfp4_divides=True, mxfp8_flushes=True),
+    Rules(since=(2, 13), nvfp4_divides=True, mxfp8_flushes=False),
+    Rules(since=(2, 14), nvfp4_divides=False, nvfp4_fused_rows=True, mxfp8_flushes=False),
+)
+DEFAULT_RELEASE = (2, 11)
+"""The newest release that megatron-core 0.16.1 accepts (`transformer-engine >=2.9,<2.12`)."""
+
+
+def rules_for(release: tuple[int, int] = DEFAULT_RELEASE) -> Rules:
+    """The row of a Transformer Engine release; raises BadValue before 2.9."""
+    rows = [row for row in RULES if row.since <= tuple(release[:2])]
+    if not rows:
+        raise BadValue(
+            f"Transformer Engine {'.'.join(map(str, release))} is older than any known rule (expected 2.9 or newer)"
+        )
+    return rows[-1]
+
+
+def magnitude(x: torch.Tensor) -> torch.Tensor:
+    """|x| with NaN replaced by zero, so that a maximum over it is Transformer Engine's amax."""
+    return torch.fmax(x.abs(), torch.zeros_like(x))
+
+
+_BF16_INFINITY = 0x7F80
+
+
+def peaks_over(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """fp32 maximum of `magnitude` over `dim` (None: over everything). For bf16 it compares bit patterns, which are ordered like magnitudes."""
+    axes: Any = () if dim is None else dim
+    if x.dtype is torch.bfloat16:
+        bits = torch.amax(x.view(torch.int16) & 0x7FFF, axes)
+        if int(bits.amax()) <= _BF16_INFINITY:
+            return bits.view(torch.bfloat16).float()
+    else:
+        found = torch.amax(x.abs(), axes)
+        if not bool(found.isnan().any()):
+            return found.float()
+    return torch.amax(magnitude(x), axes).float()
+
+
+def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
+    # Python's `number / tensor` is reciprocal-then-multiply in eager torch: one ulp off in a quarter of all cases
+    return torch.div(torch.full_like(amax, numerator), amax)
+
+
+def scale_from_amax(
+    amax: torch.Tensor, largest: float, *, power_of_two: bool, when_infinite: float = FP32_LARGEST
+) -> torch.Tensor:
+    """fp32 factor that maps `amax` (fp32) to `largest`; 1 where amax is 0 or not finite; `when_infinite` if the quotient overflows.
+
+    power_of_two: rounded down to a power of two, by clearing the mantissa.
+    """
+    scale = _quotient(largest, amax)
+    scale = torch.where(scale.isinf(), torch.full_like(scale, when_infinite), scale)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    usable = amax.isfinite() & (amax != 0)
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def delayed_scale(amax: torch.Tensor, old: torch.Tensor, largest: float, margin: int) -> torch.Tensor:
+    """Next fp32 scale of delayed scaling: (largest * 2**-margin) / amax, at most fp32's largest; the old one if amax is unusable."""
+    scale = _quotient(largest * 2.0**-margin, amax).clamp_max(FP32_LARGEST)
+    return torch.where(amax.isfinite() & (amax > 0), scale, old)
+
+
+def mxfp8_exponent(amax: torch.Tensor, number: NumberFormat) -> torch.Tensor:
+    """Biased E8M0 byte (int32) of amax/largest, rounded up; 0 for 0, 254 for infinity, 255 for NaN."""
+    ratio = amax * _RECIPROCAL[number.name]
+    bits = ratio.view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
+    return torch.where(ratio.isinf(), torch.full_like(exponent, 0xFE), exponent + up.to(torch.int32))
+
+
+def mxfp8_factors(exponent: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    """(multiplier before the cast, value of the scale) for E8M0 bytes: 2**(127-e) and 2**(e-127), with the release's edge cases."""
+    if rules.mxfp8_flushes:
+        # fp32 built from the exponent field alone: byte 0 should give 2**127 and gives 1, byte 254 gets 0, byte 255 minus infinity
+        multiplier = torch.where(exponent == 0, torch.full_like(exponent, 127), 254 - exponent) << 23
+        value = (exponent << 23).view(torch.float32)
+        return multiplier.view(torch.float32), value
+    half = 0x00400000  # 2**-127, subnormal
+    multiplier = torch.where(exponent == 254, torch.full_like(exponent, half), (254 - exponent) << 23)
+    value = torch.where(exponent == 0, torch.full_like(exponent, half), exponent << 23)
+    nan = torch.full_like(multiplier, 0x7FC00000)
+    invalid = exponent == 255
+    return torch.where(invalid, nan, multiplier).view(torch.float32), torch.where(invalid, nan, value).view(
+        torch.float32
+    )
+
+
+def nvfp4_global(amax: torch.Tensor, bound: float = E4M3.largest) -> torch.Tensor:
+    """First-level fp32 scale S = bound * 6 / amax, at most fp32's largest; 1 where amax or S is 0. bound: the intended largest block scale, 448 or 256."""
+    scale = _quotient(bound * E2M1.largest, amax).clamp_max(FP32_LARGEST)
+    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def nvfp4_block(amax: torch.Tensor, overall: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    """(multiplier before the cast, E4M3 block scale) from block amaxes and S. A block's value is code * block scale * 1/S."""
+    if rules.nvfp4_divides:
+        wanted = torch.div(amax, torch.full_like(amax, E2M1.largest)) * overall
+    else:
+        wanted = amax * (overall * _RECIPROCAL["e2m1"])
+    scale = round_nearest(wanted.clamp_max(FP32_LARGEST), E4M3)
+    return (1.0 / (scale * (1.0 / overall))).clamp_max(FP32_LARGEST), scale
+
+
+def nvfp4_fast_multiplier(scale: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
+    """The multiplier before the cast under NVTE_USE_FAST_MATH, from block scales and S: S / scale, at most BF16's largest, in BF16 (as fp32).
+
+    Source: `common/cast/nvfp4/specialized/quantize_transpose_nvfp4_tuned_1D.cuh` compute_nvfp4_scaling_coefficient (v2.14).
+    """
+    quotient = torch.div(overall.expand_as(scale), scale).clamp_max(torch.finfo(torch.bfloat16).max)
+    return quotient.to(torch.bfloat16).float()
+
+
+def nvfp4_candidates(
+    amax: torch.Tensor, overall: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Four Over Six, from block amaxes and S: (multiplier, E4M3 block scale) with the block's largest value mapped to 6, and to 4 by a scale 1.5 times as large.
+
+    Source: `common/cast/nvfp4/quantize_4over6_nvfp4.cuh` compute_scale_pair (v2.17).
+    """
+    base = torch.div(amax, torch.full_like(amax, E2M1.largest)) * overall
+    inverse = 1.0 / overall
+    pairs = []
+    for wanted in (base, base * 1.5):
+        scale = round_nearest(wanted.clamp_max(E4M3.largest), E4M3)
+        pairs.append(((1.0 / (scale * inverse)).clamp_max(FP32_LARGEST), scale))
+    return pairs[0], pairs[1]

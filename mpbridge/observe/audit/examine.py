@@ -1,0 +1,224 @@
+"""audit(): the policy against the live tensors of an engine, on all ranks at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from mpbridge.backend.devices.gather import from_all
+from mpbridge.observe.audit.before import Before
+from mpbridge.observe.audit.bounded import bounded
+from mpbridge.observe.audit.compute import compute_findings
+from mpbridge.observe.audit.findings import AuditStage, Finding, Report
+from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
+from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings
+from mpbridge.observe.audit.observe import Observed, look
+from mpbridge.observe.audit.places import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
+from mpbridge.observe.audit.promise import ABSENT, Promises
+from mpbridge.observe.audit.quantization import quantization_findings
+from mpbridge.observe.audit.replicas import replica_findings
+from mpbridge.observe.audit.traffic import traffic_findings
+from mpbridge.observe.audit.unseen import FACTOR, why_unseen
+from mpbridge.observe.audit.watch import Watch
+from mpbridge.observe.audit.weight_findings import weight_findings
+from mpbridge.planning.memory.keeps import wires
+from mpbridge.precision.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from mpbridge.backend.engines.contract import Engine, StepResult
+
+
+def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
+    """What `policy` promises on `engine`; facts it leaves open are filled from the run's optimizer section."""
+    run = engine.run
+    policy = policy.settled(run.inputs.get("optimizer"))
+    emulated = bool(getattr(run, "emulate", False)) or getattr(run.facts, "realization", "native") == "emulated"
+    return Promises(
+        policy=policy,
+        run=run.facts,
+        layers=run.facts.shape.num_layers,
+        emulated=emulated,
+        foreign=bool(getattr(engine, "foreign", False)),
+    )
+
+
+def audit(
+    policy: PrecisionPolicy,
+    engine: Engine,
+    *,
+    stage: AuditStage = "static",
+    watch: Watch | None = None,
+    before: Before | None = None,
+    result: StepResult | None = None,
+    microbatches: int = 1,
+    step: int | None = None,
+) -> Report:
+    """Compares the live tensors of every rank with what `policy` promises. Read-only; every rank must call it.
+
+    stage: 'static' checks parameters, buffers, modules, flags and replicas; 'live', after an applied update, also main weights and moments.
+    watch: observed the last step; its compute dtypes, its collectives and the operands of quantized GEMMs are judged too. before: taken before the step's
+    update, with its `result`: weights must have moved, and gradients must have reached the optimizer unchanged. microbatches: of the step.
+    The report is the same on every rank; `Report.require` raises AuditFailed.
+    """
+    promises = promises_of(policy, engine)
+    begun = time.process_time()
+    seen = look(engine, promises, watch, before, result, microbatches)
+    seconds = time.process_time() - begun
+    ranks = everywhere(seen)
+    stepped = result if before is not None else None
+    findings = judge(
+        engine,
+        promises,
+        ranks,
+        live=stage == "live",
+        watched=watch is not None,
+        moved=before is not None,
+        result=stepped,
+        microbatches=microbatches,
+    )
+    facts: dict[str, Any] = {
+        "engine": engine.name,
+        "world_size": len(ranks),
+        "fingerprint": policy.fingerprint(),
+        "recipe": getattr(engine.run, "recipe", ""),
+    }
+    if step is not None:
+        facts["step"] = step
+    return Report(stage=stage, findings=tuple(findings), layouts=_layouts(ranks[0]), seconds=seconds, facts=facts)
+
+
+def judge(
+    engine: Any,
+    promises: Promises,
+    ranks: Sequence[Observed],
+    *,
+    live: bool,
+    watched: bool,
+    moved: bool,
+    result: StepResult | None,
+    microbatches: int,
+) -> list[Finding]:
+    """What all ranks observed against what was promised. live: an update has created optimizer states; watched: a step was observed; moved: the state before
+    its update is known; result: of that step, where gradients were followed."""
+    findings = tensor_findings(ranks, promises, live=live)
+    findings += rule_findings(ranks, promises, ran=watched) + flag_finding(ranks)
+    findings += weight_findings([rank.weights for rank in ranks], stepped=moved)
+    findings += replica_findings([rank.copies for rank in ranks])
+    if watched:
+        findings += _step_findings(engine, promises, ranks, microbatches)
+    return findings + (_result_findings(engine, promises, ranks, result) if result is not None else [])
+
+
+def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], microbatches: int) -> list[Finding]:
+    present = {
+        subject for subject, found in _PARTS.items() if any(found(module) for module in module_paths(engine.model))
+    }
+    # another pipeline stage may have what this one lacks, so only what every rank could have seen is required
+    alone = engine.run.facts.parallel.pipeline == 1
+    present |= {"compute", *(["loss"] if alone else [])}
+    found = compute_findings(
+        [rank.computed for rank in ranks if rank.computed is not None],
+        promises,
+        wanted=lambda subject: alone and subject in present,
+        why=lambda subject: why_unseen(engine, promises, subject),
+    )
+    found += traffic_findings([rank.traffic for rank in ranks if rank.traffic is not None], promises)
+    whose = why_unseen(engine, promises, "wire: which gradients")
+    if whose:
+        found.append(
+            Finding(
+                subject="wire: which gradients",
+                promised="every parameter's",
+                found="not observed",
+                ok=False,
+                unseen=whose,
+            )
+        )
+    quantized = [rank.quantized for rank in ranks if rank.quantized is not None]
+    return found + quantization_findings(
+        quantized, promises, steps=microbatches, why=why_unseen(engine, promises, "quantized GEMMs")
+    )
+
+
+_PARTS = {
+    "attention": is_attention,
+    "softmax": is_attention,
+    "router": is_router,
+    "residual stream": is_layer,
+    "norms": is_norm,
+    "rotary angles": is_rotary,
+}
+"""Kind of operation -> predicate of the modules that have it."""
+
+
+def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], result: StepResult) -> list[Finding]:
+    followed = [rank.followed for rank in ranks if rank.followed is not None]
+    norm = result.grad_norm
+    parallel, config = engine.run.facts.parallel, engine.configs
+    clip = getattr(config.optimizer, "clip_grad", None)
+    # a foreign loop may clip by a limit that is not known here
+    told = clip is not None and (norm is not None or not clip)
+    summed = bool(getattr(config.model, "calculate_per_token_loss", False))
+    share = share_of(followed) if summed else 1.0
+    known = told and share is not None and parallel.context == 1
+    hidden = why_unseen(engine, promises, FACTOR) if share is None or parallel.context > 1 else ""
+    why = why_unseen(engine, promises, "gradients")
+    findings = []
+    if why:
+        findings.append(
+            Finding(
+                subject="gradients", promised="reduced once, unscaled once", found="not observed", ok=False, unseen=why
+            )
+        )
+    else:
+        findings += gradient_findings(
+            followed,
+            promises,
+            scale=result.loss_scale,
+            norm=0.0 if norm is None else norm,
+            clip=float(clip or 0.0),
+            known=known,
+            widths=widths_of(promises),
+            most=getattr(engine, "of_the_mean", 1.0) / result.loss_scale if promises.foreign else None,
+            share=share or 1.0,
+            why=hidden,
+            uncounted=share is None and not hidden,
+        )
+    if not math.isnan(result.loss):
+        unscaled = why_unseen(engine, promises, "loss scale")
+        findings += _scale_findings(followed, result.loss_scale, known=known, why=unscaled)
+    if norm is not None:
+        good = math.isfinite(norm) and norm > 0.0
+        findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
+    return findings
+
+
+def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why: str) -> list[Finding]:
+    if not why:
+        return scale_finding(followed, scale=scale, promised=f"{scale:g}", known=known)
+    promised = f"{scale:g}, applied" if scale != 1 else "none"
+    return [Finding(subject="loss scale", promised=promised, found="not observed", ok=False, unseen=why)]
+
+
+def widths_of(promises: Promises) -> dict[str, str]:
+    """The dtypes that a gradient takes between the GEMM and the optimizer."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    widths = {role: promises.of(role, name) for role in ("grads", "main_grads")}
+    widths["wire"] = wires(promises.policy)["gradients"].short
+    return {role: width for role, width in widths.items() if width and width != ABSENT}
+
+
+def everywhere(seen: Observed) -> list[Observed]:
+    """What every rank observed. A collective: every rank calls it."""
+    return from_all(bounded(seen, dist.get_world_size() if dist.is_initialized() else 1), deeper={"followed": Followed})
+
+
+def _layouts(seen: Observed) -> tuple[dict[str, Any], ...]:
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, roles in seen.layouts.items():
+        groups.setdefault(tuple(sorted(roles.items())), []).append(name)
+    return tuple({"roles": dict(roles), "parameters": names} for roles, names in groups.items())

@@ -1,0 +1,134 @@
+"""The audit's results: one Finding per fact, a Report for the whole run, and their table and JSON forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mpbridge.common.errors import AuditFailed
+
+AuditStage = Literal["static", "live"]
+SHOWN = 3
+"""How many offenders a line of text names; `as_data` has them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact of the policy and what was seen of it on all ranks."""
+
+    subject: str
+    """'params', 'exp_avg', 'linears', 'wire: gradients', 'autocast', 'weights moved' ..."""
+    promised: str
+    found: str
+    ok: bool
+    count: int = 0
+    """Tensors, modules or flags that were looked at, summed over ranks."""
+    bytes: int = 0
+    """Bytes of the tensors looked at, summed over ranks; 0 if there are none."""
+    offenders: tuple[str, ...] = ()
+    """Parameters, modules, flags or ranks that are not as promised."""
+    cure: str = ""
+    """How to fix it."""
+    unseen: str = ""
+    """Why it could not be observed in this run; such a finding is neither as promised nor a fault, and is counted separately."""
+
+    @property
+    def state(self) -> str:
+        """'ok', 'NO' or 'not observed'."""
+        return "not observed" if self.unseen else "ok" if self.ok else "NO"
+
+    def __str__(self) -> str:
+        who = ", ".join(self.offenders[:SHOWN]) + (
+            f" and {len(self.offenders) - SHOWN} more" if len(self.offenders) > SHOWN else ""
+        )
+        text = f"{self.subject}: promised {self.promised}, found {self.found}"
+        return text + (f" ({who})" if who else "") + (f"; {self.cure}" if self.cure else "")
+
+    def as_data(self) -> dict[str, Any]:
+        """The finding as JSON types."""
+        data = {name: getattr(self, name) for name in ("subject", "promised", "found", "ok", "count", "bytes")}
+        return (
+            data
+            | ({"offenders": list(self.offenders)} if self.offenders else {})
+            | ({"cure": self.cure} if self.cure else {})
+            | ({"not_observed": self.unseen} if self.unseen else {})
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The audit of one stage; identical on every rank."""
+
+    stage: AuditStage
+    findings: tuple[Finding, ...]
+    layouts: tuple[Mapping[str, Any], ...] = ()
+    """Rank 0's {'roles': {role: dtype}, 'parameters': [names]}, each distinct combination once."""
+    seconds: float = 0.0
+    """Wall time of this rank's own inspection."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Recipe, fingerprint, engine, step, world size."""
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that are not as promised."""
+        return tuple(finding for finding in self.findings if not finding.ok and not finding.unseen)
+
+    @property
+    def unseen(self) -> tuple[Finding, ...]:
+        """What could not be observed."""
+        return tuple(finding for finding in self.findings if finding.unseen)
+
+    @property
+    def line(self) -> str:
+        """The whole report in one line."""
+        step = self.facts.get("step")
+        when = f"{self.stage} audit" + (f" of step {step}" if step else "") + f", {self.facts.get('engine', '')}"
+        good = len(self.findings) - len(self.faults) - len(self.unseen)
+        parts = [f"{good} facts as promised"]
+        parts += [f"{len(self.unseen)} not observed"] if self.unseen else []
+        parts += (
+            [f"{len(self.faults)} NOT as promised ({', '.join(fault.subject for fault in self.faults)})"]
+            if self.faults
+            else []
+        )
+        return f"{when}: {', '.join(parts)}"
+
+    def _repr_html_(self) -> str:
+        """HTML for notebooks: every fact, with those that are not as promised marked."""
+        from mpbridge.common.tables.table import table
+
+        rows = [(one.subject, one.promised, one.found, one.state, one.offenders) for one in self.findings]
+        tones = ["bad" if not one.ok and not one.unseen else "warn" if one.unseen else "" for one in self.findings]
+        return table(self.line, ("subject", "promised", "found", "", "where"), rows, tones=tones).html()
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing differs from the promise."""
+        return not self.faults
+
+    def find(self, subject: str) -> Finding:
+        """The finding about `subject`. Raises KeyError when the audit has none."""
+        for finding in self.findings:
+            if finding.subject == subject:
+                return finding
+        raise KeyError(subject)
+
+    def require(self) -> Report:
+        """This report; raises AuditFailed naming every fault when there is one."""
+        if self.faults:
+            lines = "\n".join(f"  - {fault}" for fault in self.faults)
+            raise AuditFailed(
+                f"the {self.stage} audit found deviations from the policy:\n{lines}\n(train.audit=warn continues despite it)"
+            )
+        return self
+
+    def as_data(self) -> dict[str, Any]:
+        """The report as JSON types: the 'audit' section of precision.json."""
+        return {
+            "ok": self.ok,
+            **self.facts,
+            "seconds": round(self.seconds, 6),
+            "findings": [finding.as_data() for finding in self.findings],
+            "parameters": [dict(layout) for layout in self.layouts],
+        }

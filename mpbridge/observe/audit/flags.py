@@ -1,0 +1,104 @@
+"""Derived flags: the fields that the recipe wrote, and those that megatron-core or the optimizer derived from them, read from the live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mpbridge.backend.devices.fp32_products import reduced
+from mpbridge.backend.megatron.inside_optimizer import parts
+from mpbridge.common.formats import DType, say
+from mpbridge.observe.audit.promise import Promises
+from mpbridge.precision.megatron_spec.fields import TABLE
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.sync.plan import plan, show
+
+
+def configs(engine: Any) -> dict[str, Any]:
+    """The live config objects: {'model': TransformerConfig, 'optimizer': OptimizerConfig, 'ddp': DistributedDataParallelConfig}, those that exist."""
+    first = engine.model[0] if engine.model else None
+    kept = getattr(engine, "configs", None)
+    # the live objects' own configs come first: they are in effect
+    found = {
+        "model": getattr(first, "config", None) or getattr(kept, "model", None),
+        "optimizer": getattr(engine.optimizer, "config", None) or getattr(kept, "optimizer", None),
+        "ddp": getattr(first, "ddp_config", None) or getattr(kept, "ddp", None),
+    }
+    return {name: config for name, config in found.items() if config is not None}
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The torch optimizers inside megatron-core's wrappers (ChainedOptimizer, DistributedOptimizer ...), or the optimizer itself."""
+    chained = parts(optimizer)
+    if chained != [optimizer]:
+        return [inner for one in chained for inner in inner_optimizers(one)]
+    inner = getattr(optimizer, "optimizer", None)
+    return inner_optimizers(inner) if inner is not None else [optimizer] if optimizer is not None else []
+
+
+def different(engine: Any) -> tuple[int, list[str]]:
+    """(number of fields the policy decides on the live configs, those with a different value, as 'model.bf16: promised true, found false').
+
+    The differences are what the policy would still have to write; after a build there are none.
+    """
+    objects, run = configs(engine), engine.run
+    made = plan(run.policy, realization="emulated" if getattr(run, "emulate", False) else "native", **objects)
+    wrong = [f"{one.name}: promised {show(one.after)}, found {show(one.before)}" for one in made.writes]
+    looked = sum(1 for row in TABLE if row.target in objects and hasattr(objects[row.target], row.field))
+    return looked + 1, wrong + list(_kept(run, objects)) + list(_reduced_products(run.policy))
+
+
+def _reduced_products(policy: PrecisionPolicy) -> Iterator[str]:
+    """torch settings that compute FP32 products in TF32 or BF16 although the policy promises FP32."""
+    for found in reduced(policy).values():
+        yield f"products of FP32 factors: promised fp32, found {found} (torch.set_float32_matmul_precision('highest') restores FP32)"
+
+
+def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:
+    """Precision fields that this policy leaves alone: they keep the author's value, or megatron-core's default."""
+    told = {(one.target, one.field) for one in getattr(run.plan, "writes", ())}
+    for row in TABLE:
+        target = objects.get(row.target)
+        if (
+            row.field not in WATCHED
+            or target is None
+            or (row.target, row.field) in told
+            or not hasattr(target, row.field)
+        ):
+            continue
+        wanted = run.inputs.get(row.target, {}).get(row.field, row.default)
+        found = getattr(target, row.field)
+        if say(found) != say(wanted):
+            yield f"{row.target}.{row.field}: promised {say(wanted)}, found {say(found)}"
+
+
+WATCHED = frozenset({"attention_softmax_in_fp32", "fp32_residual_connection", "moe_router_dtype"})
+"""Fields whose default is itself a promise: they are not derived from other fields."""
+
+
+def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:
+    """(number of flags read, contradictions): FusedAdam's master weights and decoupled gradients against the promised owner of the main weights."""
+    owner, looked, wrong = promises.owner, 0, []
+    flag = getattr(configs(engine).get("optimizer"), "use_precision_aware_optimizer_no_fp8_or_ds_fp8", None)
+    for inner in inner_optimizers(engine.optimizer):
+        masters, decoupled = getattr(inner, "master_weights", None), getattr(inner, "use_decoupled_grad", None)
+        # an optimizer of FP32 parameters needs no main weights; one without parameters (empty shards) proves nothing
+        updated = [parameter for group in inner.param_groups for parameter in group["params"]]
+        kept = bool(promises.policy.keep_fp32) and all(parameter.dtype is torch.float32 for parameter in updated)
+        if masters is not None and updated:
+            looked += 1
+            held = promises.kept(DType.FP32 if kept else promises.policy.params).get("main_params")
+            if bool(masters) is not (held is not None and held.owner == "optimizer"):
+                wrong.append(
+                    f"{type(inner).__name__}.master_weights={bool(masters)}, but the {owner} own(s) the main weights"
+                )
+        # megatron-core passes gradients by this flag, FusedAdam reads them by its own: when they differ, nothing trains and nothing is reported
+        if decoupled is not None and flag is not None:
+            looked += 1
+            if bool(decoupled) is not bool(flag):
+                wrong.append(
+                    f"{type(inner).__name__}.use_decoupled_grad={bool(decoupled)}, megatron-core's own flag is {bool(flag)}"
+                )
+    return looked, wrong

@@ -1,0 +1,310 @@
+"""Follows gradients by value: the output of weight-gradient GEMMs, summed over micro-batches and averaged over data-parallel ranks, must be what
+the optimizer reads, apart from loss scale and clipping. Then it was reduced once, over the right ranks, unscaled once, and rounded nowhere."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpbridge.observe.audit.findings import Finding
+from mpbridge.observe.audit.holdings import holdings
+from mpbridge.observe.audit.promise import Promises
+from mpbridge.observe.audit.ranks import offenders
+from mpbridge.observe.audit.subject import answer
+from mpbridge.observe.audit.values import sample
+from mpbridge.observe.audit.watch import Watch
+
+_EXACT = 3e-5
+"""Tolerated error relative to the sampled gradient's norm when its whole path is FP32: a few sums in another order."""
+_ROUNDED = {"bf16": 0.02, "fp16": 0.15, "fp32": _EXACT}
+"""The same when it is rounded on the path: a few times to BF16; FP16 also loses values below its smallest number."""
+
+
+@dataclass
+class Followed:
+    """One rank's samples."""
+
+    produced: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Parameter -> position -> sum of the GEMM outputs over this rank's micro-batches."""
+    read: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Parameter -> position -> what this rank's optimizer read."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """Parameter of a foreign loop -> which of several optimizers reads it: each may clip by a norm of its own."""
+    group: tuple[int, ...] = ()
+    """Ranks whose dense gradients are averaged with this one's."""
+    roots: float | None = None
+    """Sum of the scaled losses at which backward started; None on pipeline stages without a loss."""
+    loss: float = 0.0
+    tokens: int | None = None
+    """Number of tokens in this rank's summed loss; None if the loss is a mean."""
+
+
+def followed(engine: Any, watch: Watch, loss: float) -> Followed:
+    """Samples of every weight whose gradient came from this rank's GEMMs and, unless something else is added to them on the path, of all other parameters."""
+    tokens = watch.tokens[0] if len(watch.tokens) == 1 else None
+    roots = sum(watch.roots) if watch.roots else None
+    seen = Followed(group=data_parallel(engine), roots=roots, loss=loss, tokens=tokens)
+    alone, shared = _is_alone(engine), _shared(engine)
+    foreign = bool(getattr(engine, "foreign", False))
+    optimizers: dict[int, int] = {}
+    for held in holdings(engine):
+        if held.rests:
+            continue
+        path, _, last = held.name.rpartition(".")
+        # a matrix that several modules read gets gradients from all of them, and an expert's factor is its own
+        tied = id(held.parameter) in shared or _tied(held.parameter, path, engine)
+        linear = last == "weight" and ".experts." not in held.name and not tied
+        produced = watch.products.gradients.get(path) if linear else None
+        if produced is None and alone:
+            produced = watch.arrivals.gradients.get(held.name)
+        if produced is None:
+            continue
+        seen.produced[held.name] = produced
+        if foreign:
+            seen.owners[held.name] = optimizers.setdefault(id(held.inner), len(optimizers))
+        grad = held.gradient if held.updated is not None else None
+        if held.samples is not None:
+            seen.read |= {held.name: held.samples} if held.samples else {}
+        elif grad is not None:
+            seen.read[held.name] = sample(grad, held.begin, held.whole)
+    return seen
+
+
+def _shared(engine: Any) -> set[int]:
+    """Parameters, by identity, that more than one module holds."""
+    times = Counter(
+        id(parameter)
+        for chunk in engine.model
+        for module in chunk.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    return {which for which, many in times.items() if many > 1}
+
+
+def _is_alone(engine: Any) -> bool:
+    """Whether a parameter's gradient is exactly what autograd delivers on the ranks that average it: no kernel adds to the buffer outside autograd, there is no sum over
+    tensor-parallel ranks or stages, and experts are averaged like everything else."""
+    parallel = engine.run.facts.parallel
+    fused = bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
+    return not fused and parallel.tensor == parallel.pipeline == parallel.expert == 1
+
+
+def _tied(parameter: Any, path: str, engine: Any) -> bool:
+    shared = getattr(parameter, "shared_embedding", False) or getattr(
+        parameter, "is_embedding_or_output_parameter", False
+    )
+    return path.endswith(("output_layer", "word_embeddings")) and (bool(shared) or bool(engine.run.facts.shape.tied))
+
+
+def data_parallel(engine: Any) -> tuple[int, ...]:
+    """Global ranks that average gradients with this one; only this one without a process group."""
+    import torch.distributed as dist
+
+    own = answer(engine, "audit_ranks")
+    if own is not None:
+        found: tuple[int, ...] = own()
+        return found
+    if not dist.is_initialized():
+        return (0,)
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return tuple(range(dist.get_world_size()))
+    return tuple(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)))
+
+
+def gradient_findings(
+    ranks: Sequence[Followed],
+    promises: Promises,
+    *,
+    scale: float,
+    norm: float,
+    clip: float,
+    known: bool,
+    widths: Mapping[str, str],
+    most: float | None = None,
+    share: float = 1.0,
+    why: str = "",
+    uncounted: bool = False,
+) -> list[Finding]:
+    """Whether each sampled gradient equals the GEMMs' output times the one expected factor.
+
+    known: False if the factor is unknown; then all gradients must share one. widths: the dtypes on a gradient's path. share: an additional factor on the mean
+    over ranks, see `share_of`. why: the reason if the factor cannot be known; the row is then 'not observed', or a fault. uncounted: a schedule that should have counted tokens did not.
+    most: upper bound of an unknown factor; clipping only makes it smaller.
+    """
+    factor = share * (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
+    tolerance = max(_ROUNDED.get(width, 0.15) for width in widths.values()) if widths else _EXACT
+    limit = _limit(ranks) if most is not None and not known else None
+    aim = Aim(
+        factor=factor if known else None,
+        most=None if known else most,
+        scale=scale,
+        tolerance=tolerance,
+        limit=limit,
+    )
+    wrong, ratios = _wrong(ranks, aim)
+    if uncounted:
+        wrong[0].append("no count of tokens was seen")
+    promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
+    return [
+        Finding(
+            subject="gradients",
+            promised=promised,
+            found="different" if any(wrong) else "one factor, not observed" if why else promised,
+            ok=not any(wrong),
+            count=len(ratios),
+            offenders=offenders(wrong),
+            cure="find what changes them between the backward pass and the optimizer" if any(wrong) else "",
+            unseen="" if any(wrong) else why,
+        )
+    ]
+
+
+def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float]]:
+    """(what is wrong on each rank, the factors that were found)."""
+    told = [[*_told(rank, ranks, aim)] for rank in ranks]
+    wrong = [[text for *_, text in own if text] + _lost(rank, ranks) for own, rank in zip(told, ranks, strict=True)]
+    by_owner: dict[int, list[float]] = {}
+    for own, rank in zip(told, ranks, strict=True):
+        for name, ratio, _ in own:
+            by_owner.setdefault(rank.owners.get(name, 0), []).append(ratio)
+    for ratios in by_owner.values():
+        if aim.factor is None and max(ratios) - min(ratios) > 2 * aim.tolerance * abs(min(ratios)):
+            wrong[0].append("gradients of different parameters were scaled differently")
+    return wrong, [ratio for ratios in by_owner.values() for ratio in ratios]
+
+
+def share_of(ranks: Sequence[Followed]) -> float | None:
+    """For a loss summed over tokens: the factor from the mean of the ranks' gradients to their mean over all tokens of the step; None if no rank counted."""
+    first = next((rank for rank in ranks if rank.roots is not None), None)
+    if first is None:
+        return None
+    tokens = [ranks[other].tokens for other in first.group]
+    total = sum(count for count in tokens if count is not None)
+    return len(tokens) / total if total > 0 and None not in tokens else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """The expected factor between the GEMMs' gradient and the optimizer's."""
+
+    factor: float | None
+    """None: all that is known is that all gradients share one."""
+    most: float | None
+    """Upper bound of an unknown factor; None: unbounded."""
+    scale: float
+    tolerance: float
+    limit: float | None = None
+    """The value to which a foreign loop may have clipped every element; None: not clipped."""
+
+
+_NEAR = 2.0**-7
+"""Relative distance at which an element counts as clipped: one limit, rounded to BF16."""
+
+
+def _limit(ranks: Sequence[Followed]) -> float | None:
+    """The magnitude that several sampled elements share and none exceeds, as after clipping by value."""
+    sizes = [abs(value) for rank in ranks for values in rank.read.values() for value in values.values()]
+    largest = max(sizes, default=0.0)
+    return largest if math.isfinite(largest) and sum(size == largest for size in sizes) > 1 else None
+
+
+def _clipped(
+    found: Mapping[int, float], expected: Mapping[int, float], limit: float
+) -> tuple[float | None, float] | None:
+    """`_compare` of the elements that clipping by value left alone, with factor None if they are too few; None if a clipped one was not larger or changed sign."""
+    free = {where: value for where, value in found.items() if abs(value) < limit * (1 - _NEAR)}
+    cut = found.keys() - free.keys()
+    ratio, rest = _compare(free, {where: expected[where] for where in free}) or (None, 0.0)
+    least = 0.0 if ratio is None else limit * (1 - 2 * _NEAR) / ratio if ratio > 0 else math.inf
+    fine = all(expected[where] * found[where] > 0 and abs(expected[where]) >= least for where in cut)
+    return (ratio, rest) if cut and fine else None
+
+
+def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple[str, float, str]]:
+    """(parameter, factor found, what is wrong with it) of every gradient that this rank's optimizer read."""
+    group = [ranks[other] for other in rank.group]
+    for name, values in rank.read.items():
+        expected = _mean(name, values, group)
+        told = _compare(values, expected)
+        if told is None:
+            continue
+        ratio, rest = told
+        clipped = _clipped(values, expected, aim.limit) if aim.limit and not rest <= aim.tolerance else None
+        if clipped is not None:
+            if clipped[0] is None:
+                continue
+            ratio, rest = clipped[0], clipped[1]
+        text = ""
+        if not rest <= aim.tolerance:  # also true for NaN
+            text = "not finite" if math.isnan(rest) else "differs from what its backward pass produced"
+        elif aim.factor is not None and abs(ratio / aim.factor - 1) > aim.tolerance:
+            text = _words(ratio / aim.factor, aim.scale, len(group))
+        elif aim.most is not None and ratio > aim.most * (1 + aim.tolerance):
+            text = _words(ratio / aim.most, aim.scale, len(group))
+        elif aim.factor is None and ratio < 0:
+            text = "has the opposite sign"
+        yield name, ratio, f"{name}: {text}" if text else ""
+
+
+def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:
+    missing = (name for name in rank.produced if name not in rank.read and _own(rank, name, ranks))
+    return [f"{name}: no gradient reached the optimizer" for name in missing]
+
+
+def _own(rank: Followed, name: str, ranks: Sequence[Followed]) -> bool:
+    """Whether no rank of the group reports what its optimizer read; otherwise the gradient's shard is on another rank."""
+    return not any(name in ranks[other].read for other in rank.group)
+
+
+def _mean(name: str, values: Mapping[int, float], group: Sequence[Followed]) -> dict[int, float]:
+    return {where: sum(rank.produced.get(name, {}).get(where, 0.0) for rank in group) / len(group) for where in values}
+
+
+def _compare(found: Mapping[int, float], expected: Mapping[int, float]) -> tuple[float, float] | None:
+    """(best factor from expected to found, residual relative to found); None if both are zero throughout or there are too few."""
+    size = math.sqrt(sum(v * v for v in expected.values()))
+    length = math.sqrt(sum(v * v for v in found.values()))
+    if len(found) < 4 or (size == 0.0 and length == 0.0):
+        return None
+    if size == 0.0 or length == 0.0:
+        return 0.0, 1.0
+    ratio = sum(found[k] * expected[k] for k in found) / (size * size)
+    rest = math.sqrt(sum((found[k] - ratio * expected[k]) ** 2 for k in found)) / length
+    return ratio, rest
+
+
+def _words(ratio: float, scale: float, ranks: int) -> str:
+    if scale != 1.0 and abs(ratio * scale - 1) < 0.2:
+        return "unscaled twice"
+    if scale != 1.0 and abs(ratio / scale - 1) < 0.2:
+        return "never unscaled"
+    if ranks > 1 and abs(ratio - ranks) < 0.2:
+        return f"{ranks} times too large: summed, not averaged, or reduced twice"
+    return f"{ratio:.6g} times its expected value"
+
+
+def scale_finding(ranks: Sequence[Followed], *, scale: float, promised: str, known: bool) -> list[Finding]:
+    """Whether backward started at the loss times the scale."""
+    with_loss = [(i, rank) for i, rank in enumerate(ranks) if rank.roots is not None]
+    if not with_loss or not known:
+        return []
+    loss = with_loss[0][1].loss
+    mean = sum(rank.roots for _, rank in with_loss if rank.roots is not None) / len(with_loss)
+    found = mean / loss if loss else 0.0
+    ok = abs(found / scale - 1) < 1e-3 if loss else True
+    return [
+        Finding(
+            subject="loss scale",
+            promised=f"{promised}, applied" if promised != "1" else "none",
+            found=f"{found:.6g} times the loss" if loss else "no loss",
+            ok=ok,
+            count=len(with_loss),
+            cure="" if ok else "multiply the loss by the scale that its gradients are divided by",
+        )
+    ]

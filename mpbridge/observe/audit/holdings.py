@@ -1,0 +1,215 @@
+"""Who updates what: every model parameter with the tensor, states and group of the optimizer that updates this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.backend.megatron.inside_optimizer import shard_of
+from mpbridge.observe.audit.stored import local
+from mpbridge.observe.audit.subject import answer
+
+ADAMS = frozenset({"Adam", "AdamW", "FusedAdam", "CpuFusedAdam"})
+"""Optimizers whose update follows from their moments: lr x m / (sqrt(v) + eps), bias-corrected."""
+
+
+@dataclass(slots=True)
+class Held:
+    """One parameter of this rank."""
+
+    name: str
+    parameter: Any
+    """As the model has it (a DTensor if sharded)."""
+    part: torch.Tensor | None = None
+    """The elements updated here as the forward pass's parameter has them, flat; None if they cannot be read."""
+    updated: Any = None
+    """The tensor that the inner optimizer updates for it; None: it is not updated."""
+    begin: int = 0
+    """First element of `updated` in the whole parameter, flat."""
+    inner: Any = None
+    """The torch optimizer."""
+    group: dict[str, Any] | None = None
+    """The group that `updated` is in; None: it is in no group."""
+    owners: int = 1
+    """Optimizers that update it."""
+    rests: bool = False
+    """Its optimizer, one of several, takes no step in this step of the loop."""
+    state: dict[str, Any] = field(default_factory=dict)
+    elements: int | None = None
+    """Elements of the whole parameter; None: as many as `parameter` has."""
+    samples: dict[int, float] | None = None
+    """Samples of its gradient (values.sample), taken when the optimizer read it; None: the gradient still exists."""
+    grad: torch.Tensor | None = None
+    """The gradient that the optimizer read for it, flat, if that is not an attribute of `updated`."""
+
+    @property
+    def whole(self) -> int:
+        """Elements of the whole parameter over all ranks."""
+        return int(self.parameter.numel()) if self.elements is None else self.elements
+
+    @property
+    def main(self) -> torch.Tensor | None:
+        """The main weights in FP32, flat; None if the parameter is its own main weight."""
+        stored = self.state.get("master_param")
+        if stored is not None and local(self.updated).dtype is not torch.float32:
+            if stored.dtype is torch.int16:
+                from mpbridge.numerics.adam import join
+
+                return join(local(self.updated).detach(), local(stored)).reshape(-1)
+            if hasattr(self.inner, "get_unscaled_state"):
+                wide: torch.Tensor = self.inner.get_unscaled_state(self.updated, "master_param")
+                return local(wide).reshape(-1)  # type: ignore[no-any-return]
+        own = self.updated is None or self.part is None
+        if own or local(self.updated).data_ptr() == self.part.data_ptr():  # type: ignore[union-attr]
+            return None
+        return local(self.updated).detach().reshape(-1)  # type: ignore[no-any-return]
+
+    @property
+    def trained(self) -> torch.Tensor | None:
+        """What an update changes, flat: the main weights, or the parameter itself if it has none."""
+        if self.updated is None:
+            return None
+        main = self.main
+        return local(self.updated).detach().reshape(-1) if main is None else main
+
+    @property
+    def kept(self) -> torch.dtype:
+        """The dtype that updates are rounded to: that of the main weights, or of the parameter itself; BF16 if that is no floating-point dtype."""
+        stored = self.state.get("master_param")
+        if stored is not None and stored.dtype is torch.int16:
+            return torch.float32  # the lower half of FP32 numbers
+        own = stored is None or stored.dtype is torch.uint8
+        dtype: torch.dtype = local(self.updated).dtype if own else stored.dtype  # type: ignore[union-attr]
+        return dtype if dtype.is_floating_point else torch.bfloat16
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What the optimizer reads for it, flat; None if there is none."""
+        if self.grad is not None:
+            return self.grad.detach().reshape(-1)
+        for attribute in ("decoupled_grad", "grad"):
+            grad = getattr(self.updated, attribute, None)
+            if grad is not None:
+                own = local(grad).detach()
+                return (own.to_dense() if own.is_sparse else own).reshape(-1)  # type: ignore[no-any-return]
+        whole = getattr(self.parameter, "main_grad", None)
+        if whole is None or self.part is None:
+            return None
+        flat = local(whole).detach().reshape(-1)
+        mine: torch.Tensor = flat[self.begin : self.begin + self.part.numel()]
+        return mine if mine.numel() == self.part.numel() else None
+
+    def moment(self, name: str) -> torch.Tensor | None:
+        """A moment in FP32, flat; None before it exists."""
+        stored = self.state.get(name)
+        if not isinstance(stored, torch.Tensor):
+            return None
+        # FusedAdam's own accessor asserts the configured dtype; the audit reports a moment in another one instead
+        scaled = hasattr(stored, "_data") or stored.dtype in (torch.float16, torch.uint8)
+        if scaled and hasattr(self.inner, "get_unscaled_state"):
+            # a state in a dtype that its optimizer did not choose has no scale: its stored value is final
+            with suppress(KeyError):
+                stored = self.inner.get_unscaled_state(self.updated, name)
+        return local(stored).detach().float().reshape(-1)  # type: ignore[no-any-return]
+
+
+def holdings(engine: Any) -> list[Held]:
+    """Every parameter of this rank, updated or not, by global name."""
+    own = answer(engine, "audit_holdings")
+    if own is not None:
+        return list(own())
+    if hasattr(engine.optimizer, "shards"):
+        return list(_sharded(engine))
+    return list(_megatron(engine))
+
+
+def _groups(inner: Any) -> dict[int, dict[str, Any]]:
+    return {id(parameter): group for group in inner.param_groups for parameter in group["params"]}
+
+
+def _megatron(engine: Any) -> Iterator[Held]:
+    from mpbridge.backend.megatron.inside_optimizer import main_weights, parts
+
+    found: dict[int, Held] = {}
+    for part in parts(engine.optimizer):
+        groups = _groups(part.optimizer)
+        for parameter, updated in main_weights(part):
+            begin, own = _range(part, parameter, updated)
+            found[id(parameter)] = Held(
+                name="",
+                parameter=parameter,
+                part=own,
+                updated=updated,
+                begin=begin,
+                inner=part.optimizer,
+                group=groups.get(id(updated)),
+                state=part.optimizer.state.get(updated, {}),
+            )
+    for name, parameter in engine.named_parameters():
+        held = found.get(id(parameter), Held(name=name, parameter=parameter))
+        held.name = name
+        yield held
+
+
+def _range(part: Any, parameter: Any, updated: Any) -> tuple[int, torch.Tensor | None]:
+    """(first element, the parameter's own elements) of the part that `updated` updates; the elements are None for weights in a quantized format."""
+    plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
+    flat = parameter.detach().view(-1) if plain else None
+    where = shard_of(part, parameter)
+    if where is None:
+        return 0, flat
+    return where[0], None if flat is None else flat[where[0] : where[1]]
+
+
+def _sharded(engine: Any) -> Iterator[Held]:
+    optimizer = engine.optimizer
+    held_by: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for inner in optimizer.parts:
+        held_by |= {key: (inner, group) for key, group in _groups(inner).items()}
+    resting = _resting(engine)
+    for name, parameter in optimizer.names.items():
+        shard = optimizer.shards.get(name)
+        if shard is None:
+            yield Held(name=name, parameter=parameter)
+            continue
+        inner, group = held_by.get(id(shard), (optimizer.parts[0], None))
+        begin = optimizer.offset(name, parameter)[0] * _row(parameter)
+        own = resting[name] if name in resting else shard.detach()
+        yield Held(
+            name=name,
+            parameter=parameter,
+            part=own.reshape(-1),
+            updated=shard,
+            begin=begin,
+            inner=inner,
+            group=group,
+            state=dict(optimizer.state_of(name)) if group is not None else dict(inner.state.get(shard, {})),
+        )
+
+
+def _row(parameter: Any) -> int:
+    count = 1
+    for size in parameter.shape[1:]:
+        count *= size
+    return count
+
+
+def _resting(engine: Any) -> dict[str, torch.Tensor]:
+    """Megatron-FSDP: this rank's model weights, which the optimizer does not update directly."""
+    wrapped = engine.run.facts.traits.main_weights == "wrapper"
+    buffer: Any = getattr(engine.model[0], "param_and_grad_buffer", None) if wrapped else None
+    found: dict[str, torch.Tensor] = {}
+    for group in getattr(buffer, "parameter_groups", ()):
+        weights, mains = group.model_weight_buffer, group.main_weight_buffer
+        if weights is None or mains is None:
+            continue
+        for index, parameter in enumerate(group.params):
+            name = buffer.param_to_name[parameter]
+            while name.startswith("module."):
+                name = name.removeprefix("module.")
+            found[name] = weights.get_item(index, only_shard=mains.is_data_distributed)
+    return found

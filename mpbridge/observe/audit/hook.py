@@ -1,0 +1,347 @@
+"""AuditHook: schedules the audits of a run, prints them, writes them to precision.json and enforces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.together import agreed
+from mpbridge.common.errors import AuditFailed
+from mpbridge.observe.audit.before import Before
+from mpbridge.observe.audit.cadence import Cadence
+from mpbridge.observe.audit.counted import Updates
+from mpbridge.observe.audit.examine import audit, promises_of
+from mpbridge.observe.audit.findings import Finding, Report
+from mpbridge.observe.audit.invariants import Shape, broken, fingerprint
+from mpbridge.observe.audit.ranks import offenders
+from mpbridge.observe.audit.record import PRECISION, doubt, earlier, entry, last_good, write_section
+from mpbridge.observe.audit.replicas import copies, replica_findings
+from mpbridge.observe.audit.scaler import ScaleRule, scaler_of
+from mpbridge.observe.audit.table import audit_table, fault_lines
+from mpbridge.observe.audit.watch import Watch
+
+PATIENCE = 100
+"""Consecutive applied updates with a gradient of exactly zero that count as a fault: fully masked batches do not occur that often."""
+
+
+class AuditHook:
+    """A Hook of `mpbridge.training`'s loop; a custom loop calls `built`, `started`, then `stepping` before and `stepped`
+    after each step.
+
+    A static audit runs once the engine is built. The first step that applies an update (not skipped, learning rate above 0, with a gradient) is observed and
+    audited, then one step at every interval, and again after a resume, a rollback and a change of recipe. Between audits, invariants are checked each time
+    metrics are written. every: steps between audits; None: an interval at which audits cost less than half a percent; 0: none after the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["stop", "warn"] = "stop",
+        folder: Path | str | None = None,
+        show: Callable[[Any], None] | None = None,
+        every: int | None = None,
+        invariants: int = 10,
+    ) -> None:
+        self.mode = mode
+        self.folder = None if folder is None else Path(folder)
+        self.show = show
+        """Prints a table or a line; called on rank 0 only. None: no output."""
+        self.invariants = invariants
+        """Steps between two checks of the invariants."""
+        self.reports: dict[str, Report] = {}
+        """Stage -> its latest report."""
+        self.history: list[dict[str, Any]] = []
+        """Every audit in short form, oldest first."""
+        self.seconds = 0.0
+        """Time that all audits took on this rank, including the observation of their steps."""
+        self.good_at: int | None = None
+        """The last step whose audit found everything as promised."""
+        self.cadence = Cadence(every)
+        self.step = 0
+        self._watch: Watch | None = None
+        self._before: Before | None = None
+        self._last: Before | None = None
+        """The same of the last observed update; None after anything that replaces weights."""
+        self._rule: ScaleRule | None = None
+        self._wiring: Shape | None = None
+        self._updates = Updates()
+        self._zeros = 0
+        self._proved = False
+        self._right: dict[str, int] = {}
+        """Row -> the last step of this process at which an audit found it as promised."""
+        self._earlier = [] if self.folder is None else earlier(self.folder)
+
+    # --- moments -------------------------------------------------------------------------------------------------------------------------
+    def built(self, training: Any) -> None:
+        """Static audit. Raises AuditFailed unless mode is 'warn'."""
+        engine = training.engine
+        self._let_go()
+        self._last = None
+        self.step, self._updates = _iteration(training, self.step), Updates()
+        if self.history:
+            self.cadence.ask(f"recipe {getattr(engine.run, 'recipe', '')}")
+        self._wiring = None
+        self._conclude(training, audit(engine.run.policy, engine, stage="static"), "before the first step")
+
+    def started(self, training: Any) -> None:
+        """Runs after loading: replicas must be equal before they train."""
+        engine, step = training.engine, _iteration(training, self.step)
+        if step and not self._proved:
+            self.cadence.ask("resumed")
+            self.history = [one for one in self._earlier if one.get("step", 0) <= step] + self.history
+        self.step, self._updates, self._last = step, Updates(), None
+        self._follow_scale(engine)
+        found = self._first_scale(engine) if not step else []
+        found += replica_findings(from_all(copies(engine)))
+        if found and not all(one.ok for one in found):
+            self._conclude(training, self._small_report(engine, found), "before the first step")
+        self._write()  # the loop may have written a fresh precision.json since the static audit
+
+    def stepping(self, training: Any) -> None:
+        """Starts observation if the coming step is due."""
+        before, self.step = self.step, _iteration(training, self.step)
+        if self.step < before:
+            self._updates, self._last = Updates(), None
+            self.cadence.ask("rolled back")
+            self._follow_scale(training.engine)
+        self.cadence.begin()
+        if self.cadence.due(self.step + 1):
+            engine = training.engine
+            self._before = Before(engine, self._last)
+            promises = promises_of(engine.run.policy, engine)
+            self._watch = Watch(promises.gemms if promises.seen else lambda path: None)
+            self._watch.start(engine.model)
+
+    def stepped(self, training: Any, result: Any) -> None:
+        """The audit, if the step was observed and applied an update; invariants each time metrics are written."""
+        self.step = (
+            max(_iteration(training, self.step + 1), self.step + 1)
+            if not _counts(training)
+            else _iteration(training, 0)
+        )
+        watch, before = self._watch, self._before
+        if watch is not None:
+            watch.stop()
+        extra = self.cadence.end(watched=watch is not None)
+        if result.applied:
+            self._updates.applied(training.engine)
+        self._scale_goes_on(training, result)
+        if watch is None or before is None:
+            _mark(training, "unaudited")
+            if self._is_kept(training):
+                self._stands(training)
+            elif self.invariants and self.step % self.invariants == 0:
+                self._invariants(training)
+            return
+        self._let_go()
+        if not self._proves(result):
+            self.seconds += extra
+            return
+        engine = training.engine
+        report = audit(
+            engine.run.policy,
+            engine,
+            stage="live",
+            watch=watch,
+            before=before,
+            result=result,
+            microbatches=_microbatches(training, engine),
+            step=self.step,
+        )
+        before.since, self._last = None, before
+        if self._wiring is None:
+            self._wiring = fingerprint(engine)
+        self.seconds += extra
+        reason = self.cadence.reason
+        # timings differ between ranks; the step of the next audit must not
+        self.cadence.done(agreed(self.cadence.next_by_time(self.step, extra + report.seconds)))
+        self._conclude(training, report, reason)
+
+    def evaluated(self, training: Any, loss: float) -> None:
+        """Nothing."""
+
+    def finished(self, training: Any) -> None:
+        """Reports when no update was ever applied, since then nothing was verified."""
+        if not self._proved and self.show is not None and _rank() == 0:
+            self.show("audit: no update was applied, so main weights and moments were never checked")
+
+    def closed(self) -> None:
+        """Removes every hook."""
+        self._let_go()
+
+    # --- between audits ------------------------------------------------------------------------------------------------------------------
+    def _proves(self, result: Any) -> bool:
+        """Whether an update was applied that must change weights. A batch with every token masked has no gradient, and no loss either."""
+        if not result.applied or not result.lr > 0.0:
+            return False
+        if result.grad_norm == 0.0 and result.loss == 0.0:
+            self._zeros += 1
+            return self._zeros > PATIENCE
+        self._zeros = 0
+        return True
+
+    def _follow_scale(self, engine: Any) -> None:
+        promised = engine.run.policy.loss_scale
+        self._rule = (
+            ScaleRule(engine, promised)
+            if promised is not None and promised.dynamic and scaler_of(engine) is not None
+            else None
+        )
+
+    def _first_scale(self, engine: Any) -> list[Finding]:
+        """A new run must start with the promised loss scale."""
+        promised = engine.run.policy.loss_scale
+        if promised is None or not promised.dynamic:
+            return []
+        scale = float(engine.optimizer.get_loss_scale())
+        good = scale == promised.initial
+        return (
+            []
+            if good
+            else [
+                Finding(subject="loss scale", promised=f"{promised.initial:g} at first", found=f"{scale:g}", ok=False)
+            ]
+        )
+
+    def _scale_goes_on(self, training: Any, result: Any) -> None:
+        if self._rule is None:
+            return
+        fault = self._rule.next(training.engine, applied=result.applied, used=result.loss_scale)
+        if fault:
+            self._follow_scale(training.engine)
+            found = Finding(subject="loss scale adapts", promised="by its rule", found=fault, ok=False)
+            # scale and steps are equal on all ranks, so every rank gets here
+            self._conclude(training, self._small_report(training.engine, [found]), "loss scale")
+
+    def _invariants(self, training: Any) -> None:
+        engine = training.engine
+        faults = broken(engine, promises_of(engine.run.policy, engine), self._wiring) + self._updates.faults(engine)
+        if not agreed(len(faults)):
+            return
+        everyone = offenders(from_all(faults))
+        found = Finding(
+            subject="invariants", promised="hold", found=f"{len(everyone)} broken", ok=False, offenders=everyone
+        )
+        self._conclude(training, self._small_report(engine, [found]), "invariants")
+
+    def _is_kept(self, training: Any) -> bool:
+        """Whether a checkpoint follows this step, so that its contents are checked first."""
+        run = getattr(training, "run", None)
+        section = getattr(run, "checkpoint", None) or {}
+        if run is None or not section.get("save"):
+            return False
+        interval = int(section.get("save_interval") or 0)
+        return bool(interval and self.step % interval == 0) or self.step == int(run.train.get("train_iters") or 0)
+
+    def _stands(self, training: Any) -> None:
+        """Everything except the observation of a step: roles, flags, who updates what, parameters against main weights, replicas."""
+        engine = training.engine
+        self._conclude(training, audit(engine.run.policy, engine, stage="live", step=self.step), "checkpoint")
+
+    def _small_report(self, engine: Any, findings: list[Finding]) -> Report:
+        facts = {
+            "engine": engine.name,
+            "world_size": _size(),
+            "recipe": getattr(engine.run, "recipe", ""),
+            "step": self.step,
+        }
+        return Report(stage="live", findings=tuple(findings), facts=facts)
+
+    # --- conclusions ---------------------------------------------------------------------------------------------------------------------
+    def _conclude(self, training: Any, report: Report, reason: str) -> None:
+        whole = any(one.subject == "weights moved" for one in report.findings)
+        first = report.stage not in self.reports
+        if whole or report.stage == "static" or not report.ok:
+            self.reports[report.stage] = report
+        self.history.append(entry(report, reason=reason, step=self.step))
+        self.seconds += report.seconds
+        self._proved |= whole
+        if report.stage == "live":
+            self._date(training, report)
+        self._write()
+        if _rank() == 0 and self.show is not None:
+            if first and report.stage == "live":
+                self.show(audit_table(report))
+            if whole or report.stage == "static" or not report.ok:
+                self.show(f"{report.line} ({reason})")
+            for line in fault_lines(report):
+                self.show(f"audit: {line}")
+        _mark(training, "good" if report.ok and report.stage == "live" else "suspect" if not report.ok else "unaudited")
+        if not report.ok and self.mode == "stop":
+            self._stop(training, report)
+
+    def _date(self, training: Any, report: Report) -> None:
+        """Up to which step the run was good: a fault began after the last step at which its row was as promised, and checkpoints since then are affected."""
+        if report.ok:
+            self.good_at = self.step
+        elif self.good_at is not None:
+            since = [self._right.get(one.subject, self.good_at) for one in report.findings if one.state == "NO"]
+            self.good_at = min([self.good_at, *since])
+            folder = getattr(getattr(training, "run", None), "checkpoint", {}).get("save")
+            if folder and _rank() == 0:
+                doubt(Path(folder), after=self.good_at)
+        self._right |= {one.subject: self.step for one in report.findings if one.state == "ok"}
+
+    def _stop(self, training: Any, report: Report) -> None:
+        """Before any training the run just ends; later it ends after a complete checkpoint whose manifest records what is known."""
+        try:
+            report.require()
+        except AuditFailed as error:
+            fail = getattr(training, "fail", None)
+            if report.stage == "static" or fail is None or self.step <= 1:
+                raise
+            good = (
+                "no earlier audit was good"
+                if self.good_at is None
+                else f"the last good audit was after step {self.good_at}"
+            )
+            fail(AuditFailed(f"step {self.step}: {error}\n{good}{_good_checkpoint(training)}"))
+
+    def _let_go(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = self._before = None
+
+    def _write(self) -> None:
+        if _rank() == 0 and self.folder is not None:
+            for report in self.reports.values():
+                write_section(self.folder / PRECISION, report, history=self.history)
+
+
+def _iteration(training: Any, otherwise: int) -> int:
+    counters = getattr(training, "counters", None)
+    return otherwise if counters is None else int(counters.iteration)
+
+
+def _counts(training: Any) -> bool:
+    return getattr(training, "counters", None) is not None
+
+
+def _microbatches(training: Any, engine: Any) -> int:
+    train = engine.run.train
+    share = int(train["global_batch_size"]) // int(engine.run.facts.parallel.data)
+    return max(1, share // int(train["micro_batch_size"] or share))
+
+
+def _mark(training: Any, state: str) -> None:
+    if hasattr(training, "audit"):
+        training.audit = state
+
+
+def _good_checkpoint(training: Any) -> str:
+    """The checkpoint to return to, if any are kept."""
+    folder = getattr(getattr(training, "run", None), "checkpoint", {}).get("save")
+    found = last_good(Path(folder)) if folder else None
+    return f"; the latest checkpoint with a good audit is {found}" if found else ""
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,0 +1,241 @@
+"""Classifies the operands of a quantized GEMM from their values alone: their grid, rotation and kind of rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mpbridge.common.formats import E4M3, E5M2, NumberFormat
+
+_FP32_MANTISSA = 23
+_ENOUGH = 64
+"""Nonzero elements below which the absence of odd codes proves nothing."""
+_DISTINCT = 24
+"""Distinct values below which it proves nothing either: a tensor of ones has one code."""
+_PORTION = 1 << 22
+"""Number of elements from which a quantile is computed."""
+_NORMAL = 2.0 ** (1 - E4M3.bias)
+"""The smallest E4M3 number with full precision."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The grids that an operand's values fit."""
+
+    nonzero: int
+    codes: tuple[str, ...]
+    """Formats in which every value is itself a code: one factor for the whole tensor."""
+    scaled: tuple[str, ...]
+    """Formats in which every value is a code times a power of two."""
+    fours: bool
+    """Whether every 16 neighbours along the contraction are E2M1 codes times one common number."""
+    needed: str
+    """The narrowest 8-bit format whose significant bits represent every value; 'more' if none does, '' if there are too few values to tell."""
+    largest: float
+
+    def fits(self, number: str, *, per_tensor: bool) -> bool:
+        """Whether this is an operand of element format `number`; per_tensor: it has a single scale, which is not part of the values."""
+        if not self.nonzero:
+            return True
+        if number == "e2m1":
+            return self.fours
+        if number not in (self.codes if per_tensor else self.scaled):
+            return False
+        # a narrower format fits as well: the extra bits were never used
+        return not self.needed or self.needed == number
+
+    def text(self) -> str:
+        """A readable name for the values' format."""
+        if self.fours and not self.codes and not self.scaled:
+            return "E2M1"
+        return {"e4m3": "E4M3", "e5m2": "E5M2", "": "too few values to tell"}.get(self.needed, "not quantized")
+
+
+def _holds(bits: torch.Tensor, number: NumberFormat) -> bool:
+    mask = (1 << (_FP32_MANTISSA - number.mantissa)) - 1
+    return not bool((bits & mask).any())
+
+
+def _codes(values: torch.Tensor, largest: float, number: NumberFormat) -> bool:
+    step = 2.0 ** (1 - number.bias - number.mantissa)  # the smallest subnormal
+    return largest <= number.largest and bool(torch.equal(torch.round(values / step) * step, values))
+
+
+@torch.no_grad()
+def grid_of(operand: torch.Tensor, *, side: int) -> Grid:
+    """The grid of a two-dimensional operand; side: 0 left, 1 right of the product (the contraction runs along its columns, or its rows)."""
+    values = operand.detach().float().contiguous()
+    nonzero = int(torch.count_nonzero(values))
+    if not nonzero:
+        return Grid(0, ("e4m3", "e5m2"), ("e4m3", "e5m2"), True, "", 0.0)
+    bits, largest = values.view(torch.int32), float(values.abs().amax())
+    scaled = tuple(number.name for number in (E4M3, E5M2) if _holds(bits, number))
+    codes = tuple(n.name for n in (E4M3, E5M2) if n.name in scaled and _codes(values, largest, n))
+    enough = nonzero >= _ENOUGH and torch.unique(values.reshape(-1)[:8192]).numel() >= _DISTINCT
+    needed = "" if not enough else "e5m2" if "e5m2" in scaled else "e4m3" if scaled else "more"
+    return Grid(nonzero, codes, scaled, _fours(values if side == 0 else values.t()), needed, largest)
+
+
+def _fours(lines: torch.Tensor) -> bool:
+    """Whether every 16 neighbours in a line are E2M1 codes times a number of their own, the largest of them being one of the codes."""
+    if lines.shape[1] % 16:
+        return False
+    blocks = lines.reshape(-1, 16).abs()
+    peak = blocks.amax(1, keepdim=True)
+    grid = torch.tensor(_E2M1, device=lines.device)
+    fits = peak.squeeze(1) == 0
+    for top in _E2M1[:0:-1]:
+        ratio = blocks / (peak / top).clamp_min(1e-38)
+        near = grid[torch.bucketize(ratio * 0.999, grid).clamp_max(len(_E2M1) - 1)]
+        fits = fits | ((ratio - near).abs() <= 1e-5 * top).all(1)
+        if bool(fits.all()):
+            return True
+    return False
+
+
+@torch.no_grad()
+def fits_blocks(operand: torch.Tensor, number: NumberFormat, *, side: int, across: int, along: int) -> bool:
+    """Whether the values are codes of `number` times one FP32 scale for each block, which maps the block's largest value to the format's largest.
+
+    across, along: the block's extent beside and along the contraction.
+    """
+    lines = operand.detach().float()
+    lines = lines if side == 0 else lines.t()
+    rows, columns = -lines.shape[0] % across, -lines.shape[1] % along
+    filled = torch.nn.functional.pad(lines, (0, columns, 0, rows))
+    blocks = filled.reshape(filled.shape[0] // across, across, filled.shape[1] // along, along)
+    peaks = blocks.abs().amax((1, 3), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    ratio = blocks / peaks * number.largest
+    narrow = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[number.name]
+    near = ratio.to(narrow).float()
+    return bool(((ratio - near).abs() <= 1e-3 * near.abs() + number.smallest / 8).all())
+
+
+_STRAY = 2e-3
+"""Share of elements that may be further off than rounding allows: ties, and scales that differ in the last bit."""
+_FAR = 4.0
+"""No element may be off by more than this multiple of the rounding error."""
+
+
+@torch.no_grad()
+def is_rounded_with(
+    codes: torch.Tensor, source: torch.Tensor, number: NumberFormat, *, amax: float, current: bool
+) -> bool:
+    """Whether codes are their source's elements times one factor, rounded once to `number`.
+
+    Every element bounds the factor from both sides; some factor must satisfy all but a few of them. current: the factor maps amax, the largest
+    element, to the format's maximum, or down to half of it if the factor is a power of two; otherwise it comes from a history and may saturate values.
+    """
+    wide, found = source.detach().double().abs(), codes.detach().double().abs()
+    told = (wide > 0) & ((found > 0) | (wide > 0.5 * amax))
+    inside = told & (found < number.largest)
+    if not bool(told.any()):
+        return True
+    _, exponent = torch.frexp(found.clamp_min(2.0 ** (1 - number.bias)))
+    half = torch.ldexp(torch.full_like(found, 0.5), exponent - 1 - number.mantissa)
+    least = ((found - half) / wide)[told].clamp_min(0.0)
+    most = ((found + half) / wide)[inside]
+    low = float(torch.quantile(least[:_PORTION], 1 - _STRAY))
+    high = float(torch.quantile(most[:_PORTION], _STRAY)) if most.numel() else float("inf")
+    if current:
+        factor = number.largest / amax
+        low, high = max(low, 0.499 * factor), min(high, 1.001 * factor)
+    if low > high * 1.001 or bool((codes * source < 0).any()):
+        return False
+    meant = wide * (low if high == float("inf") else (low + high) / 2)
+    return not bool(((found - meant.clamp_max(number.largest)).abs() > _FAR * half).any())
+
+
+@torch.no_grad()
+def is_rounded_from(
+    values: torch.Tensor, source: torch.Tensor, number: NumberFormat, *, amax: float, along: int | None, fitted: bool
+) -> bool:
+    """Whether values that include their scales are their source's elements, rounded once to `number` under scales that use the format's range.
+
+    Both two-dimensional, the contraction along the columns. amax: the largest element of the whole tensor. along: neighbours that share a scale; None: not
+    along the columns. fitted: the values may omit a per-tensor factor, and rounding may be stochastic, with errors of up to a whole step.
+    """
+    wide, found = source.detach().double(), values.detach().double()
+    size = float((wide * wide).sum())
+    factor = float((wide * found).sum()) / size if size and fitted else 1.0
+    if not size:
+        return not bool(found.any())
+    if not factor > 0.0:
+        return False
+    peaks = torch.full_like(wide, amax)
+    if along is not None and not wide.shape[1] % along:
+        blocks = wide.view(wide.shape[0], -1, along).abs().amax(2, keepdim=True)
+        peaks = blocks.expand(-1, -1, along).reshape(wide.shape)
+    # a power-of-two scale leaves up to half of the range unused
+    step = 2.0**-number.mantissa * wide.abs() + 2 * number.smallest / number.largest * peaks
+    if fitted:
+        # NVFP4's block scales are E4M3, the largest near 448: the scale of a block far below the tensor's amax is coarse or zero, and so are its elements
+        step += E4M3.smallest / 2 / E4M3.largest * amax
+    error, most = (found / factor - wide).abs(), step * (1.1 if fitted else 0.505)
+    return int((error > most).sum()) <= max(2, _STRAY * error.numel()) and not bool((error > _FAR * most).any())
+
+
+@torch.no_grad()
+def is_nearest_e2m1(values: torch.Tensor, source: torch.Tensor, *, across: int) -> bool:
+    """Whether NVFP4 values are the E2M1 codes nearest to their source's elements, all under one factor; an earlier rounding would move some of them.
+
+    Both two-dimensional, the contraction along the columns. values: codes times block scales, without the factor of the tensor; across: lines that share a
+    block's scale. Each block's largest element is the code 6.
+    """
+    rows, columns = source.shape
+    if rows % across or columns % 16:
+        return True
+    found, wide = (one.detach().double().abs() for one in (values, source))
+    scales = found.view(rows // across, across, columns // 16, 16).amax((1, 3), keepdim=True) / 6.0
+    scales = scales.expand(-1, across, -1, 16).reshape(rows, columns)
+    grid = torch.tensor(_E2M1, dtype=torch.float64, device=found.device)
+    middle = (grid[1:] + grid[:-1]) / 2
+    # a block far below the tensor's largest element has a subnormal scale of few bits, so its peak need not be a 6
+    told = (wide > 0) & (scales > 2 * _NORMAL)
+    if not bool(told.any()):
+        return True
+    which = torch.bucketize(found[told] / scales[told] * 0.999, grid)
+    below, above = which > 0, which < len(_E2M1) - 1
+    unit = scales[told] / wide[told]
+    least = (middle[(which - 1).clamp_min(0)] * unit)[below]
+    most = (middle[which.clamp_max(len(_E2M1) - 2)] * unit)[above]
+    if not (least.numel() and most.numel()):
+        return True
+    low = float(torch.quantile(least[:_PORTION], 1 - _STRAY))
+    return low <= float(torch.quantile(most[:_PORTION], _STRAY)) * 1.001
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Cosine of two tensors as vectors; 0 if one of them is zero."""
+    x, y = a.double().reshape(-1), b.double().reshape(-1)
+    size = float(x.norm() * y.norm())
+    return float(x @ y) / size if size else 0.0
+
+
+@torch.no_grad()
+def strays(values: torch.Tensor, source: torch.Tensor) -> float | None:
+    """Share of NVFP4 elements that were not rounded to the nearest code: 0 under rounding to nearest, about a quarter under stochastic rounding.
+
+    values: codes times block scales, [tokens, features]; source: the tensor they were made from. None if there are too few elements to tell.
+    The block scale is E4M3 of (block amax / 6) x (2688 / amax), as the format defines it.
+    """
+    wide, amax = source.float(), float(source.abs().amax())
+    if not amax or wide.shape[1] % 16:
+        return None
+    scaled = (wide * (2688.0 / amax)).reshape(-1, 16)
+    scale = (scaled.abs().amax(1, keepdim=True) / 6.0).to(torch.float8_e4m3fn).float()
+    usable = scale.squeeze(1) > 0
+    if not bool(usable.any()):
+        return None
+    wanted = (scaled[usable] / scale[usable]).abs()
+    found = (values.float().reshape(-1, 16)[usable] / scale[usable]).abs()
+    grid = torch.tensor(_E2M1, device=source.device)
+    middle = (grid[1:] + grid[:-1]) / 2
+    nearest = grid[torch.bucketize(wanted, middle)]
+    # saturated values and exact codes reveal nothing about the rounding
+    told = (wanted < 5.9) & ((wanted - nearest).abs() > 0.02)
+    if int(told.sum()) < _ENOUGH:
+        return None
+    return float(((found - nearest).abs()[told] > 0.1).double().mean())

@@ -1,0 +1,368 @@
+"""The GEMMs of linear layers in an observed step: their dtypes, whether they read the weight itself, the quantized operands, and the gradients
+they produce."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.common.formats import FORMATS
+from mpbridge.observe.audit.delayed import leaving
+from mpbridge.observe.audit.operands import (
+    Grid,
+    cosine,
+    fits_blocks,
+    grid_of,
+    is_nearest_e2m1,
+    is_rounded_from,
+    is_rounded_with,
+    strays,
+)
+from mpbridge.observe.audit.stored import storage
+from mpbridge.observe.audit.values import is_narrow, sample
+from mpbridge.precision.policy import Gemms, Quant
+
+_ALIKE = 0.9
+"""A four-bit copy whose cosine with a tensor is below this was not made from that tensor."""
+_ROWS = 64
+"""Number of tokens whose quantized copies are kept until backward, to detect whether the other copy was rotated."""
+
+
+@dataclass
+class Quantized:
+    """What was seen of one quantized linear."""
+
+    gemms: Counter[str] = field(default_factory=Counter)
+    """'fprop', 'dgrad', 'wgrad' -> number of GEMMs."""
+    bad: dict[str, str] = field(default_factory=dict)
+    """'wgrad dy' -> what that operand was, if not as promised."""
+    rotated: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """'x', 'dy' -> cosine of the two copies, as is and with the transform undone."""
+    strays: float | None = None
+    """Share of gradient elements that were not rounded to the nearest code."""
+    amax: dict[str, float] = field(default_factory=dict)
+    """'x', 'dy' -> absolute maximum in the last micro-batch."""
+    left: dict[str, float] = field(default_factory=dict)
+    """'x', 'dy' -> the amax history entry that the last micro-batch's update drops."""
+
+    def note_leaving(self, module: Any, name: str) -> None:
+        """Records that entry, if the history has one; call before the update."""
+        entry = leaving(module, name)
+        if entry is not None:
+            self.left[name] = entry
+
+
+class Products:
+    """Observes GEMMs; `Watch` attributes them to modules."""
+
+    def __init__(self, gemms_of: Callable[[str], Gemms | None]) -> None:
+        self.gemms_of = gemms_of
+        """The rules promised for a linear whose operands can be observed; None, or an empty rule: not quantized."""
+        self.modules: dict[str, Any] = {}
+        self.dtypes: dict[str, Counter[str]] = defaultdict(Counter)
+        """Module -> dtype of both factors (forward and backward) -> number of GEMMs."""
+        self.other: dict[str, str] = {}
+        """Linear -> what its GEMM read instead of its weight."""
+        self.quantized: dict[str, Quantized] = {}
+        self.gradients: dict[str, dict[int, float]] = {}
+        """Linear -> position in its weight -> sum of the weight-gradient GEMM's output over micro-batches."""
+        self.narrow: set[str] = set()
+        """Linears whose FP32 output gradients all had 10 or fewer mantissa bits."""
+        self._wanted: dict[str, bool] = {}
+        self._tokens: dict[str, int] = {}
+        self._backward: Counter[tuple[str, str]] = Counter()
+        """(linear, 'dgrad' or 'wgrad') -> number so far, quantized or not."""
+        self._shapes: dict[str, torch.Size] = {}
+        self._kept: dict[tuple[str, str], deque[torch.Tensor]] = defaultdict(deque)
+        self._dy: dict[str, torch.Tensor] = {}
+        self._x: dict[str, torch.Tensor] = {}
+        """Linear -> its input in the forward pass."""
+        self._xs: dict[str, deque[tuple[torch.Tensor, float]]] = defaultdict(deque)
+        """Linear -> (first rows, largest element) of its input, for every micro-batch whose backward pass is pending."""
+
+    def forget(self) -> None:
+        """Drops the state kept from forward to backward."""
+        for one in (self._kept, self._dy, self._x, self._xs):
+            one.clear()
+
+    # --- forward -------------------------------------------------------------------------------------------------------------------------
+    def enters(self, path: str, source: torch.Tensor) -> None:
+        """Marks the start of a linear's forward pass with this input."""
+        self._wanted[path] = torch.is_grad_enabled()  # cannot be determined later, inside an autograd function
+        quants = self._quants(path)
+        if not quants:
+            return
+        history = any(quant.row.history for quant in quants)
+        self._x[path] = source.detach().reshape(-1, source.shape[-1])
+        if self._wanted[path] and source.numel():
+            self._xs[path].append((self._x[path][:_ROWS].clone(), float(source.detach().abs().amax())))
+        if source.numel():
+            seen = self.quantized.setdefault(path, Quantized())
+            if history:
+                seen.amax["x"] = float(source.detach().abs().amax())
+        # a forward pass recomputed during backward does not end an interval
+        if history and path in self.quantized and torch._C._current_autograd_node() is None:
+            self.quantized[path].note_leaving(self.modules.get(path), "x")
+
+    def leaves(self, path: str, nodes: list[Any]) -> None:
+        """Marks the end of a linear's forward pass; `nodes` of the graph belong to it."""
+        if not self._quants(path):
+            return
+        self._x.pop(path, None)
+        for node in nodes:
+            if node.name() == "QuantizedLinearBackward":
+                node.register_prehook(self._gradient(path))
+                node.register_hook(self._made(path))
+
+    def _gradient(self, path: str) -> Callable[[Any], None]:
+        def look(grads: Any) -> None:
+            if grads[0] is not None:
+                self._dy[path] = grads[0].detach().reshape(-1, grads[0].shape[-1])
+                seen = self.quantized.get(path)
+                if seen is None:
+                    return
+                seen.note_leaving(self.modules.get(path), "dy")
+                if self._dy[path].numel():
+                    seen.amax["dy"] = float(self._dy[path].abs().amax())
+
+        return look
+
+    def _made(self, path: str) -> Callable[[Any, Any], None]:
+        """Records the weight gradient that an emulated linear returns: its GEMM's result times a factor, rounded to the weight's dtype."""
+
+        def look(made: Any, grads: Any) -> None:
+            if len(made) > 1 and made[1] is not None:
+                self._follow(path, made[1].shape, made[1].detach())
+
+        return look
+
+    def forward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        """Records a two-dimensional product in the forward pass of `path`."""
+        if not left.numel():
+            return  # an expert without tokens
+        module = self.modules.get(path)
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and right.shape != weight.shape[::-1]:
+            # a product before the linear's own: a rotation, or Transformer Engine building its Hadamard matrix (FP32, on first use)
+            return
+        self.dtypes[path][_both(left, right)] += 1
+        if module is None or _cut(left, right):
+            return
+        if isinstance(weight, torch.Tensor):
+            self._shapes[path] = weight.shape
+        self._tokens[path] = left.shape[0]
+        quant = self._quant(path, "fprop")
+        if quant is None:
+            self._compare(path, weight, right)
+            return
+        self._operands(path, "fprop", quant, left, right)
+        if quant.bits == 4 and self._wanted.get(path):
+            self._kept[path, "x"].append(left[:_ROWS].detach().clone())
+
+    def _compare(self, path: str, weight: Any, right: torch.Tensor) -> None:
+        """Checks that the right factor is the weight, in the product's dtype."""
+        if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dim() != 2 or path in self.other:
+            return
+        turned = weight.detach().t()
+        if right.shape != turned.shape or right.data_ptr() == weight.data_ptr():
+            return
+        if not torch.equal(right, turned.to(right.dtype)):
+            self.other[path] = f"{storage(right)} values that are not its weight's"
+
+    def batched(self, path: str, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Records a batched product of a linear, forward or backward; only its dtype is checked."""
+        if left.numel():
+            self.dtypes[path][_both(left, right)] += 1
+
+    # --- backward ------------------------------------------------------------------------------------------------------------------------
+    def backward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        """Records a two-dimensional product in the backward pass of `path`."""
+        if not (left.numel() and right.numel()):
+            return
+        self.dtypes[path][_both(left, right)] += 1
+        shape = self._shapes.get(path)
+        if path not in self.modules or shape is None or _cut(left, right):
+            return
+        if right.shape != shape and out.shape not in (shape, shape[::-1]):
+            return
+        role = self._role(path, shape, left, right, out)
+        self._backward[path, role] += 1
+        if role == "dgrad" and left.dtype is torch.float32 and is_narrow(left):
+            self.narrow.add(path)
+        quant = self._quant(path, role)
+        if quant is not None and backward_is_quantized(quant):
+            self._operands(path, role, quant, left, right)
+            if quant.bits == 4:
+                self._four_bits(path, role, left, right)
+        if role == "wgrad" and not self._quants(path):
+            self._follow(path, shape, out)
+
+    def _role(self, path: str, shape: torch.Size, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> str:
+        tokens = self._tokens.get(path, 0)
+        if tokens in shape:  # ambiguous by shape
+            seen = self.quantized.get(path)
+            if seen is not None:
+                return "dgrad" if self._backward[path, "dgrad"] <= self._backward[path, "wgrad"] else "wgrad"
+            return "dgrad" if any(_is(factor, self.modules[path].weight) for factor in (left, right)) else "wgrad"
+        return "wgrad" if out.shape in (shape, shape[::-1]) else "dgrad"
+
+    def _follow(self, path: str, shape: torch.Size, out: torch.Tensor) -> None:
+        whole = out if out.shape == shape else out.t()
+        found = self.gradients.setdefault(path, {})
+        for where, value in sample(whole, 0, shape.numel()).items():
+            found[where] = found.get(where, 0.0) + value
+
+    def _quants(self, path: str) -> tuple[Quant, ...]:
+        gemms = self.gemms_of(path)
+        return () if gemms is None else gemms.distinct
+
+    def _quant(self, path: str, role: str) -> Quant | None:
+        gemms = self.gemms_of(path)
+        quant: Quant | None = None if gemms is None else getattr(gemms, role)
+        return None if quant is None or role in quant.row.high else quant
+
+    # --- quantization --------------------------------------------------------------------------------------------------------------------
+    def _operands(self, path: str, role: str, quant: Quant, left: torch.Tensor, right: torch.Tensor) -> None:
+        seen = self.quantized.setdefault(path, Quantized())
+        seen.gemms[role] += 1
+        names = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}[role]
+        for side, (name, operand) in enumerate(zip(names, (left, right), strict=True)):
+            wanted = quant.element(gradient=name == "dy")
+            grid = grid_of(operand, side=side)
+            if not self._fits(grid, quant, name, operand, side):
+                seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
+            elif not self._is_its_own(path, role, name, quant, operand if side == 0 else operand.t()):
+                seen.bad.setdefault(f"{role} {name}", "not what its tensor rounds to")
+
+    def _is_its_own(self, path: str, role: str, name: str, quant: Quant, lines: torch.Tensor) -> bool:
+        """Whether an operand is its source tensor, rounded once; lines: with the contraction along the columns."""
+        turned = role == "wgrad"
+        found = self._source(path, role, name)
+        if found is None:
+            return True
+        source, largest = found
+        if turned and quant.bits == 4:
+            return _is_turned(lines.t(), source, rotated=_rotates(quant), nearest=_is_nearest(quant, name))
+        source = source.t() if turned or (role, name) == ("dgrad", "w") else source
+        lines = lines[:, : source.shape[1]] if (role, name) == ("wgrad", "x") else lines
+        if lines.shape != source.shape:
+            return True
+        block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
+        row = block is not None and block.across == 1 and block.along and not turned and name != "w"
+        number = FORMATS[quant.element(gradient=name == "dy")]
+        if quant.row.per_tensor:
+            return is_rounded_with(lines, source, number, amax=largest, current=not quant.row.history)
+        along = block.along if row and block is not None else None
+        if not is_rounded_from(lines, source, number, amax=largest, along=along, fitted=quant.bits == 4):
+            return False
+        return not _is_nearest(quant, name) or is_nearest_e2m1(lines, source, across=_across(quant, name))
+
+    def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float] | None:
+        """(the tensor in high precision, or its first rows; its largest element); None if it is not available."""
+        if (role, name) == ("wgrad", "x"):
+            return self._xs[path].popleft() if self._xs[path] else None
+        weight = getattr(self.modules.get(path), "weight", None)
+        held: Any = {"x": self._x.get(path), "dy": self._dy.get(path), "w": weight}[name]
+        if type(held) not in (torch.Tensor, torch.nn.Parameter) or held.dim() != 2 or not held.numel():
+            return None
+        return held.detach(), float(held.detach().abs().amax())
+
+    def _fits(self, grid: Grid, quant: Quant, name: str, operand: torch.Tensor, side: int) -> bool:
+        wanted = quant.element(gradient=name == "dy")
+        if grid.fits(wanted, per_tensor=quant.row.per_tensor):
+            return True
+        blocks = quant.row.blocks
+        if blocks is None or not quant.row.has("power_of_two") or quant.option("power_of_two", os.environ):
+            return False
+        block = blocks[name == "w"]
+        if not block.along:  # a per-tensor factor, which some output dtypes include in the values
+            return False
+        return fits_blocks(operand, FORMATS[wanted], side=side, across=block.across, along=block.along)
+
+    def _four_bits(self, path: str, role: str, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Checks rotation of weight-gradient operands and stochastic rounding of gradients, both promised by NVFP4."""
+        from mpbridge.numerics.kernels import rotate
+
+        seen = self.quantized[path]
+        if role == "dgrad":
+            self._kept[path, "dy"].append(left[:_ROWS].detach().clone())
+            source = self._dy.get(path)
+            if source is not None and source.shape == left.shape:
+                found = strays(left, source)
+                seen.strays = found if seen.strays is None else seen.strays
+            return
+        for name, column in (("dy", left.t()), ("x", right)):
+            kept = self._kept[path, name]
+            if not kept:
+                continue
+            row = kept.popleft()
+            count = row.shape[0] // 16 * 16
+            if count:
+                turned = rotate(row[:count].to(torch.bfloat16))
+                seen.rotated.setdefault(name, (cosine(row[:count], column[:count]), cosine(turned, column[:count])))
+
+
+def _rotates(quant: Quant) -> bool:
+    return asked(quant, "hadamard")
+
+
+def _is_nearest(quant: Quant, name: str) -> bool:
+    """Whether a four-bit operand has the codes nearest to its tensor's elements, under one factor and with a maximum of 6 in each block."""
+    if quant.bits != 4 or (name == "dy" and asked(quant, "stochastic_rounding")):
+        return False
+    if name == "x" and asked(quant, "row_scaled_activations"):
+        return False
+    six = quant.option("four_over_six", os.environ) if quant.row.has("four_over_six") else "none"
+    return six in (None, "none", "weights" if name == "x" else "activations") and not asked(quant, "fast_math")
+
+
+def _across(quant: Quant, name: str) -> int:
+    """Number of lines of an operand that share a block's scale."""
+    block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
+    return block.across if block is not None and name == "w" and asked(quant, "square_weights") else 1
+
+
+def asked(quant: Quant, option: str) -> bool:
+    """Whether a switch of the rule's scaling is on; a missing switch is off."""
+    return quant.row.has(option) and bool(quant.option(option, os.environ))
+
+
+def _is_turned(column: torch.Tensor, source: torch.Tensor, *, rotated: bool, nearest: bool) -> bool:
+    """Whether a four-bit copy with blocks along the tokens was made from its tensor: E2M1 leaves a cosine of at least 0.97. nearest: also check every code."""
+    from mpbridge.numerics.kernels import rotate
+
+    count = min(column.shape[0], source.shape[0]) // 16 * 16
+    if not count or column.shape[1] != source.shape[1] or not source.any():
+        return True
+    wanted = source[:count].to(torch.bfloat16)
+    wanted = rotate(wanted) if rotated else wanted
+    if cosine(wanted, column[:count]) <= _ALIKE:
+        return False
+    return not nearest or is_nearest_e2m1(column[:count].t(), wanted.t(), across=1)
+
+
+def backward_is_quantized(quant: Quant) -> bool:
+    """Whether dgrad and wgrad read quantized operands; some scalings have an option that disables it."""
+    return not quant.row.has("backward") or quant.option("backward", os.environ) == "quantized"
+
+
+def _is(factor: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a factor is the weight, possibly widened. A weight gradient sums over tokens and reads only activations and gradients."""
+    if factor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
+        return True
+    return factor.shape == weight.shape and torch.equal(factor, weight.detach().to(factor.dtype))
+
+
+def _cut(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether a factor is a DTensor: tensor parallelism split it, and this rank has only a part of the product."""
+    return hasattr(left, "_local_tensor") or hasattr(right, "_local_tensor")
+
+
+def _both(left: torch.Tensor, right: torch.Tensor) -> str:
+    a, b = storage(left), storage(right)
+    return a if a == b else f"{a} x {b}"

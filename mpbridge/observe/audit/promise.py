@@ -1,0 +1,97 @@
+"""The policy's promise for each role's tensors on an engine: the expected storage format, or that there are none."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.formats import DType
+from mpbridge.planning.memory.keeps import Holding, keeps, kept_fp32
+from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
+
+ROLES = ("grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq")
+"""Roles of a parameter besides itself."""
+ABSENT = "none"
+"""The promise that a role has no tensors."""
+
+ALWAYS_FP32 = ("*expert_bias", "*inv_freq")
+"""Buffers that megatron-core keeps in FP32 regardless of the model's dtype (router.py, rotary_pos_embedding.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promises:
+    """The resolved policy as it applies to one engine."""
+
+    policy: PrecisionPolicy
+    run: RunFacts
+    layers: int
+    """Of the whole model."""
+    emulated: bool = False
+    """Emulation keeps weights in 16 or 32 bits regardless of what the recipe stores."""
+    foreign: bool = False
+    """The model is not megatron-core's: the dtypes of its norms, residual stream, rotary angles and loss are up to its own code."""
+    _kept: dict[DType, Mapping[str, Holding]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """`kept` by dtype: every tensor asks, each time that metrics are written."""
+
+    @property
+    def seen(self) -> bool:
+        """Whether operands of quantized GEMMs pass through torch, where they can be observed: emulated ones, and torchao's."""
+        return self.emulated or all(quant.row.core is None for quant in self.policy.quants)
+
+    @property
+    def owner(self) -> str:
+        """The owner of the main weights on this engine: 'engine', 'optimizer', or 'params' if the parameters are their own main weights."""
+        held = self.kept(self.policy.params).get("main_params")
+        return "params" if held is None else held.owner
+
+    def kept(self, at_rest: DType) -> Mapping[str, Holding]:
+        """`memory.keeps` of a parameter stored in that dtype."""
+        if at_rest not in self._kept:
+            self._kept[at_rest] = keeps(
+                self.policy, self.run.traits, self.run.optimizer, at_rest=at_rest, ddp=self.run.ddp
+            )
+        return self._kept[at_rest]
+
+    def of(self, role: str, parameter: str) -> str | None:
+        """The storage format promised for a tensor of `role`; ABSENT; or None if the policy says nothing about it."""
+        if role == "buffers":
+            return "fp32" if any(fnmatch.fnmatchcase(parameter, pattern) for pattern in ALWAYS_FP32) else None
+        if role == "params":
+            return self._params(parameter)
+        if role not in ROLES:
+            return None
+        held = self.kept(self._rests(parameter)).get(role)
+        return ABSENT if held is None else held.dtype.short
+
+    def gemms(self, module: str) -> Gemms:
+        """The rules promised for the GEMMs of the linear at path `module`."""
+        return self.policy.of_path(module, self.layers)
+
+    def quant(self, module: str) -> Quant | None:
+        """The rule promised for the linear at path `module` (the first of its GEMMs' rules); None: high precision."""
+        return next(iter(self.gemms(module).distinct), None)
+
+    def kept_fp32(self, parameter: str) -> bool:
+        """Whether `keep_fp32` names this parameter."""
+        return kept_fp32(self.policy, parameter)
+
+    def _rests(self, parameter: str) -> DType:
+        if self.kept_fp32(parameter):
+            return DType.FP32
+        # only the weights of linears are stored in a low format: norms and routers of the layer are not
+        linear = is_weight(parameter) and "norm" not in parameter and "router" not in parameter
+        quant = self.quant(parameter.rpartition(".")[0]) if linear and not self.emulated else None
+        return DType.UINT8 if quant is not None and quant.stored else self.policy.params
+
+    def _params(self, parameter: str) -> str:
+        rests = self._rests(parameter)
+        quant = self.quant(parameter.rpartition(".")[0]) if rests is DType.UINT8 else None
+        return rests.short if quant is None else quant.row.stored.tensor
+
+
+def is_weight(parameter: str) -> bool:
+    """Whether a parameter is a GEMM's weight by its name: 'weight', or 'weight0' and on in a grouped linear."""
+    return re.fullmatch(r"weight\d*", parameter.rpartition(".")[2]) is not None

@@ -1,0 +1,201 @@
+"""Judges quantized linears by the operands of their GEMMs: grid, format of the role, rotation, rounding, number of GEMMs, delayed scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpbridge.observe.audit.delayed import scale_faults
+from mpbridge.observe.audit.findings import Finding
+from mpbridge.observe.audit.library import scale_faults as library_faults
+from mpbridge.observe.audit.places import linears
+from mpbridge.observe.audit.products import Quantized, asked, backward_is_quantized
+from mpbridge.observe.audit.promise import Promises
+from mpbridge.observe.audit.ranks import offenders
+from mpbridge.observe.audit.watch import Watch
+from mpbridge.precision.regions import GEMMS, Gemms, Quant
+
+_TURNED, _PLAIN = 0.8, 0.5
+"""Cosine of a rotated copy with the other copy: above the first value with the transform undone, below the second without."""
+_STRAYS = 0.05
+"""Share of elements not at their nearest code above which rounding was stochastic; in practice it is 0 or about a quarter."""
+
+
+@dataclass
+class Quantizations:
+    """One rank's observation."""
+
+    promised: int = 0
+    """GEMMs that should have been quantized in this step."""
+    seen: int = 0
+    wrong: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    """Linears quantized without a promise."""
+    scales: int = 0
+    stale: list[str] = field(default_factory=list)
+    amaxes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Tensor -> (newest entry of its history, absolute maximum that this rank saw in the last micro-batch)."""
+    cached: int = 0
+    """Number of weights that Transformer Engine quantizes once per step and keeps."""
+    outdated: list[str] = field(default_factory=list)
+    """Weights of which the step read an outdated copy."""
+
+
+def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantizations:
+    """Compares every linear that is promised to be quantized with what its GEMMs read."""
+    seen = Quantizations(cached=watch.library.cached, outdated=watch.library.stale)
+    for path, module in linears(engine.model).items():
+        gemms = promises.gemms(path)
+        if not gemms.distinct:
+            continue
+        for quant in gemms.distinct:
+            if quant.row.history:
+                faults = list(library_faults(path, quant, module, watch.library.begun))
+                seen.scales += len(faults)
+                seen.stale += filter(None, faults)
+        calls = watch.calls[path]
+        found = watch.products.quantized.get(path)
+        # a grouped linear has weight0, weight1 ...
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        expected: dict[str, int] = {
+            gemm: calls for gemm in GEMMS if _reads_codes(gemms, gemm) and (trained or gemm != "wgrad")
+        }
+        seen.promised += sum(expected.values())
+        if found is None:
+            if calls:
+                seen.wrong.append(f"{path}: no GEMM was seen")
+            continue
+        seen.seen += sum(found.gemms.values())
+        seen.wrong += [f"{path} {operand}: {what}" for operand, what in found.bad.items()]
+        seen.wrong += _count(path, expected, found.gemms, recomputed=_recomputed(engine))
+        for quant in gemms.distinct:
+            seen.wrong += _four_bits(path, quant, found)
+            if quant.row.history:
+                _scales(seen, path, quant, module, found)
+    return seen
+
+
+def _reads_codes(gemms: Gemms, gemm: str) -> bool:
+    quant: Quant | None = getattr(gemms, gemm)
+    if quant is None or gemm in quant.row.high:
+        return False
+    return gemm == "fprop" or backward_is_quantized(quant)
+
+
+def _recomputed(engine: Any) -> bool:
+    return getattr(engine.configs.model, "recompute_granularity", None) is not None
+
+
+def _count(path: str, expected: dict[str, int], found: Any, *, recomputed: bool) -> list[str]:
+    faults = []
+    for gemm, wanted in expected.items():
+        got = found[gemm]
+        # the first trained layer needs no gradient of its input
+        fine = got == wanted or (gemm == "dgrad" and got == 0) or (gemm == "fprop" and recomputed and got >= wanted)
+        if not fine:
+            faults.append(f"{path}: {got} of {wanted} {gemm} GEMMs")
+    return faults
+
+
+def _four_bits(path: str, quant: Quant, found: Any) -> list[str]:
+    if quant.bits != 4:
+        return []
+    faults = [
+        f"{path} wgrad {name}: no Hadamard transform"
+        for name, (plain, turned) in found.rotated.items()
+        if turned < _TURNED and plain > _PLAIN and asked(quant, "hadamard")
+    ]
+    if found.strays is not None and found.strays < _STRAYS and asked(quant, "stochastic_rounding"):
+        faults.append(f"{path} dy: rounded to nearest, promised stochastic rounding")
+    return faults
+
+
+def _scales(seen: Quantizations, path: str, quant: Quant, module: Any, found: Quantized) -> None:
+    for where, newest, fault in scale_faults(path, quant, module, found.amax, found.left):
+        seen.scales += 1
+        if fault:
+            seen.stale.append(fault)
+        name = where.rpartition(" ")[2]
+        if name in found.amax and not math.isnan(newest):
+            seen.amaxes[where] = (newest, found.amax[name])
+
+
+def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *, steps: int, why: str) -> list[Finding]:
+    """Operands and counts; scales if they are delayed. steps: micro-batches; why: the reason if GEMMs cannot be observed here, else ''."""
+    if not promises.policy.quantized:
+        return []
+    promised, seen = sum(rank.promised for rank in ranks), sum(rank.seen for rank in ranks)
+    text = " and ".join(f"{quant.format} {quant.scaling}" for quant in promises.policy.quants)
+    if why:
+        unseen = Finding(subject="quantized GEMMs", promised=text, found="not observed", ok=False, unseen=why)
+        return [unseen, *_scale_findings(ranks, promises, wanted=promised > 0), *_cached_findings(ranks)]
+    wrong = [rank.wrong for rank in ranks]
+    nothing = promised > 0 and seen == 0
+    findings = [
+        Finding(
+            subject="quantized GEMMs",
+            promised=f"{promised} a step, {text}",
+            found=f"{seen} per step" + (", some not as promised" if any(wrong) else ""),
+            ok=not any(wrong) and not nothing,
+            count=seen,
+            offenders=offenders(wrong),
+            cure="operands differ from the recipe" if any(wrong) or nothing else "",
+        )
+    ]
+    return findings + _scale_findings(ranks, promises)
+
+
+def _scale_findings(ranks: Sequence[Quantizations], promises: Promises, *, wanted: bool = False) -> list[Finding]:
+    """wanted: delayed linears ran, so their scales must have been seen."""
+    count = sum(rank.scales for rank in ranks)
+    if not any(quant.row.history for quant in promises.policy.quants):
+        return []
+    stale = [[*rank.stale, *_unseen(rank, ranks)] for rank in ranks]
+    return [
+        Finding(
+            subject="delayed scales",
+            promised="follow their amax history",
+            found="do not"
+            if any(stale)
+            else "nothing was seen"
+            if wanted and not count
+            else "follow their amax history",
+            ok=not any(stale) and not (wanted and not count),
+            count=count,
+            offenders=offenders(stale),
+        )
+    ]
+
+
+def _cached_findings(ranks: Sequence[Quantizations]) -> list[Finding]:
+    outdated = [rank.outdated for rank in ranks]
+    count = sum(rank.cached for rank in ranks)
+    if not count:
+        return []
+    return [
+        Finding(
+            subject="quantized copies as read",
+            promised="weights, quantized",
+            found="outdated copies" if any(outdated) else "weights, quantized",
+            ok=not any(outdated),
+            count=count,
+            offenders=offenders(outdated),
+            cure="copies from an earlier step were read: call set_is_first_microbatch() on the model in each step's first micro-batch, and "
+            "post_all_gather_processing() after a gather of FP8 weights"
+            if any(outdated)
+            else "",
+        )
+    ]
+
+
+def _unseen(rank: Quantizations, ranks: Sequence[Quantizations]) -> list[str]:
+    faults = []
+    for where, (newest, _) in rank.amaxes.items():
+        # the maximum over the ranks that reduce their amaxes together; a history cannot exceed the maximum over all ranks
+        seen = [other.amaxes[where][1] for other in ranks if where in other.amaxes]
+        own = rank.amaxes[where][1]
+        if own and not (own * (1 - 1e-6) <= newest <= max(seen) * (1 + 1e-6)):
+            faults.append(f"{where}: newest amax in the history is {newest:.6g}, the tensor's is {own:.6g}")
+    return faults

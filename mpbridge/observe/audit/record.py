@@ -1,0 +1,76 @@
+"""The audits of a run in its folder: precision.json keeps the first and the latest in full, and a short form of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.report.history import PRECISION, read_history
+from mpbridge.observe.audit.findings import Report
+
+__all__ = ["PRECISION", "doubt", "earlier", "entry", "last_good", "write_section"]
+
+KEPT = 200
+"""Number of audits kept in short form; the first is always kept."""
+
+
+def entry(report: Report, *, reason: str, step: int) -> dict[str, Any]:
+    """One audit in short form: when, why, and [promised, found, verdict] of every fact."""
+    return {
+        "stage": report.stage,
+        "step": step,
+        "reason": reason,
+        "ok": report.ok,
+        "recipe": report.facts.get("recipe", ""),
+        "facts": {one.subject: [one.promised, one.found, one.state] for one in report.findings},
+        **({"faults": [str(fault) for fault in report.faults]} if report.faults else {}),
+        **({"not_observed": {one.subject: one.unseen for one in report.unseen}} if report.unseen else {}),
+    }
+
+
+def write_section(path: Path, report: Report, *, history: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Writes the report under 'audit' / its stage in precision.json, and the short forms under 'history'; other sections are kept."""
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    section = data.setdefault("audit", {})
+    section[report.stage] = report.as_data()
+    if history:
+        section["history"] = [history[0], *history[1:][-KEPT:]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def earlier(folder: Path) -> list[dict[str, Any]]:
+    """The audits that a run left in `folder`; empty if there are none that can be read."""
+    try:
+        return read_history(folder)
+    except BadValue:
+        return []
+
+
+def doubt(folder: Path, *, after: int) -> None:
+    """Marks checkpoints in `folder` after step `after` as suspect if the audit that called them good could not see a fault found since."""
+    for path in folder.glob("step_*/manifest.json"):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found.get("audit") != "good" or not int(found.get("step", 0)) > after:
+                continue
+            fresh = path.with_name(f"{path.name}.new")
+            fresh.write_text(json.dumps(found | {"audit": "suspect"}, indent=1, sort_keys=True), encoding="utf-8")
+            fresh.replace(path)
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            continue  # a resume refuses a manifest that cannot be read
+
+
+def last_good(folder: Path) -> str | None:
+    """Name of the latest checkpoint in `folder` whose manifest says that an audit found it good; None if there is none."""
+    found = []
+    for path in folder.glob("*/manifest.json"):
+        try:
+            if json.loads(path.read_text(encoding="utf-8")).get("audit") == "good":
+                found.append(path.parent.name)
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue
+    return max(found, default=None)

@@ -1,0 +1,86 @@
+"""Summaries of tensors in a few bytes: digests that depend on every bit, low bits that a narrower dtype would have lost, and samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpbridge.observe.audit.stored import local
+
+_COLUMNS = 4096
+"""Number of elements that share a row of the digest's weights."""
+_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""The golden ratio in 64 bits, as a signed number: Knuth's multiplicative hashing."""
+_PORTION = 1 << 20
+"""Number of elements widened to 64 bits at a time."""
+SAMPLES = 48
+"""Number of elements of a weight whose gradient is followed from the GEMM to the optimizer."""
+_ENOUGH = 32
+"""Nonzero elements below which low bits prove nothing: fewer than 32 FP32 numbers can all be BF16 numbers by chance."""
+_DISTINCT = 8
+"""Distinct values below which they prove nothing either: a tensor may be filled with one value of few bits."""
+_TEN_BITS = (1 << 13) - 1
+"""The bits of FP32's 23-bit mantissa that TF32 and FP16, with ten, do not have; BF16 and narrower formats lack more."""
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def plain(tensor: Any) -> torch.Tensor:
+    """The values of this rank's part as an ordinary tensor; quantized weights are dequantized."""
+    inner: Any = local(tensor).detach()
+    quantized = hasattr(inner, "_scale_inv") or hasattr(inner, "_rowwise_scale_inv")
+    values: torch.Tensor = inner.dequantize() if quantized else inner
+    return values
+
+
+def _weights(device: torch.device) -> torch.Tensor:
+    # odd numbers: multiplication by them is invertible modulo 2**64
+    steps = torch.arange(1, _COLUMNS + 1, dtype=torch.int64, device=device)
+    return steps.mul_(_SPREAD).bitwise_or_(1)
+
+
+@torch.no_grad()
+def digest(tensor: Any) -> int:
+    """64 bits that depend on every bit of this rank's part and on its position; equal tensors of one dtype have equal digests on every rank."""
+    flat = plain(tensor).contiguous().view(-1)
+    if not flat.numel():
+        return 0
+    bits = flat.view(_WHOLE[flat.element_size()])
+    column, total = _weights(bits.device), 0
+    for start in range(0, bits.numel(), _PORTION):
+        part = bits[start : start + _PORTION].to(torch.int64)
+        whole = part.numel() // _COLUMNS * _COLUMNS
+        rows = (part[:whole].view(-1, _COLUMNS) * column).sum(1)
+        row_weights = torch.arange(1, rows.numel() + 1, dtype=torch.int64, device=bits.device).mul_(2).add_(1)
+        rest = (part[whole:] * column[: part.numel() - whole]).sum()
+        here = int((rows * row_weights).sum() + rest)
+        total = (total * 1099511628211 + here) & 0xFFFFFFFFFFFFFFFF
+    return total
+
+
+def is_narrow(values: torch.Tensor) -> bool | None:
+    """Whether FP32 `values` all have 10 or fewer mantissa bits (TF32, FP16, BF16, FP8 numbers), as in a tensor that was rounded earlier. None if
+    that proves nothing (few nonzero or few distinct values)."""
+    if values.dtype is not torch.float32 or not values.numel() or hasattr(values, "_quantizer"):
+        return None  # Transformer Engine's FP8 moments report FP32 as their dtype
+    bits = values.detach().contiguous().view(torch.int32)
+    if int(torch.count_nonzero(bits)) < _ENOUGH:
+        return None
+    if bool((bits & _TEN_BITS).any()):
+        return False
+    return None if torch.unique(bits.view(-1)[:65536]).numel() < _DISTINCT else True
+
+
+def positions(count: int) -> torch.Tensor:
+    """The sampled positions among `count` elements: spread evenly, without repeats."""
+    number = min(count, SAMPLES)
+    return (torch.arange(number, dtype=torch.int64) * count + count // 2) // max(number, 1)
+
+
+def sample(flat: torch.Tensor, start: int, count: int) -> dict[int, float]:
+    """Position in the whole tensor -> value, for the sampled positions within this part (from `start` on) of a tensor of `count` elements."""
+    where = positions(count)
+    mine = where[(where >= start) & (where < start + flat.numel())]
+    values = flat.detach().reshape(-1)[(mine - start).to(flat.device)].double().tolist()
+    return dict(zip(mine.tolist(), values, strict=True))

@@ -1,0 +1,319 @@
+"""Observes one step: a dispatch mode sees every operation and its dtypes, module hooks attribute it to a module. Results stay bit-identical."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpbridge.observe.audit.arrivals import Arrivals
+from mpbridge.observe.audit.collectives import KINDS, Sent, sent
+from mpbridge.observe.audit.graph import Graph, tensors_in
+from mpbridge.observe.audit.library import LibraryObservation
+from mpbridge.observe.audit.places import (
+    is_attention,
+    is_layer,
+    is_linear,
+    is_norm,
+    is_rotary,
+    is_router,
+    linears,
+    module_paths,
+)
+from mpbridge.observe.audit.products import Products
+from mpbridge.observe.audit.stored import storage, values
+from mpbridge.observe.audit.tokens import counted
+from mpbridge.observe.audit.values import digest, is_narrow
+from mpbridge.observe.audit.wire import aside
+from mpbridge.precision.policy import Gemms
+
+__all__ = ["Watch", "linears"]
+
+_GEMMS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "linear": (0, 1)}
+"""aten operation -> positions of the two factors."""
+_SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+_ROUTING = frozenset({"_softmax", "topk", "sigmoid"})
+"""Operations of a router that read its logits, or scores computed from them."""
+_FUSED_ATTENTION = "_scaled_dot_product"
+_LOSS = frozenset({"exp", "exp_", "log", "_log_softmax", "logsumexp", "nll_loss_forward"})
+_BEHIND = frozenset({"_log_softmax", "nll_loss_forward"})
+"""Operations that identify a loss computed outside of every module; others there may be unrelated."""
+_NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "rsqrt"})
+LOGITS = "logits"
+"""Name of the output layer's result."""
+
+
+def _autocast(device: str) -> str:
+    if not torch.is_autocast_enabled(device):
+        return "off"
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def _floating(value: Any) -> torch.Tensor | None:
+    return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
+
+
+def _begins_backward(tensor: torch.Tensor) -> bool:
+    """Whether ones_like of this tensor is the gradient at which a backward pass starts: created outside of any node, for a scalar."""
+    single = tensor.numel() == 1 and tensor.is_floating_point()
+    return single and torch._C._current_autograd_node() is None
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Observes everything between `start` and `stop`; its records stay readable afterwards."""
+
+    def __init__(self, gemms_of: Callable[[str], Gemms | None] = lambda path: None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.outputs: dict[str, Counter[str]] = defaultdict(Counter)
+        """Linear -> dtype of what it returned -> calls."""
+        self.weights: dict[str, str] = {}
+        """Linear -> storage of the weight that its last forward read."""
+        self.autocast: Counter[str] = Counter()
+        self.attention: dict[str, Counter[str]] = defaultdict(Counter)
+        """Core attention -> dtype of the factors of its products -> number of products."""
+        self.passed: dict[str, Counter[str]] = defaultdict(Counter)
+        """Core attention -> dtype of its inputs and outputs."""
+        self.widened: set[str] = set()
+        """Core attention computed by torch's unfused scaled_dot_product_attention, which uses FP32 regardless of its input dtype."""
+        self.softmax: dict[str, Counter[str]] = defaultdict(Counter)
+        """Module -> dtype that its softmax read -> number of calls."""
+        self.fused: set[str] = set()
+        """Modules whose softmax is inside an attention kernel, in FP32 regardless of its input dtype."""
+        self.routing: dict[str, Counter[str]] = defaultdict(Counter)
+        """Router -> dtype that its softmax, sigmoid and top-k read."""
+        self.norms: dict[str, Counter[str]] = defaultdict(Counter)
+        """Norm -> dtype that it computed on."""
+        self.spelled: set[str] = set()
+        """Norms written in Python, not a torch kernel: the dtype noted is that of the variance."""
+        self.ran: dict[str, Any] = {}
+        """Linear, core attention, router or norm that returned something -> its module."""
+        self.loss: Counter[str] = Counter()
+        """dtype of the cross entropy's operations."""
+        self.angles: dict[str, str] = {}
+        self.stream: dict[str, Counter[str]] = defaultdict(Counter)
+        """Layer -> dtype of the residual stream after it."""
+        self.rounded: Counter[str] = Counter()
+        """Place -> number of FP32 activations there whose values all had 10 or fewer mantissa bits."""
+        self.read: dict[str, int] = {}
+        """Parameter -> digest of what the first forward pass of the step read."""
+        self.read_tensors: dict[str, Callable[[], str]] = {}
+        self.sent: list[Sent] = []
+        self.roots: list[float] = []
+        """The scaled losses of the micro-batches, at which backward started."""
+        self.tokens: list[int] = []
+        """Number of tokens in this rank's summed loss; unset if the loss is a mean."""
+        self.calls: Counter[str] = Counter()
+        """Linear -> (nonempty forward passes, those with gradients)."""
+        self.products = Products(gemms_of)
+        self.arrivals = Arrivals()
+        self.library = LibraryObservation()
+        self.check_read: Callable[[str, torch.Tensor], None] | None = None
+        """Called once for every parameter that a forward pass reads: (name, tensor)."""
+        self._stack: list[tuple[Any, str]] = []
+        self._paths: dict[Any, str] = {}
+        self._graph = Graph()
+        self._undo: ExitStack | None = None
+        self._blind = False
+        self.transformed = False
+        """Whether modules ran under torch.func's transforms (vmap, grad): they are not observed."""
+        self._inputs: deque[Any] = deque()
+        self._names: dict[Any, tuple[str, str]] = {}
+
+    # --- begin and end -------------------------------------------------------------------------------------------------------------------
+    def start(self, chunks: list[Any]) -> None:
+        """Starts observing these model chunks; a second start is a no-op."""
+        if self._undo is not None:
+            return
+        self._paths = module_paths(chunks)
+        self.products.modules = {path: module for module, path in self._paths.items() if is_linear(module)}
+        with ExitStack() as undo:
+            undo.callback(register_module_forward_pre_hook(self._enter).remove)
+            undo.callback(register_module_forward_hook(self._leave).remove)
+            undo.enter_context(counted(chunks, self._count))
+            undo.enter_context(self)
+            self._undo = undo.pop_all()
+
+    def _count(self, tokens: int) -> None:
+        self.tokens.append(tokens)
+
+    def stop(self) -> None:
+        """Removes every hook and releases the graph."""
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
+        self._graph.forget()
+        self._stack.clear()
+        self.products.forget()
+        self.arrivals.forget()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Operations inside are not part of the step and are not recorded."""
+        self._blind = True
+        try:
+            yield
+        finally:
+            self._blind = False
+
+    # --- modules -------------------------------------------------------------------------------------------------------------------------
+    def _enter(self, module: Any, args: Any) -> None:
+        path = self._paths.get(module)
+        if path is None or self._is_transformed():
+            return
+        self._stack.append((module, path))
+        self._inputs.append(list(tensors_in(args)))
+        source = _floating(args) if is_linear(module) else None
+        if source is not None:
+            high = getattr(
+                module, "unrounded", None
+            )  # an emulated linear after a norm may quantize the norm's FP32 result
+            self.products.enters(path, source if high is None else high)
+            self.library.enters(module, path)
+
+    def _is_transformed(self) -> bool:
+        """Whether a transform of torch.func is active, whose tensors have no values that could be read."""
+        active = torch._C._functorch.peek_interpreter_stack() is not None
+        self.transformed |= active
+        return active
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        path = self._paths.get(module)
+        if path is None or not self._stack or self._stack[-1][0] is not module or self._is_transformed():
+            return
+        self._stack.pop()
+        inputs = self._inputs.pop()
+        nodes = self._graph.add(path, inputs, tensors_in(output))
+        if is_norm(module) or is_linear(module):
+            self._note_rounding(path, _floating(args))  # after the module's own hooks
+        self._note_weights(module, path)
+        result = _floating(output)
+        if result is None:
+            return
+        if result.numel() and (is_linear(module) or is_attention(module) or is_router(module) or is_norm(module)):
+            self.ran[path] = module
+        if is_linear(module):
+            self._note_linear(module, path, result, nodes)
+        elif is_layer(module):
+            self.stream[path][storage(result)] += 1
+            self._note_rounding(path, result)
+        elif is_attention(module):
+            for tensor in (result, _floating(inputs)):
+                if tensor is not None:
+                    self.passed[path][storage(tensor)] += 1
+        elif is_rotary(module):
+            self.angles[path] = storage(result)
+            self._note_rounding(path, result)
+
+    def _note_linear(self, module: Any, path: str, result: torch.Tensor, nodes: list[Any]) -> None:
+        self.outputs[path][storage(result)] += 1
+        self.autocast[_autocast(result.device.type)] += 1
+        self._note_rounding(LOGITS if path.endswith("output_layer") else path, result)
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor):
+            self.weights[path] = storage(weight)
+        if result.numel() and result.requires_grad:
+            self.calls[path] += 1
+        self.products.leaves(path, nodes)
+        self.library.leaves(module, path)
+
+    def _note_rounding(self, path: str, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32 and is_narrow(tensor):
+            self.rounded[path] += 1
+
+    def _note_weights(self, module: Any, path: str) -> None:
+        """Records this module's own parameters while its forward pass is on the stack: fully sharded ones are gathered here."""
+        for name, parameter in module._parameters.items():
+            full = f"{path}.{name}" if path else name
+            if parameter is None or hasattr(parameter, "_local_tensor"):
+                continue
+            self.arrivals.ask(full, parameter)
+            if full in self.read:
+                continue
+            self.read[full] = digest(parameter)
+            if self.check_read is not None:
+                self.check_read(full, parameter.detach())
+
+    # --- operations ----------------------------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation and records it."""
+        if self._blind:
+            return func(*args, **(kwargs or {}))
+        space, _, name = func._schema.name.partition("::")
+        if space == "c10d" and name in KINDS and not aside():
+            self.sent += sent(name, args)  # before it runs, since reductions are in-place
+        out = func(*args, **(kwargs or {}))
+        if space == "aten":
+            self._operation(name, args, out)
+        return out
+
+    def _operation(self, name: str, args: Any, out: Any) -> None:
+        # with a capacity limit, a router also sorts integers
+        if name in _ROUTING and self._stack and is_router(self._stack[-1][0]) and args[0].is_floating_point():
+            self._routed(args[0])
+        if name in _GEMMS:
+            self._gemm(name, args, out)
+        elif name in _SOFTMAX or name.startswith(_FUSED_ATTENTION):
+            self._softmax(name, args[0])
+        elif name in _NORMS:
+            self._norm(name, args[0])
+        if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
+            self.loss[storage(args[0])] += 1
+        if name == "ones_like" and not self._stack and _begins_backward(args[0]):
+            self.roots.append(float(args[0].detach()))
+
+    def _softmax(self, name: str, read: torch.Tensor) -> None:
+        module, path = self._here()
+        if module is None or not path:
+            return
+        self.softmax[path][storage(read)] += 1
+        if name == "_safe_softmax":
+            self.widened.add(path)
+        if name.startswith(_FUSED_ATTENTION):
+            self.fused.add(path)
+            self.attention[path][storage(read)] += 1
+
+    def _norm(self, name: str, read: torch.Tensor) -> None:
+        module, path = self._here()
+        if module is not None and is_norm(module):
+            self.norms[path][storage(read)] += 1
+            if name == "rsqrt":
+                self.spelled.add(path)
+
+    def _routed(self, read: torch.Tensor) -> None:
+        path = self._stack[-1][1]
+        if path not in self.routing:  # the first such operation reads the logits themselves
+            self._note_rounding(path, read)
+        self.routing[path][storage(read)] += 1
+
+    def _gemm(self, name: str, args: Any, out: Any) -> None:
+        left, right = (values(args[index]) for index in _GEMMS[name])
+        module, path = self._here()
+        if module is not None:  # forward, or recomputation during backward
+            if is_attention(module):
+                self.attention[path][f"{storage(left)}" if left.dtype is right.dtype else "mixed"] += 1
+            elif left.dim() == 2:
+                self.products.forward(path, left, right, out)
+            elif is_linear(module) or is_router(module):
+                self.products.batched(path, left, right)
+            return
+        owner = self._graph.owner()
+        if owner is not None and left.dim() == 2:
+            self.products.backward(owner, left, right, out)
+        elif owner in self.products.modules:
+            self.products.batched(owner, left, right)
+
+    def _here(self) -> tuple[Any, str]:
+        return self._stack[-1] if self._stack else (None, "")
+
+    def _of_the_loss(self, name: str) -> bool:
+        """Whether an operation belongs to the cross entropy: in the model's own forward pass, or after it if the loop computes the loss."""
+        return self._at_root() if self._stack else name in _BEHIND and torch.is_grad_enabled()
+
+    def _at_root(self) -> bool:
+        """Whether the operation belongs to the model itself, not to a submodule."""
+        return self._stack[-1][1] == ""

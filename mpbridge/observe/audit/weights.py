@@ -1,0 +1,238 @@
+"""Checks that updates reach the forward pass: main weights moved, parameters equal them bit for bit, every trainable tensor is in the optimizer."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.observe.audit.at_rest import is_quantized, is_rounded
+from mpbridge.observe.audit.before import Before
+from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
+from mpbridge.observe.audit.stored import local
+from mpbridge.observe.audit.updates import adam, half_ulp, is_another
+from mpbridge.observe.audit.values import digest, is_narrow
+from mpbridge.observe.audit.watch import Watch
+
+EXPERTS = "*.experts.*"
+_SAFETY = 1.25
+"""An element must move if its update exceeds half a unit in the last place by this factor."""
+
+
+@dataclass
+class Weights:
+    """One rank's observation, as parameter names."""
+
+    trainable: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    """Updates larger than rounding were due, but nothing changed."""
+    otherwise: list[str] = field(default_factory=list)
+    """Changed by something other than the update that the moments give."""
+    undone: list[str] = field(default_factory=list)
+    """Moved by the update, but restored before the step ended."""
+    small: list[str] = field(default_factory=list)
+    """Unchanged, and no update was larger than rounding."""
+    idle: list[str] = field(default_factory=list)
+    """Experts that received no tokens."""
+    unreached: list[str] = field(default_factory=list)
+    """Received no gradient."""
+    zero: list[str] = field(default_factory=list)
+    """Backward gave a gradient of zeros: a low-rank adapter beside a factor of zeros, a layer before one that begins at zero."""
+    elsewhere: list[str] = field(default_factory=list)
+    """Owned by another rank's optimizer."""
+    flipped: list[str] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+    """Trainable, but in no group of the optimizer."""
+    twice: list[str] = field(default_factory=list)
+    """Updated by more than one optimizer."""
+    frozen_rate: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    """Parameters of a foreign model whose module did not run and that have no gradient."""
+    compared: int = 0
+    unequal: list[str] = field(default_factory=list)
+    """The parameter is not its main weight, rounded."""
+    coarse: list[str] = field(default_factory=list)
+    """FP32 main weights or moments whose values all have 10 or fewer mantissa bits."""
+    emptied: list[str] = field(default_factory=list)
+    """Moments that the loop zeroed or dropped after the update: the next one begins without them."""
+    quantized: int = 0
+    """Number of weights stored in a quantized format that were compared with their main weights."""
+    misread: list[str] = field(default_factory=list)
+    """Quantized weights that are not their main weight, rounded."""
+
+
+def standing(engine: Any) -> Weights:
+    """What can be checked without an update: which parameters are in the optimizer, and which equal their main weights."""
+    seen = Weights()
+    for held in holdings(engine):
+        _membership(seen, held)
+        _equality(seen, held)
+    return seen
+
+
+def _membership(seen: Weights, held: Held) -> None:
+    trainable = bool(held.parameter.requires_grad)
+    if trainable:
+        seen.trainable.append(held.name)
+    if held.updated is not None and held.group is not None and not trainable and not _proxied(held):
+        seen.flipped.append(held.name)
+    if trainable and held.updated is not None and held.group is None:
+        seen.outside.append(held.name)
+    if held.owners > 1:
+        seen.twice.append(held.name)
+
+
+def _proxied(held: Held) -> bool:
+    """Whether the model's parameter never requires gradients itself: Megatron-FSDP trains a parameter of its own instead."""
+    return held.parameter.grad_fn is not None
+
+
+def _equality(seen: Weights, held: Held) -> None:
+    if held.updated is None:
+        return
+    main = held.main
+    if main is None:
+        return
+    if held.part is None or not held.part.is_floating_point():
+        stored = local(held.parameter.detach())
+        if is_quantized(stored):
+            seen.quantized += 1
+            if not is_rounded(stored, main, held.begin):
+                seen.misread.append(held.name)
+        return
+    seen.compared += 1
+    stored = held.state.get("master_param")
+    if stored is not None and stored.dtype is torch.int16:
+        return  # the upper and the lower half of one number
+    if stored is not None and stored.dtype is not torch.float32:
+        # the parameter was rounded from the FP32 result; the main weight was stored in fewer bits afterwards
+        wide = held.part.float()
+        room = 0.01 * wide.abs() + float(wide.abs().amax() if wide.numel() else 0.0) * 2.0**-10
+        if bool(((main.float() - wide).abs() > room).any()):
+            seen.unequal.append(held.name)
+        return
+    if main.numel() != held.part.numel() or not torch.equal(main.to(held.part.dtype), held.part):
+        seen.unequal.append(held.name)
+
+
+def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) -> Weights:
+    """`standing`, plus the effect of the update just applied on every parameter. watch: what was observed of the step; None: unknown."""
+    seen = Weights()
+    read = None if watch is None else watch.read
+    before.zeros = set() if watch is None else _zeros(watch)
+    zeros = {name for name in before.zeros if not before.was_zero(name)}
+    whole = {held.name: held for held in holdings(engine)}
+    for name, held in whole.items():
+        _membership(seen, held)
+        _equality(seen, held)
+        if not held.parameter.requires_grad or name in seen.outside:
+            continue
+        trained = held.trained
+        if trained is None:
+            seen.elsewhere.append(name)
+            continue
+        foreign = bool(getattr(engine, "foreign", False))
+        if foreign and read is not None and name not in read and held.gradient is None:
+            seen.unused.append(name)  # a head that a foreign loop does not use
+            continue
+        rests = held.rests or (foreign and (held.group or {}).get("lr", lr) == 0)
+        due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests, zeros=zeros)
+        if name in seen.moved:
+            if is_another(held, trained, before.samples.get(name), None if foreign else lr):
+                seen.otherwise.append(name)
+            before.note(held, trained)
+        if before.is_put_back(name):
+            seen.undone.append(name)
+        if before.is_emptied(name):
+            seen.emptied.append(f"{name} (exp_avg_sq)")
+        _width(seen, held, due and name in seen.moved)
+    return seen
+
+
+def _zeros(watch: Watch) -> set[str]:
+    """Parameters that backward gave a gradient of nothing but zeros, as far as it was sampled."""
+    given = watch.arrivals.gradients | {f"{path}.weight": found for path, found in watch.products.gradients.items()}
+    return {name for name, found in given.items() if found and not any(found.values())}
+
+
+def _motion(
+    seen: Weights,
+    held: Held,
+    trained: torch.Tensor,
+    earlier: int | None,
+    lr: float,
+    *,
+    rests: bool,
+    zeros: Collection[str],
+) -> bool:
+    """Records whether the parameter moved, and whether an update larger than rounding was due. rests: a foreign loop gives its group a rate of 0 in this
+    step, or skips its optimizer. zeros: parameters whose gradient is zero."""
+    name = held.name
+    size, known = _update(held, trained, lr)
+    without = known and not bool(size.any())
+    due = bool((size > _SAFETY * half_ulp(trained.float(), held.kept)).any())
+    if without and fnmatch.fnmatchcase(name, EXPERTS):
+        seen.idle.append(name)  # weight decay may have moved it
+    elif earlier is None or digest(trained) != earlier:
+        seen.moved.append(name)
+    elif rests:
+        seen.small.append(name)
+    elif held.group is not None and lr > 0 and not held.group.get("lr", lr) and held.group.get("lr_mult", 1.0):
+        seen.frozen_rate.append(name)
+    elif without and name in zeros:
+        seen.zero.append(name)
+    elif without:
+        seen.unreached.append(name)
+    elif due:
+        seen.stuck.append(name)
+    else:
+        seen.small.append(name)
+    return due
+
+
+def _update(held: Held, trained: torch.Tensor, lr: float) -> tuple[torch.Tensor, bool]:
+    """(magnitude of each element's update, whether a zero there means that no gradient arrived)."""
+    rate = float((held.group or {}).get("lr", lr) or lr)
+    gradient = held.gradient
+    if type(held.inner).__name__ in ADAMS:
+        first, second = held.moment("exp_avg"), held.moment("exp_avg_sq")
+        if first is not None and second is not None and first.numel() == trained.numel():
+            return adam(held, first, second).abs() * rate, True
+        if gradient is not None:
+            # the first update depends only on the gradient's sign
+            return torch.where(gradient != 0, rate, 0.0).to(torch.float32), True
+        return torch.full_like(trained, rate, dtype=torch.float32), False
+    if gradient is None:
+        return torch.zeros_like(trained, dtype=torch.float32), False
+    return gradient.float().abs() * rate, type(held.inner).__name__ == "SGD"
+
+
+def _width(seen: Weights, held: Held, has_moved: bool) -> None:
+    """FP32 states whose values all have 10 or fewer mantissa bits: they were rounded although their dtype is FP32."""
+    main = held.main
+    if has_moved and main is not None and held.part is not None and held.part.dtype is torch.bfloat16:
+        stored = held.state.get("master_param")
+        wide = (
+            local(held.updated).dtype is torch.float32
+            if stored is None
+            else stored.dtype in (torch.float32, torch.int16)
+        )
+        if wide and is_narrow(main):
+            seen.coarse.append(f"{held.name} (main weights)")
+    betas = (held.group or {}).get("betas", ())
+    for role, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
+        stored = held.state.get(role)
+        # (1 - beta) x gradient has bits beyond BF16, unless 1 - beta is a power of two
+        if stored is None or local(stored).dtype is not torch.float32 or not _uneven(1.0 - beta):
+            continue
+        if is_narrow(local(stored)):
+            seen.coarse.append(f"{held.name} ({role})")
+
+
+def _uneven(number: float) -> bool:
+    """Whether FP32 `number` has bits that BF16 lacks."""
+    return bool(int(torch.tensor([number], dtype=torch.float32).view(torch.int32)) & 0xFFFF)

@@ -1,0 +1,158 @@
+"""`diagnose(folder)`: the first anomalous step and tensors, what changed before them, and which causes fit, each with its evidence."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpbridge.common.errors import cut
+from mpbridge.observe.diagnose.against import differences
+from mpbridge.observe.diagnose.causes import suspects
+from mpbridge.observe.diagnose.evidence import Evidence, gather
+from mpbridge.observe.diagnose.signals import Odd, Onset, odd_tensors, onsets, rate_jumps, rates
+from mpbridge.observe.diagnose.suspects import Suspect, Symptoms
+
+
+@dataclass(slots=True, kw_only=True)
+class Diagnosis:
+    """What a run's files show."""
+
+    run: Evidence
+    onsets: list[Onset]
+    odd: list[Odd]
+    suspects: list[Suspect]
+    """Most likely first; empty for a run with nothing out of line."""
+    changes: list[str]
+    """What changed before the first step out of line, or anywhere if there is none: recipe, resume, rate, loss scale, failed audits."""
+    against: list[str] = field(default_factory=list)
+    """How the run differs from the other one."""
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the suspects with their evidence."""
+        from mpbridge.common.tables.table import table
+
+        rows = [
+            (one.cause, one.step, one.sentence, "; ".join(one.evidence), "; ".join(one.advice)) for one in self.suspects
+        ]
+        columns = ("cause", "step", "what", "seen", "try")
+        return table(self.verdict, columns, rows, tones=["bad"], note="; ".join(self.run.gaps)).html()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is out of line."""
+        return not self.suspects and not self.onsets
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.suspects:
+            first = self.suspects[0]
+            return f"{first.cause}: {first.sentence} (from step {first.step})"
+        if self.onsets:
+            return f"step {self.onsets[0].step}: {self.onsets[0].what}; {self.unexplained}"
+        return (
+            "nothing is out of line, but there are too few steps to tell"
+            if self.run.short
+            else "nothing is out of line"
+        )
+
+    @property
+    def unexplained(self) -> str:
+        """What was checked without finding a cause; a jump in a healthy run is not blamed on anything."""
+        if not self.run.measured:
+            at = self.onsets[0].step
+            if _rising(rates(self.run), at):
+                return "nothing in the files explains it, except that the learning rate was still rising there: first try a lower optimizer.lr or a longer warm-up"
+            return "nothing in the files explains it"
+        case = Symptoms(run=self.run, onsets=self.onsets, odd=self.odd)
+        tokens = ", and its tokens are like those before" if case.tokens_counted else ""
+        return f"precision shows no cause{tokens}: the optimization itself may do this (a longer warm-up or a lower optimizer.lr makes it rarer)"
+
+    def as_data(self) -> dict[str, Any]:
+        """In JSON types."""
+        return {
+            "run": str(self.run.folder),
+            "recipe": self.run.recipe,
+            "steps": len(self.run.curves.rows),
+            "verdict": self.verdict,
+            "onsets": [asdict(one) for one in self.onsets],
+            "tensors": [str(one) for one in self.odd[:20]],
+            "suspects": [asdict(one) for one in self.suspects],
+            "changes": self.changes,
+            "against": self.against,
+            "cannot_tell": self.run.gaps,
+            "can_still_tell": self.run.remaining,
+        }
+
+
+def diagnose(folder: Path, against: Path | None = None) -> Diagnosis:
+    """Reads the run in `folder`, and compares it with the healthy run in `against`, if given. Raises BadValue if there is no run to read."""
+    run = gather(folder)
+    found, odd = onsets(run), odd_tensors(run)
+    if run.sampled:
+        run, odd = _closer(run, found, odd)
+    named = suspects(Symptoms(run=run, onsets=found, odd=odd))
+    first = min([one.step for one in found] + [one.step for one in named[:1]], default=None)
+    return Diagnosis(
+        run=run,
+        onsets=found,
+        odd=[one for one in odd if first is not None],
+        suspects=named,
+        changes=_changes(run, first),
+        against=differences(run, gather(against)) if against is not None else [],
+    )
+
+
+def _closer(run: Evidence, found: list[Onset], odd: list[Odd]) -> tuple[Evidence, list[Odd]]:
+    """If only a sample of the statistics was read, reads them again around what is out of line, until every measurement before the first odd one is included."""
+    for _ in range(4):
+        steps = sorted({*(one.step for one in odd[:1]), *(one.step for one in found[:2])})
+        closer = gather(run.folder, within=[run.around(step) for step in steps])
+        same = [one.step for one in closer.measured] == [one.step for one in run.measured]
+        run, odd = closer, odd_tensors(closer)
+        if same:
+            break
+    return run, odd
+
+
+def _changes(run: Evidence, first: int | None) -> list[str]:
+    """Sentences in the order of steps, up to the first step out of line."""
+    found: list[tuple[int, str]] = [
+        (event["iteration"], f"step {event['iteration']}: {str(event.get('text', event['event'])).partition(chr(10))[0]}")
+        for event in run.events
+    ]  # fmt: skip
+    found += [
+        (int(audit.get("step", 0)), f"step {audit.get('step', 0)}: audit not as promised: {cut('; '.join(map(str, audit.get('faults', []))), 200)}")
+        for audit in run.audits
+        if not audit.get("ok", True)
+    ]  # fmt: skip
+    found += _rates(run, first)
+    for before, row in zip(run.curves.rows, run.curves.rows[1:], strict=False):
+        one, two = before.get("loss_scale"), row.get("loss_scale")
+        if isinstance(one, (int, float)) and isinstance(two, (int, float)) and two > one:
+            found.append((row["iteration"], f"step {row['iteration']}: loss scale {one:g} -> {two:g}"))
+    return [text for step, text in sorted(found, key=lambda pair: pair[0]) if first is None or step <= first][-8:]
+
+
+def _rates(run: Evidence, first: int | None) -> list[tuple[int, str]]:
+    """Where the learning rate jumps, where its warm-up ends, and whether it is still rising at the first step out of line."""
+    points, jumps = rates(run), rate_jumps(run)
+    found = [(jump.step, str(jump)) for jump in jumps]
+    if not points:
+        return found
+    peak = max(range(len(points)), key=lambda i: points[i][1])
+    step, value = points[peak]
+    # a maximum at the last step is no peak: the run ended within its warm-up
+    if 0 < peak < len(points) - 1 and step not in {jump.step for jump in jumps}:
+        found.append((step, f"step {step}: the learning rate reaches its peak, {value:.3g}"))
+    if first is not None and _rising(points, first):
+        found.append((first, f"step {first}: the learning rate is still rising, {dict(points).get(first, 0.0):.3g}"))
+    return found
+
+
+def _rising(points: list[tuple[int, float]], at: int) -> bool:
+    """Whether a warm-up was in progress: the rate rises up to that step and, if the run continued, after it."""
+    around = [value for step, value in points if at - 1 <= step <= at + 1]
+    return len(around) > 1 and all(two > one for one, two in itertools.pairwise(around))

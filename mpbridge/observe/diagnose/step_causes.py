@@ -1,0 +1,225 @@
+"""Causes visible in per-step numbers: NaN, the loss scale, the learning rate. Each function returns a suspect, or None."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from mpbridge.observe.diagnose.evidence import median
+from mpbridge.observe.diagnose.signals import Odd, Onset, rate_jumps, rates, rises
+from mpbridge.observe.diagnose.suspects import Suspect, Symptoms
+from mpbridge.observe.telemetry.reading import MeasuredStep
+
+MANY_SKIPPED = 8
+"""Number of skipped updates, consecutive or in total, that a correctly updated loss scale never causes."""
+LOW = 2.0**8
+"""The search for the first loss scale ends well above this: gradients that still overflow here are not finite, or far too large."""
+
+
+def not_finite(case: Symptoms) -> Suspect | None:
+    """NaN or infinity out of nowhere: the losses right before it are ordinary, or it never appears in the loss."""
+    onset, seen = case.onset("applied"), _first_nonfinite(case)
+    if (onset is None and seen is None) or (onset is not None and _announced(case, onset)):
+        return None
+    at, places = seen or (None, [])
+    bad = [one for one in case.odd if math.isinf(one.factor) and one.number in ("x_amax", "amax")]
+    first = _first_place(bad, places)
+    shown = "the loss does not show it" if onset is None else f"step {onset.step}: {onset.what}; the steps before are ordinary"  # fmt: skip
+    return Suspect(
+        cause="nan-source", step=_earlier(onset, at), score=0.95 if first else 0.8,
+        sentence="NaN or infinity appears suddenly" + (f", first seen in {first}" if first else ""),
+        evidence=[shown, *(str(event["text"]) for event in case.events("nonfinite")[:2]), *(str(one) for one in bad[:3]), *_where(at, places)],
+        tensors=[one.tensor for one in bad[:4]] or places[:4],
+        advice=[_next_look(bad, first), "run the same step on another machine: if the NaN does not appear, the hardware is at fault"],
+    )  # fmt: skip
+
+
+def _earlier(onset: Onset | None, at: int | None) -> int:
+    """The first of two steps of which one may be unknown."""
+    known = [step for step in (onset.step if onset is not None else None, at) if step is not None]
+    return min(known)
+
+
+def _first_place(bad: list[Odd], places: list[str]) -> str:
+    """Where the first element that is not finite was seen: an input out of line says more than a measured place; empty if neither is known."""
+    known = [*(f"the input of {one.tensor}" for one in bad if one.number == "x_amax"), *places]
+    return known[0] if known else ""
+
+
+def _next_look(bad: list[Odd], first: str) -> str:
+    if any(one.number == "x_amax" for one in bad):
+        return f"look at what computes {first}: the module right before it"
+    return "train the step again from the last checkpoint with logger.precision_every=1"
+
+
+def _announced(case: Symptoms, onset: Onset) -> bool:
+    """Whether something else was out of line in the steps before: then the NaN is its consequence."""
+    return any(onset.step - 10 <= one.step < onset.step - 1 for one in case.onsets)
+
+
+def _where(step: int | None, places: list[str]) -> list[str]:
+    """The sentence about what was measured, if anything was."""
+    return [f"step {step}: elements that are not finite in {', '.join(places[:3])}"] if places else []
+
+
+def _first_nonfinite(case: Symptoms) -> tuple[int, list[str]] | None:
+    """The first measured step with elements that are not finite, and where, inputs before gradients; overflows caught by a loss scale do not count."""
+    steps = {row["iteration"]: row for row in case.run.curves.rows}
+    for one in case.run.measured:
+        row = steps.get(one.step, {})
+        if row.get("loss_scale", 1.0) != 1.0 and not row.get("applied", True):
+            continue
+        tables = one.tables
+        forward = [f"the input of {row['linear']}" for row in tables["linears"] if row.get("nonfinite") and not math.isfinite(row.get("x_amax") or 0.0)]  # fmt: skip
+        weights = [row["parameter"] for row in tables["weights"] if row.get("nonfinite")]
+        backward = [f"the output gradient of {row['linear']}" for row in tables["linears"] if row.get("nonfinite") and math.isfinite(row.get("x_amax") or 0.0)]  # fmt: skip
+        operands = [f"{row['linear']} {row['side']}" for row in tables["operands"] if row.get("nonfinite")]
+        # backward runs from the end: the last module of the model gets its gradient first
+        if found := [*forward, *weights, *backward[::-1], *operands]:
+            return one.step, list(dict.fromkeys(found))
+    return None
+
+
+def scale_of_the_loss(case: Symptoms) -> Suspect | None:
+    """fp16's loss scale: a jump that its rule cannot make, or so many skipped steps that nothing is trained."""
+    rows = [row for row in case.run.curves.rows if isinstance(row.get("loss_scale"), (int, float))]
+    if not rows or all(row["loss_scale"] == 1.0 for row in rows):
+        return None
+    found = [mark for stage in _stages(case, rows) for mark in (*_against_its_rule(stage), *_mostly_skipped(stage))]
+    if not found:
+        return None
+    low = any(vanishes for _, _, vanishes in found)
+    return Suspect(
+        cause="loss-scale", step=found[0][0], score=1.0,
+        sentence="the loss scale is far below what the gradients need: they vanish" if low else "the loss scale is far above what the gradients allow",
+        evidence=[text for _, text, _ in found[:4]],
+        advice=["a lower mixed_precision.initial_loss_scale, or a shorter loss_scale_window", "bf16_mixed needs no loss scale"],
+    )  # fmt: skip
+
+
+_Mark = tuple[int, str, bool]
+"""A step, what is wrong with the loss scale there, and whether it is too low."""
+
+
+def _stages(case: Symptoms, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The steps of each loss scale. A new one begins at a change of recipe, and at a resume that drops the scale's state or adds or removes the scale."""
+    events = [*case.events("recipe"), *case.events("resumed")]
+    stages = [rows[:1]]
+    for before, row in itertools.pairwise(rows):
+        between = [event for event in events if before["iteration"] <= event["iteration"] < row["iteration"]]
+        changed = (before["loss_scale"] == 1.0) != (row["loss_scale"] == 1.0)
+        if any(event["event"] == "recipe" or event.get("optimizer_reset") or changed for event in between):
+            stages.append([])
+        stages[-1].append(row)
+    return [stage for stage in stages if any(row["loss_scale"] != 1.0 for row in stage)]
+
+
+def _against_its_rule(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
+    """Changes of the scale that its rule does not make, and long series of skipped updates after the first applied one, in the order of the steps."""
+    trained, streak = False, 0
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None:
+            yield from _leap(before, row)
+        trained = trained or bool(row.get("applied"))
+        streak = 0 if row.get("applied") else streak + 1
+        if streak == MANY_SKIPPED and trained:
+            now = row["iteration"]
+            since = now - MANY_SKIPPED + 1
+            yield since, f"steps {since} to {now}: every update skipped, loss scale {row['loss_scale']:g}", False
+
+
+def _leap(before: dict[str, Any], row: dict[str, Any]) -> Iterator[_Mark]:
+    """A change from one step to the next by more than a factor of four; the rule's factor is two."""
+    text = f"step {row['iteration']}: loss scale {before['loss_scale']:g} -> {row['loss_scale']:g}"
+    if row["loss_scale"] > 4 * before["loss_scale"]:
+        yield row["iteration"], f"{text}; its rule at most doubles it", False
+    if row["loss_scale"] < before["loss_scale"] / 4:
+        yield row["iteration"], f"{text}; its rule halves it after overflows", True
+
+
+def _mostly_skipped(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
+    """More than half of the updates skipped, apart from those during the search for the first scale."""
+    rows = rows[_search(rows) :]
+    skipped = sum(not row.get("applied") for row in rows)
+    if skipped > 0.5 * len(rows) and skipped >= min(MANY_SKIPPED, len(rows)):
+        where = f"steps {rows[0]['iteration']} to {rows[-1]['iteration']}"
+        yield rows[0]["iteration"], f"{where}: {skipped} of {len(rows)} updates skipped", False
+
+
+def _search(rows: list[dict[str, Any]]) -> int:
+    """Steps at the beginning in which the loss scale falls from its initial value to one at which no gradient overflows; each of these steps skips its update (17 from 2**32 to 2**15)."""
+    count = still = 0
+    for before, row in zip([None, *rows], rows, strict=False):
+        still = still + 1 if before is not None and before["loss_scale"] == row["loss_scale"] else 0
+        # the first overflows only use up `hysteresis` (two by default); a scale that stays the same for longer is constant
+        if row.get("applied") or row["loss_scale"] < LOW or still > 4:
+            break
+        count += 1
+    return count - min(still, count)
+
+
+def rate(case: Symptoms) -> Suspect | None:
+    """A rate that jumps right before the run goes wrong, or updates of the size of the weights, most often while the rate is still rising."""
+    return _rate_jumped(case) or _rate_beyond_weights(case)
+
+
+def _rate_jumped(case: Symptoms) -> Suspect | None:
+    """The rate itself shows it: it triples from one step to the next, and within 20 steps one of the run's numbers is out of line."""
+    for jump in rate_jumps(case.run):
+        factor = jump.after / jump.before
+        hit = next((one for one in case.onsets if jump.step <= one.step <= jump.step + 20), None)
+        if factor < 3 or hit is None:
+            continue
+        return Suspect(
+            cause="rate-too-high", step=jump.step, score=1.0 if factor >= 5 else 0.9,
+            sentence=f"the learning rate jumps {factor:.3g}-fold, from {jump.before:.3g} to {jump.after:.3g}, and the run goes wrong",
+            evidence=[str(jump), f"step {hit.step}: {hit.what}"],
+            advice=[f"look at what sets the rate of step {jump.step}: the scheduler, a changed optimizer.lr, a resume that did not restore the schedule's position", f"go back to the last checkpoint before step {jump.step}"],
+        )  # fmt: skip
+    return None
+
+
+def _rate_beyond_weights(case: Symptoms) -> Suspect | None:
+    """Updates as large as the weights."""
+    onset = case.onset("loss") or case.onset("grad_norm") or case.onset("applied")
+    points = rates(case.run)
+    if onset is None or not points:
+        return None
+    sizes = _median_weight(case, onset.step + 2 * case.every)
+    if sizes is None:
+        return None
+    (began, usual), (at, size) = sizes
+    # a jump of the rate after the onset is not its cause
+    later = min((one.step for one in rate_jumps(case.run) if one.step > onset.step), default=at + 1)
+    points = [point for point in points if point[0] < later]
+    reached = max((value for step, value in points if step <= at), default=0.0)
+    # Adam moves an element by about the rate
+    ratio, grew = reached / max(usual, 1e-12), size / max(usual, 1e-12)
+    if ratio < 1.0 and grew < 3.0:
+        return None
+    rising = rises(points, onset.step)
+    exceeds = next((step for step, value in points if value > usual), onset.step)
+    return Suspect(
+        cause="rate-too-high", step=min(onset.step, exceeds), score=1.0 if ratio > 2 else 0.9 if rising else 0.6,
+        sentence=f"the learning rate ({reached:.3g}) is too high: one update is {ratio:.1f} times the size of the median weight",
+        evidence=[f"step {onset.step}: {onset.what}, at a rate of {dict(points).get(onset.step, reached):.3g}" + (" that is still rising" if rising else ""), f"RMS of the median weight: {usual:.3g} at step {began}, {size:.3g} at step {at}"],
+        advice=[f"optimizer.lr={reached / max(3.0, 3 * ratio):.1g}, or a longer scheduler.lr_warmup_iters", "optimizer.clip_grad=1.0 if it is off"],
+    )  # fmt: skip
+
+
+def _median_weight(case: Symptoms, until: int) -> tuple[tuple[int, float], tuple[int, float]] | None:
+    """(step, RMS of the median weight) at the first and the last step measured up to then; None without measured weights."""
+    measured = [one for one in case.run.measured if one.step <= until]
+    sizes = [(one.step, _matrices(one)) for one in (*measured[:1], *measured[-1:])]
+    if not sizes or not all(found for _, found in sizes):
+        return None
+    (began, first), (at, last) = sizes
+    return (began, median(first)), (at, median(last))
+
+
+def _matrices(one: MeasuredStep) -> list[float]:
+    """RMS of every weight at a measured step, excluding norm gains and biases."""
+    rows = one.tables["weights"]
+    return [row["rms"] for row in rows if "norm" not in row["parameter"] and "weight" in row["parameter"]]

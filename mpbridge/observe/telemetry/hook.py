@@ -1,0 +1,251 @@
+"""The hook that measures every `logger.precision_every` steps, and again right after a step that looks wrong."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.files import opened_to_write
+from mpbridge.common.report.console import warn
+from mpbridge.common.report.metrics import record
+from mpbridge.numerics.operands import Operand, Side
+from mpbridge.numerics.statistics import Statistics
+from mpbridge.observe.telemetry.native import Tap
+from mpbridge.observe.telemetry.noise import SAMPLE, Noise, spread
+from mpbridge.observe.telemetry.probe import Probe
+from mpbridge.observe.telemetry.ranks import worst_of_all
+from mpbridge.observe.telemetry.records import FILE, OPERANDS, WORDS, headlines, kept, line
+from mpbridge.observe.telemetry.tokens import Tokens
+from mpbridge.observe.telemetry.weights import weight_rows
+from mpbridge.precision.regions import Gemm
+
+ELEMENTS = 1 << 14
+"""Elements of an operand that a measured step examines, in whole rows: a quarter of a rehearsal's, since training waits for it."""
+PATIENCE = 10
+"""Minimum number of steps between two unscheduled measurements, so that a run that goes wrong at every step is not measured at every step."""
+UNLIKE = 100
+"""Maximum number of events about tokens that a run writes."""
+RECENT = 20
+"""Number of earlier steps with which a loss or a gradient norm is compared."""
+
+
+class StatisticsHook:
+    """A hook of `mpbridge.training`'s loop. every: steps between two measurements; 0: none. It does not change a bit of training.
+
+    A measured step takes at most as long as two. Raises BadValue for a negative `every`. All ranks measure the same steps; rank 0 writes.
+    """
+
+    def __init__(self, folder: Path | str | None, *, every: int | None) -> None:
+        self.every = 100 if every is None else every
+        if self.every < 0:
+            raise BadValue(f"logger.precision_every={every}: expected a number of steps, 0 for none")
+        self.folder = None if folder is None else Path(folder)
+        self.on = self.folder is not None and self.every > 0
+        self._alarm, self._last_alarm = "", -PATIENCE
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=RECENT) for name in ("loss", "grad_norm")}
+        self._look: _Look | None = None
+        self._begun = self._gone = False
+        self._tokens, self._unlike = Tokens(), 0
+
+    # --- moments -------------------------------------------------------------------------------------------------------------------------
+    def built(self, training: Any) -> None:
+        """Detaches from an engine that a schedule has replaced."""
+        self._let_go()
+        if self.on and _rank() == 0:
+            self._tokens.attach(training.engine.model)
+
+    def started(self, training: Any) -> None:
+        """On a resume, drops the lines of steps that will be repeated."""
+        if self.on and not self._begun and _rank() == 0:
+            assert self.folder is not None
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lines = kept(self.folder / FILE, int(training.counters.iteration))
+            with opened_to_write(self.folder / FILE) as stream:
+                stream.writelines(lines)
+        self._begun = True
+
+    def stepping(self, training: Any) -> None:
+        """Starts measuring if the next step is due."""
+        step = int(training.counters.iteration) + 1
+        self._tokens.on = True
+        if not self.on or (step % self.every and not self._alarm):
+            return
+        self._look = _Look(training.engine, self._alarm or f"every {self.every} steps")
+        self._alarm = ""
+        self._look.start()
+
+    def stepped(self, training: Any, result: Any) -> None:
+        """Collects and writes the measurement of this step, if any; requests another one if the step looks wrong."""
+        step = int(training.counters.iteration)
+        look, self._look = self._look, None
+        nats = self._data(training)
+        if look is not None:
+            began = time.perf_counter()
+            tables, notes = look.stop()
+            tables = worst_of_all(tables)
+            training.measured |= headlines(tables)
+            run = training.run
+            facts = {
+                "iteration": step,
+                "realization": look.realization,
+                "recipe": run.recipe,
+                "why": look.why,
+                "seconds": round(time.perf_counter() - began + look.seconds, 6),
+                **({} if nats is None else {"nats_per_token": round(nats, 4)}),
+                **({"notes": notes} if notes else {}),
+            }
+            self._write(line(facts, tables))
+        self._judge(step, result)
+
+    def evaluated(self, training: Any, loss: float) -> None:
+        """Does nothing."""
+
+    def finished(self, training: Any) -> None:
+        """Does nothing."""
+
+    def closed(self) -> None:
+        """Removes every hook."""
+        self._let_go()
+        self._tokens.close()
+
+    # --- parts ---------------------------------------------------------------------------------------------------------------------------
+    def _data(self, training: Any) -> float | None:
+        """Nats per token of rank 0's samples. Tokens unlike the earlier ones are recorded as an event, at most UNLIKE times."""
+        self._tokens.on = False
+        found = self._tokens.step()
+        if found is None:
+            return None
+        nats, usual = found
+        if usual is not None and self._unlike < UNLIKE:
+            self._unlike += 1
+            text = f"the tokens of step {training.counters.iteration} are unlike those before: {nats:.3g} nats a token by how often each was seen, usual {usual:.3g}"
+            record(training, "tokens", text, say=False, nats=nats, usual=usual)
+        return nats
+
+    def _judge(self, step: int, result: Any) -> None:
+        """Every rank has the same result, so all ranks decide alike."""
+        why = ""
+        for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
+            before = sorted(self._recent[name])
+            if value is not None and not math.isfinite(value):
+                why = f"{name} of step {step} not finite"
+            elif value is not None and len(before) >= 5:
+                usual = before[len(before) // 2]
+                limit = usual * (1.3 if name == "loss" else 5.0)
+                why = f"{name} of step {step} {value:.4g}, usual {usual:.4g}" if value > limit else why
+            if value is not None and math.isfinite(value):
+                self._recent[name].append(value)
+        if why and self.on and step - self._last_alarm >= PATIENCE:
+            self._alarm, self._last_alarm = why, step
+
+    def _write(self, text: str) -> None:
+        if _rank() != 0 or self.folder is None or self._gone:
+            return
+        try:
+            with opened_to_write(self.folder / FILE, append=True) as stream:
+                stream.write(text)
+        except OSError as error:
+            self._gone = True
+            warn(
+                f"{self.folder / FILE} cannot be written ({error.strerror or error}); the run continues without statistics"
+            )
+
+    def _let_go(self) -> None:
+        if self._look is not None:
+            self._look.stop()
+            self._look = None
+
+
+class _Look:
+    """The measurement of one step of one engine."""
+
+    def __init__(self, engine: Any, why: str) -> None:
+        self.engine, self.why, self.seconds = engine, why, 0.0
+        self.noise, self.probe = Noise(), Probe()
+        self.statistics: Statistics | None = None
+        emulation = getattr(engine, "emulation", None)
+        self._emulation = emulation if hasattr(emulation, "observer") else None
+        policy, layers = engine.run.policy, engine.run.facts.shape.num_layers
+        native = policy.quantized and self._emulation is None
+        self.tap = Tap(self.probe, self.noise, lambda path: policy.of_path(path, layers)) if native else None
+        self.realization = "emulated" if self._emulation is not None else "native" if native else "high precision"
+
+    def start(self) -> None:
+        """Installs the hooks."""
+        self.probe.start(self.engine.model)
+        if self.tap is not None:
+            self.tap.start()
+        # a rehearsal brings its own observer
+        if self._emulation is not None and self._emulation.observer is None:
+            self.statistics = Statistics(elements=ELEMENTS)
+            self._emulation.observer = _Ear(self.statistics, self.noise)
+
+    def stop(self) -> tuple[dict[str, list[list[Any]]], list[str]]:
+        """Removes the hooks; returns (tables, what could not be read)."""
+        began = time.perf_counter()
+        self.probe.stop()
+        notes: list[str] = []
+        operands: list[list[Any]] = []
+        if self.statistics is not None and self._emulation is not None:
+            self._emulation.observer = None
+            operands = _operand_rows(self.statistics)
+        if self.tap is not None:
+            self.tap.stop()
+            operands = self.tap.rows()
+            notes = [f"{count} operands not read: {why}" for why, count in self.tap.unread.items()]
+            if not operands and not notes:
+                notes = ["no quantized operand passed through Transformer Engine's GEMMs"]
+        stored = self.tap is not None and any(quant.stored for quant in self.engine.run.policy.quants)
+        if stored:
+            # detaching such a parameter in a distributed optimizer changes which transpose Transformer Engine takes for the next step's dgrad
+            notes.append("parameters stored in a low format are not measured: reading them would change the next step")
+        tables = {
+            "operands": operands,
+            "linears": self.probe.rows(self.noise.ratios()),
+            "weights": [] if stored else weight_rows(self.engine.tensors()),
+        }
+        self.seconds = time.perf_counter() - began
+        return tables, notes
+
+
+class _Ear:
+    """The observer of an emulation: statistics of every operand, and samples of the operands of wgrad."""
+
+    def __init__(self, statistics: Statistics, noise: Noise) -> None:
+        self.statistics, self.noise = statistics, noise
+        self._noted: set[tuple[str, str]] = set()
+        statistics.step(1)
+
+    def see(self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Any) -> None:
+        """See `emulation.gemm.Observer`."""
+        self.statistics.see(slot, gemm, side, high, operand, quantizer)
+        serves = side != "w" and (gemm == "wgrad" or quantizer.shares_copies(side))
+        if not serves or (slot, side) in self._noted or not high.numel():
+            return
+        self._noted.add((slot, side))
+        picked = spread(high.shape[1], SAMPLE, high.device)
+        alpha = operand.alpha
+        if alpha is not None and alpha.dim() == 2 and alpha.shape[1] == high.shape[1]:
+            alpha = alpha[:, picked]
+        values = operand.values[:, picked].float()
+        self.noise.note(slot, side, high[:, picked], values if alpha is None else values * alpha)
+
+
+def _operand_rows(statistics: Statistics) -> list[list[Any]]:
+    """Rows of records.OPERANDS."""
+    rows = []
+    for track in statistics.tracks.values():
+        names = (track.slot, track.side, track.copy, "+".join(track.gemms), track.format, track.scaling)
+        rows.append([*names, *(getattr(track.samples[-1], name) for name in OPERANDS[WORDS:])])
+    return rows
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,140 @@
+"""A witness in other projects' trainers: Hugging Face's Trainer, Lightning's Trainer, Lightning's Fabric. Each is imported on demand."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from mpbridge.common.errors import Refused
+from mpbridge.observe.witnessing.report import Witnessed
+from mpbridge.observe.witnessing.witness import Policy, Witness
+
+
+class Following:
+    """A witness created when the first step begins, which is when a trainer has its model and optimizer."""
+
+    def __init__(self, policy: Policy | None, **how: Any) -> None:
+        self._scaler = how.pop("scaler", None)
+        self._policy, self._how = policy, how
+        self.witness: Witness | None = None
+        self._of: tuple[Any, Any] = (None, None)
+        self._earlier: list[Witnessed] = []
+
+    @property
+    def reports(self) -> list[Witnessed]:
+        """The reports of all observed steps."""
+        return self._earlier + ([] if self.witness is None else self.witness.reports)
+
+    @property
+    def report(self) -> Witnessed:
+        """The latest report."""
+        return self.reports[-1]
+
+    def begins(self, number: int, model: Any, optimizer: Any, scaler: Any = None) -> None:
+        """Starts step `number` (from 1), or continues it with its next micro-batch."""
+        if self.witness is not None and (self._of[0] is not model or self._of[1] is not optimizer):
+            # another run of the same trainer, after an exception perhaps, of which it does not tell its callbacks
+            self._earlier = self.reports
+            self.gives_up()
+            self.witness = None
+        if self.witness is None:
+            self._of = (model, optimizer)
+            self.witness = Witness(model, optimizer, self._policy, scaler=scaler or self._scaler, **self._how)
+        if self.witness.observing and self.witness.taken != number:
+            self.gives_up()  # a step that ended in an exception
+        if not self.witness.observing and self.witness.due(number):
+            self.witness.taken = number
+            self.witness.begin()
+
+    def ends(self) -> None:
+        """Ends the step."""
+        if self.witness is not None and self.witness.observing:
+            self.witness.end()
+
+    def gives_up(self) -> None:
+        """Drops an unfinished step."""
+        if self.witness is not None:
+            self.witness.let_go()
+
+
+def _need(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Refused(
+            f"this callback requires {package}, which cannot be imported ({error}): pip install {package}"
+        ) from None
+
+
+def trainer_callback(policy: Policy | None = None, **how: Any) -> Any:
+    """A TrainerCallback for Hugging Face's Trainer; `how` as for witness(). `callback.report` is the latest report. Raises Refused without transformers."""
+    transformers = _need("transformers", "transformers")
+
+    class TrainerWitness(Following, transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        """Observes the steps that are due; on_step_end runs after the update, which torch's own hook has reported by then."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+            optimizer = parts["optimizer"]
+            self.begins(state.global_step + 1, parts["model"], optimizer, getattr(optimizer, "scaler", None))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+            self.ends()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+            self.gives_up()
+
+    return TrainerWitness(policy, **how)
+
+
+def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
+    """A Callback for Lightning's Trainer; `how` as for witness(). Raises Refused without lightning."""
+    try:
+        base = importlib.import_module("lightning.pytorch").Callback
+    except ImportError:
+        base = _need("pytorch_lightning", "lightning").Callback
+
+    class LightningWitness(Following, base):  # type: ignore[misc,valid-type]
+        """Observes the steps that are due, each from its first batch to the batch after which the trainer's global step has increased."""
+
+        _step = 0
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+            self._step = trainer.global_step
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            optimizers = trainer.optimizers
+            self.begins(
+                trainer.global_step + 1,
+                trainer.strategy.model,
+                optimizers[0] if len(optimizers) == 1 else optimizers,
+                scaler,
+            )
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
+            if trainer.global_step > self._step:
+                self.ends()
+
+        def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
+            self.gives_up()
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            self.gives_up()
+
+    return LightningWitness(policy, **how)
+
+
+class FabricWitness(Following):
+    """A callback for Lightning's Fabric: `fabric.call("on_train_batch_start", model=..., optimizer=...)` before each step of the loop, and
+    `fabric.call("on_train_batch_end")` after it; `how` as for witness()."""
+
+    def __init__(self, policy: Policy | None = None, **how: Any) -> None:
+        super().__init__(policy, **how)
+        self._taken = 0
+
+    def on_train_batch_start(self, model: Any, optimizer: Any) -> None:
+        """Starts a step."""
+        self.begins(self._taken + 1, model, optimizer)
+
+    def on_train_batch_end(self) -> None:
+        """Ends a step."""
+        self._taken += 1
+        self.ends()

@@ -1,0 +1,214 @@
+"""Loops around megatron-core's own objects: its DistributedDataParallel and optimizers in Megatron-LM's, Bridge's or a hand-written loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from mpbridge.backend.engines.contract import Live
+from mpbridge.backend.megatron.inside_optimizer import parts
+from mpbridge.common.facts import OptimizerFacts, Parallel
+from mpbridge.common.formats import plain
+from mpbridge.common.traits import traits
+from mpbridge.interop.stacks.meaning import Sharded
+from mpbridge.observe.witnessing.loops import Loop, LoopFacts, LoopRun, Update, neutral, shape_of
+from mpbridge.settings.read_back import as_mapping
+
+
+class CoreLoop(Loop):
+    """megatron-core's DistributedDataParallel with its own optimizers."""
+
+    kind = traits("mcore")
+    name = "mcore"
+    foreign = False
+
+    def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
+        self._chained = optimizer if hasattr(optimizer, "chained_optimizers") else _Chain(optimizer)
+        super().__init__(model, optimizer, scaler=scaler, group=group)
+        self.optimizer = self._chained
+        first = self.model[0]
+        self.configs = SimpleNamespace(
+            model=getattr(first, "config", None),
+            optimizer=getattr(self._parts()[0], "config", None),
+            ddp=getattr(first, "ddp_config", None),
+        )
+        # linears of mpbridge.numerics carry their own marker
+        plugs = [getattr(m, "plug", None) for chunk in self.model for m in chunk.modules()]
+        emulated = any(getattr(plug, "emulated", True) for plug in plugs if plug is not None)
+        self.run = _run_of(self.configs, self.facts(), emulated=emulated)
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        """'megatron-core's DistributedDataParallel, DistributedOptimizer'."""
+        return f"{self.wrapper}, {' and '.join(dict.fromkeys(type(one).__name__ for one in self._parts()))}"
+
+    @property
+    def wrapper(self) -> str:
+        """What reduces gradients."""
+        return f"megatron-core's {type(self.model[0]).__name__}"
+
+    def _parts(self) -> list[Any]:
+        return parts(self._chained)
+
+    @property
+    def sharded(self) -> Sharded:  # type: ignore[override]
+        """The distributed optimizer shards its states."""
+        return "optimizer" if any(hasattr(part, "shard_fp32_groups") for part in self._parts()) else "nothing"
+
+    def facts(self) -> LoopFacts:
+        """The facts, from the live configs."""
+        config = getattr(self._parts()[0], "config", None)
+        model = getattr(self.model[0], "config", None)
+        named = ((path, module) for chunk in self.model for path, module in chunk.named_modules())
+        tied = any(getattr(m, "share_embeddings_and_output_weights", False) for c in self.model for m in c.modules())
+        shape = shape_of(named, tied=tied)
+        return LoopFacts(
+            shape=type(shape)(**{**_fields(shape), "num_layers": int(getattr(model, "num_layers", shape.num_layers))}),
+            parallel=_parallel(model),
+            own_traits=self.kind,
+            optimizer=OptimizerFacts(
+                name=str(getattr(config, "optimizer", "adam")),
+                distributed=self.sharded != "nothing",
+                cpu_offload=bool(getattr(config, "optimizer_cpu_offload", False)),
+                settings=_section("optimizer", config),
+            ),
+            ddp=_section("ddp", getattr(self.model[0], "ddp_config", None)),
+        )
+
+    def audit_ranks(self) -> tuple[int, ...]:
+        """megatron-core's data-parallel group, including context-parallel ranks."""
+        if self.group is None and dist.is_initialized():
+            from megatron.core import parallel_state as state
+
+            if state.model_parallel_is_initialized():
+                return tuple(dist.get_process_group_ranks(state.get_data_parallel_group(with_context_parallel=True)))
+        return super().audit_ranks()
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        """Parameters by global name, with layers numbered over all pipeline stages."""
+        from mpbridge.backend.engines.live import bare, parameters
+
+        for chunk in self.model:
+            yield from parameters(bare(chunk))
+
+    def tensors(self) -> list[Live]:
+        """The live tensors as megatron-core has them."""
+        from mpbridge.backend.engines.live import live
+
+        return live(self.model, self.optimizer)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of megatron-core's own scaler."""
+        return float(self.optimizer.get_loss_scale())
+
+    def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
+        """Hooks in after the optimizer's own `step`, which also copies main weights to the model, or after its last part if a loop calls the parts
+        itself; gradients exist until the next step begins."""
+        whole = [False]
+
+        def begins() -> None:
+            whole[0] = True
+
+        def ready(result: Any) -> None:
+            if not whole[0]:
+                then(Update(applied=result is not False))
+
+        def stepped(result: Any) -> None:
+            whole[0] = False
+            applied, norm = (result[0], result[1]) if isinstance(result, tuple) and len(result) > 1 else (result, None)
+            then(Update(applied=applied is not False, norm=None if norm is None else float(norm)))
+
+        undo = [before_call(self.outer, "step", begins), after_call(self.outer, "step", stepped)]
+        if hasattr(self.outer, "step_with_ready_grads"):
+            undo.append(after_call(self.outer, "step_with_ready_grads", ready))
+
+        def off() -> None:
+            for one in reversed(undo):
+                one()
+
+        return off
+
+
+class _Chain:
+    """A single megatron-core optimizer with the interface of a chained one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.chained_optimizers = [optimizer]
+        self._only = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._only, name)
+
+
+def after_call(owner: Any, name: str, then: Callable[[Any], None]) -> Callable[[], None]:
+    """Calls `then` with the result of each call of `owner.name`; returns a function that removes the hook completely."""
+    mine = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = mine(*args, **kwargs)
+        then(result)
+        return result
+
+    return _replaced(owner, name, call)
+
+
+def before_call(owner: Any, name: str, then: Callable[[], None]) -> Callable[[], None]:
+    """Calls `then` before each call of `owner.name`; returns a function that removes the hook."""
+    mine = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        then()
+        return mine(*args, **kwargs)
+
+    return _replaced(owner, name, call)
+
+
+def _replaced(owner: Any, name: str, call: Callable[..., Any]) -> Callable[[], None]:
+    before = owner.__dict__.get(name)
+    setattr(owner, name, call)
+
+    def undo() -> None:
+        if before is None:
+            owner.__dict__.pop(name, None)
+        else:
+            setattr(owner, name, before)
+
+    return undo
+
+
+def _fields(shape: Any) -> dict[str, Any]:
+    return {name: getattr(shape, name) for name in shape.__dataclass_fields__}
+
+
+def _section(name: str, config: Any) -> dict[str, Any]:
+    """The values of a live config that differ from its class's defaults, in plain types; anything that is not data is omitted."""
+    faults: list[str] = []
+    found = {}
+    for key, value in as_mapping(name, config, faults).items():
+        try:
+            found[key] = plain(value)
+        except (ValueError, TypeError):
+            continue
+    return found
+
+
+def _parallel(config: Any) -> Parallel:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if config is None:
+        return Parallel(world_size=size)
+    return Parallel(
+        world_size=size,
+        tensor=int(getattr(config, "tensor_model_parallel_size", 1) or 1),
+        pipeline=int(getattr(config, "pipeline_model_parallel_size", 1) or 1),
+        context=int(getattr(config, "context_parallel_size", 1) or 1),
+        expert=int(getattr(config, "expert_model_parallel_size", 1) or 1),
+    )
+
+
+def _run_of(configs: Any, facts: LoopFacts, *, emulated: bool) -> Any:
+    inputs = {name: _section(name, getattr(configs, name)) for name in ("model", "optimizer", "ddp")}
+    return LoopRun(policy=neutral(), facts=facts, inputs=inputs, emulate=emulated)

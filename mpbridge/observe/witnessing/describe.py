@@ -1,0 +1,243 @@
+"""Describes a loop in words from one step observed on all ranks: storage, compute by module, wire, states, bytes, and the nearest recipe."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import DType, dtype
+from mpbridge.interop.stacks.meaning import LABELS, Meaning, rows
+from mpbridge.observe.audit.compute import ORDER
+from mpbridge.observe.audit.observe import Observed, merged
+from mpbridge.observe.witnessing.loops import Loop
+from mpbridge.precision.policy import LossScale
+from mpbridge.precision.wording import HIGH
+
+UNSEEN = "not observed"
+ONE = "one data-parallel process: no gradient travels"
+_STEP = "the optimizer did not step while it was observed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """One loop."""
+
+    loop: str
+    """Wrapper and optimizer."""
+    ranks: int
+    meaning: Meaning
+    """In the terms in which all stacks are compared (mpbridge.interop.stacks); a row in `unseen` has the most likely value."""
+    compute: tuple[tuple[str, str, str], ...]
+    """(kind of operation, module with '*' for numbers, dtypes)."""
+    linears: Mapping[str, int]
+    """Rule -> number of linears that use it."""
+    paths: Mapping[str, str]
+    """Linear -> its rule."""
+    bytes: float
+    """Measured on a rank, per parameter of its part of the model: parameters, gradients, main weights, moments."""
+    also: Mapping[str, str]
+    """Row -> the values of the other tensors, if not all are the same."""
+    unseen: Mapping[str, str]
+    """Row -> why it could not be observed."""
+    scale: float = 1.0
+
+    def rows(self) -> dict[str, str]:
+        """Every row of stacks.meaning.LABELS as text."""
+        found = rows(self.meaning)
+        found["quantization"] = _counts(self.linears)
+        if self.meaning.loss_scale is not None:
+            found["loss_scale"] = f"{self.scale:g} at this step"
+        found["bytes"] += (
+            f" ({self.bytes:.1f} measured on {'this rank' if self.ranks == 1 else f'each of {self.ranks} ranks'})"
+        )
+        for row, text in self.also.items():
+            found[row] += f", but {text}"
+        for row, why in self.unseen.items():
+            found[row] = f"{UNSEEN}: {why}"
+        return {name: found[name] for name in LABELS}
+
+    def as_data(self) -> dict[str, Any]:
+        """The description as JSON types."""
+        return {
+            "loop": self.loop,
+            "ranks": self.ranks,
+            **self.rows(),
+            "bytes_per_parameter": round(self.bytes, 3),
+            "by_module": [{"kind": kind, "module": module, "dtypes": found} for kind, module, found in self.compute],
+            "not_observed": dict(self.unseen),
+        }
+
+
+def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bool, scale: float) -> Description:
+    """The description from what every rank observed. stepped: an update was seen; scaled: losses are multiplied by a scale."""
+    unseen: dict[str, str] = dict(loop.unobserved())
+    also: dict[str, str] = {}
+    storage = _role(ranks, "params", also, "storage") or DType.FP32
+    grads = _role(ranks, "grads", also, "accumulator")
+    read = _role(ranks, "main_grads", also, "optimizer_reads")
+    main = _role(ranks, "main_params", also, "main")
+    first = _role(ranks, "exp_avg", also, "exp_avg")
+    second = _role(ranks, "exp_avg_sq", also, "exp_avg_sq")
+    accumulator = grads or read
+    if accumulator is None:
+        unseen.setdefault("accumulator", _STEP if not stepped else "no gradient existed when the optimizer stepped")
+    for row, found in (("exp_avg", first), ("exp_avg_sq", second)):
+        if found is None:
+            unseen.setdefault(row, _STEP if not stepped else "the optimizer has none, or none that it exposes")
+    if not stepped:
+        unseen.setdefault("main", _STEP)
+    wire = _wire(ranks, unseen, accumulator or storage)
+    meaning = Meaning(
+        storage=storage,
+        compute=_compute(ranks, unseen) or storage,
+        autocast=_autocast(ranks, unseen),
+        main=DType.FP32 if main is DType.INT16 else main,
+        remainders=main is DType.INT16,
+        wire=wire,
+        accumulator=accumulator or storage,
+        optimizer_reads=None if read is accumulator else read,
+        exp_avg=first or DType.FP32,
+        exp_avg_sq=second or DType.FP32,
+        sharded=loop.sharded,
+        loss_scale=LossScale(initial=scale) if scaled else None,
+    )
+    paths = {path: found for rank in ranks for (_, found), each in rank.rules.items() for path in each}
+    return Description(
+        loop=loop.words,
+        ranks=len(ranks),
+        meaning=meaning,
+        compute=_by_module(ranks),
+        linears=Counter(paths.values()),
+        paths=paths,
+        bytes=_bytes(ranks),
+        also=also,
+        unseen=unseen,
+        scale=scale,
+    )
+
+
+def _role(ranks: Sequence[Observed], role: str, also: dict[str, str], row: str) -> DType | None:
+    """The dtype of most elements of a role; the others are added to `also` by number of tensors."""
+    sizes: Counter[str] = Counter()
+    tensors: Counter[str] = Counter()
+    for (kind, _, found), tally in merged(list(ranks)).items():
+        if kind == role:
+            sizes[found] += max(1, tally.elements)
+            tensors[found] += tally.count
+    if not sizes:
+        return None
+    most = sizes.most_common(1)[0][0]
+    others = [
+        f"{count} of {sum(tensors.values())} tensors {found}" for found, count in tensors.items() if found != most
+    ]
+    if others:
+        also[row] = ", ".join(others)
+    try:
+        return dtype(most)
+    except BadValue:
+        also[row] = f"most are {most}"
+        return DType.UINT8
+
+
+def _wire(ranks: Sequence[Observed], unseen: dict[str, str], otherwise: DType) -> DType:
+    seen: Counter[str] = Counter()
+    for rank in ranks:
+        if rank.traffic is not None:
+            seen.update(rank.traffic.reduced)
+    if max((rank.traffic.ranks for rank in ranks if rank.traffic is not None), default=1) == 1:
+        unseen["wire"] = ONE
+        return otherwise
+    if not seen:
+        unseen["wire"] = "no gradient was reduced"
+        return otherwise
+    return dtype(seen.most_common(1)[0][0])
+
+
+def _compute(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None:
+    seen: Counter[str] = Counter()
+    for rank in ranks:
+        for _, _, found in rank.computed.kinds.get("GEMMs", ()) if rank.computed else ():
+            seen.update(found)
+    plain = {found: count for found, count in seen.items() if " x " not in found}
+    if not plain:
+        unseen["compute"] = "no GEMM went through torch's dispatcher"
+        return None
+    most = dtype(max(plain, key=lambda found: plain[found]))
+    outputs = {
+        kind
+        for rank in ranks
+        if rank.computed
+        for _, _, own in rank.computed.kinds.get("outputs of linears", ())
+        for kind in own
+    }
+    # the CPU layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do: operands and results are FP16
+    return DType.FP16 if most is DType.FP32 and outputs == {"fp16"} else most
+
+
+def _autocast(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None:
+    found = {state for rank in ranks if rank.computed for state in rank.computed.autocast}
+    if not found:
+        unseen["autocast"] = "no linear layer ran"
+        return None
+    on = sorted(found - {"off"})
+    return dtype(on[0]) if on else None
+
+
+def _by_module(ranks: Sequence[Observed]) -> tuple[tuple[str, str, str], ...]:
+    """Each kind's modules with layer numbers replaced by '*', one line per dtype."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for rank in ranks:
+        fused = {place for place, _, _ in rank.computed.kinds.get("attention", ())} if rank.computed else set()
+        for kind in ORDER:
+            for place, _, dtypes in rank.computed.kinds.get(kind, ()) if rank.computed else ():
+                if kind == "softmax" and place in fused:
+                    continue  # inside the attention kernel, which is reported under its own name
+                found.setdefault((kind, _numbers_out(place)), set()).update(dtypes)
+    return tuple((kind, place, "/".join(sorted(dtypes))) for (kind, place), dtypes in found.items())
+
+
+def _numbers_out(path: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _bytes(ranks: Sequence[Observed]) -> float:
+    """Mean over ranks of the bytes of parameters, gradients, main weights and moments, per parameter of the rank's part of the model."""
+    total = sum(
+        tally.bytes
+        for rank in ranks
+        for (role, _, _), tally in rank.tensors.items()
+        if role != "buffers" and role != "padding"
+    )
+    held = sum(tally.elements for rank in ranks for (role, _, _), tally in rank.tensors.items() if role == "params")
+    # a shard counts as its whole parameter
+    held += sum(whole - mine for rank in ranks for mine, whole in rank.copies.shards.values())
+    return total / held if held else 0.0
+
+
+def _counts(linears: Mapping[str, int]) -> str:
+    quantized = {rule: count for rule, count in linears.items() if rule != HIGH}
+    if not quantized:
+        return "none"
+    rest = linears.get(HIGH, 0)
+    words = [f"{count} of {sum(linears.values())} linears {rule}" for rule, count in quantized.items()]
+    return ", ".join([*words, *([f"{rest} in high precision"] if rest else [])])
+
+
+def lines(description: Description) -> list[tuple[str, str]]:
+    """(what, found) for display: the rows, then compute by module, grouped by kind and dtype."""
+    found = [(LABELS[row], text) for row, text in description.rows().items()]
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for kind, module, dtypes in description.compute:
+        grouped.setdefault((kind, dtypes), []).append(module)
+    for (kind, dtypes), modules in grouped.items():
+        found.append((kind, f"{dtypes} ({_few(modules)})"))
+    return found
+
+
+def _few(modules: Iterable[str]) -> str:
+    names = [name or "the model itself" for name in modules]
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

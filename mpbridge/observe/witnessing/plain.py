@@ -1,0 +1,312 @@
+"""Loops of plain torch: one process, DistributedDataParallel, FSDP1, FSDP2; with torch's optimizers, Transformer Engine's, or any that has groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mpbridge.backend.engines.contract import Live
+from mpbridge.common.facts import OptimizerFacts, Parallel
+from mpbridge.common.traits import EngineTraits, traits
+from mpbridge.observe.audit.flags import optimizer_faults
+from mpbridge.observe.audit.holdings import Held
+from mpbridge.observe.audit.places import bare
+from mpbridge.observe.audit.promise import Promises
+from mpbridge.observe.audit.replicas import Copies
+from mpbridge.observe.audit.stored import local
+from mpbridge.observe.audit.traffic import Traffic, buffers_into, elements_into
+from mpbridge.observe.audit.values import digest, sample
+from mpbridge.observe.audit.watch import Watch
+from mpbridge.observe.witnessing.loops import Loop, LoopFacts, Update, shape_of
+
+DDP = EngineTraits(
+    name="torch",
+    engine="",
+    summary="torch's own module, alone or in DistributedDataParallel, updated by a torch optimizer",
+    label="torch",
+    layout="whole",
+    distributed_optimizer="never",
+    main_weights="optimizer",
+    optimizers=("adam", "torch_adamw", "sgd"),
+    wide_storage=True,
+    checkpoints="",
+)
+FSDP = replace(traits("fsdp2"), rules="", checkpoints="")
+"""FSDP1 keeps the same tensors as FSDP2, sharded differently."""
+STATES = (
+    ("exp_avg", "exp_avg"),
+    ("exp_avg_sq", "exp_avg_sq"),
+    ("master_param", "main_params"),
+    ("momentum_buffer", "exp_avg"),
+)
+"""Key of an optimizer's state -> role (torch's Adam and SGD, Transformer Engine's FusedAdam)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """One tensor in one group of one optimizer."""
+
+    inner: Any
+    group: dict[str, Any]
+    owners: int = 1
+    """Optimizers that have updated it in the observed step."""
+
+
+def optimizers_in(optimizer: Any) -> list[Any]:
+    """The torch optimizers inside wrappers (accelerate's, Fabric's, DeepSpeed's), or in a list."""
+    if isinstance(optimizer, (list, tuple)):
+        return [one for each in optimizer for one in optimizers_in(each)]
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizers_in(inner) if inner is not None and hasattr(inner, "param_groups") else [optimizer]
+
+
+class TorchLoop(Loop):
+    """Whole parameters on every rank: no wrapper, torch's DistributedDataParallel, or megatron-core's under a torch optimizer."""
+
+    kind = DDP
+    name = "torch"
+
+    def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
+        self.inner = optimizers_in(optimizer)
+        self._stepped: set[int] = set()
+        """Which of several optimizers have stepped in the observed step, by identity."""
+        self._gradients_read: dict[int, dict[int, float]] = {}
+        """Parameter, by identity -> its gradient, sampled when its own one of several optimizers had read it."""
+        super().__init__(model, optimizer, scaler=scaler, group=group)
+        self._frozen = {id(one) for chunk in self.model for one in chunk.parameters() if not one.requires_grad}
+        """Parameters, by identity, that were frozen when the witness was made: an optimizer that holds them passes them over."""
+        self.optimizer = SimpleNamespace(
+            optimizer=None,
+            chained_optimizers=self.inner,
+            param_groups=[group for inner in self.inner for group in inner.param_groups],
+            grad_scaler=scaler,
+            get_loss_scale=lambda: self.loss_scale,
+        )
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        """'DistributedDataParallel, AdamW'."""
+        return f"{self.wrapper}, {' and '.join(dict.fromkeys(type(one).__name__ for one in self.inner))}"
+
+    @property
+    def rate(self) -> float:
+        """The largest learning rate of any group, of all optimizers."""
+        return max((float(group.get("lr", 0.0)) for one in self.inner for group in one.param_groups), default=0.0)
+
+    @property
+    def wrapper(self) -> str:
+        """What reduces gradients."""
+        for chunk in self.model:
+            for module in chunk.modules():
+                if type(module).__name__ == "DistributedDataParallel":
+                    mine = type(module).__module__.startswith("megatron")
+                    return "megatron-core's DistributedDataParallel" if mine else "torch DistributedDataParallel"
+        return "torch without a wrapper" if len(self.audit_ranks()) == 1 else "torch, wrapped elsewhere"
+
+    def facts(self) -> LoopFacts:
+        """The facts: the number of layers from parameter names; Adam unless the optimizer is named SGD."""
+        name = "sgd" if all("SGD" in type(one).__name__ for one in self.inner) else "adam"
+        return LoopFacts(
+            shape=shape_of(self._modules(), tied=_tied(self.model[0])),
+            parallel=Parallel(world_size=len(self.audit_ranks())),
+            own_traits=self.kind,
+            optimizer=OptimizerFacts(name=name, settings={"sgd_momentum": _momentum(self.inner)}),
+        )
+
+    def _modules(self) -> Iterator[tuple[str, Any]]:
+        for chunk in self.model:
+            for path, module in chunk.named_modules():
+                yield bare(path), module
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        """Parameters by cleaned name, each tensor once."""
+        found: dict[int, tuple[str, Any]] = {}
+        for chunk in self.model:
+            for name, parameter in chunk.named_parameters():
+                found.setdefault(id(parameter), (bare(name), parameter))
+        return list(found.values())
+
+    # --- who keeps what ------------------------------------------------------------------------------------------------------------------
+    def _owned(self) -> dict[int, Owned]:
+        """By identity of the tensor. Two optimizers may take turns with one: it belongs to the one that stepped, or to both if both did."""
+        found: dict[int, Owned] = {}
+        for inner in sorted(self.inner, key=lambda one: id(one) in self._stepped):
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    first = found.get(id(parameter))
+                    twice = first is not None and {id(first.inner), id(inner)} <= self._stepped
+                    found[id(parameter)] = Owned(inner, group, 1 + twice)
+        return found
+
+    def audit_holdings(self) -> Iterator[Held]:
+        """Every parameter with the optimizer that updates it."""
+        owned = self._owned()
+        for name, parameter in self.named_parameters():
+            mine = owned.get(id(parameter))
+            if not parameter.requires_grad and (mine is None or id(parameter) in self._frozen):
+                yield Held(name=name, parameter=parameter)
+                continue
+            yield Held(
+                name=name,
+                parameter=parameter,
+                part=local(parameter).detach().reshape(-1),
+                updated=parameter,
+                begin=self._begin(name, parameter),
+                inner=None if mine is None else mine.inner,
+                group=None if mine is None else mine.group,
+                owners=1 if mine is None else mine.owners,
+                rests=bool(self._stepped) and mine is not None and id(mine.inner) not in self._stepped,
+                state={} if mine is None else dict(mine.inner.state.get(parameter, {})),
+                # a torch optimizer reads only `.grad`, regardless of where a wrapper accumulates gradients
+                samples={} if _past_the_optimizer(parameter) else self._gradients_read.get(id(parameter)),
+            )
+
+    def unobserved(self) -> Mapping[str, str]:
+        """Gradients that no optimizer can read."""
+        lost = any(_past_the_optimizer(parameter) for _, parameter in self.named_parameters())
+        why = "gradients are in main_grad, but this optimizer reads .grad, which is empty"
+        return {"optimizer_reads": why} if lost else {}
+
+    def _begin(self, name: str, parameter: Any) -> int:
+        return 0
+
+    def tensors(self) -> Iterator[Live]:
+        """Parameters, buffers, accumulated gradients and the optimizer's states."""
+        for held in self.audit_holdings():
+            yield Live(role="params", parameter=held.name, tensor=held.parameter.detach())
+            grad = getattr(held.parameter, "main_grad", None)
+            grad = held.parameter.grad if grad is None else grad
+            if grad is not None:
+                yield Live(role="grads", parameter=held.name, tensor=grad)
+            yield from states(held)
+        yield from self._buffers()
+
+    def _buffers(self) -> Iterator[Live]:
+        for chunk in self.model:
+            for name, buffer in chunk.named_buffers():
+                yield Live(role="buffers", parameter=bare(name), tensor=buffer)
+
+    # --- the audit's questions -----------------------------------------------------------------------------------------------------------
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Digests of whole parameters."""
+        return Copies(whole={(name, 0, 0): digest(parameter) for name, parameter in self.named_parameters()})
+
+    def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
+        """Reductions over this loop's ranks: megatron-core's buffers by address, others by number of elements."""
+        group = self.audit_ranks()
+        seen = Traffic(ranks=len(group), promised=promised)
+        if all(hasattr(chunk, "bucket_groups") for chunk in self.model):
+            names = {id(parameter): name for name, parameter in self.named_parameters()}
+            buffers_into(self.model, names, watch, seen)
+            return seen
+        named = self.named_parameters()
+        # frameworks choose whether to reduce each micro-batch or all of them at the end; `gradients` verifies by value that the result is one mean
+        sizes = [self._size(name, parameter) for name, parameter in named if parameter.requires_grad]
+        whole = sum(self._size(name, parameter) for name, parameter in named) if self.sharded == "everything" else 0
+        times = {1, max(1, microbatches)}
+        shards, copies = self.legs() or (group, ())
+        elements_into(seen, watch, shards, sizes, times=times, gathered=whole, these=bool(copies))
+        if copies:
+            mine = Traffic(ranks=len(copies), promised=promised)
+            own = [max(1, size // len(shards)) for size in sizes]
+            elements_into(mine, watch, copies, own, times=times, these=True)
+            seen.reduced.update(mine.reduced)
+            seen.faults += [f"between copies of shards: {fault}" for fault in mine.faults]
+        return seen
+
+    def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """This rank's (ranks with the shards of one copy, ranks with the same shard) if shards are replicated; None otherwise."""
+        return None
+
+    def _size(self, name: str, parameter: Any) -> int:
+        return int(parameter.numel())
+
+    def audit_flags(self, promises: Promises) -> tuple[int, list[str]]:
+        """FusedAdam's flags, and whether losses are scaled as promised."""
+        looked, wrong = optimizer_faults(self, promises)
+        promised, scale = promises.policy.loss_scale, self.loss_scale
+        if promised is None and scale != 1.0:
+            wrong.append(f"loss scale: promised none, found {scale:g}")
+        if promised is not None and self.scaler is None:
+            wrong.append("loss scale: promised one, found none (pass witness(scaler=...) if the loop has one)")
+        return looked + 1, wrong
+
+    # --- the update ----------------------------------------------------------------------------------------------------------------------
+    def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
+        """Hooks in after the last optimizer through torch's own hook, while gradients still exist; with several optimizers, each one's are sampled after its own step."""
+        self._forget()
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._stepped.add(id(optimizer))
+            if len(self.inner) > 1:
+                self._sample(optimizer)
+            if len(self._stepped) == len(self.inner):
+                then(Update())
+                self._forget()
+
+        handles = [inner.register_step_post_hook(stepped) for inner in self.inner]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    def _forget(self) -> None:
+        self._stepped.clear()
+        self._gradients_read.clear()
+
+    def _sample(self, optimizer: Any) -> None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in self.named_parameters():
+            if id(parameter) in own and parameter.grad is not None and not parameter.grad.is_sparse:
+                grad = local(parameter.grad).detach().reshape(-1)
+                self._gradients_read[id(parameter)] = sample(grad, self._begin(name, parameter), int(parameter.numel()))
+
+    def pending(self) -> Update | None:
+        """Some of several optimizers stepped: a critic's, and not the delayed actor's."""
+        return Update() if 0 < len(self._stepped) < len(self.inner) else None
+
+    def on_step(self, begins: Callable[[], None]) -> Callable[[], None]:
+        """Hooks in before the first optimizer through torch's own hook."""
+
+        def steps(optimizer: Any, args: Any, kwargs: Any) -> None:
+            begins()
+
+        handles = [inner.register_step_pre_hook(steps) for inner in self.inner]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+
+def _past_the_optimizer(parameter: Any) -> bool:
+    return getattr(parameter, "main_grad", None) is not None and parameter.grad is None
+
+
+def states(held: Held) -> Iterator[Live]:
+    """The optimizer's states of one parameter."""
+    for key, role in STATES:
+        tensor = held.state.get(key)
+        if isinstance(tensor, torch.Tensor):
+            # Transformer Engine's FP8 moments store codes, but the class reports FP32
+            yield Live(role=role, parameter=held.name, tensor=getattr(tensor, "_data", tensor))
+
+
+def _momentum(inner: list[Any]) -> float:
+    return max((float(group.get("momentum", 0.0)) for one in inner for group in one.param_groups), default=0.0)
+
+
+def _tied(model: Any) -> bool:
+    seen: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            return True
+        seen.add(id(parameter))
+    return False

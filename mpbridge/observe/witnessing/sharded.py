@@ -1,0 +1,194 @@
+"""Loops of plain torch whose wrapper shards parameters: FSDP2 (`fully_shard`) and FSDP1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.backend.engines.contract import Live
+from mpbridge.backend.engines.shard_optimizer import placed
+from mpbridge.observe.audit.holdings import Held
+from mpbridge.observe.audit.replicas import Copies
+from mpbridge.observe.audit.stored import local
+from mpbridge.observe.audit.values import digest
+from mpbridge.observe.witnessing.flat import FlatPiece, flat_pieces
+from mpbridge.observe.witnessing.plain import FSDP, TorchLoop, states
+
+
+class Fsdp2Loop(TorchLoop):
+    """`fully_shard`: every parameter is a DTensor split along its rows."""
+
+    kind = FSDP
+    name = "fsdp2"
+    sharded = "everything"
+
+    @property
+    def wrapper(self) -> str:
+        """What reduces gradients."""
+        return "torch FSDP2"
+
+    def _units(self) -> Iterator[Any]:
+        """torch's own state of every sharded unit."""
+        for chunk in self.model:
+            for module in chunk.modules():
+                unit = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_fsdp_param_group", None)
+                if unit is not None:
+                    yield unit
+
+    def audit_ranks(self) -> tuple[int, ...]:
+        """Ranks that hold or replicate the shards, without tensor-parallel ranks."""
+        unit = next(self._units(), None)
+        if self.group is not None or unit is None:
+            return super().audit_ranks()
+        return tuple(unit.mesh_info.mesh.mesh.flatten().tolist())
+
+    def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The two dimensions of the mesh: replicas, shards."""
+        unit: Any = next(self._units(), None)
+        mesh = None if unit is None else unit.mesh_info.mesh
+        if mesh is None or mesh.ndim != 2 or not hasattr(unit.mesh_info, "replicate_process_group"):
+            return None
+        return _ranks(unit.mesh_info.shard_process_group), _ranks(unit.mesh_info.replicate_process_group)
+
+    @property
+    def of_the_mean(self) -> float:
+        """From `set_gradient_divide_factor` (torchtitan: 1, since the loss is divided by the tokens of all ranks)."""
+        factors = {unit.gradient_divide_factor for unit in self._units()} - {None}
+        return len(self.audit_ranks()) / min(factors) if factors else 1.0
+
+    def _begin(self, name: str, parameter: Any) -> int:
+        return first_element(name, parameter)
+
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Shard sizes, and digests of what the forward pass read."""
+        seen = Copies()
+        for name, parameter in self.named_parameters():
+            if hasattr(parameter, "_local_tensor"):
+                seen.shards[f"{name}{_copy(parameter)}"] = (int(local(parameter).numel()), int(parameter.numel()))
+                if read is not None and name in read:
+                    seen.whole[name, self._slice(parameter), 0] = read[name]
+            else:
+                seen.whole[name, 0, 0] = digest(parameter)
+        return seen
+
+    def _slice(self, parameter: Any) -> int:
+        """The tensor-parallel slice: the first rank of those that average its gradients."""
+        return min(self.audit_ranks()) if self._is_cut_twice(parameter) else 0
+
+    def cut_twice(self) -> list[str]:
+        """Parameters whose mesh has more ranks than average their gradients."""
+        return [name for name, parameter in self.named_parameters() if self._is_cut_twice(parameter)]
+
+    def _size(self, name: str, parameter: Any) -> int:
+        """Elements over the ranks that average its gradients: a tensor-parallel slice, or the whole parameter."""
+        if not self._is_cut_twice(parameter):
+            return int(parameter.numel())
+        return int(local(parameter).numel()) * len(self.audit_ranks())
+
+    def _is_cut_twice(self, parameter: Any) -> bool:
+        mesh = getattr(parameter, "device_mesh", None)
+        return mesh is not None and math.prod(mesh.shape) > len(self.audit_ranks())
+
+
+class Fsdp1Loop(TorchLoop):
+    """FullyShardedDataParallel: every unit is one flat tensor, split evenly; parameters are pieces of it."""
+
+    kind = replace(FSDP, label="torch FSDP1", layout="even")
+    name = "fsdp1"
+    sharded = "everything"
+
+    @property
+    def wrapper(self) -> str:
+        """What reduces gradients."""
+        return "torch FSDP1"
+
+    def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """For HYBRID_SHARD: the ranks of one node, and the same rank on every node."""
+        for chunk in self.model:
+            for module in chunk.modules():
+                between = getattr(module, "_inter_node_pg", None)
+                if between is not None and hasattr(module, "process_group"):
+                    return _ranks(module.process_group), _ranks(between)
+        return None
+
+    def _pieces(self) -> list[FlatPiece]:
+        return [piece for chunk in self.model for piece in flat_pieces(chunk)]
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        """Pieces by the name of their parameter."""
+        return [(piece.name, piece.tensor) for piece in self._pieces()]
+
+    def audit_holdings(self) -> Iterator[Held]:
+        """Every piece with the optimizer that updates it or its flat tensor."""
+        owned = self._owned()
+        for piece in self._pieces():
+            mine = owned.get(id(piece.owner))
+            state = {} if mine is None else dict(mine.inner.state.get(piece.owner, {}))
+            grad = piece.owner.grad
+            yield Held(
+                name=piece.name,
+                parameter=piece.owner,
+                part=piece.of(piece.owner.detach()),
+                updated=piece.of(piece.owner.detach()),
+                begin=piece.begin,
+                elements=piece.whole,
+                inner=None if mine is None else mine.inner,
+                group=None if mine is None else mine.group,
+                state={key: piece.of(value) if _like(value, piece.owner) else value for key, value in state.items()},
+                grad=None if grad is None else piece.of(grad),
+            )
+
+    def tensors(self) -> Iterator[Live]:
+        """The live tensors of this rank."""
+        for held in self.audit_holdings():
+            assert held.part is not None
+            yield Live(role="params", parameter=held.name, tensor=held.part)
+            if held.grad is not None:
+                yield Live(role="grads", parameter=held.name, tensor=held.grad)
+            yield from states(held)
+        yield from self._buffers()
+
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Piece sizes, and digests of what the forward pass read."""
+        pieces, legs = self._pieces(), self.legs()
+        number = legs[1].index(dist.get_rank()) if legs else 0
+        copy = f" (copy {number})" if number else ""
+        seen = Copies(shards={f"{piece.name}{copy}": (piece.count, piece.whole) for piece in pieces})
+        for piece in pieces:
+            if read is not None and piece.name in read:
+                seen.whole[piece.name, 0, 0] = read[piece.name]
+        return seen
+
+    def _size(self, name: str, parameter: Any) -> int:
+        return next(piece.whole for piece in self._pieces() if piece.name == name)
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _copy(parameter: Any) -> str:
+    """Which replica a shard belongs to: '' for the first; others are along replicated dimensions and on the meshes of other ranks."""
+    mesh, here = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
+    along = [place for place, how in zip(here, parameter.placements, strict=False) if how.is_replicate()]
+    first = int(mesh.mesh.flatten()[0])
+    return f" (copy {first}{along or ''})" if first or any(along) else ""
+
+
+def first_element(name: str, parameter: Any) -> int:
+    """Offset of this rank's rows of a parameter, in elements."""
+    return placed(name, parameter)[0] * row_of(parameter) if hasattr(parameter, "_local_tensor") else 0
+
+
+def row_of(parameter: Any) -> int:
+    """Number of elements in one row."""
+    return math.prod(parameter.shape[1:])
+
+
+def _like(value: Any, owner: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == owner.shape

@@ -1,0 +1,128 @@
+"""Checks that every sound training step passes regardless of precision, and what cannot be judged in a step with no update or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpbridge.backend.engines.contract import StepResult
+from mpbridge.observe.audit.findings import Finding
+from mpbridge.observe.audit.gradients import gradient_findings
+from mpbridge.observe.audit.observe import Observed
+from mpbridge.observe.audit.promise import Promises
+from mpbridge.observe.audit.replicas import replica_findings
+from mpbridge.observe.audit.traffic import Traffic, traffic_findings
+from mpbridge.observe.audit.unseen import why_unseen
+from mpbridge.observe.audit.weight_findings import weight_findings
+from mpbridge.observe.witnessing.loops import Loop, Update
+
+
+def sound(loop: Loop, ranks: list[Observed], result: StepResult | None, under: Promises) -> list[Finding]:
+    """The findings that apply to every sound run, regardless of precision."""
+    findings = weight_findings([rank.weights for rank in ranks], stepped=result is not None)
+    findings += replica_findings([rank.copies for rank in ranks])
+    travelled = [rank.traffic for rank in ranks if rank.traffic is not None]
+    for one in travelled:
+        one.promised = {"gradients": set(one.reduced) or {"reduced once"}, "parameters": set(one.gathered)}
+    findings += [found for found in traffic_findings(travelled, under) if found.subject != "wire: stages"]
+    return findings + ([] if result is None else _followed(loop, ranks, result, under, travelled))
+
+
+def _followed(
+    loop: Loop, ranks: list[Observed], result: StepResult, under: Promises, travelled: list[Traffic]
+) -> list[Finding]:
+    followed = [rank.followed for rank in ranks if rank.followed is not None]
+    why = why_unseen(loop, under, "gradients")
+    if not followed:
+        return []
+    if why:
+        return [Finding(subject="gradients", promised="reduced once", found="not observed", ok=False, unseen=why)]
+    # a loop that says that it never clips
+    never = loop.foreign and getattr(loop.configs.optimizer, "clip_grad", None) == 0
+    seen = {found for rank in ranks for (role, _, found) in rank.tensors if role in ("grads", "main_grads")}
+    seen |= {dtype for one in travelled for dtype in one.reduced}
+    return gradient_findings(
+        followed,
+        under,
+        scale=result.loss_scale,
+        norm=0.0,
+        clip=0.0,
+        known=never,
+        share=loop.of_the_mean,
+        widths={dtype: dtype for dtype in seen},
+        most=loop.of_the_mean / result.loss_scale if loop.foreign else None,
+    )
+
+
+def hidden(loop: Loop) -> list[Finding]:
+    """What tensor parallelism under a sharding wrapper makes unobservable."""
+    names = loop.cut_twice()
+    if not names:
+        return []
+    why = f"{len(names)} are also split by tensor parallelism ({', '.join(names[:3])}): a rank computes only parts of their gradients"
+    return [
+        Finding(subject="gradients of cut linears", promised="reduced once", found="not observed", ok=False, unseen=why)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """What took place in the observed step besides its numbers."""
+
+    updates: Sequence[Update]
+    scale: float
+    """What losses were multiplied by."""
+    rate: float | None
+    """Learning rate of the update; None: unknown."""
+    asked: int
+    """Backward passes that the optimizer ran itself in one update."""
+    between: bool
+    """Backward passes ran between the steps of several optimizers."""
+    transformed: bool
+    """Modules ran under torch.func."""
+    finite: bool
+    """The gradients of a step without an update are finite."""
+
+
+def noted(findings: list[Finding], step: Happened) -> list[Finding]:
+    """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. If losses are not
+    scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
+    applied = len([one for one in step.updates if one.applied])
+    if not applied:
+        why = "the optimizer did not step while it was observed"
+        why += f" (gradients that overflow at a loss scale of {step.scale:g}?)" if step.scale != 1.0 else ""
+        if not step.finite:
+            why = "the gradients are not finite, and the loop skipped the update"
+        found = _unfollowed(findings, ("weights moved", "gradients"), why)
+        return found if step.updates or step.scale != 1.0 or not step.finite else [*found, _never()]
+    reasons = (
+        (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
+        (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
+        (step.transformed, "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read"),
+        (step.between, "backward passes ran between the steps of several optimizers (a GAN's)"),
+    )
+    why = next((why for holds, why in reasons if holds), "")
+    if why:
+        findings = _unfollowed(findings, ("gradients",), why)
+    if step.rate == 0.0:
+        why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
+        findings = _unfollowed(findings, ("weights moved",), why)
+    return findings
+
+
+def _never() -> Finding:
+    return Finding(
+        subject="optimizer stepped",
+        promised="once",
+        found="never",
+        ok=False,
+        cure="nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()",
+    )
+
+
+def _unfollowed(findings: list[Finding], subjects: tuple[str, ...], why: str) -> list[Finding]:
+    kept = [one for one in findings if one.subject not in subjects]
+    return kept + [
+        Finding(subject=subject, promised="of one step", found="not observed", ok=False, unseen=why)
+        for subject in subjects
+    ]

@@ -1,0 +1,336 @@
+"""witness(): observes steps of any training loop, and describes them or judges them by a policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Literal, Self
+
+import torch
+
+from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.engines.contract import StepResult
+from mpbridge.common.errors import BadValue
+from mpbridge.interop.stacks.base import Imported
+from mpbridge.observe.audit.before import Before
+from mpbridge.observe.audit.examine import everywhere, judge, promises_of
+from mpbridge.observe.audit.findings import Finding, Report
+from mpbridge.observe.audit.observe import Observed, look
+from mpbridge.observe.audit.promise import Promises
+from mpbridge.observe.audit.watch import Watch
+from mpbridge.observe.witnessing.afterwards import Afterwards
+from mpbridge.observe.witnessing.describe import describe
+from mpbridge.observe.witnessing.kinds import loop_of
+from mpbridge.observe.witnessing.loops import Loop, Update
+from mpbridge.observe.witnessing.nearest import nearest
+from mpbridge.observe.witnessing.report import Witnessed
+from mpbridge.observe.witnessing.sound import Happened, hidden, noted, sound
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+
+Policy = str | MixedPrecisionConfig | PrecisionPolicy | Imported
+"""A recipe's name, a config, a policy, or a stack's imported configuration (mpbridge.interop.stacks.importers)."""
+OnFault = Literal["raise", "show"]
+
+
+def witness(
+    model: Any,
+    optimizer: Any,
+    policy: Policy | None = None,
+    *,
+    at: Collection[int] | Callable[[int], bool] = (1,),
+    on_fault: OnFault = "show",
+    show: Callable[[str], None] | None = None,
+    scaler: Any = None,
+    clip: float | None = None,
+    group: Any = None,
+    name: str = "",
+) -> Witness:
+    """A witness of this model's and optimizer's training steps; every rank creates one and runs the same steps under it.
+
+    model: as the loop calls it: wrapped by DistributedDataParallel, fully_shard, FSDP, DeepSpeed, megatron-core (a list of chunks of an interleaved
+    pipeline), or not at all. optimizer: as the loop steps it; a list if there are several. policy: None: the step is described, and judged only by
+    what every sound run satisfies; otherwise by everything it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed after the
+    step, on every rank. show: called with each report as text, on rank 0; None: no output. scaler: torch's GradScaler, if the loop has one.
+    clip: the norm that the loop clips gradients to (0: never), if known. group: the process group that averages gradients, if not all
+    ranks. name: display name of the policy. Raises BadValue for objects that are not a model and an optimizer.
+    """
+    return Witness(
+        model,
+        optimizer,
+        policy,
+        at=at,
+        on_fault=on_fault,
+        show=show,
+        scaler=scaler,
+        clip=clip,
+        group=group,
+        name=name,
+    )
+
+
+def policy_of(policy: Policy, name: str = "") -> tuple[PrecisionPolicy, str]:
+    """(policy, display name)."""
+    if isinstance(policy, str):
+        return resolve(get_mixed_precision_config(policy)), name or policy
+    if isinstance(policy, Imported):
+        if policy.cannot_express or not policy.fields:
+            reasons = "; ".join(policy.cannot_express) or "it sets nothing that mpbridge has a setting for"
+            raise BadValue(f"{policy.stack}'s configuration cannot be expressed as a policy: {reasons}")
+        return resolve(MixedPrecisionConfig.from_data(policy.fields)), name or f"{policy.stack}'s configuration"
+    if isinstance(policy, PrecisionPolicy):
+        return policy, name or "the policy"
+    if isinstance(policy, MixedPrecisionConfig):
+        return resolve(policy), name or "the config"
+    raise BadValue(
+        f"policy is a {type(policy).__name__}: expected a recipe's name, a MixedPrecisionConfig, a PrecisionPolicy, or a configuration imported by mpbridge.interop.stacks"
+    )
+
+
+class Witness:
+    """`with witness(...):` around one step, or `with w.step():` around every step, of which only the due ones are observed.
+
+    A step is everything from the first micro-batch's forward pass to the optimizer's update. Outside of observed steps no hooks are installed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        policy: Policy | None = None,
+        *,
+        at: Collection[int] | Callable[[int], bool] = (1,),
+        on_fault: OnFault = "show",
+        show: Callable[[str], None] | None = None,
+        scaler: Any = None,
+        clip: float | None = None,
+        group: Any = None,
+        name: str = "",
+    ) -> None:
+        if not callable(at) and not (isinstance(at, Collection) and all(isinstance(step, int) for step in at)):
+            raise BadValue(f"at={at!r}: expected numbers of steps, such as {{1}}, or a function of a step's number")
+        if on_fault not in ("raise", "show"):
+            raise BadValue(f"on_fault={on_fault!r}: expected 'raise' or 'show'")
+        self.policy: PrecisionPolicy | None = None
+        self.promised = ""
+        if policy is not None:
+            self.policy, self.promised = policy_of(policy, name)
+        self.due = at if callable(at) else at.__contains__
+        self.on_fault, self.show = on_fault, show
+        self.taken = 0
+        """Steps so far, observed or not."""
+        self.reports: list[Witnessed] = []
+        self._loop: Loop = loop_of(model, optimizer, scaler=scaler, group=group)
+        if clip is not None and self._loop.configs.optimizer is None:
+            self._loop.configs.optimizer = SimpleNamespace(clip_grad=clip)
+        self._observing: _Observation | None = None
+
+    @property
+    def report(self) -> Witnessed:
+        """The latest report. Raises BadValue before there is one."""
+        if not self.reports:
+            raise BadValue("no step was observed yet: run one inside `with witness.step():`")
+        return self.reports[-1]
+
+    @property
+    def observing(self) -> bool:
+        """Whether a step is being observed."""
+        return self._observing is not None
+
+    # --- one step ------------------------------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Starts observation; a step that is already being observed continues."""
+        if self._observing is None:
+            self._observing = _Observation(self._loop, self._promises())
+
+    def end(self, *, microbatches: int = 0) -> Witnessed:
+        """Ends observation and judges the step; every rank must call it. microbatches: of the step; 0: the number of backward passes.
+
+        Raises AuditFailed under on_fault='raise'.
+        """
+        watching, self._observing = self._observing, None
+        if watching is None:
+            raise BadValue("end() without begin()")
+        found = watching.concluded(self.taken, self.promised, microbatches)
+        self.reports.append(found)
+        if self.show is not None and _rank() == 0:
+            self.show(str(found))
+        return found.require() if self.on_fault == "raise" else found
+
+    def let_go(self) -> None:
+        """Removes every hook and drops what was seen of the step."""
+        watching, self._observing = self._observing, None
+        if watching is not None:
+            watching.stop()
+
+    def __enter__(self) -> Self:
+        self.taken += 1
+        self.begin()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self.let_go()
+        else:
+            self.end()
+
+    @contextmanager
+    def step(self) -> Iterator[Witness]:
+        """One step of the loop, observed if it is due."""
+        if not self.due(self.taken + 1):
+            self.taken += 1
+            yield self
+            return
+        with self:
+            yield self
+
+    @contextmanager
+    def microbatch(self, last: Callable[[], bool]) -> Iterator[Witness]:
+        """One micro-batch of a loop over micro-batches (accelerate's `accumulate`): a step ends after the one for which `last()` is true."""
+        if self._observing is None and self.due(self.taken + 1):
+            self.begin()
+        try:
+            yield self
+        except BaseException:
+            self.let_go()
+            raise
+        if last():
+            self.taken += 1
+            if self._observing is not None:
+                self.end()
+
+    def _promises(self) -> Promises | None:
+        if self.policy is None:
+            return None
+        loop = self._loop
+        run = loop.run
+        from mpbridge.precision.sync.plan import plan
+
+        targets = {key: config for key, config in vars(loop.configs).items() if config is not None}
+        kind: Literal["emulated", "native"] = "emulated" if run.emulate else "native"
+        made = plan(self.policy, realization=kind, **targets) if targets and not loop.foreign else None
+        loop.run = replace(run, policy=self.policy, recipe=self.promised, plan=made)
+        return promises_of(self.policy, loop)  # type: ignore[arg-type]
+
+
+class _Observation:
+    """One step being observed."""
+
+    def __init__(self, loop: Loop, promises: Promises | None) -> None:
+        self.loop, self.promises = loop, promises
+        self.under = promises or _open(loop)
+        """The promises that tensors are grouped by; without a policy nothing is judged by them."""
+        self.before = Before(loop)
+        self.scale = loop.loss_scale
+        self.updates: list[Update] = []
+        self.seen: Observed | None = None
+        self.result: StepResult | None = None
+        quantized = promises.gemms if promises is not None and promises.seen else lambda path: None
+        self.watch = Watch(quantized)
+        self.after: Afterwards | None = None
+        self.asked = 0
+        """The maximum number of backward passes that the optimizer ran itself in one update."""
+        self._begun: int | None = None
+        self._steps: set[int] = set()
+        """Backward passes that had begun when an optimizer stepped."""
+        self._undo = (loop.on_update(self._updated), loop.on_step(self._begins))
+        self.watch.start(loop.model)
+
+    def stop(self) -> None:
+        """Removes every hook."""
+        self.watch.stop()
+        for undo in self._undo:
+            undo()
+
+    def _begins(self) -> None:
+        """Called right before an update."""
+        self._begun = len(self.watch.roots)
+        self._steps.add(self._begun)
+
+    def _updated(self, update: Update) -> None:
+        """Called right after an update: records what is freed later."""
+        self.updates.append(update)
+        if self._begun is not None:
+            self.asked = max(self.asked, len(self.watch.roots) - self._begun)
+        if not update.applied:
+            return
+        with self.watch.aside(), torch.no_grad():
+            if self.seen is None:
+                self.result = self._result(update)
+                self.seen = self._look(self.result)
+            self.after = Afterwards(self.loop)
+
+    def _result(self, update: Update) -> StepResult:
+        nan = math.nan  # the loop's loss is not checked
+        return StepResult(loss=nan, applied=True, grad_norm=update.norm, loss_scale=self.scale, lr=self.loop.rate)
+
+    def _look(self, result: StepResult | None, microbatches: int = 1) -> Observed:
+        return look(self.loop, self.under, self.watch, self.before if result else None, result, microbatches)
+
+    def concluded(self, step: int, promised: str, microbatches: int) -> Witnessed:
+        """The report, the same on every rank."""
+        late = self.loop.pending()
+        if late is not None:
+            self._updated(late)
+        self.stop()
+        if self.seen is None:
+            with torch.no_grad():
+                self.seen = self._look(None, microbatches)
+        if self.after is not None:
+            with torch.no_grad():
+                self.after.into(self.seen.weights, self.loop, self.before)
+        applied = len([one for one in self.updates if one.applied])
+        ranks = everywhere(self.seen)
+        findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
+        happened = Happened(
+            updates=self.updates,
+            scale=self.scale,
+            rate=None if self.result is None else self.result.lr,
+            asked=self.asked,
+            between=len(self._steps) > 1,
+            transformed=self.watch.transformed,
+            finite=all(from_all(bool(self.updates) or _is_finite(self.loop))),
+        )
+        findings = noted(findings, happened)
+        findings += hidden(self.loop)
+        facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
+        report = Report(stage="live", findings=tuple(findings), facts=facts)
+        scaled = self.scale != 1.0
+        described = describe(self.loop, ranks, stepped=applied > 0, scaled=scaled, scale=self.scale)
+        near = nearest(described, layers=self.loop.run.facts.shape.num_layers)
+        return Witnessed(step=step, described=described, nearest=near, promised=promised, report=report)
+
+    def _judged(self, ranks: list[Observed]) -> list[Finding]:
+        assert self.promises is not None
+        stepped, micro = self.result is not None, max(1, len(self.watch.roots))
+        return judge(
+            self.loop,
+            self.promises,
+            ranks,
+            live=stepped,
+            watched=True,
+            moved=stepped,
+            result=self.result,
+            microbatches=micro,
+        )
+
+
+def _is_finite(loop: Loop) -> bool:
+    """Whether this rank's gradients are finite."""
+    grads = (live.tensor for live in loop.tensors() if live.role in ("grads", "main_grads"))
+    return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)
+
+
+def _open(loop: Loop) -> Promises:
+    return promises_of(loop.run.policy, loop)  # type: ignore[arg-type]
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0

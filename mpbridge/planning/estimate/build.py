@@ -1,0 +1,140 @@
+"""Builds the list of operations of one rank of a run: `work`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.facts import RunFacts
+from mpbridge.planning.estimate.collectives import (
+    context_collectives,
+    data_collectives,
+    expert_collectives,
+    norm_collectives,
+    pipeline_collectives,
+    tensor_collectives,
+)
+from mpbridge.planning.estimate.gemms import rank_gemms
+from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
+from mpbridge.planning.estimate.work import Collective, Work
+from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.ranks import Chunk, Coordinates
+from mpbridge.planning.memory.uncounted import left_out_of_time
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """The work of a rank that does not depend on micro-batch size and recomputation. It is counted over the parameters, so it is the most expensive part to compute."""
+
+    weights: float
+    """Memory traffic of weights and their gradients per micro-batch, in bytes."""
+    step: tuple[Collective, ...]
+    """Over data-parallel groups, once per step."""
+    optimizer: float
+    """Bytes that the update reads and writes."""
+
+
+def standing(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Standing:
+    """The Standing of the rank at those coordinates."""
+    return Standing(
+        weights=weight_bytes(policy, run, at),
+        step=(*data_collectives(policy, run, at), *norm_collectives(policy, run, at)),
+        optimizer=_update(policy, run, at),
+    )
+
+
+def work(policy: PrecisionPolicy, run: RunFacts, rank: int, known: Standing | None = None) -> Work:
+    """The operations that a rank issues in one step. known: `standing` of a run with the same sizes. Raises BadValue for sizes that do not divide."""
+    divisible(run)
+    at = Coordinates.of(rank, run.parallel)
+    chunks = at.chunks(run)
+    gemms = tuple(rank_gemms(policy, run, chunks))
+    layers, experts = _layers(run, chunks)
+    fixed = known or standing(policy, run, at)
+    return Work(
+        stage=at.stage,
+        layers=layers,
+        experts=experts,
+        gemms=gemms,
+        attention=tuple(attention(run, chunks)),
+        traffic=traffic(policy, run, chunks, gemms, fixed.weights),
+        collectives=(
+            *tensor_collectives(policy, run, chunks),
+            *context_collectives(policy, run, layers),
+            *expert_collectives(policy, run, experts),
+            *pipeline_collectives(policy, run, at),
+        ),
+        step=fixed.step,
+        optimizer=fixed.optimizer,
+        offloaded=_offloaded(policy, run, layers),
+        left_out=left_out_of_time(run),
+    )
+
+
+def divisible(run: RunFacts) -> None:
+    """Raises BadValue, naming every such size, if tensors or batches cannot be divided as the layout requires."""
+    shape, parallel = run.shape, run.parallel
+    pairs = [
+        ("hidden_size", shape.hidden_size, "tensor parallel", parallel.tensor),
+        ("num_attention_heads", shape.num_attention_heads, "tensor parallel", parallel.tensor),
+        ("vocab_size", shape.vocab_size, "tensor parallel", parallel.tensor),
+        ("seq_length", shape.seq_length, "context parallel", parallel.context),
+        (
+            "global_batch_size",
+            run.global_batch_size,
+            "micro batch x data parallel",
+            run.micro_batch_size * parallel.data,
+        ),
+    ]
+    if shape.experts:
+        pairs.append(("num_moe_experts", shape.experts, "expert parallel", parallel.expert))
+    if not all(shape.expert_layers):
+        pairs.append(("ffn_hidden_size", shape.ffn_hidden_size, "tensor parallel", parallel.tensor))
+    faults = [f"{name}={value} cannot be divided by {what} {size}" for name, value, what, size in pairs if value % size]
+    if shape.num_query_groups % parallel.tensor and parallel.tensor % shape.num_query_groups:
+        faults.append(
+            f"num_query_groups={shape.num_query_groups} cannot be divided by tensor parallel {parallel.tensor}"
+        )
+    if faults:
+        raise BadValue("; ".join(faults))
+
+
+def _layers(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
+    """(layers, layers with experts) of a stage, including multi-token prediction."""
+    layers = experts = 0
+    last = run.shape.num_layers - 1
+    for chunk in chunks:
+        ids = [*chunk.layers, *([last] * run.shape.mtp_layers if chunk.mtp else [])]
+        layers += len(ids)
+        experts += sum(run.shape.is_expert_layer(min(layer, last)) for layer in ids)
+    return layers, experts
+
+
+def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
+    """Bytes that the optimizer reads and writes: gradients read, main weights and moments read and written, parameters written."""
+    settled = policy.settled(dict(run.optimizer.settings))
+    sizes = [settled.main_params, settled.exp_avg, settled.exp_avg_sq]
+    each = (
+        sum(2 * (dtype.bytes if dtype is not None else 4) for dtype in sizes)
+        + 4
+        + policy.params.bytes
+        + policy.reduce.bytes
+    )
+    own = 0.0
+    sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
+    for chunk in parameters(run, at):
+        for parameter in chunk:
+            apart = parameter.weight.expert and run.parallel.expert > 1
+            ranks = run.parallel.expert_data if apart else run.parallel.data * run.parallel.context
+            own += parameter.weight.elements / (ranks if sharded else 1)
+    return own * each
+
+
+def _offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
+    """Activations that cpu_offloading moves to the host and back."""
+    if not run.model.get("cpu_offloading"):
+        return 0.0
+    from mpbridge.planning.memory.activations import offloaded
+
+    return 2.0 * offloaded(policy, run, min(layers, int(run.model.get("cpu_offloading_num_layers") or 0)))

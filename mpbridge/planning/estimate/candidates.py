@@ -1,0 +1,172 @@
+"""The layouts that a search considers: parallel sizes that divide, and micro-batch sizes and recomputation for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.facts import Parallel, RunFacts
+from mpbridge.common.machines import Machine
+from mpbridge.planning.estimate.build import divisible
+from mpbridge.planning.memory.layers import unsplit
+from mpbridge.precision.policy import PrecisionPolicy
+
+NONE: Mapping[str, Any] = MappingProxyType(
+    {
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "recompute_modules": None,
+    }
+)
+FULL: Mapping[str, Any] = MappingProxyType(
+    {**NONE, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+)
+MICRO_BATCHES = (1, 2, 4)
+
+
+def recompute_choices(run: RunFacts) -> tuple[Mapping[str, Any], ...]:
+    """No recomputation, what the run's own settings select, and full recomputation."""
+    own = {name: run.model.get(name) for name in NONE}
+    return (NONE, *([own] if own["recompute_granularity"] == "selective" else []), FULL)
+
+
+def families(
+    policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated: bool = False
+) -> Iterator[tuple[RunFacts, ...]]:
+    """Layouts of that world size whose sizes divide and whose states may fit; those of one family differ only in micro-batch size and recomputation.
+
+    stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not.
+    """
+    world = run.parallel.world_size
+    sharded = "params" in run.traits.shards
+    for tensor in (1,) if sharded else _powers(min(8, machine.domain)):
+        for pipeline in (1,) if sharded else _powers(64):
+            for context in (1,) if sharded else _powers(max(1, run.shape.seq_length // 4096)):
+                if world % (tensor * pipeline * context):
+                    continue
+                for expert in _experts(run, world // (tensor * pipeline * context) * tensor * context):
+                    for virtual, placed in _placements(run, pipeline):
+                        sizes = Parallel(
+                            world_size=world,
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            virtual_pipeline=virtual,
+                            context=context,
+                            expert=expert,
+                            expert_tensor=1 if run.shape.experts else None,
+                            sequence=tensor > 1,
+                        )
+                        for distributed in _distributed(run, sizes, stated=stated):
+                            family = tuple(_family(policy, run, machine, sizes, placed, distributed))
+                            if family:
+                                yield family
+
+
+def _distributed(run: RunFacts, sizes: Parallel, *, stated: bool) -> tuple[bool, ...]:
+    """The values of `distributed` for the optimizer that are worth considering."""
+    here = run.optimizer.distributed
+    if here or stated or run.traits.distributed_optimizer != "optional":
+        return (here,)
+    return (True, False) if sizes.data * sizes.context > 1 else (False,)
+
+
+def _family(
+    policy: PrecisionPolicy,
+    run: RunFacts,
+    machine: Machine,
+    sizes: Parallel,
+    placed: Mapping[str, Any],
+    distributed: bool,
+) -> Iterator[RunFacts]:
+    if run.global_batch_size % sizes.data:
+        return
+    model = {**unsplit(run, sizes).model, **NONE, **placed}
+    optimizer = dataclasses.replace(run.optimizer, distributed=distributed)
+    base = dataclasses.replace(run, parallel=sizes, model=model, optimizer=optimizer, micro_batch_size=1)
+    # 0: unknown
+    if machine.memory_bytes and _states_at_least(policy, base) > machine.memory_bytes:
+        return
+    try:
+        divisible(base)
+    except MpbridgeError:
+        return
+    each = run.global_batch_size // sizes.data
+    for micro in MICRO_BATCHES:
+        if (
+            each % micro
+            or (sizes.pipeline > 1 and each // micro < sizes.pipeline)
+            or ((sizes.virtual_pipeline or 1) > 1 and each // micro % sizes.pipeline)
+        ):
+            continue
+        for recompute in recompute_choices(run):
+            yield dataclasses.replace(base, micro_batch_size=micro, model={**model, **recompute})
+
+
+def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
+    """Bytes of parameters and gradients of an average stage: a lower bound on what the fullest GPU holds."""
+    shape, sizes = run.shape, run.parallel
+    gates = 3 if shape.gated else 2
+    dense = experts = 0
+    for layer in range(shape.num_layers):
+        dense += (
+            shape.hidden_size * shape.kv_channels * (2 * shape.num_attention_heads)
+            if shape.latent_attention is None
+            else 0
+        )
+        if shape.is_expert_layer(layer):
+            experts += gates * shape.hidden_size * shape.expert_ffn_hidden_size * (shape.experts or 0)
+        else:
+            dense += gates * shape.hidden_size * shape.ffn_hidden_size
+    each = policy.params.bytes / (2 if policy.stored else 1) + policy.reduce.bytes
+    if "params" in run.traits.shards:
+        each /= sizes.data
+    return (
+        (dense / sizes.tensor + experts / sizes.expert / (sizes.expert_tensor or sizes.tensor)) / sizes.pipeline * each
+    )
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def _experts(run: RunFacts, ranks: int) -> list[int]:
+    """Expert-parallel sizes: the three smallest that leave at most 16 experts per GPU; otherwise the largest that divides."""
+    if not run.shape.experts:
+        return [1]
+    found = [
+        size for size in _powers(min(run.shape.experts, ranks)) if run.shape.experts % size == 0 and ranks % size == 0
+    ]
+    return [size for size in found if run.shape.experts // size <= 16][:3] or found[-1:]
+
+
+def _placements(run: RunFacts, pipeline: int) -> list[tuple[int | None, Mapping[str, Any]]]:
+    """(virtual stages, settings that place layers on them): without interleaving, and with the most."""
+    if pipeline == 1:
+        return [(None, {})]
+    found = []
+    for count in (1, 2, 4, 8):
+        placed = placement(run.shape.num_layers, run.shape.mtp_layers, pipeline * count)
+        if placed is not None:
+            found.append((count if count > 1 else None, placed))
+    return [*found[:1], *found[-1:]] if len(found) > 1 else found
+
+
+def placement(layers: int, ahead: int, chunks: int) -> Mapping[str, Any] | None:
+    """Settings that spread layers over that many chunks: evenly; with the embedding and the loss counting as layers; otherwise by a layout in which the
+    last chunk, then the first, gets fewer layers. ahead: layers of multi-token prediction. None: there are too few layers."""
+    if layers % chunks == 0:
+        return {}
+    if (layers + 2) % chunks == 0 and not ahead:
+        return {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    each = -(-layers // chunks)
+    missing = each * chunks - layers
+    last = each - min(missing, each)
+    first = each - (missing - (each - last))
+    if first < 0:
+        return None
+    middle = f"({'t' * each}|)*{chunks - 2}" if chunks > 2 else ""
+    return {"pipeline_model_parallel_layout": f"E{'t' * first}|{middle}{'t' * last}{'m' * ahead}L"}

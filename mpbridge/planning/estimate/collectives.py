@@ -1,0 +1,220 @@
+"""The communication of a rank in one step: kind, group, dtype, bytes and count, as megatron-core 0.16 issues it.
+
+Tensor parallelism: tensor_parallel/layers.py (sequence parallelism gathers a column-parallel linear's input again in backward), cross_entropy.py (three
+reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer.py (each bucket once per step). Pipeline: pipeline_parallel/schedules.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.formats import DType
+from mpbridge.planning.estimate.gemms import full_layers, tokens
+from mpbridge.planning.estimate.work import Collective
+from mpbridge.planning.memory.buckets import buffers
+from mpbridge.planning.memory.keeps import kept_fp32, wires
+from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches
+from mpbridge.planning.memory.roles import holdings, resting
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+def tensor_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Collective]:
+    """Per micro-batch, over the tensor-parallel group."""
+    ranks = run.parallel.tensor
+    if ranks == 1:
+        return
+    rows, hidden, wide = tokens(run), run.shape.hidden_size, policy.compute
+    whole = rows * hidden * wide.bytes
+    gathers, reductions = _counts(run, chunks)
+    if run.parallel.sequence:
+        for kind, times, size in (("all_gather", gathers, whole // ranks), ("reduce_scatter", reductions, whole)):
+            if times:
+                yield Collective(kind=kind, group="tensor", ranks=ranks, dtype=wide.short, bytes=size, times=times)  # type: ignore[arg-type]
+    elif reductions:
+        yield Collective(
+            kind="all_reduce", group="tensor", ranks=ranks, dtype=wide.short, bytes=whole, times=reductions
+        )
+    heads = _heads(run, chunks)
+    if heads:
+        yield Collective(kind="all_reduce", group="tensor", ranks=ranks, dtype="fp32", bytes=rows * 4, times=3 * heads)
+
+
+def _heads(run: RunFacts, chunks: tuple[Chunk, ...]) -> int:
+    return sum(int(chunk.last) + (run.shape.mtp_layers if chunk.mtp else 0) for chunk in chunks)
+
+
+def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
+    """(all-gathers, reduce-scatters); without sequence parallelism, reductions only."""
+    gathers = reductions = 0
+    sequence = run.parallel.sequence
+    for chunk in chunks:
+        again = full_layers(run, len(chunk.layers))
+        plain = sum(not run.shape.is_expert_layer(layer) for layer in chunk.layers)
+        count = len(chunk.layers)
+        # two pairs of linears in a dense layer, one in a layer with experts; gathers: forward, backward, and the input again for the weight gradient
+        pairs = count + plain
+        gathers += 3 * pairs + 2 * again
+        reductions += 2 * pairs + 2 * again
+        if chunk.first:
+            gathers += int(sequence)
+            reductions += 1
+        if chunk.last:
+            gathers += 2
+            reductions += 1
+    return gathers, reductions
+
+
+def context_collectives(policy: PrecisionPolicy, run: RunFacts, layers: int) -> Iterator[Collective]:
+    """Keys and values around the context-parallel ring: in forward, and with their gradients in backward."""
+    ranks, shape = run.parallel.context, run.shape
+    if ranks == 1 or not layers:
+        return
+    width = 2 * shape.num_query_groups * shape.kv_channels // run.parallel.tensor
+    size = tokens(run) * width * policy.compute.bytes
+    yield Collective(
+        kind="send",
+        group="context",
+        ranks=ranks,
+        dtype=policy.compute.short,
+        bytes=size,
+        times=3 * (ranks - 1) * layers,
+    )
+
+
+def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> Iterator[Collective]:
+    """Dispatch of tokens to their experts and back, forward and backward, in a micro-batch with a balanced router."""
+    parallel, shape = run.parallel, run.shape
+    width = parallel.expert_tensor or parallel.tensor
+    if parallel.expert * width == 1 or not experts:
+        return
+    rows = tokens(run) // parallel.tensor * shape.expert_topk
+    if parallel.expert > 1:
+        size = rows * shape.hidden_size * policy.compute.bytes
+        yield Collective(
+            kind="all_to_all",
+            group="expert",
+            ranks=parallel.expert,
+            dtype=policy.compute.short,
+            bytes=size,
+            times=4 * experts,
+        )
+        # the router's probabilities are sent with the tokens
+        wide = (
+            DType.FP32 if policy.router is DType.FP32 or run.model.get("moe_router_dtype") == "fp32" else policy.compute
+        )
+        yield Collective(
+            kind="all_to_all",
+            group="expert",
+            ranks=parallel.expert,
+            dtype=wide.short,
+            bytes=rows * wide.bytes,
+            times=2 * experts,
+        )
+
+
+def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Activations and their gradients between stages, per micro-batch: each model chunk sends once."""
+    stages = run.parallel.pipeline
+    if stages == 1:
+        return
+    virtual = run.parallel.virtual_pipeline or 1
+    rows = tokens(run) // (run.parallel.tensor if run.parallel.sequence else 1)
+    size = rows * run.shape.hidden_size * policy.pipeline.bytes
+    first, last = at.stage == 0, at.stage == stages - 1
+    onward = virtual - int(last)
+    back = virtual - int(first)
+    for kind, times in (("send", onward + back), ("receive", onward + back)):
+        if times:
+            yield Collective(
+                kind=kind,  # type: ignore[arg-type]
+                group="pipeline",
+                ranks=stages,
+                dtype=policy.pipeline.short,
+                bytes=size,
+                times=times,
+            )
+
+
+def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Gradients and parameters over data-parallel groups, once per step: each buffer as a whole, regardless of its buckets."""
+    if "params" in run.traits.shards:
+        yield from _sharded(policy, run, at)
+        return
+    settled = policy.settled(dict(run.optimizer.settings))
+    kept, rests = holdings(settled, run), resting(settled, run)
+    for index, chunk in enumerate(parameters(run, at)):
+        rows = []
+        for parameter in chunk:
+            at_rest, _ = rests(parameter)
+            rows.append((parameter, at_rest, kept(at_rest)["grads"].dtype))
+        for buffer in buffers(run, rows, stage=at.stage, index=index):
+            group = "expert_data" if buffer.slots[0].parameter.weight.expert and run.parallel.expert > 1 else "data"
+            if buffer.group == 1 or not buffer.elements:
+                continue
+            size = buffer.elements * buffer.grads.bytes
+            if not buffer.distributed:
+                yield _once("all_reduce", group, buffer.group, buffer.grads, size)
+                continue
+            yield _once("reduce_scatter", group, buffer.group, buffer.grads, size)
+            yield _once(
+                "all_gather", group, buffer.group, buffer.params, buffer.elements * buffer.params.bytes // buffer.group
+            )
+
+
+_WHOLE_BIASES = ("linear_proj.bias", "linear_fc2.bias", "mlp.router.weight", "mlp.router.bias")
+
+
+def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Gradients of parameters that are replicated over tensor-parallel ranks, each of which processes only its part of the sequence (finalize_model_grads.py)."""
+    if run.parallel.tensor == 1 or not run.parallel.sequence:
+        return
+    size = sum(
+        parameter.weight.elements
+        for chunk in parameters(run, at)
+        for parameter in chunk
+        if "norm" in parameter.weight.path.rpartition(".")[0] or parameter.weight.path.endswith(_WHOLE_BIASES)
+    )
+    wire = wires(policy)["gradients"]
+    yield _once("all_reduce", "tensor", run.parallel.tensor, wire, size * wire.bytes)
+
+
+def _once(kind: str, group: str, ranks: int, dtype: DType, size: int) -> Collective:
+    return Collective(kind=kind, group=group, ranks=ranks, dtype=dtype.short, bytes=size)  # type: ignore[arg-type]
+
+
+def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Full sharding: in each micro-batch weights are gathered for forward and again for backward, and gradients are reduce-scattered."""
+    ranks = run.parallel.data * run.parallel.context
+    if ranks == 1:
+        return
+    micro = batches(run)
+    gathered: Counter[DType] = Counter()
+    reduced: Counter[DType] = Counter()
+    rests = resting(policy, run)
+    for chunk in parameters(run, at):
+        for parameter in chunk:
+            at_rest, _ = rests(parameter)
+            wire = wires(policy, at_rest=at_rest, kept=kept_fp32(policy, parameter.name))
+            gathered[wire["parameters"]] += parameter.weight.elements
+            reduced[wire["gradients"]] += parameter.weight.elements
+    for dtype, count in gathered.items():
+        yield Collective(
+            kind="all_gather",
+            group="data",
+            ranks=ranks,
+            dtype=dtype.short,
+            bytes=count * dtype.bytes // ranks,
+            times=2 * micro,
+        )
+    for dtype, count in reduced.items():
+        yield Collective(
+            kind="reduce_scatter",
+            group="data",
+            ranks=ranks,
+            dtype=dtype.short,
+            bytes=count * dtype.bytes,
+            times=micro,
+        )

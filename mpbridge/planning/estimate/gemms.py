@@ -1,0 +1,163 @@
+"""The matrix products of a rank's layers and output layer, per micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from mpbridge.common.facts import RunFacts
+from mpbridge.planning.estimate.work import MatrixProduct, Pass
+from mpbridge.planning.memory.activations import recomputed_modules
+from mpbridge.planning.memory.alike import layer_kinds
+from mpbridge.planning.memory.layers import Weight, layer_weights, te_layers
+from mpbridge.planning.memory.ranks import Chunk
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+
+PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
+
+
+def tokens(run: RunFacts) -> int:
+    """Tokens per micro-batch on one context-parallel rank."""
+    return run.shape.seq_length * run.micro_batch_size // run.parallel.context
+
+
+def routed(run: RunFacts) -> int:
+    """Rows that arrive at a rank's experts in one layer with a balanced router."""
+    width = run.parallel.expert_tensor or run.parallel.tensor
+    return tokens(run) * run.shape.expert_topk * width // run.parallel.tensor
+
+
+def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) -> Iterator[MatrixProduct]:
+    """Every product of those model chunks per micro-batch, including recomputed ones; identical layers are counted, not listed."""
+    kinds, alike = layer_kinds(policy, run), Counter[tuple[bool, int]]()
+    for chunk in chunks:
+        again = full_layers(run, len(chunk.layers))
+        alike.update((place < again, kinds[layer]) for place, layer in enumerate(chunk.layers))
+        yield from _beside_layers(policy, run, chunk)
+    made = {layer: tuple(layer_gemms(policy, run, layer, f"decoder.layers.{layer}")) for _, layer in alike}
+    for (repeated, layer), count in alike.items():
+        for gemm in made[layer]:
+            yield replace(gemm, times=gemm.times * count)
+            if repeated and gemm.step == "forward":
+                yield replace(gemm, step="recompute", times=gemm.times * count)
+
+
+def _beside_layers(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[MatrixProduct]:
+    """Products of multi-token prediction and output layers."""
+    depth = run.shape.num_layers
+    if chunk.mtp:
+        hidden = run.shape.hidden_size
+        for index in range(run.shape.mtp_layers):
+            yield from linear_gemms(
+                "mtp.eh_proj", tokens(run), hidden // run.parallel.tensor, 2 * hidden, (policy.compute.short, "")
+            )
+            yield from layer_gemms(policy, run, depth - 1, f"mtp.layers.{index}.transformer_layer")
+    heads = int(chunk.last) + (run.shape.mtp_layers if chunk.mtp else 0)
+    for _ in range(heads):
+        rows = run.shape.vocab_size // run.parallel.tensor
+        yield from linear_gemms("output_layer", tokens(run), rows, run.shape.hidden_size, (policy.compute.short, ""))
+
+
+def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
+    """Whether a layer's linear is recomputed for the backward pass (transformer_config.py recompute_modules)."""
+    asked = recomputed_modules(run)
+    if module.endswith(("linear_q_up_proj", "linear_kv_up_proj")):
+        return "mla_up_proj" in asked
+    if not module.startswith("mlp."):
+        return False
+    if "shared_experts" in module:
+        return bool(asked & {"shared_experts", "moe"})
+    return "moe" in asked if mixture else "mlp" in asked
+
+
+def full_layers(run: RunFacts, chunk_layers: int) -> int:
+    """How many of a chunk's layers are recomputed under full recomputation."""
+    if run.model.get("recompute_granularity") != "full":
+        return 0
+    count = int(run.model.get("recompute_num_layers") or 1)
+    return chunk_layers if run.model.get("recompute_method") != "block" else min(count, chunk_layers)
+
+
+def layer_gemms(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> Iterator[MatrixProduct]:
+    """Every product of one layer per micro-batch; prefix: of its linears' paths ('decoder.layers.3')."""
+    shape, parallel = run.shape, run.parallel
+    mixture = shape.is_expert_layer(layer)
+    here = (shape.experts or 0) // parallel.expert
+    weights = layer_weights(
+        shape,
+        tensor=parallel.tensor,
+        expert_tensor=parallel.expert_tensor or parallel.tensor,
+        local_experts=here,
+        mixture=mixture,
+        shared_gate=bool(run.model.get("moe_shared_expert_gate")),
+        whole_down=te_layers(run),
+    )
+    seen: set[str] = set()
+    for weight in weights:
+        if weight.path == "mlp.router.weight":
+            router = "fp32" if policy.router is not None or run.model.get("moe_router_dtype") else policy.compute.short
+            rows = tokens(run) // (parallel.tensor if parallel.sequence else 1)
+            yield from linear_gemms(weight.module, rows, shape.experts or 0, shape.hidden_size, (router, ""))
+        if not weight.linear:
+            continue
+        # the first expert's products represent all of the rank's experts
+        name = weight.module
+        if weight.expert:
+            name = f"mlp.experts.{name.rpartition('.')[2]}"
+            if name in seen:
+                continue
+            seen.add(name)
+        yield from _linear(policy, run, weight, name, prefix, mixture, here)
+
+
+def _linear(
+    policy: PrecisionPolicy, run: RunFacts, weight: Weight, name: str, prefix: str, mixture: bool, experts: int
+) -> Iterator[MatrixProduct]:
+    rules = dict(zip(PASSES, policy.of_path(f"{prefix}.{weight.module}", run.shape.num_layers), strict=True))
+    out, inner = weight.shape
+    whole = weight.module.endswith(("linear_q_down_proj", "linear_kv_down_proj")) and te_layers(run)
+    rows = tokens(run)
+    if weight.expert:
+        rows = routed(run) // max(1, experts)
+    elif whole and run.parallel.sequence:
+        rows //= run.parallel.tensor
+    times = experts if weight.expert else 1
+    for gemm in linear_gemms(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert):
+        yield quantized(gemm, rules[gemm.step])
+    if recomputed(run, weight.module, mixture=mixture):
+        again = MatrixProduct(
+            where=name,
+            m=rows,
+            n=out,
+            k=inner,
+            format=policy.compute.short,
+            step="recompute",
+            times=times,
+            grouped=weight.expert,
+        )
+        yield quantized(again, rules["forward"])
+
+
+def linear_gemms(
+    where: str,
+    rows: int,
+    out: int,
+    inner: int,
+    kind: tuple[str, str],
+    *,
+    times: int = 1,
+    grouped: bool = False,
+) -> Iterator[MatrixProduct]:
+    """The forward, dgrad and wgrad products of one linear [out, inner]."""
+    shapes = {"forward": (rows, out, inner), "dgrad": (rows, inner, out), "wgrad": (out, inner, rows)}
+    for step in PASSES:
+        m, n, k = shapes[step]
+        yield MatrixProduct(
+            where=where, m=m, n=n, k=k, format=kind[0], scaling=kind[1], step=step, times=times, grouped=grouped
+        )
+
+
+def quantized(gemm: MatrixProduct, quant: Quant | None) -> MatrixProduct:
+    """The product with its operands quantized under that rule."""
+    return gemm if quant is None else replace(gemm, format=f"fp{quant.bits}", scaling=quant.scaling)

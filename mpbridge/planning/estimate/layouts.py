@@ -1,0 +1,215 @@
+"""Finds parallel layouts of a model that are legal, fit and are fast on a number of GPUs: `search`, and `nearest` for a run that does not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.machines import Machine
+from mpbridge.planning.estimate.build import Standing
+from mpbridge.planning.estimate.candidates import FULL, NONE, families
+from mpbridge.planning.estimate.constants import Constants, constants
+from mpbridge.planning.estimate.step import ideal, seconds, standing_work
+from mpbridge.planning.memory.activations import activations, uncertainty
+from mpbridge.planning.memory.by_role import Memory, States, stage_states, verdict, with_states
+from mpbridge.planning.memory.ranks import Coordinates
+from mpbridge.planning.rules.table import broken
+from mpbridge.precision.policy import PrecisionPolicy
+
+PLACES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One way to run a model."""
+
+    run: RunFacts
+    needed: int
+    """Bytes of the fullest GPU."""
+    band: int
+    answer: str
+    """"fits" or "tight"."""
+    seconds: float
+    """Predicted time per step."""
+    tokens_per_second: float
+    """Per GPU, predicted."""
+
+    @property
+    def line(self) -> str:
+        """Settings to paste after a command."""
+        return line(self.run)
+
+
+def line(run: RunFacts) -> str:
+    """The run's layout as settings to paste after a command."""
+    sizes, parts = run.parallel, []
+    for name, value in (
+        ("tensor_model", sizes.tensor), ("pipeline_model", sizes.pipeline), ("virtual_pipeline_model", sizes.virtual_pipeline or "null"),
+        ("context", sizes.context), ("expert_model", sizes.expert),
+    ):  # fmt: skip
+        parts.append(f"parallel.{name}_parallel_size={value}")
+    if run.shape.experts:
+        parts.append(f"parallel.expert_tensor_parallel_size={sizes.expert_tensor or 'null'}")
+    parts.append(f"parallel.sequence_parallel={str(sizes.sequence).lower()}")
+    parts.append(f"train.micro_batch_size={run.micro_batch_size}")
+    parts += [_setting(name, run.model.get(name) or None) for name in PLACES]
+    for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+        parts.append(f"model.{name}={str(bool(run.model.get(name))).lower()}")
+    parts += [_setting(name, run.model.get(name)) for name in NONE]
+    parts.append(f"ddp.use_distributed_optimizer={str(run.optimizer.distributed).lower()}")
+    return " ".join(parts)
+
+
+def _setting(name: str, value: object) -> str:
+    """A model setting quoted for a shell: a layout contains brackets and bars, a list of modules contains quotes."""
+    text = json.dumps(list(value)) if isinstance(value, (list, tuple)) else "null" if value is None else value
+    return shlex.quote(f"model.{name}={text}")
+
+
+def search(
+    policy: PrecisionPolicy,
+    run: RunFacts,
+    machine: Machine,
+    *,
+    most: int = 10,
+    using: Constants | None = None,
+    stated: bool = False,
+) -> tuple[Layout, ...]:
+    """The fastest layouts of that world size that are legal and may fit in memory, fastest first; empty if there are none.
+
+    Every candidate that a quick memory bound does not rule out is priced; bytes and rules are then checked from the fastest on, until there are enough.
+    stated: the author set whether the optimizer is distributed, so it is not changed. Raises BadValue if fewer than one layout is requested.
+    """
+    if most < 1:
+        raise BadValue(f"{most} layouts: expected at least 1")
+    priced: list[_Priced] = []
+    for members in families(policy, run, machine, stated=stated):
+        with contextlib.suppress(MpbridgeError):
+            priced += _price(policy, _Family(policy, members), members, machine, using or constants())
+    priced.sort(key=lambda one: one.seconds)
+    found: list[Layout] = []
+    for one in priced:
+        # ties in speed are broken by bytes
+        if len(found) >= most and one.seconds > found[-1].seconds:
+            break
+        layout = _judged(policy, one, machine)
+        if layout is not None:
+            found.append(layout)
+    found.sort(key=lambda one: (one.seconds, one.needed))
+    return tuple(found[:most])
+
+
+class _Family:
+    """Candidates of the same sizes: what they share is computed once, on first use."""
+
+    def __init__(self, policy: PrecisionPolicy, members: tuple[RunFacts, ...]) -> None:
+        self._policy, self._first = policy, members[0]
+
+    @functools.cached_property
+    def states(self) -> list[States]:
+        """States of each kind of pipeline stage."""
+        return stage_states(self._policy, self._first)
+
+    @functools.cached_property
+    def standing(self) -> Mapping[int, Standing] | None:
+        """Fixed work of each kind of stage; None if it depends on the micro-batch size, since full sharding gathers weights for each micro-batch."""
+        if "params" in self._first.traits.shards:
+            return None
+        return standing_work(self._policy, self._first)
+
+    def fullest(self, run: RunFacts) -> Memory:
+        """The fullest rank of a member."""
+        return max((with_states(self._policy, run, held) for held in self.states), key=lambda one: one.needed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    run: RunFacts
+    family: _Family
+    seconds: float
+    tokens: float
+
+
+def _price(
+    policy: PrecisionPolicy, family: _Family, members: tuple[RunFacts, ...], machine: Machine, using: Constants
+) -> Iterator[_Priced]:
+    """The members of a family that may fit in memory, with their predicted steps."""
+    for run in members:
+        # activations of the first stage, which has the most micro-batches in flight, at the low end of their band
+        kept = activations(policy, run, Coordinates.of(0, run.parallel))
+        if machine.memory_bytes and kept * (1 - uncertainty(run)) > machine.memory_bytes:
+            continue
+        made = ideal(policy, run, machine, family.standing)
+        yield _Priced(run, family, sum(seconds(made, using).values()), made.tokens)
+
+
+def _judged(policy: PrecisionPolicy, one: _Priced, machine: Machine) -> Layout | None:
+    """The layout; None if it does not fit or a rule forbids it."""
+    try:
+        held = one.family.fullest(one.run)
+    except MpbridgeError:
+        return None
+    answer = verdict(held, machine.memory_bytes)
+    if answer == "does not fit" or not _legal(policy, one.run):
+        return None
+    return Layout(
+        run=one.run,
+        needed=held.needed,
+        band=held.band,
+        answer=answer,
+        seconds=one.seconds,
+        tokens_per_second=one.tokens / one.seconds,
+    )
+
+
+def _legal(policy: PrecisionPolicy, run: RunFacts) -> bool:
+    return not any(violation.severity == "error" for violation in broken(policy, run))
+
+
+def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated: bool = False) -> RunFacts | None:
+    """The layout that fits on the fewest GPUs, starting from this run's number; among these the one with the fewest changes. None: there is none up to 64
+    times as many GPUs."""
+    here = run.parallel
+    # the author's own placement of layers on stages, which the search does not consider
+    again = dataclasses.replace(run, model={**run.model, **FULL})
+    if verdict(_Family(policy, (again,)).fullest(again), machine.memory_bytes) == "fits":
+        return again
+    for factor in (1, 2, 4, 8, 16, 32, 64):
+        wider = dataclasses.replace(run, parallel=dataclasses.replace(here, world_size=here.world_size * factor))
+        if run.global_batch_size % max(1, run.micro_batch_size * wider.parallel.data):
+            wider = dataclasses.replace(wider, global_batch_size=run.global_batch_size * factor)
+        every = [
+            (candidate, shared)
+            for members in families(policy, wider, machine, stated=stated)
+            for shared in (_Family(policy, members),)
+            for candidate in members
+        ]
+        for candidate, shared in sorted(every, key=lambda one: _distance(run, one[0])):
+            with contextlib.suppress(MpbridgeError):
+                held = shared.fullest(candidate)
+                if verdict(held, machine.memory_bytes) == "fits" and _legal(policy, candidate):
+                    return candidate
+    return None
+
+
+def _distance(run: RunFacts, other: RunFacts) -> tuple[int, int, int]:
+    a, b = run.parallel, other.parallel
+    pairs = ((a.tensor, b.tensor), (a.pipeline, b.pipeline), (a.context, b.context), (a.expert, b.expert))
+    changed = sum(x != y for x, y in pairs)
+    again = run.model.get("recompute_granularity") != other.model.get("recompute_granularity")
+    return (
+        changed + 2 * again + (run.optimizer.distributed != other.optimizer.distributed),
+        sum(max(x, y) // min(x, y) for x, y in pairs),
+        abs(run.micro_batch_size - other.micro_batch_size),
+    )

@@ -1,0 +1,133 @@
+"""Memory traffic per micro-batch, in bytes: norms and residuals, activation functions, routing, casts, weights, the loss.
+
+Counted per token and layer, with every operand read once and written once by each kernel of the forward and backward passes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from mpbridge.common.facts import RunFacts
+from mpbridge.planning.estimate.flops import attended
+from mpbridge.planning.estimate.gemms import full_layers, tokens
+from mpbridge.planning.estimate.work import AttentionWork, MatrixProduct, MemoryTraffic
+from mpbridge.planning.memory.activations import attention_kernel, recomputed_modules
+from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.ranks import Chunk, Coordinates
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.scalings import scaling
+
+
+def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWork]:
+    """Core attention of those chunks."""
+    shape, rows = run.shape, tokens(run)
+    heads = shape.num_attention_heads / run.parallel.tensor
+    latent = shape.latent_attention
+    width = (
+        2 * shape.kv_channels
+        if latent is None
+        else latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
+    )
+    kernel = attention_kernel(run)
+    again = "core_attn" in recomputed_modules(run)
+    flops = scores = 0.0
+    layers = 0
+    for chunk in chunks:
+        extra = full_layers(run, len(chunk.layers))
+        ids = [*chunk.layers, *([shape.num_layers - 1] * shape.mtp_layers if chunk.mtp else [])]
+        for place, layer in enumerate(ids):
+            passes = 3.5 + (1 if again or place < extra else 0)
+            keys = attended(shape, run.model, layer)
+            flops += passes * 2 * rows * heads * width * keys
+            scores += 2 * rows * heads * keys
+            layers += 1
+    # unfused: the full square is computed, written, normalized and read; twice as many positions as a causal kernel visits
+    moved = 0.0 if kernel == "fused" else layers * rows * heads * shape.seq_length * 2 * 8
+    if layers:
+        yield AttentionWork(flops=flops * (1 if kernel == "fused" else 2), scores=scores, kernel=kernel, bytes=moved)
+
+
+def traffic(
+    policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...], gemms: tuple[MatrixProduct, ...], weights: float
+) -> tuple[MemoryTraffic, ...]:
+    """Every kind of traffic above zero. weights: from `weight_bytes`."""
+    shape, tensor, rows = run.shape, run.parallel.tensor, tokens(run)
+    wide = policy.compute.bytes / 2
+    found: defaultdict[str, float] = defaultdict(float)
+    fused = bool(run.model.get("use_transformer_engine_op_fuser"))
+    for chunk in chunks:
+        extra = full_layers(run, len(chunk.layers))
+        ids = [*chunk.layers, *([shape.num_layers - 1] * shape.mtp_layers if chunk.mtp else [])]
+        for place, layer in enumerate(ids):
+            share = (4 / 3 if place < extra else 1) * rows / tensor * wide
+            found["norms"] += share * _attention_bytes(run)
+            mixture = shape.is_expert_layer(min(layer, shape.num_layers - 1))
+            width = (
+                shape.expert_topk * shape.expert_ffn_hidden_size + shape.shared_expert_size
+                if mixture
+                else shape.ffn_hidden_size
+            )
+            found["activation"] += share * (16 if shape.gated else 10) * width * (0.75 if fused and mixture else 1)
+            if mixture:
+                found["routing"] += share * (12 * shape.expert_topk * shape.hidden_size + 8 * (shape.experts or 0))
+        heads = int(chunk.last) + (shape.mtp_layers if chunk.mtp else 0)
+        found["loss"] += heads * 12 * shape.vocab_size * rows / tensor
+    found["quantization"] += quantized_bytes(gemms, run.machine.arch if run.machine is not None else None) * (
+        0.6 if fused and shape.experts else 1
+    )
+    found["weights"] += weights
+    return tuple(MemoryTraffic(kind=kind, bytes=size) for kind, size in found.items() if size)
+
+
+def _attention_bytes(run: RunFacts) -> float:
+    """Norms, residuals, rotary embedding and layout changes around attention, in bytes per token and layer at 16 bits."""
+    shape = run.shape
+    latent = shape.latent_attention
+    if latent is None:
+        inner = shape.num_attention_heads * shape.kv_channels
+        return 36 * shape.hidden_size + 8 * (inner + shape.num_query_groups * shape.kv_channels) + 6 * inner
+    keys = latent["qk_head_dim"] + 2 * latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
+    heads = shape.num_attention_heads
+    return 36 * shape.hidden_size + 8 * heads * keys + 6 * heads * latent["v_head_dim"]
+
+
+def quantized_bytes(gemms: Iterable[MatrixProduct], arch: tuple[int, int] | None) -> float:
+    """Bytes read and written by casts of inputs and output gradients; each is cast once for all products that use it."""
+    total = 0.0
+    for gemm in gemms:
+        if not gemm.scaling or gemm.step == "wgrad":
+            continue
+        # forward casts the input [m, k], dgrad the output's gradient [m, k]; the weight gradient reuses both
+        total += gemm.m * gemm.k * gemm.times * cast_bytes(gemm.scaling, bits_of_format(gemm.format), arch)
+    return total
+
+
+def bits_of_format(name: str) -> int:
+    """Bits per element of 'fp8' or 'fp4'."""
+    return int(name.removeprefix("fp"))
+
+
+def cast_bytes(name: str, bits: int, arch: tuple[int, int] | None) -> float:
+    """Bytes that the cast of one 16-bit element reads and writes under that scaling: the value, twice if the tensor's amax must be known first,
+    its code, a second copy if the GEMMs need one, and the block's scale."""
+    row = scaling(name)
+    block = row.blocks[0] if row.blocks is not None else None
+    # a per-tensor scale computed from the tensor itself: alone, or above block scales as in NVFP4
+    looked_up = 2 if not row.history and (row.per_tensor or bits < 8 or block is None) else 0
+    scales = row.stored.scale_bytes / block.along if block is not None and block.along else 0.0
+    copies = 2 if row.keeps_transposed(arch) else 1
+    return 2 + looked_up + copies * (bits / 8 + scales)
+
+
+def weight_bytes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
+    """Bytes per micro-batch: weights read by forward and dgrad, their gradients read and written."""
+    total = 0.0
+    for chunk in parameters(run, at):
+        for parameter in chunk:
+            if not parameter.weight.linear or parameter.layer is None:
+                continue
+            quant = policy.at(parameter.weight.module, parameter.layer, run.shape.num_layers)
+            stored = policy.compute.bytes if quant is None else quant.bits / 8
+            total += parameter.weight.elements * (2 * stored + 2 * policy.reduce.bytes)
+    return total

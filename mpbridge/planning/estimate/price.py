@@ -1,0 +1,145 @@
+"""Ideal seconds of a rank's operations, by the constant that each is multiplied by."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.machines import Machine
+from mpbridge.planning.estimate.work import AttentionWork, Collective, MatrixProduct, Work
+
+HOST_MOE, HOST_DENSE = 1.0, 0.25
+"""Host work per layer and micro-batch, in units of the constant 'host': kernel launches of a mixture of experts, and of a dense layer."""
+HOST_LATENT, HOST_SHARED = 0.25, 0.1
+"""Additional host work for latent attention's projections and for a shared expert."""
+SATURATION = 64
+"""A product [m, k] x [k, n] takes (1 + 64/m)(1 + 64/n)(1 + 64/k) times its ideal time: half the peak at 64 x large x large. Whole tiles and waves
+of tiles were tried on the fitted rows and made predictions worse (kernels choose their own tiles, and split the last wave)."""
+
+
+def gemm_seconds(gemm: MatrixProduct, machine: Machine, *, saturated: bool = True) -> tuple[str, float]:
+    """(name of the constant, ideal seconds of all its executions). saturated: False prices even the smallest product at the peak. Raises BadValue for a machine without a rate for the format."""
+    peak = machine.flops(gemm.format)
+    if peak is None and gemm.format == "fp32":
+        peak = machine.flops("tf32") or machine.flops("fp32")
+    if peak is None:
+        raise BadValue(
+            f"{machine.name} has no rate for {gemm.format} products in the table: use another recipe, or a --machine-file that has it"
+        )
+    grown = (1 + SATURATION / max(1, gemm.m)) * (1 + SATURATION / max(1, gemm.n)) * (1 + SATURATION / max(1, gemm.k))
+    return f"gemm_{gemm.scaling or gemm.format}", (grown if saturated else 1.0) * gemm.flops / peak
+
+
+def attention_seconds(part: AttentionWork, machine: Machine) -> float:
+    """Both products at the 16-bit peak, and the exponentials at 16 per clock and multiprocessor (32 on compute capability 10.3)."""
+    peak = machine.flops("bf16") or machine.flops("fp16") or machine.flops("fp32") or 0.0
+    found = part.flops / peak if peak else 0.0
+    units = machine.multiprocessors * machine.clock * (32 if machine.arch == (10, 3) else 16)
+    found += part.scores / units if units else 0.0
+    return found + (part.bytes / machine.bandwidth if machine.bandwidth else 0.0)
+
+
+def micro_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, float]:
+    """Constant -> ideal seconds per micro-batch on the device. 'grouped:gemm_x' is multiplied by both constants."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for gemm in work.gemms:
+        name, seconds = gemm_seconds(gemm, machine)
+        found[f"grouped:{name}" if gemm.grouped else name] += seconds
+    for part in work.attention:
+        found["attention"] += attention_seconds(part, machine)
+    bandwidth = machine.bandwidth or 1e11
+    for traffic in work.traffic:
+        found[f"memory:{traffic.kind}"] += traffic.bytes / bandwidth
+    for collective in work.collectives:
+        for name, seconds in _wire(run, collective, machine):
+            found[name] += seconds
+    return found
+
+
+def step_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, float]:
+    """Constant -> ideal seconds of what happens once per step."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for collective in work.step:
+        for name, seconds in _wire(run, collective, machine):
+            found[name] += seconds
+    found["optimizer"] = work.optimizer / (machine.bandwidth or 1e11)
+    return found
+
+
+def host_units(run: RunFacts, work: Work) -> float:
+    """Host work per micro-batch in units of the constant 'host': what remains with CUDA graphs and dispatchers."""
+    model = run.model
+    scope = model.get("cuda_graph_scope")
+    scopes = [scope] if isinstance(scope, str) else list(scope or ())
+    graphed = (
+        model.get("cuda_graph_impl") not in (None, "none")
+        or model.get("enable_cuda_graph")
+        or model.get("external_cuda_graph")
+    )
+    factor = 1.0
+    # newer releases of megatron-core select full-iteration graphs by implementation, older ones by scope
+    if any("full_iteration" in str(item) for item in (*scopes, model.get("cuda_graph_impl"))):
+        factor = 0.0
+    elif graphed:
+        factor = 0.5 if any(str(item) in ("attn", "full") for item in scopes) or not scopes else 0.8
+    flexible = model.get("moe_token_dispatcher_type") == "flex"
+    routing = (1.0 if flexible else 1.3) * (1.4 if model.get("overlap_moe_expert_parallel_comm") else 1.0)
+    each = (
+        HOST_MOE
+        + (HOST_LATENT if run.shape.latent_attention else 0)
+        + (HOST_SHARED if run.shape.shared_expert_size else 0)
+    )
+    return factor * (each * routing * work.experts + HOST_DENSE * (work.layers - work.experts))
+
+
+def _wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, float]]:
+    """(constant, ideal seconds) of a collective: the bytes that leave the rank, over the link that limits it."""
+    if one.group == "expert":
+        return _expert_wire(run, one, machine)
+    size = float(one.bytes) * one.times
+    share = (one.ranks - 1) / one.ranks
+    moved = {
+        "all_gather": size * (one.ranks - 1),
+        "reduce_scatter": size * share,
+        "all_reduce": 2 * size * share,
+    }.get(one.kind, size)
+    if one.group == "tensor":
+        name = "tensor_overlapped" if _hidden(run) else "tensor"
+        return [(name, moved / _link(machine, one.ranks))]
+    if one.group == "context":
+        return [("context", moved / _link(machine, one.ranks * run.parallel.tensor))]
+    if one.group == "pipeline":
+        # an interleaved schedule sends while it computes; otherwise both sides wait
+        name = "pipeline_overlapped" if (run.parallel.virtual_pipeline or 1) > 1 else "pipeline"
+        return [(name, moved / 2 / _link(machine, run.parallel.world_size))]
+    return [("data", moved / _link(machine, run.parallel.world_size))]
+
+
+def _hidden(run: RunFacts) -> bool:
+    return bool(run.model.get("tp_comm_overlap"))
+
+
+def _link(machine: Machine, reach: int) -> float:
+    """Bytes per second and direction of the slowest link among `reach` neighbouring ranks; an unknown network is ignored, so priced as the inner link."""
+    inner = machine.nvlink or 1e10
+    return inner if reach <= machine.domain or not machine.network else machine.network
+
+
+def _expert_wire(run: RunFacts, one: Collective, machine: Machine) -> list[tuple[str, float]]:
+    """All-to-all: flexible dispatchers send a token once to each rank (and node) that it goes to, the plain dispatcher once per expert."""
+    topk = run.shape.expert_topk
+    flexible = run.model.get("moe_token_dispatcher_type") == "flex"
+    token = one.bytes * one.times / max(1, topk)
+    over = "_overlapped" if run.model.get("overlap_moe_expert_parallel_comm") else ""
+    inner = machine.nvlink or 1e10
+    if one.ranks <= machine.domain or not machine.network:
+        copies = one.ranks * (1 - (1 - 1 / one.ranks) ** topk) if flexible else topk
+        return [(f"expert_link{over}", token * copies * (one.ranks - 1) / one.ranks / inner)]
+    nodes = one.ranks / machine.domain
+    copies = nodes * (1 - (1 - 1 / nodes) ** topk) if flexible else topk
+    return [
+        (f"expert_network{over}", token * copies * (nodes - 1) / nodes / machine.network),
+        (f"expert_link{over}", token * topk / inner),
+    ]

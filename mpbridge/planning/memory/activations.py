@@ -1,0 +1,242 @@
+"""What a rank keeps from its forward passes for their backward passes: an estimate, and labelled as one wherever it is shown.
+
+Counted as in arXiv 2205.05198 (Reducing Activation Recomputation), with quantized inputs of linears kept in low precision, and attention scores kept if
+attention is not fused. Fragmentation and load imbalance between experts are not included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.formats import DType
+from mpbridge.planning.memory.alike import layer_kinds
+from mpbridge.planning.memory.layers import te_layers
+from mpbridge.planning.memory.ranks import Coordinates, batches, in_flight
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """Bytes that one layer keeps for one micro-batch, split into the parts that selective recomputation can drop."""
+
+    entry: float
+    """The layer's own input: kept in every mode."""
+    norms: float
+    attention: float
+    scores: float
+    """Unfused attention: probabilities, and the mask and result of dropout."""
+    up_projections: float
+    """Outputs of latent attention's up projections: dropped by recompute_modules mla_up_proj."""
+    mlp: float = 0.0
+    """The MLP of a layer without experts; the fields below belong to a layer with experts."""
+    activation: float = 0.0
+    """Output of the activation function in experts: dropped by moe_act."""
+    shared: float = 0.0
+    permuted: float = 0.0
+    """Permuted tokens, the input of the experts' first linear: offload_modules expert_fc1."""
+    gate: float = 0.0
+    """Input of the activation function in experts."""
+    experts: float = 0.0
+    """Everything else that experts and their router keep."""
+
+    @property
+    def whole(self) -> float:
+        """Total without recomputation."""
+        return self.without(frozenset())
+
+    def without(self, parts: frozenset[str]) -> float:
+        """Total without `parts`."""
+        return sum(float(getattr(self, one.name)) for one in fields(self) if one.name not in parts)
+
+
+_RECOMPUTED: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    # core_attn, megatron-core's default, recomputes the scores
+    "core_attn": ("scores",), "layernorm": ("norms",), "mla_up_proj": ("up_projections",), "mlp": ("mlp",), "moe_act": ("activation",),
+    "shared_experts": ("shared",), "moe": ("permuted", "gate", "activation", "shared", "experts"),
+})  # fmt: skip
+"""recompute_modules -> what a layer no longer keeps."""
+_ON_HOST: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "attn_norm": ("entry",), "mlp_norm": ("norms",), "core_attn": ("attention", "scores", "up_projections"), "expert_fc1": ("permuted",),
+    "moe_act": ("gate", "activation"),
+})  # fmt: skip
+"""offload_modules of fine_grained_activation_offloading -> what a layer keeps on the host. The inputs of qkv_linear and attn_proj are outputs of other modules."""
+
+
+def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
+    """Estimated peak bytes on that rank."""
+    chunks = at.chunks(run)
+    last = run.shape.num_layers - 1
+    layers = [
+        layer for chunk in chunks for layer in (*chunk.layers, *([last] * run.shape.mtp_layers if chunk.mtp else ()))
+    ]
+    kinds = layer_kinds(policy, run)
+    made = {kind: _layer(policy, run, kind) for kind in {kinds[layer] for layer in layers}}
+    kept = [made[kinds[layer]] for layer in layers]
+    full = run.model.get("recompute_granularity") == "full"
+    each = [layer.entry for layer in kept] if full else [_selected(run, layer) for layer in kept]
+    away = _away(run, len(kept))
+    stage = _recomputed(run, kept) if full else sum(each[away:])
+    flying = in_flight(run, at.stage)
+    # with full recomputation, the layer being recomputed is also in memory
+    extra = max((layer.whole for layer in kept), default=0.0) if full else 0.0
+    # the gradient of the scores too, in the layer being computed
+    extra += max((layer.scores for layer in kept), default=0.0)
+    # offloaded layers pass through two buffers, and so do modules offloaded individually
+    extra += 2 * max(each[:away], default=0.0)
+    extra += (
+        2
+        * max((layer.without(_recomputed_parts(run)) - one for layer, one in zip(kept, each, strict=True)), default=0.0)
+        * (not full)
+    )
+    return int(stage * flying + extra + _head(policy, run, at))
+
+
+def uncertainty(run: RunFacts) -> float:
+    """Relative error not exceeded in nine of ten measured cases; `scripts/evidence/check_memory_rows.py` prints it."""
+    if run.shape.experts:
+        return 0.15
+    return 0.1 if attention_kernel(run) == "fused" else 0.15
+
+
+def attention_kernel(run: RunFacts) -> str:
+    """The kernel of core attention: 'fused' (includes flash), 'unfused' or 'local'; 'auto' is resolved as Transformer Engine does on a GPU."""
+    if run.model.get("transformer_impl") == "local":
+        return "local"
+    asked = str(run.model.get("attention_backend") or "auto").rpartition(".")[2]
+    return asked if asked in ("unfused", "local") else "fused"
+
+
+def recomputed_modules(run: RunFacts) -> frozenset[str]:
+    """The modules that selective recomputation recomputes in each layer; empty without it, core attention if none is named (transformer_config.py)."""
+    how, named = run.model.get("recompute_granularity"), run.model.get("recompute_modules")
+    asked = frozenset(("core_attn",) if named is None else named)
+    if run.model.get("moe_layer_recompute") and how != "full":  # older name for selective recomputation of "moe"
+        return asked | {"moe"}
+    return asked if how == "selective" else frozenset()
+
+
+def _away(run: RunFacts, layers: int) -> int:
+    """Number of a stage's layers whose activations are kept on the host (cpu_offloading)."""
+    if not run.model.get("cpu_offloading") or run.model.get("cpu_offloading_activations") is False:
+        return 0
+    return min(layers, int(run.model.get("cpu_offloading_num_layers") or 0))
+
+
+def tokens(run: RunFacts) -> float:
+    """Tokens per micro-batch on one context-parallel rank."""
+    return run.shape.seq_length * run.micro_batch_size / run.parallel.context
+
+
+def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
+    """Bytes of one micro-batch's activations in `layers` layers that cpu_offloading keeps on the host."""
+    kinds = layer_kinds(policy, run)[:layers]
+    return sum(_selected(run, _layer(policy, run, kind)) * count for kind, count in Counter(kinds).items())
+
+
+def _recomputed(run: RunFacts, kept: list[LayerBytes]) -> float:
+    count = int(run.model.get("recompute_num_layers") or 1)
+    if run.model.get("recompute_method") == "block":
+        return sum(layer.entry if i < count else layer.whole for i, layer in enumerate(kept))
+    return sum(layer.entry for i, layer in enumerate(kept) if i % count == 0)
+
+
+def _recomputed_parts(run: RunFacts) -> frozenset[str]:
+    return frozenset(part for name in recomputed_modules(run) for part in _RECOMPUTED.get(name, ()))
+
+
+def _selected(run: RunFacts, kept: LayerBytes) -> float:
+    """What a layer keeps on the GPU under selective recomputation and fine-grained offloading."""
+    away: frozenset[str] = frozenset()
+    if run.model.get("fine_grained_activation_offloading"):
+        away = frozenset(part for name in run.model.get("offload_modules") or () for part in _ON_HOST.get(name, ()))
+    return kept.without(_recomputed_parts(run) | away)
+
+
+def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
+    shape, parallel = run.shape, run.parallel
+    wide = policy.compute.bytes
+    quant = policy.at("mlp.linear_fc1", layer, shape.num_layers)
+    # inputs of quantized linears are kept in the form the backward pass needs: one low-precision copy
+    # (torchao keeps the original)
+    narrow = quant is not None and quant.row.hardware.library == "transformer_engine" and te_layers(run)
+    low = quant.bits / 8 if quant is not None and narrow else wide
+    count, tensor = tokens(run), parallel.tensor
+    whole = count / (tensor if parallel.sequence else 1)
+    residual = (DType.FP32 if policy.residual_fp32 else policy.compute).bytes
+    dropout = 1 if run.model.get("hidden_dropout") else 0
+    entry = whole * shape.hidden_size * residual
+    norms = 2 * whole * shape.hidden_size * low + whole * shape.hidden_size * (residual + 2 * dropout)
+    attention, ups = _attention(run, count, low, wide)
+    dense = LayerBytes(
+        entry=entry,
+        norms=norms,
+        attention=attention,
+        scores=_scores(policy, run, count),
+        up_projections=ups,
+        mlp=0.0 if shape.is_expert_layer(layer) else _mlp(run, count, shape.ffn_hidden_size, low, wide),
+    )
+    return _with_experts(dense, run, count, low, wide) if shape.is_expert_layer(layer) else dense
+
+
+def _mlp(run: RunFacts, count: float, width: int, low: float, wide: int) -> float:
+    """Inputs of the activation function and of the second linear, for an MLP that processes every token."""
+    return count * width / run.parallel.tensor * ((2 if run.shape.gated else 1) * wide + low)
+
+
+def _with_experts(layer: LayerBytes, run: RunFacts, count: float, low: float, wide: int) -> LayerBytes:
+    """What the MLP of a mixture keeps: each token goes to top-k experts; a balanced router gives every rank an equal share."""
+    shape, tensor = run.shape, run.parallel.tensor
+    width = run.parallel.expert_tensor or tensor
+    routed = count * shape.expert_topk * width / tensor
+    return replace(
+        layer,
+        permuted=routed * shape.hidden_size * low,
+        gate=routed * (2 if shape.gated else 1) * shape.expert_ffn_hidden_size / width * wide,
+        experts=routed * shape.hidden_size * wide + count * (shape.experts or 0) * 4 / tensor,
+        activation=routed * shape.expert_ffn_hidden_size / width * low,
+        shared=_mlp(run, count, shape.shared_expert_size, low, wide),
+    )
+
+
+def _attention(run: RunFacts, count: float, low: float, wide: int) -> tuple[float, float]:
+    """(queries, keys, values and output; outputs of up-projections) of the attention."""
+    shape, tensor = run.shape, run.parallel.tensor
+    sums = count * shape.num_attention_heads / tensor * 4  # FP32 log-sum-exp of fused attention
+    if shape.latent_attention is None:
+        inner = shape.num_attention_heads * shape.kv_channels
+        width = inner + 2 * shape.num_query_groups * shape.kv_channels
+        return count * (width + inner) / tensor * wide + (count * inner / tensor * low if low < wide else 0) + sums, 0.0
+    latent = shape.latent_attention
+    keys = shape.num_attention_heads * (latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"])
+    values = shape.num_attention_heads * latent["v_head_dim"]
+    down = count * (latent["q_lora_rank"] + latent["kv_lora_rank"] + latent["qk_pos_emb_head_dim"]) * (wide + low)
+    return count * values / tensor * (wide + low) + sums + down, count * (2 * keys + values) / tensor * wide
+
+
+def _scores(policy: PrecisionPolicy, run: RunFacts, count: float) -> float:
+    """What unfused attention keeps: probabilities, and with dropout also the mask (one byte) and the result."""
+    if attention_kernel(run) == "fused":
+        return 0.0
+    each = policy.compute.bytes + (1 + policy.compute.bytes if run.model.get("attention_dropout", 0.1) else 0)
+    return count * run.shape.seq_length * run.shape.num_attention_heads / run.parallel.tensor * each
+
+
+def _head(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
+    """Logits with their FP32 softmax on the last stage for one micro-batch; more copies if the loss is fused or the embedding's gradient deferred."""
+    if not any(chunk.last for chunk in at.chunks(run)):
+        return 0.0
+    model = run.model
+    rows = tokens(run) * run.shape.vocab_size / run.parallel.tensor
+    narrow = (policy.logits or policy.compute).bytes
+    each = narrow + 4
+    if model.get("cross_entropy_loss_fusion"):
+        # native: torch.compile keeps one more FP32 copy; Transformer Engine's kernel overwrites the logits with gradients
+        each = 2 * narrow if model.get("cross_entropy_fusion_impl") == "te" else narrow + 8
+    if model.get("defer_embedding_wgrad_compute"):
+        count = batches(run)
+        each += narrow * min(count, int(model.get("wgrad_deferral_limit") or count))
+    return rows * each * (1 + run.shape.mtp_layers)

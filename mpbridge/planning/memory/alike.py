@@ -1,0 +1,96 @@
+"""Groups of identical layers and of identical pipeline stages: what is computed for one member holds for all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.common.facts import ModelShape, RunFacts
+from mpbridge.planning.memory.keeps import kept_fp32
+from mpbridge.planning.memory.layers import ShapeKey, layer_weights
+from mpbridge.planning.memory.ranks import has_final_norm, stage_chunks
+from mpbridge.precision.globs import DECODER
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+def layer_kinds(policy: PrecisionPolicy, run: RunFacts) -> tuple[int, ...]:
+    """For each decoder layer the first layer identical to it: the same parameters and attention, under the same rules."""
+    shape, seen = run.shape, dict[object, int]()
+    rules = _rules(policy, ShapeKey(shape))
+    return tuple(
+        seen.setdefault((rules[layer], windowed(run.model, layer)), layer) for layer in range(shape.num_layers)
+    )
+
+
+def distinct_stages(policy: PrecisionPolicy, run: RunFacts) -> dict[int, tuple[int, ...]]:
+    """First stage of each kind -> all stages of that kind: the same layers in structure and precision. Raises BadValue if layers do not divide."""
+    kinds = layer_kinds(policy, run)
+    found: dict[int, tuple[int, ...]] = {}
+    seen: dict[object, int] = {}
+    for stage, chunks in enumerate(stage_chunks(run)):
+        key = tuple(
+            (chunk.first, chunk.last, chunk.mtp, has_final_norm(run, chunk), tuple(kinds[i] for i in chunk.layers))
+            for chunk in chunks
+        )
+        first = seen.setdefault(key, stage)
+        found[first] = (*found.get(first, ()), stage)
+    return found
+
+
+def windowed(model: Mapping[str, Any], layer: int) -> bool:
+    """Whether that 0-based layer uses sliding-window attention (megatron-core's is_layer_window_attention)."""
+    if not model.get("window_size"):
+        return False
+    skip = model.get("window_attn_skip_freq")
+    if skip is None:
+        return True
+    return bool((layer + 1) % skip) if isinstance(skip, int) else bool(skip[layer])
+
+
+@functools.lru_cache(maxsize=64)
+def _rules(policy: PrecisionPolicy, key: ShapeKey) -> tuple[object, ...]:
+    """A policy's rules per layer: equal for layers that it treats the same."""
+    shape, experts = key.shape, _names_experts(policy)
+    modules = {mixture: _modules(shape, mixture, experts) for mixture in (False, True)}
+    known: dict[object, object] = {}
+    found = []
+    for layer in range(shape.num_layers):
+        mixture, prefix = shape.is_expert_layer(layer), DECODER.format(layer)
+        linears, names = modules[mixture]
+        rules = (
+            tuple(tuple(policy.of_path(prefix + name, shape.num_layers)) for name in linears)
+            if policy.quantized
+            else ()
+        )
+        wide = tuple(kept_fp32(policy, prefix + name) for name in names) if policy.keep_fp32 else ()
+        # one object per kind, so that callers can compare by identity
+        found.append(known.setdefault((mixture, rules, wide), len(known)))
+    return tuple(found)
+
+
+def _names_experts(policy: PrecisionPolicy) -> bool:
+    """Whether a rule may distinguish between experts of a layer."""
+    return bool(policy.keep_fp32) or any("local_experts" in region.modules for region in policy.regions)
+
+
+def _modules(shape: ModelShape, mixture: bool, experts: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(linears of a layer, its parameters), with experts under both of their names; experts: all of them, otherwise only the first."""
+    if mixture and not shape.expert_layers:
+        return (), ()
+    found = [
+        weight
+        for grouped in (False, True)
+        for weight in layer_weights(
+            shape,
+            tensor=1,
+            expert_tensor=1,
+            local_experts=(shape.experts or 0) if experts else min(1, shape.experts or 0),
+            mixture=mixture,
+            shared_gate=True,
+            whole_down=True,
+            grouped=grouped,
+        )
+    ]
+    linears = dict.fromkeys(weight.module for weight in found if weight.linear)
+    return tuple(linears), tuple(dict.fromkeys(weight.path for weight in found))

@@ -1,0 +1,280 @@
+"""Bytes on a GPU, by role: exact where megatron-core's layout is followed, marked as an estimate elsewhere. Also finds changes that would make a run fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from mpbridge.common.facts import Parallel, RunFacts
+from mpbridge.common.machines import Machine
+from mpbridge.common.tables.units import size as as_text
+from mpbridge.planning.memory.activations import activations, uncertainty
+from mpbridge.planning.memory.alike import distinct_stages
+from mpbridge.planning.memory.beside import Beside, beside, outside
+from mpbridge.planning.memory.layers import parameters, unsplit
+from mpbridge.planning.memory.ranks import Coordinates
+from mpbridge.planning.memory.roles import roles
+from mpbridge.planning.memory.uncounted import states_counted
+from mpbridge.precision.policy import PrecisionPolicy
+
+STATES = (
+    "params", "grads", "main_params", "main_grads", "exp_avg", "exp_avg_sq", "weight_copies", "weight_transposes", "weight_scales", "buffers", "padding",
+)  # fmt: skip
+"""Roles in the order in which tables show them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """What one rank holds regardless of micro-batch size and recomputation, in bytes."""
+
+    rank: int
+    roles: Mapping[str, int]
+    """Bytes by role, without roles that are absent."""
+    elements: int
+    """Parameters on this rank before sharding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one rank holds, in bytes."""
+
+    rank: int
+    stage: int
+    roles: Mapping[str, int]
+    """Bytes by role, without roles that are absent."""
+    activations: int
+    """Estimate."""
+    beside: tuple[Beside, ...]
+    """Workspaces and buffers that torch accounts for."""
+    outside: tuple[Beside, ...]
+    """Device memory that torch does not account for."""
+    uncertainty: float
+    """Relative error of `activations` not exceeded in nine of ten measured cases."""
+    elements: int
+    """Parameters on this rank before sharding."""
+    exact: bool
+    """Whether `roles` has every state to the byte."""
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients, optimizer states and buffers."""
+        return sum(self.roles.values())
+
+    @property
+    def communication(self) -> int:
+        """The sum of `beside`."""
+        return sum(part.bytes for part in self.beside)
+
+    @property
+    def total(self) -> int:
+        """The peak as torch counts it: states, activations and `beside`."""
+        return self.states + self.communication + self.activations
+
+    @property
+    def needed(self) -> int:
+        """Device memory needed: `total` plus what torch does not count."""
+        return self.total + sum(part.bytes for part in self.outside)
+
+    @property
+    def band(self) -> int:
+        """Bytes that `needed` may be off: the parts' errors, independent of each other."""
+        parts = [
+            self.activations * self.uncertainty,
+            *(part.bytes * part.band for part in (*self.beside, *self.outside)),
+        ]
+        return int(math.sqrt(sum(part**2 for part in parts)))
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """States per parameter on this rank."""
+        return self.states / max(1, self.elements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Whether it fits, and what would help."""
+
+    answer: Literal["fits", "tight", "does not fit"]
+    """"fits" and "does not fit" hold over the whole error band."""
+    needed: int
+    """Bytes of device memory needed."""
+    band: int
+    """Error of `needed`, in bytes."""
+    available: int
+    ways: tuple[str, ...] = ()
+    """Changes each of which makes it fit on its own; if there are none, those that save the most."""
+
+    @property
+    def ok(self) -> bool:
+        """False only for "does not fit"."""
+        return self.answer != "does not fit"
+
+
+def memory(policy: PrecisionPolicy, run: RunFacts, *, rank: int | None = None) -> Memory:
+    """The bytes of one rank; rank None: of the fullest pipeline stage. Raises BadValue if layers cannot be divided as requested."""
+    if rank is not None:
+        return with_states(policy, run, states(policy, run, rank))
+    return max((with_states(policy, run, held) for held in stage_states(policy, run)), key=lambda one: one.total)
+
+
+def fullest(policy: PrecisionPolicy, run: RunFacts, mine: Memory) -> int:
+    """The fullest rank: that of `mine` if no other holds more, otherwise the first of the fullest pipeline stage. Raises BadValue if layers cannot be
+    divided as requested."""
+    most = memory(policy, run)
+    return mine.rank if mine.total >= most.total else most.rank
+
+
+def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Fit:
+    """Whether the fullest rank fits on that machine and, if not, what would make it fit."""
+    mine, available = memory(policy, run), machine.memory_bytes
+    said = verdict(mine, available)
+    if said == "fits":
+        return Fit(answer=said, needed=mine.needed, band=mine.band, available=available)
+    tried = []
+    for words, other_policy, other_run in _alternatives(policy, run):
+        other = memory(other_policy, other_run)
+        if other.needed < mine.needed:
+            tried.append((other.needed, words, verdict(other, available)))
+    enough = [f"{words} ({as_text(size)})" for size, words, answer in sorted(tried) if answer == "fits"]
+    most = [
+        f"{words} ({as_text(size)}, {'tight' if answer == 'tight' else 'not enough alone'})"
+        for size, words, answer in sorted(tried)[:3]
+    ]
+    return Fit(answer=said, needed=mine.needed, band=mine.band, available=available, ways=tuple(enough or most))
+
+
+def verdict(one: Memory, available: int) -> Literal["fits", "tight", "does not fit"]:
+    """Whether a rank fits into `available` bytes (0: unknown, so "fits"). If the states alone exceed them, it does not fit, whatever the band."""
+    if not available or one.needed + one.band <= available:
+        return "fits"
+    if one.states > available or one.needed - one.band > available:
+        return "does not fit"
+    return "tight"
+
+
+def total_parameters(run: RunFacts) -> int:
+    """Parameters of the whole model, each counted once."""
+    alone = unsplit(run)
+    return sum(p.weight.elements for chunk in parameters(alone, Coordinates.of(0, alone.parallel)) for p in chunk)
+
+
+def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
+    """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam with main weights wastes if the engine has its own."""
+    at = Coordinates.of(rank, run.parallel)
+    ranks = run.parallel.data * run.parallel.context
+    return 4 * sum(
+        -(-p.weight.elements // (run.parallel.expert_data if p.weight.expert and run.parallel.expert > 1 else ranks))
+        for chunk in parameters(run, at)
+        for p in chunk
+    )
+
+
+def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
+    """What a rank holds between updates."""
+    found: Counter[str] = Counter()
+    for role in roles(policy, run, rank=rank):
+        found[role.name] += role.bytes
+    return States(
+        rank=rank,
+        roles=MappingProxyType({name: found[name] for name in STATES if found[name]}),
+        elements=sum(p.weight.elements for chunk in parameters(run, Coordinates.of(rank, run.parallel)) for p in chunk),
+    )
+
+
+def stage_states(policy: PrecisionPolicy, run: RunFacts) -> list[States]:
+    """States of the first rank of each kind of pipeline stage: among identical stages the first has the most micro-batches in flight."""
+    every = run.parallel.world_size // run.parallel.pipeline
+    return [states(policy, run, stage * every) for stage in distinct_stages(policy, run)]
+
+
+def with_states(policy: PrecisionPolicy, run: RunFacts, held: States) -> Memory:
+    """The memory of the rank that holds those states. held: from a run with the same sizes, regardless of micro-batch size and recomputation."""
+    at = Coordinates.of(held.rank, run.parallel)
+    return Memory(
+        rank=held.rank,
+        stage=at.stage,
+        roles=held.roles,
+        activations=(kept := activations(policy, run, at)),
+        beside=beside(policy, run, at),
+        outside=outside(policy, run, kept),
+        uncertainty=uncertainty(run),
+        elements=held.elements,
+        exact=run.traits.exact_memory and states_counted(run),
+    )
+
+
+def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, PrecisionPolicy, RunFacts]]:
+    """(settings, policy, run) for each usual way of saving memory that this run does not use yet and that its world size allows."""
+    from mpbridge.common.formats import DType
+
+    found: list[tuple[str, PrecisionPolicy, RunFacts]] = []
+    parallel, optimizer = run.parallel, run.optimizer
+    if not optimizer.distributed and run.traits.distributed_optimizer == "optional" and parallel.data > 1:
+        found.append(
+            (
+                "ddp.use_distributed_optimizer=true",
+                policy,
+                dataclasses.replace(run, optimizer=dataclasses.replace(optimizer, distributed=True)),
+            )
+        )
+    # with quantized GEMMs the precision-aware optimizer failed on several releases (rule precision-aware-with-fp8)
+    if not policy.precision_aware and optimizer.distributed and policy.compute is DType.BF16 and not policy.quantized:
+        lower = dataclasses.replace(
+            policy, precision_aware=True, main_params=DType.FP32, exp_avg=DType.BF16, exp_avg_sq=DType.BF16
+        )
+        found.append(("use_precision_aware_optimizer with bf16 moments", lower, run))
+    if run.model.get("recompute_granularity") != "full":
+        settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        found.append(
+            (
+                "model.recompute_granularity=full recompute_method=uniform recompute_num_layers=1",
+                policy,
+                dataclasses.replace(run, model={**run.model, **settings}),
+            )
+        )
+    if run.micro_batch_size > 1:
+        found.append(("train.micro_batch_size=1", policy, dataclasses.replace(run, micro_batch_size=1)))
+    for words, sizes in _layouts(run):
+        # a placement of layers on stages is valid only for that number of stages
+        changed = (
+            dataclasses.replace(run, parallel=sizes) if sizes.pipeline == parallel.pipeline else unsplit(run, sizes)
+        )
+        found.append((words, policy, changed))
+    return found
+
+
+def _layouts(run: RunFacts) -> list[tuple[str, Parallel]]:
+    """Larger tensor, pipeline or expert parallelism in a world of the same size."""
+    sizes, shape = run.parallel, run.shape
+    found: list[tuple[str, Parallel]] = []
+    tensor = sizes.tensor * 2
+    if (
+        sizes.data % 2 == 0
+        and tensor <= 8
+        and shape.num_attention_heads % tensor == 0
+        and shape.vocab_size % tensor == 0
+        and shape.ffn_hidden_size % tensor == 0
+    ):
+        found.append(
+            (
+                f"tensor_model_parallel_size={tensor} with sequence_parallel=true",
+                dataclasses.replace(sizes, tensor=tensor, sequence=True),
+            )
+        )
+    if sizes.data % 2 == 0 and shape.num_layers % (sizes.pipeline * 2) == 0:
+        found.append(
+            (
+                f"pipeline_model_parallel_size={sizes.pipeline * 2}",
+                dataclasses.replace(sizes, pipeline=sizes.pipeline * 2, virtual_pipeline=None),
+            )
+        )
+    if shape.experts and shape.experts % (sizes.expert * 2) == 0 and sizes.expert_data % 2 == 0:
+        found.append(
+            (f"expert_model_parallel_size={sizes.expert * 2}", dataclasses.replace(sizes, expert=sizes.expert * 2))
+        )
+    return found

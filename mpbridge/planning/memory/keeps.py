@@ -1,0 +1,165 @@
+"""Who keeps which copy of a parameter, in which dtype, and how it is sharded: the single source for memory, rules, engines, audit, fingerprints and
+tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mpbridge.common.facts import OptimizerFacts, RunFacts
+from mpbridge.common.formats import DType
+from mpbridge.common.traits import EngineTraits, Sharding
+from mpbridge.precision.policy import PrecisionPolicy, own_main
+
+Owner = Literal["model", "wrapper", "engine", "optimizer"]
+"""Who allocates it. 'engine': megatron-core's optimizer classes, or the sharded wrapper; 'optimizer': the torch optimizer inside."""
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One role of one parameter between updates, once optimizer states exist."""
+
+    dtype: DType
+    """Storage dtype: FP8 and FP4 are UINT8, the lower halves of main weights INT16."""
+    owner: Owner
+    sharding: Sharding
+    view_of: str | None = None
+    """The role whose memory it shares; None: it has its own memory."""
+
+
+def keeps(
+    policy: PrecisionPolicy,
+    engine: EngineTraits,
+    optimizer: OptimizerFacts,
+    *,
+    at_rest: DType | None = None,
+    ddp: Mapping[str, Any] = _EMPTY,
+) -> Mapping[str, Holding]:
+    """Role -> what is stored for a parameter; a role that is absent has no tensor.
+
+    policy: settled. at_rest: dtype of the stored parameter, UINT8 in low precision; None: the policy's. ddp: the ddp section, which determines what is sharded.
+    """
+    rests = at_rest or policy.params
+    found: dict[str, tuple[DType, Owner, str | None]] = {}
+    outer: Owner = "engine" if engine.distributed_optimizer != "optional" else "wrapper"
+    mine: Owner = "model" if outer == "wrapper" and not optimizer.distributed else outer
+    grads = _grads(policy, engine, rests)
+    found["params"] = (rests, mine, None)
+    found["grads"] = (grads, outer, None)
+    main = _main_params(policy, engine, optimizer, rests)
+    if main is not None:
+        found["main_params"] = (*main, None)
+    updated = rests if main is None else DType.FP32 if main[0] is DType.INT16 else main[0]
+    if engine.main_weights != "optimizer":
+        fused = main is not None and main[1] == "optimizer"
+        read = grads if fused or main is None else main[0]
+        found["main_grads"] = (read, outer if read is grads else "engine", "grads" if read is grads else None)
+    for role, dtype in _moments(policy, engine, optimizer, _face(policy, updated)):
+        found[role] = (dtype, "optimizer", None)
+    return MappingProxyType(
+        {
+            role: Holding(
+                dtype=dtype,
+                owner=owner,
+                sharding=engine.sharded(role, distributed=optimizer.distributed, ddp=ddp),
+                view_of=view,
+            )
+            for role, (dtype, owner, view) in found.items()
+        }
+    )
+
+
+def keeps_of(policy: PrecisionPolicy, run: RunFacts, at_rest: DType | None = None) -> Mapping[str, Holding]:
+    """`keeps` for a run. The policy may leave optimizer facts open."""
+    settled = policy.settled(dict(run.optimizer.settings))
+    return keeps(settled, run.traits, run.optimizer, at_rest=at_rest, ddp=run.ddp)
+
+
+def kept_fp32(policy: PrecisionPolicy, parameter: str) -> bool:
+    """Whether `keep_fp32` covers the parameter with that global name."""
+    return any(fnmatchcase(parameter, pattern) for pattern in policy.keep_fp32)
+
+
+def wires(policy: PrecisionPolicy, *, at_rest: DType | None = None, kept: bool = False) -> Mapping[str, DType]:
+    """{'gradients', 'parameters'} -> dtype of a parameter's elements in data-parallel communication. kept: `keep_fp32` covers it."""
+    rests = at_rest or policy.params
+    if kept:
+        return {"gradients": DType.FP32, "parameters": DType.FP32}
+    return {"gradients": policy.reduce, "parameters": rests if rests is DType.UINT8 else policy.gather or rests}
+
+
+def updater(asked: str, policy: PrecisionPolicy, engine: EngineTraits) -> str:
+    """OptimizerFacts.name of a settled policy: on engines where only FusedAdam could hold main weights, "adam" is torch's own if that can keep the policy's states."""
+    return (
+        "torch_adamw" if asked == "adam" and engine.main_weights == "optimizer" and not fused(policy, engine) else asked
+    )
+
+
+def fused(policy: PrecisionPolicy, engine: EngineTraits) -> bool:
+    """Whether Adam has to be Transformer Engine's FusedAdam: torch's holds no main weights, and its moments have the dtype of the tensor it updates."""
+    if engine.main_weights == "megatron_core" or policy.precision_aware:
+        return True
+    main = policy.main_params or DType.FP32
+    updated = main if engine.main_weights == "wrapper" else policy.params
+    return {main, policy.exp_avg or DType.FP32, policy.exp_avg_sq or DType.FP32} != {updated}
+
+
+def _face(policy: PrecisionPolicy, dtype: DType) -> DType:
+    """The dtype that torch reports: an FP8 weight reports its 16-bit dtype."""
+    return policy.params if dtype is DType.UINT8 else dtype
+
+
+def _grads(policy: PrecisionPolicy, engine: EngineTraits, rests: DType) -> DType:
+    """FSDP2 casts a reduced gradient to its parameter's dtype; megatron-core's wrappers have buffers in FP32 or in the parameter's dtype."""
+    if engine.main_weights == "wrapper" and policy.accumulate is not None:
+        return policy.accumulate
+    if policy.reduce is DType.FP32 and engine.main_weights != "optimizer":
+        return DType.FP32
+    return _face(policy, rests)
+
+
+def _main_params(
+    policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, rests: DType
+) -> tuple[DType, Owner] | None:
+    """(dtype, owner) of the separate copy that the optimizer updates; None: it updates the parameter itself."""
+    wanted = policy.main_params or DType.FP32
+    # the lower half of an FP32 main weight; the BF16 parameter is the upper half (fused_adam.py)
+    halves = bool(policy.precision_aware and policy.remainders) and rests is DType.BF16 and wanted is DType.FP32
+    by_fused: tuple[DType, Owner] = (DType.INT16 if halves else wanted, "optimizer")
+    if engine.main_weights == "wrapper":
+        return None if own_main(policy) or rests is DType.FP32 else (wanted, "engine")
+    if engine.main_weights == "optimizer":
+        adam = optimizer.name == "adam" and fused(policy, engine)
+        return by_fused if adam and rests is not DType.FP32 and not own_main(policy) else None
+    if _core_hands_over(policy, optimizer):
+        # for FP32 parameters too, where nothing reads it (rule duplicate-main-weights)
+        return by_fused
+    if rests is DType.FP32 or (own_main(policy) and not optimizer.distributed):
+        return None
+    return DType.FP32, "engine"
+
+
+def _core_hands_over(policy: PrecisionPolicy, optimizer: OptimizerFacts) -> bool:
+    """megatron-core's use_precision_aware_optimizer_no_fp8_or_ds_fp8 (optimizer_config.py): FusedAdam holds the main weights."""
+    lower = (policy.main_params or DType.FP32) is not DType.FP32
+    quick = policy.fp8 is None or policy.fp8.row.history
+    return bool(policy.precision_aware) and (lower or quick or optimizer.cpu_offload)
+
+
+def _moments(
+    policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, updated: DType
+) -> tuple[tuple[str, DType], ...]:
+    """(role, dtype) of the optimizer's states for a parameter; updated: dtype of the tensor that it updates."""
+    if optimizer.name == "sgd":
+        return (("exp_avg", updated),) if optimizer.settings.get("sgd_momentum", 0.9) else ()
+    stated = tuple((role, getattr(policy, role) or DType.FP32) for role in ("exp_avg", "exp_avg_sq"))
+    if engine.main_weights == "megatron_core":
+        # its FusedAdam gets its state dtypes from the precision-aware optimizer, and from engines/full_bf16.py
+        if policy.precision_aware or (policy.narrow_alone and not optimizer.distributed):
+            return stated
+        return tuple((role, DType.FP32) for role, _ in stated)
+    return stated if fused(policy, engine) else tuple((role, updated) for role, _ in stated)

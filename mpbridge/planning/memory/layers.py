@@ -1,0 +1,322 @@
+"""The parameters of a GPT in megatron-core's own shapes and order, for any rank of any parallel layout. Source: 0.16.1's local layer spec."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mpbridge.common.facts import ModelShape, Parallel, RunFacts
+from mpbridge.planning.memory.ranks import Chunk, Coordinates, has_final_norm
+
+Split = Literal["column", "row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of one layer as a rank holds it: a template that `parameters` instantiates."""
+
+    path: str
+    """Path below its layer: 'mlp.linear_fc1.weight'; outside layers the full name."""
+    shape: tuple[int, ...]
+    linear: bool = False
+    """Whether it is the weight of a GEMM that a recipe can quantize."""
+    expert: bool = False
+    """Whether it is replicated over the expert-data-parallel group instead of the data-parallel one."""
+    split: Split | None = None
+    twin: bool = False
+    """Whether it is one of the two copies of a tied embedding on different pipeline stages, which get separate buckets under the distributed optimizer."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def module(self) -> str:
+        """The module's path below its layer, as regions name it: 'mlp.linear_fc1'."""
+        return self.path.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A Weight of a particular layer and rank."""
+
+    name: str
+    """Global name: layers are counted over all stages, experts over all ranks."""
+    weight: Weight
+    layer: int | None
+    """0-based over the whole model; None: outside the layers."""
+
+
+def parameters(run: RunFacts, at: Coordinates) -> tuple[tuple[Parameter, ...], ...]:
+    """The parameters of each model chunk of the rank at these coordinates, in the order of named_parameters()."""
+    return tuple(tuple(_chunk(run, at, chunk)) for chunk in at.chunks(run))
+
+
+def model_names(run: RunFacts) -> tuple[str, ...]:
+    """Global names of every parameter of the whole model, in order."""
+    return tuple(
+        p.name
+        for chunk in parameters(unsplit(run), Coordinates(tensor=0, stage=0, expert=0, data=0, expert_data=0))
+        for p in chunk
+    )
+
+
+_SPLITS = (
+    "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+
+
+def unsplit(run: RunFacts, parallel: Parallel | None = None) -> RunFacts:
+    """The run in another layout (default: one process), without the settings that place layers on stages."""
+    return replace(
+        run,
+        parallel=parallel or Parallel(),
+        model={name: value for name, value in run.model.items() if name not in _SPLITS},
+    )
+
+
+def te_layers(run: RunFacts) -> bool:
+    """Whether the engine builds Transformer Engine's modules (native runs on a GPU) rather than megatron-core's local ones."""
+    return (
+        run.realization == "native"
+        and (run.machine is None or run.machine.gpu)
+        and run.model.get("transformer_impl") != "local"
+    )
+
+
+def _chunk(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Parameter]:
+    shape, tensor = run.shape, run.parallel.tensor
+    rows = shape.vocab_size // tensor
+    tied_apart = shape.tied and run.parallel.pipeline > 1
+    found: list[Parameter] = []
+
+    def outside(name: str, *size: int, linear: bool = False, split: Split | None = None, twin: bool = False) -> None:
+        found.append(Parameter(name, Weight(name, size, linear=linear, split=split, twin=twin), None))
+
+    # multi-token prediction embeds the next tokens on its own stage, with a second copy of the embedding
+    if chunk.first or (chunk.mtp and not chunk.first):
+        outside(
+            "embedding.word_embeddings.weight",
+            rows,
+            shape.hidden_size,
+            twin=tied_apart or (bool(shape.mtp_layers) and run.parallel.pipeline > 1),
+        )
+        if shape.learned_positions:
+            outside(
+                "embedding.position_embeddings.weight",
+                run.model.get("max_sequence_length") or shape.seq_length,
+                shape.hidden_size,
+            )
+    for layer in chunk.layers:
+        found += _layer(run, at, layer, f"decoder.layers.{layer}.")
+    if has_final_norm(run, chunk):
+        for part in ("weight", "bias") if shape.norm_bias else ("weight",):
+            outside(f"decoder.final_layernorm.{part}", shape.hidden_size)
+    if chunk.mtp:
+        found += _mtp(run, at)
+    if chunk.last and not (shape.tied and chunk.first):
+        outside("output_layer.weight", rows, shape.hidden_size, split="column", twin=tied_apart)
+    return found
+
+
+def _layer(run: RunFacts, at: Coordinates, layer: int, prefix: str) -> list[Parameter]:
+    parallel, shape = run.parallel, run.shape
+    here = (shape.experts or 0) // parallel.expert
+    weights = layer_weights(
+        shape,
+        tensor=parallel.tensor,
+        expert_tensor=parallel.expert_tensor or parallel.tensor,
+        local_experts=here,
+        mixture=shape.is_expert_layer(min(layer, shape.num_layers - 1)),
+        shared_gate=bool(run.model.get("moe_shared_expert_gate")),
+        whole_down=te_layers(run),
+        first_expert=at.expert * here,
+        grouped=shape.grouped_gemm and te_layers(run),
+    )
+    return [Parameter(prefix + weight.path, weight, layer) for weight in weights]
+
+
+def _mtp(run: RunFacts, at: Coordinates) -> list[Parameter]:
+    """Multi-token prediction depths, each with two norms, a projection and a full layer like the last one."""
+    shape = run.shape
+    hidden = shape.hidden_size
+    found: list[Parameter] = []
+    for depth in range(shape.mtp_layers):
+        prefix = f"mtp.layers.{depth}."
+        norms = [Weight(f"{name}.{part}", (hidden,)) for name in ("enorm", "hnorm") for part in _parts(shape)]
+        projection = Weight("eh_proj.weight", (hidden // run.parallel.tensor, 2 * hidden), linear=True, split="column")
+        found += [Parameter(prefix + w.path, w, shape.num_layers - 1) for w in (*norms, projection)]
+        found += _layer(run, at, shape.num_layers - 1, f"{prefix}transformer_layer.")
+        found += [
+            Parameter(
+                f"{prefix}final_layernorm.{part}", Weight(f"final_layernorm.{part}", (hidden,)), shape.num_layers - 1
+            )
+            for part in _parts(shape)
+        ]
+    return found
+
+
+def _parts(shape: ModelShape) -> tuple[str, ...]:
+    return ("weight", "bias") if shape.norm_bias else ("weight",)
+
+
+@functools.lru_cache(maxsize=64)
+def _layer_weights(
+    shape_key: ShapeKey,
+    tensor: int,
+    expert_tensor: int,
+    local_experts: int,
+    mixture: bool,
+    shared_gate: bool,
+    whole_down: bool,
+    first_expert: int,
+    grouped: bool,
+) -> tuple[Weight, ...]:
+    shape = shape_key.shape
+    attention = _latent(shape, tensor, whole_down) if shape.latent_attention else _attention(shape, tensor)
+    norm = [Weight(f"input_layernorm.{part}", (shape.hidden_size,)) for part in _parts(shape)]
+    second = [Weight(f"pre_mlp_layernorm.{part}", (shape.hidden_size,)) for part in _parts(shape)]
+    if mixture:
+        mlp = _experts(shape, tensor, expert_tensor, local_experts, shared_gate, first_expert, grouped)
+    else:
+        mlp = _mlp(shape, "mlp.", shape.ffn_hidden_size, tensor)
+    return (*norm, *attention, *second, *mlp)
+
+
+class ShapeKey:
+    """A shape as a cache key, compared by identity: it contains a mapping, so it is not hashable."""
+
+    __slots__ = ("shape",)
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+
+    def __hash__(self) -> int:
+        return id(self.shape)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShapeKey) and other.shape is self.shape
+
+
+def layer_weights(
+    shape: ModelShape,
+    *,
+    tensor: int,
+    expert_tensor: int,
+    local_experts: int,
+    mixture: bool,
+    shared_gate: bool,
+    whole_down: bool,
+    first_expert: int = 0,
+    grouped: bool = False,
+) -> tuple[Weight, ...]:
+    """A rank's share of the parameters of one layer.
+
+    mixture: the layer's MLP consists of experts. whole_down: latent attention's down projections are replicated on every rank (Transformer Engine's modules), not split.
+    grouped: experts are one module with one weight per expert (Transformer Engine's GroupedLinear).
+    """
+    return _layer_weights(
+        ShapeKey(shape), tensor, expert_tensor, local_experts, mixture, shared_gate, whole_down, first_expert, grouped
+    )
+
+
+def _column(path: str, out: int, inner: int, tensor: int, *, bias: bool, expert: bool = False) -> list[Weight]:
+    found = [Weight(f"{path}.weight", (out // tensor, inner), linear=True, expert=expert, split="column")]
+    return [*found, Weight(f"{path}.bias", (out // tensor,), expert=expert)] if bias else found
+
+
+def _row(path: str, out: int, inner: int, tensor: int, *, bias: bool, expert: bool = False) -> list[Weight]:
+    found = [Weight(f"{path}.weight", (out, inner // tensor), linear=True, expert=expert, split="row")]
+    return [*found, Weight(f"{path}.bias", (out,), expert=expert)] if bias else found
+
+
+def _attention(shape: ModelShape, tensor: int) -> list[Weight]:
+    width = shape.kv_channels
+    inner = shape.num_attention_heads * width
+    rows = inner + 2 * shape.num_query_groups * width
+    sinks = [Weight("self_attention.core_attention.softmax_offset", (shape.num_attention_heads // tensor,))]
+    found = sinks if shape.sinks else []
+    found += _row("self_attention.linear_proj", shape.hidden_size, inner, tensor, bias=shape.linear_bias)
+    found += _column("self_attention.linear_qkv", rows, shape.hidden_size, tensor, bias=shape.qkv_bias)
+    if shape.qk_layernorm:
+        found += [
+            Weight(f"self_attention.{name}.{part}", (width,))
+            for name in ("q_layernorm", "k_layernorm")
+            for part in _parts(shape)
+        ]
+    return found
+
+
+def _latent(shape: ModelShape, tensor: int, whole_down: bool) -> list[Weight]:
+    """Multi-latent attention: queries, and keys with values, through low-rank projections (transformer/multi_latent_attention.py)."""
+    latent = shape.latent_attention or {}
+    heads, hidden = shape.num_attention_heads, shape.hidden_size
+    q_rank, kv_rank, rope = latent["q_lora_rank"], latent["kv_lora_rank"], latent["qk_pos_emb_head_dim"]
+    q_rows, down = heads * (latent["qk_head_dim"] + rope), 1 if whole_down else tensor
+    found = _row("self_attention.linear_proj", hidden, heads * latent["v_head_dim"], tensor, bias=shape.linear_bias)
+    if q_rank:
+        found += _column("self_attention.linear_q_down_proj", q_rank, hidden, down, bias=False)
+        found += _column("self_attention.linear_q_up_proj", q_rows, q_rank, tensor, bias=False)
+    else:
+        found += _column("self_attention.linear_q_proj", q_rows, hidden, tensor, bias=False)
+    found += _column("self_attention.linear_kv_down_proj", kv_rank + rope, hidden, down, bias=False)
+    found += _column(
+        "self_attention.linear_kv_up_proj",
+        heads * (latent["qk_head_dim"] + latent["v_head_dim"]),
+        kv_rank,
+        tensor,
+        bias=False,
+    )
+    if shape.qk_layernorm:
+        sizes = {"q_layernorm": q_rank, "kv_layernorm": kv_rank}
+        found += [
+            Weight(f"self_attention.{name}.{part}", (size,))
+            for name, size in sizes.items()
+            if size
+            for part in _parts(shape)
+        ]
+    return found
+
+
+def _mlp(
+    shape: ModelShape, prefix: str, width: int, tensor: int, *, bias: bool | None = None, expert: bool = False
+) -> list[Weight]:
+    has_bias = shape.linear_bias if bias is None else bias
+    found = _column(
+        f"{prefix}linear_fc1",
+        width * (2 if shape.gated else 1),
+        shape.hidden_size,
+        tensor,
+        bias=has_bias,
+        expert=expert,
+    )
+    return found + _row(f"{prefix}linear_fc2", shape.hidden_size, width, tensor, bias=has_bias, expert=expert)
+
+
+def _experts(
+    shape: ModelShape, tensor: int, expert_tensor: int, local: int, shared_gate: bool, first: int, grouped: bool
+) -> list[Weight]:
+    hidden = shape.hidden_size
+    found = [Weight("mlp.router.weight", (shape.experts or 0, hidden))]
+    found += [Weight("mlp.router.bias", (shape.experts or 0,))] if shape.linear_bias else []
+    if grouped:
+        one = _mlp(shape, "mlp.experts.", shape.expert_ffn_hidden_size, expert_tensor, expert=True)
+        found += [
+            replace(weight, path=f"{weight.path}{index}") for weight in one for index in range(first, first + local)
+        ]
+    else:
+        for index in range(first, first + local):
+            found += _mlp(
+                shape, f"mlp.experts.local_experts.{index}.", shape.expert_ffn_hidden_size, expert_tensor, expert=True
+            )
+    if shape.shared_expert_size:
+        if shared_gate:
+            found.append(Weight("mlp.shared_experts.gate_weight", (1, hidden)))
+        found += _mlp(shape, "mlp.shared_experts.", shape.shared_expert_size, tensor, bias=False)
+    return found

@@ -1,0 +1,211 @@
+"""A rank's coordinates in megatron-core's groups, and the layers of its pipeline stage."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.facts import Parallel, RunFacts
+
+_KINDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one model chunk of a stage contains."""
+
+    layers: tuple[int, ...]
+    """0-based, over the whole model."""
+    first: bool
+    """Whether it has the embedding."""
+    last: bool
+    """Whether it has the output layer and the loss."""
+    mtp: bool = False
+    """Whether it has the multi-token prediction layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """A rank's index in each group; ranks are ordered as in megatron-core's parallel_state ("tp-cp-ep-dp-pp")."""
+
+    tensor: int
+    stage: int
+    expert: int
+    data: int
+    """Index in the group that shards dense parameters' optimizer state (data x context)."""
+    expert_data: int
+    """Index in the group that shards experts' optimizer state."""
+
+    @classmethod
+    def of(cls, rank: int, parallel: Parallel) -> Coordinates:
+        """The coordinates of a global rank. Raises BadValue for a rank outside the world."""
+        if not 0 <= rank < parallel.world_size:
+            raise BadValue(f"rank {rank} is not in a world of {parallel.world_size}")
+        within = rank % (parallel.world_size // parallel.pipeline)
+        expert_tensor = parallel.expert_tensor or parallel.tensor
+        return cls(
+            tensor=rank % parallel.tensor,
+            stage=rank // (parallel.world_size // parallel.pipeline),
+            expert=within // expert_tensor % parallel.expert,
+            data=within // parallel.tensor,
+            expert_data=within // (expert_tensor * parallel.expert),
+        )
+
+    def chunks(self, run: RunFacts) -> tuple[Chunk, ...]:
+        """The model chunks of this rank's stage."""
+        return stage_chunks(run)[self.stage]
+
+
+class _Split(NamedTuple):
+    """Everything that determines the placement of layers on stages."""
+
+    layers: int
+    stages: int
+    virtual: int
+    mtp: bool
+    first: int | None
+    last: int | None
+    embedding: int
+    """1: the embedding counts as a layer."""
+    loss: int
+    layout: str | tuple[tuple[str, ...], ...] | None
+
+
+def stage_chunks(run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of each pipeline stage. Raises BadValue if the layers cannot be divided as requested."""
+    model, parallel = run.model, run.parallel
+    layout = model.get("pipeline_model_parallel_layout")
+    if layout and not isinstance(layout, str):
+        layout = tuple(tuple(str(kind).rpartition(".")[2] for kind in row) for row in layout)
+    return _placed(
+        _Split(
+            layers=run.shape.num_layers,
+            stages=parallel.pipeline,
+            virtual=(parallel.virtual_pipeline or 1) if parallel.pipeline > 1 else 1,
+            mtp=run.shape.mtp_layers > 0,
+            first=model.get("num_layers_in_first_pipeline_stage"),
+            last=model.get("num_layers_in_last_pipeline_stage"),
+            embedding=int(bool(model.get("account_for_embedding_in_pipeline_split"))),
+            loss=int(bool(model.get("account_for_loss_in_pipeline_split"))),
+            layout=layout or None,
+        )
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _placed(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
+    if split.layout is not None:
+        return _by_layout(split)
+    counts, stages, virtual = _counts(split), split.stages, split.virtual
+    found: list[list[Chunk]] = [[] for _ in range(stages)]
+    start = 0
+    for chunk in range(virtual):
+        for stage in range(stages):
+            if counts[stage] % virtual:
+                raise BadValue(
+                    f"{counts[stage]} layers of stage {stage} cannot be divided into {virtual} virtual stages"
+                )
+            count = counts[stage] // virtual
+            last = stage == stages - 1 and chunk == virtual - 1
+            # an embedding or a loss that counts as a layer replaces one
+            count -= split.embedding if stage == 0 and chunk == 0 else 0
+            count -= split.loss if last else 0
+            found[stage].append(
+                Chunk(
+                    layers=tuple(range(start, start + count)),
+                    first=stage == 0 and chunk == 0,
+                    last=last,
+                    mtp=last and split.mtp,
+                )
+            )
+            start += count
+    return tuple(tuple(chunks) for chunks in found)
+
+
+def _counts(split: _Split) -> list[int]:
+    """Number of layers per stage, including an embedding or loss that counts as one (transformer_block.py get_num_layers_to_build)."""
+    first, last, stages = split.first, split.last, split.stages
+    if first is None and last is None:
+        total = split.layers + split.embedding + split.loss
+        if total % stages:
+            raise BadValue(
+                f"{total} layers cannot be divided among {stages} pipeline stages: set num_layers_in_first_pipeline_stage or another pipeline size"
+            )
+        return [total // stages] * stages
+    if (first or 0) < 0 or (last or 0) < 0:
+        raise BadValue(
+            f"num_layers_in_first_pipeline_stage={first}, num_layers_in_last_pipeline_stage={last}: must not be negative"
+        )
+    rest = split.layers - (first or 0) - (last or 0)
+    left = stages - (first is not None) - (last is not None)
+    if rest < 0 or (left > 0 and rest % left) or (left <= 0 and rest):
+        raise BadValue(
+            f"{rest} layers that remain besides the first and last stage cannot be divided among {max(left, 0)} stages"
+        )
+    middle = rest // left if left > 0 else 0
+    counts = [middle] * stages
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    return counts
+
+
+def parse_layout(text: str) -> list[list[str]]:
+    """Kinds of layers per (virtual) stage, from megatron-core's pipeline_model_parallel_layout notation, as in "Et*2|(tt|)*3tmL". Raises BadValue."""
+    flat = text.replace(",", "")
+    flat = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
+    flat = re.sub(r"(.)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
+    unknown = sorted(set(flat) - set(_KINDS) - {"|"})
+    if unknown:
+        raise BadValue(
+            f"pipeline_model_parallel_layout={text!r} has {', '.join(map(repr, unknown))} (expected E, t, m, L, '|', 'x*3' and '(..)*3')"
+        )
+    return [[_KINDS[letter] for letter in stage] for stage in flat.split("|")]
+
+
+def _by_layout(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
+    rows = parse_layout(split.layout) if isinstance(split.layout, str) else split.layout or ()
+    stages = split.stages
+    if len(rows) % stages:
+        raise BadValue(f"pipeline_model_parallel_layout has {len(rows)} parts, not a multiple of {stages} stages")
+    found: list[list[Chunk]] = [[] for _ in range(stages)]
+    start = 0
+    for index, row in enumerate(rows):
+        count = row.count("decoder")
+        found[index % stages].append(
+            Chunk(
+                layers=tuple(range(start, start + count)),
+                first="embedding" in row,
+                last="loss" in row,
+                mtp="mtp" in row,
+            )
+        )
+        start += count
+    if start != split.layers:
+        raise BadValue(f"pipeline_model_parallel_layout places {start} layers, the model has {split.layers}")
+    return tuple(tuple(chunks) for chunks in found)
+
+
+def batches(run: RunFacts) -> int:
+    """Micro-batches per step on one data-parallel rank."""
+    return max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
+
+
+def has_final_norm(run: RunFacts, chunk: Chunk) -> bool:
+    """Whether the decoder's final norm is in that chunk: with multi-token prediction next to the last layer (transformer_block.py), otherwise next to the loss."""
+    return run.shape.num_layers - 1 in chunk.layers if run.shape.mtp_layers else chunk.last
+
+
+def in_flight(run: RunFacts, stage: int) -> float:
+    """The maximum number of micro-batches whose activations a stage holds: the depth of 1F1B, more if interleaved (Megatron-LM, arXiv 2104.04473)."""
+    stages, virtual = run.parallel.pipeline, run.parallel.virtual_pipeline or 1
+    total = batches(run)
+    depth = stages - stage
+    if virtual > 1 and stages > 1:
+        # warm-up of the interleaved schedule, in chunks, each 1/virtual of the stage
+        return min(total * 1.0, ((depth - 1) * 2 + (virtual - 1) * stages + 1) / virtual)
+    return float(min(depth, total))

@@ -1,0 +1,204 @@
+"""Number of elements of every role on a rank: what `memory.keeps` lists, counted in the engine's own layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.formats import DType
+from mpbridge.common.traits import Sharding
+from mpbridge.planning.memory.buckets import Buffer, buffers
+from mpbridge.planning.memory.keeps import Holding, keeps, kept_fp32
+from mpbridge.planning.memory.layers import Parameter, parameters
+from mpbridge.planning.memory.ranks import Coordinates
+from mpbridge.planning.memory.weight_copies import weight_copies
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+
+STATES = ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
+"""Roles held by the rank that updates a parameter."""
+
+
+class Role(NamedTuple):
+    """One kind of tensor of one parameter (or of all that share a buffer) on one rank."""
+
+    name: str
+    """'params', 'grads', 'main_params', 'main_grads', 'exp_avg', 'exp_avg_sq', 'buffers', 'padding', 'weight_copies', 'weight_transposes', 'weight_scales'."""
+    parameter: str
+    """Global name; '' if several parameters share it."""
+    dtype: DType
+    """Storage dtype: FP8 and FP4 are UINT8."""
+    elements: int
+    """On this rank, in units of `dtype`, without padding."""
+    padding: int
+    """Unused elements."""
+    owner: str
+    """'model', 'wrapper', 'engine', 'optimizer' or 'transformer_engine': who allocates it."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it occupies, with padding."""
+        return (self.elements + self.padding) * self.dtype.bytes
+
+
+def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0) -> tuple[Role, ...]:
+    """Every role on `rank` between optimizer steps, once states exist. Views of other roles' memory are not listed.
+
+    `memory.keeps` determines what is stored; this function counts it in the engine's layout (`EngineTraits.exact_memory`: to the byte or not).
+    """
+    settled = policy.settled(dict(run.optimizer.settings))
+    at = Coordinates.of(rank, run.parallel)
+    chunks = parameters(run, at)
+    lay = _LAYOUTS[run.traits.layout]
+    found = [role for index, chunk in enumerate(chunks) for role in lay(settled, run, at, chunk, index)]
+    found += [role for chunk in chunks for role in _module_buffers(settled, run, chunk)]
+    return tuple(found)
+
+
+def dtype_at_rest(policy: PrecisionPolicy, run: RunFacts, parameter: Parameter) -> tuple[DType, Quant | None]:
+    """(dtype of the stored parameter, the quantization of its GEMM); UINT8 if its weight is stored in FP8."""
+    if kept_fp32(policy, parameter.name):
+        return DType.FP32, None
+    weight = parameter.weight
+    if parameter.layer is None or not weight.linear or not policy.quantized or run.realization != "native":
+        return policy.params, None
+    quant = policy.of_path(_module(parameter), run.shape.num_layers).first
+    return (DType.UINT8 if quant is not None and quant.stored else policy.params), quant
+
+
+def _module(parameter: Parameter) -> str:
+    """The full path of the module that owns the parameter."""
+    return parameter.name.removesuffix(parameter.weight.path) + parameter.weight.module
+
+
+def resting(policy: PrecisionPolicy, run: RunFacts) -> Callable[[Parameter], tuple[DType, Quant | None]]:
+    """`dtype_at_rest` for a run: evaluated once per linear, not once per expert weight."""
+    known: dict[str, tuple[DType, Quant | None]] = {}
+
+    def of(parameter: Parameter) -> tuple[DType, Quant | None]:
+        if policy.keep_fp32:  # may name individual parameters
+            return dtype_at_rest(policy, run, parameter)
+        if parameter.layer is None or not parameter.weight.linear:
+            return policy.params, None
+        path = _module(parameter)
+        if path not in known:
+            known[path] = dtype_at_rest(policy, run, parameter)
+        return known[path]
+
+    return of
+
+
+def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[[DType], Mapping[str, Holding]]:
+    """`keeps` of a settled policy in a run, by the dtype in which a parameter is stored; results are cached."""
+    engine = run.traits
+
+    @functools.cache
+    def of(at_rest: DType) -> Mapping[str, Holding]:
+        return keeps(policy, engine, run.optimizer, at_rest=at_rest, ddp=run.ddp)
+
+    return of
+
+
+def _in_buffers(
+    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
+) -> Iterator[Role]:
+    """megatron-core's DDP and distributed optimizer."""
+    rows, quants, of, rests = [], [], holdings(policy, run), resting(policy, run)
+    for parameter in chunk:
+        at_rest, quant = rests(parameter)
+        rows.append((parameter, at_rest, of(at_rest)["grads"].dtype))
+        if quant is not None:
+            quants.append((parameter, quant))
+    reused = policy.reuse_grad_buffer and run.realization == "native"
+    for buffer in buffers(run, rows, stage=at.stage, index=index):
+        kept = of(buffer.params)
+        yield from _buffer(buffer, kept, shared=reused and buffer.params is DType.UINT8)
+        owned: Iterable[tuple[Parameter, int]] = ((slot.parameter, slot.end - slot.start) for slot in buffer.slots)
+        if buffer.distributed:
+            shard = at.expert_data if _apart(run, buffer) else at.data
+            owned = buffer.shard(shard % buffer.group)
+        for parameter, size in owned:
+            for name in STATES:
+                if name in kept and kept[name].view_of is None:
+                    yield Role(name, parameter.name, kept[name].dtype, size, 0, kept[name].owner)
+    for parameter, quant in quants:
+        yield from (Role(*copy, 0, "transformer_engine") for copy in weight_copies(parameter, quant, run))
+
+
+def _apart(run: RunFacts, buffer: Buffer) -> bool:
+    return run.parallel.expert > 1 and buffer.slots[0].parameter.weight.expert
+
+
+def _buffer(buffer: Buffer, kept: Mapping[str, Holding], *, shared: bool) -> Iterator[Role]:
+    """Parameters and gradients. shared: MXFP8 weights, whose gather borrows the gradient buffer; their own bytes are Transformer Engine's copies."""
+    for slot in buffer.slots:
+        size, name = slot.end - slot.start, slot.parameter.name
+        if not shared:
+            yield Role("params", name, buffer.params, size, 0, kept["params"].owner)
+        yield Role("grads", name, buffer.grads, size, 0, kept["grads"].owner)
+    if buffer.padding:
+        padded = (buffer.grads,) if shared else (buffer.params, buffer.grads)
+        yield from (Role("padding", "", dtype, 0, buffer.padding, "wrapper") for dtype in padded)
+
+
+def _by_rows(
+    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
+) -> Iterator[Role]:
+    """Every parameter split along its first dimension; ranks that get fewer rows hold padding. Gradients and moments follow the parameters' shards.
+
+    torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: chunks as torch.chunk splits them, gradients cast to the parameter's dtype after the reduction.
+    """
+    ranks, of = run.parallel.data * run.parallel.context, holdings(policy, run)
+    for parameter in chunk:
+        rows = parameter.weight.shape[0]
+        width = parameter.weight.elements // max(1, rows)
+        each = -(-rows // ranks)
+        here = max(0, min(each, rows - at.data * each))
+        for name, held in of(dtype_at_rest(policy, run, parameter)[0]).items():
+            if held.view_of is None:
+                padding = (each - here) * width if name == "params" else 0
+                yield Role(name, parameter.name, held.dtype, here * width, padding, held.owner)
+
+
+def _evenly(
+    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
+) -> Iterator[Role]:
+    """Equal shares of what the sharding strategy shards; the alignment of the wrapper's buffers is ignored."""
+    ranks, of = run.parallel.data * run.parallel.context, holdings(policy, run)
+    for parameter in chunk:
+        group = run.parallel.expert_data if parameter.weight.expert and run.parallel.expert > 1 else ranks
+        size = parameter.weight.elements
+        for name, held in of(dtype_at_rest(policy, run, parameter)[0]).items():
+            if held.view_of is None:
+                share = size if held.sharding == "whole" else -(-size // group)
+                yield Role(name, parameter.name, held.dtype, share, 0, held.owner)
+
+
+_LAYOUTS: Mapping[Sharding, Callable[..., Iterator[Role]]] = MappingProxyType(
+    {"buffers": _in_buffers, "rows": _by_rows, "even": _evenly}
+)
+
+
+def _module_buffers(policy: PrecisionPolicy, run: RunFacts, chunk: tuple[Parameter, ...]) -> Iterator[Role]:
+    """Buffers of the router (tokens per expert and the bias that balances them, which is FP32 again from the first forward pass on), and of YaRN:
+    cosines and sines over the original context length, in each layer with latent attention, otherwise once for all layers of a chunk
+    (yarn_rotary_pos_embedding.py)."""
+    latent = run.shape.latent_attention
+    yarn = latent is not None and run.model.get("rope_type", "yarn") == "yarn"
+    positions = int(run.model.get("original_max_position_embeddings") or 4096)
+    if chunk and run.model.get("position_embedding_type") == "yarn":
+        size = int(run.model["yarn_original_max_position_embeddings"]) * run.shape.kv_channels
+        for table in ("cos_cached", "sin_cached"):
+            yield Role("buffers", f"rotary_pos_emb.{table}", policy.params, size, 0, "model")
+    for parameter in chunk:
+        if yarn and latent is not None and parameter.weight.path.endswith("self_attention.linear_proj.weight"):
+            prefix = parameter.name.removesuffix("linear_proj.weight")
+            for table in ("cos_cached", "sin_cached"):
+                size = positions * latent["qk_pos_emb_head_dim"]
+                yield Role("buffers", f"{prefix}rotary_pos_emb.{table}", policy.params, size, 0, "model")
+        if run.shape.expert_bias and parameter.weight.path.endswith("mlp.router.weight"):
+            prefix = parameter.name.removesuffix("weight")
+            yield Role("buffers", f"{prefix}expert_bias", DType.FP32, run.shape.experts or 0, 0, "model")
+            yield Role("buffers", f"{prefix}local_tokens_per_expert", policy.params, run.shape.experts or 0, 0, "model")

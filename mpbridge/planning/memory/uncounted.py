@@ -1,0 +1,121 @@
+"""What the predicted bytes and times of a run leave out: one table, with the sign of each error. `memory` and `estimate` print it; `Memory.exact` uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpbridge.common.facts import RunFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncounted:
+    """One feature of a run that is counted as something else, or not at all."""
+
+    asked: Callable[[RunFacts], bool]
+    what: str
+    instead: str
+    """How it is counted."""
+    time: str = ""
+    """The real step compared with the predicted one; empty: no error."""
+    memory: str = ""
+    """The real bytes compared with the predicted ones; empty: no error."""
+    states: bool = False
+    """Whether parameters or optimizer states are affected."""
+
+
+def _hybrid(run: RunFacts) -> bool:
+    return bool(run.model.get("hybrid_override_pattern") or run.model.get("is_hybrid_model"))
+
+
+def _linear_attention(run: RunFacts) -> bool:
+    return bool(run.model.get("linear_attention_freq") or run.model.get("experimental_attention_variant"))
+
+
+def _packed(run: RunFacts) -> bool:
+    names = ("variable_seq_lengths", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank")
+    return any(bool(run.model.get(name)) for name in names)
+
+
+def _offloaded(run: RunFacts) -> bool:
+    return run.optimizer.cpu_offload
+
+
+def _no_network(run: RunFacts) -> bool:
+    machine = run.machine
+    return machine is not None and run.parallel.world_size > machine.domain and not machine.network
+
+
+UNCOUNTED = (
+    Uncounted(
+        asked=_hybrid,
+        what="state-space layers (Mamba)",
+        instead="counted as layers of attention and an MLP, which are larger",
+        time="faster",
+        memory="smaller",
+        states=True,
+    ),
+    Uncounted(
+        asked=lambda run: bool(run.model.get("heterogeneous_block_specs")),
+        what="layers of several shapes",
+        instead="counted as layers of the configured shape, which no layer needs to exceed",
+        time="faster",
+        memory="smaller",
+        states=True,
+    ),
+    Uncounted(
+        asked=_linear_attention,
+        what="linear attention",
+        instead="counted as softmax attention, without its gates and convolutions",
+        time="faster",
+        memory="larger by those weights",
+        states=True,
+    ),
+    Uncounted(
+        asked=_packed,
+        what="packed sequences or sequences of several lengths",
+        instead="counted as whole sequences of seq_length",
+        time="faster",
+        memory="at most as large",
+    ),
+    Uncounted(
+        asked=_offloaded,
+        what="the optimizer's states and update on the host",
+        instead="counted as on the GPU",
+        time="slower",
+        memory="smaller",
+        states=True,
+    ),
+    Uncounted(
+        asked=lambda run: run.optimizer.name == "muon",
+        what="the Muon optimizer",
+        instead="counted as Adam, with two moments and without Muon's products",
+        time="slower",
+        memory="smaller by the second moments of matrices",
+        states=True,
+    ),
+    Uncounted(asked=_no_network, what="traffic between hosts", instead="", time="slower"),
+)
+
+
+def left_out_of_time(run: RunFacts) -> tuple[str, ...]:
+    """What a predicted step leaves out, as text, each with the sign of its error."""
+    return tuple(f"{_words(one, run)}; the real step is {one.time}" for one in UNCOUNTED if one.time and one.asked(run))
+
+
+def left_out_of_memory(run: RunFacts) -> tuple[str, ...]:
+    """What predicted bytes leave out, as text, each with the sign of its error."""
+    return tuple(
+        f"{_words(one, run)}; the real bytes are {one.memory}" for one in UNCOUNTED if one.memory and one.asked(run)
+    )
+
+
+def states_counted(run: RunFacts) -> bool:
+    """Whether all parameters and optimizer states are counted as they are."""
+    return not any(one.states and one.asked(run) for one in UNCOUNTED)
+
+
+def _words(one: Uncounted, run: RunFacts) -> str:
+    if one.asked is _no_network:
+        return f"{one.what}: {run.machine.name} has no network in the table (a --machine-file can specify it)"
+    return f"{one.what}: {one.instead}"

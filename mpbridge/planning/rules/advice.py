@@ -1,0 +1,136 @@
+"""Advice on recipes for a run on a machine: legality, peak speed of the GEMMs, memory, evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.formats import DType
+from mpbridge.planning.hardware.capability import can_run
+from mpbridge.planning.memory.by_role import memory, verdict
+from mpbridge.planning.rules.table import broken
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One recipe on one run."""
+
+    recipe: str
+    status: str
+    legal: bool
+    reason: str
+    bytes: int | None = None
+    """Memory of the fullest GPU, with activations (an estimate)."""
+    relative: float | None = None
+    """Ratio of `bytes` to bf16_mixed's."""
+    fit: str = "fits"
+    """"fits", "tight" or "does not fit" (memory.by_role.verdict)."""
+    peak: float | None = None
+    """Ratio of its GEMMs' dense peak to BF16's: a limit from the vendor's table, not a measured speed."""
+    seconds: float | None = None
+    """Time per step: predicted, or measured if `speed_known` says so; None: no prediction is possible."""
+    band: float = 0.0
+    """Relative error of a prediction."""
+    one_sided: bool = False
+    """Whether the prediction is a lower bound: the real step can only take longer."""
+    speed_known: str = ""
+    """"predicted", or the folder of the run in which it was measured."""
+    hours: float | None = None
+    """GPU hours per billion tokens."""
+    taste: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """False only if even the low end of the error band exceeds the memory."""
+        return self.fit != "does not fit"
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Sort key: legal, fitting, below 32 bits, validated, faster than 16 bits by the vendor's table, then finer scales and less memory."""
+        faster = (self.peak or 0.0) > 1.0
+        return (
+            not self.legal,
+            self.fit == "does not fit",
+            self.recipe == "fp32",
+            self.status != "validated",
+            not faster,
+            self.taste,
+            self.bytes or 0,
+            self.recipe,
+        )
+
+
+ORDERS = ("status", "time", "memory")
+"""What `recommend --by` sorts legal and fitting recipes by; "status": `Advice.rank`."""
+
+
+def order(advice: Advice, by: str) -> tuple[object, ...]:
+    """Sort key: legal and fitting first, then the requested criterion, then `rank`."""
+    asked: float = 0.0
+    if by == "time":
+        asked = advice.seconds if advice.seconds is not None else float("inf")
+    elif by == "memory":
+        asked = advice.bytes or 0
+    return (not advice.legal, not advice.fits, asked, *advice.rank)
+
+
+def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: int | None = None) -> Advice:
+    """Advice on `entry` for this run on its machine; reference: bytes on bf16_mixed's fullest GPU."""
+    machine = run.machine
+    errors = [violation for violation in broken(policy, run) if violation.severity == "error"]
+    if errors:
+        words = "; ".join(f"{v.rule}: {v.found}" for v in errors)
+        return Advice(recipe=entry.name, status=entry.status, legal=False, reason=f"{words} (cure: {errors[0].cure})")
+    try:
+        mine = memory(policy, run)
+    except MpbridgeError as error:
+        return Advice(recipe=entry.name, status=entry.status, legal=False, reason=str(error))
+    answer = can_run(policy, machine, run.versions) if machine is not None else None
+    return Advice(
+        recipe=entry.name,
+        status=entry.status,
+        legal=True,
+        reason=_reason(
+            entry, policy, run, answer.reason if answer is not None and (policy.quantized or not answer.proven) else ""
+        ),
+        bytes=mine.needed,
+        relative=mine.needed / reference if reference else None,
+        fit=verdict(mine, machine.memory_bytes if machine is not None and machine.gpu else 0),
+        peak=_peak(policy, run),
+        # FP16 has five exponent bits and needs its loss scale: ranked after BF16 wherever BF16 exists
+        taste=(policy.quant.row.preference if policy.quant is not None else 0)
+        + (10 if policy.compute is DType.FP16 else 0),
+    )
+
+
+def _peak(policy: PrecisionPolicy, run: RunFacts) -> float | None:
+    machine = run.machine
+    if machine is None or not machine.gpu:
+        return None
+    low = "fp4" if policy.fp4 else "fp8" if policy.fp8 else policy.compute.short
+    mine, base = machine.flops(low), machine.flops("bf16") or machine.flops("fp16")
+    if (
+        mine is None and low == "fp4"
+    ):  # a GPU without FP4 has already been refused; one without a table entry is unknown
+        return None
+    return mine / base if mine and base else None
+
+
+def _reason(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, native: str) -> str:
+    parts = [entry.summary]
+    peak = _peak(policy, run)
+    if peak is not None and policy.quantized:
+        parts.append(
+            f"its GEMMs' dense peak is {peak:.1f} times BF16's by the vendor's table, the end-to-end gain is smaller"
+        )
+    if policy.quantized:
+        depth = run.shape.num_layers
+        kept = policy.bf16_layers(depth)
+        parts.append(f"{depth - len(kept)} of {depth} layers quantized")
+    parts.append("trained to a known loss" if entry.status == "validated" else f"experimental: {entry.source}")
+    if native and ("unproven" in native or "MXFP8" in native):
+        parts.append(native)
+    return "; ".join(parts)

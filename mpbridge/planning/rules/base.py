@@ -1,0 +1,167 @@
+"""The types of the rule table: Rule (a row with its texts, its source and the versions in which it is true), Case (what it judges) and Violation (what it reports)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.formats import DType
+from mpbridge.common.traits import EngineTraits
+from mpbridge.common.versions import Window, at_least
+from mpbridge.planning.memory.keeps import Holding, keeps
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+
+ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
+"""A source that rules on several subjects cite."""
+
+PLAIN_WEIGHTS = "mixed_precision.fp8_param_gather=false mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"
+"""The cure of rules about weights stored in a low-precision format; it clears both fields, since a reused buffer without stored weights is a contradiction."""
+
+Severity = Literal["error", "warning"]
+Emulated = Literal["same", "warning", "silent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One policy in one run, with the queries that many rules share."""
+
+    policy: PrecisionPolicy
+    run: RunFacts
+
+    def model(self, name: str, default: Any = None) -> Any:
+        """A setting of the model section; None counts as not given."""
+        return _get(self.run.model, name, default)
+
+    def ddp(self, name: str, default: Any = None) -> Any:
+        """A setting of the ddp section."""
+        return _get(self.run.ddp, name, default)
+
+    def opt(self, name: str, default: Any = None) -> Any:
+        """A setting of the optimizer section."""
+        return _get(self.run.optimizer.settings, name, default)
+
+    @property
+    def native(self) -> bool:
+        """Whether Transformer Engine performs the quantization."""
+        return self.run.realization == "native"
+
+    @property
+    def core(self) -> bool:
+        """Whether the engine uses megatron-core's own wrapper and optimizer."""
+        return self.traits.main_weights == "megatron_core"
+
+    @property
+    def traits(self) -> EngineTraits:
+        """Traits of the run's engine."""
+        return self.run.traits
+
+    @property
+    def kept(self) -> Mapping[str, Holding]:
+        """What is stored for a parameter, by role (`memory.keeps`)."""
+        return keeps(self.policy, self.traits, self.run.optimizer, ddp=self.run.ddp)
+
+    @property
+    def own_copy(self) -> bool:
+        """Whether 16-bit parameters are their own main weights (`PrecisionPolicy.narrow_alone`)."""
+        return self.policy.narrow_alone
+
+    @property
+    def plain_ddp(self) -> str:
+        """Settings that select plain DDP, as a cure."""
+        also = " ddp.overlap_param_gather=false" if self.ddp("overlap_param_gather") else ""
+        return f"ddp.use_distributed_optimizer=false{also}"
+
+    @property
+    def plain_states(self) -> str:
+        """Settings that select an optimizer with megatron-core's own states, as a cure."""
+        low = [
+            f" mixed_precision.{name}_dtype=null"
+            for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+            if getattr(self.policy, name) not in (None, DType.FP32)
+        ]
+        return "".join(["mixed_precision.use_precision_aware_optimizer=false", *low])
+
+    @property
+    def scalings(self) -> tuple[str, ...]:
+        """The scalings of all regions."""
+        return tuple(quant.scaling for quant in self.policy.quants)
+
+    @property
+    def history(self) -> bool:
+        """Whether any region's scales come from earlier steps (delayed scaling)."""
+        return any(quant.row.history for quant in self.policy.quants)
+
+    @property
+    def stored(self) -> tuple[Quant, ...]:
+        """The quantizations whose weights are stored in the low-precision format."""
+        return tuple(quant for quant in self.policy.quants if quant.stored)
+
+    @property
+    def aware(self) -> bool:
+        """Whether FusedAdam owns the states."""
+        return bool(self.policy.precision_aware)
+
+    def te_before(self, version: str) -> bool:
+        """Whether the installed Transformer Engine is older than `version`; False without one, which another rule reports."""
+        have = self.run.versions.transformer_engine
+        return have is not None and not at_least(have, version)
+
+    def set_variable(self, name: str) -> bool:
+        """Whether an environment variable is set to a true value."""
+        return self.run.environment.get(name, "").strip().lower() not in ("", "0", "false", "off", "no")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row. `found` returns a description of what is wrong, or a false value when the rule holds."""
+
+    id: str
+    found: Callable[[Case], object]
+    expected: str
+    cure: str
+    """Command-line settings, or a sentence. Alternatives are separated by ', or '; each of them is sufficient."""
+    source: str
+    """Where the rule comes from: file and function of a version, or the upstream issue."""
+    cure_here: Callable[[Case], str] | None = None
+    """The cure for a particular case, where it differs between cases; None: `cure`."""
+    about: str = ""
+    """Traits of a recipe (rules.cards.traits) for which the rule is shown, all required; empty: the rule is about runs, not recipes."""
+    severity: Severity = "error"
+    holds: tuple[Window, ...] = ()
+    """The versions in which the rule is true; outside any of these windows it is silent."""
+    engine: str = ""
+    """The engine that the rule applies to; '': all."""
+    emulated: Emulated = "same"
+    """What an error turns into when the quantization is emulated and the rule may not apply."""
+
+    def applies(self, run: RunFacts) -> bool:
+        """Whether the rule is about the run's engine and its windows contain the run's versions."""
+        return self.engine in ("", run.engine) and all(
+            window.holds(getattr(run.versions, window.package)) for window in self.holds
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One broken rule, as text."""
+
+    rule: str
+    severity: Severity
+    found: str
+    expected: str
+    cure: str
+    source: str
+    versions: str = ""
+    """The versions in which the rule is true; empty: all."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.severity} {self.rule}: {self.found}; expected {self.expected}. Cure: {self.cure}. [{self.source}]"
+        )
+
+
+def _get(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = settings.get(name)
+    return default if value is None else value

@@ -1,0 +1,225 @@
+"""Rules about a run's environment: library versions, and variables that complete or contradict a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import say
+from mpbridge.common.versions import Window
+from mpbridge.planning.rules.base import Case, Rule
+from mpbridge.precision.policy import Quant
+from mpbridge.precision.scalings import Option
+
+_TORCH = Window(package="torch", since="2.6", until="2.14")
+_CORE = (
+    Window(package="megatron_core", since="0.16", until="0.17"),
+    Window(package="megatron_core", since="0.20", until="0.21"),
+)
+_RECIPES = "Transformer Engine 2.11 common/recipe/__init__.py (read once, at import)"
+
+
+def _blackwell(case: Case) -> bool:
+    arch = case.run.machine.arch if case.run.machine is not None else None
+    return arch is not None and arch >= (10, 0)
+
+
+def _nvfp4(case: Case) -> str | None:
+    names = [f"NVTE_NVFP4_DISABLE_{what}" for what in ("RHT", "STOCHASTIC_ROUNDING", "2D_QUANTIZATION")]
+    seen = [name for name in names if case.set_variable(name)]
+    arch = case.run.machine.arch if case.run.machine is not None else None
+    if arch is not None and arch >= (
+        12,
+        0,
+    ):  # the instruction for stochastic rounding does not exist there: switching it off is right
+        seen = [name for name in seen if not name.endswith("ROUNDING")]
+    return f"{', '.join(seen)} set" if seen and "nvfp4" in case.scalings else None
+
+
+_OWN_RULE = ("power_of_two", "hadamard", "stochastic_rounding", "square_weights")
+"""Options whose variables have their own rules."""
+
+
+def _options(case: Case) -> Iterator[tuple[Quant, Option, Any]]:
+    """Every option of every quantization with its value from the environment; a text that Transformer Engine rejects counts as the default."""
+    for quant in case.policy.quants:
+        for option in quant.row.options:
+            try:
+                yield quant, option, option.read(case.run.environment)
+            except BadValue:
+                yield quant, option, option.default
+
+
+def _outside(case: Case) -> str:
+    found = [
+        f"{option.variable}={case.run.environment[option.variable]} ({option.name}={say(value)})"
+        for quant, option, value in _options(case)
+        if value != option.default and option.name not in (*_OWN_RULE, *dict(quant.options))
+    ]
+    return ", ".join(dict.fromkeys(found))
+
+
+def _not_set(case: Case) -> str:
+    found = [
+        f"{option.name}={say(dict(quant.options)[option.name])} without {option.setting(dict(quant.options)[option.name])}"
+        for quant, option, value in _options(case)
+        if dict(quant.options).get(option.name, value) != value
+    ]
+    return ", ".join(dict.fromkeys(found))
+
+
+def _clashes(case: Case) -> str:
+    version = case.run.versions.transformer_engine if case.native else None
+    found = []
+    for quant in case.policy.quants:
+        values = {option.name: value for of, option, value in _options(case) if of == quant} | dict(quant.options)
+        found += quant.row.clashes(values, version)
+    return "; ".join(dict.fromkeys(found))
+
+
+def _is_zero(case: Case, name: str) -> bool:
+    return case.run.environment.get(name, "").strip() == "0"
+
+
+def _untested(case: Case) -> str:
+    have = (("torch", case.run.versions.torch, (_TORCH,)), ("megatron-core", case.run.versions.megatron_core, _CORE))
+    return ", ".join(
+        f"{name} {version}" for name, version, windows in have if not any(window.holds(version) for window in windows)
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="library-versions-untested",
+        found=_untested,
+        expected="torch 2.6 to 2.13 and megatron-core 0.16 (or 0.20, as of Megatron-LM d98e8a64), the versions that these rules and the config fields were read from",
+        cure="install versions in that range",
+        source="mpbridge pyproject.toml",
+        severity="warning",
+    ),
+    Rule(
+        id="fp32-block-scales-on-blackwell",
+        about="blockwise",
+        found=lambda c: (
+            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+            and "blockwise" in c.scalings
+            and _blackwell(c)
+            and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set"
+        ),
+        expected="unset: on Blackwell blockwise FP8 runs as MXFP8, whose scales are powers of two",
+        cure="unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+        source="Transformer Engine 2.11 quantize_transpose_square_blockwise.cu, csrc/extensions/gemm.cpp",
+        emulated="warning",
+    ),
+    Rule(
+        id="fp32-block-scales-elsewhere",
+        about="quantized",
+        found=lambda c: (
+            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+            and c.policy.quantized
+            and not ("blockwise" in c.scalings and _blackwell(c))
+            and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set"
+        ),
+        expected="unset: it changes blockwise scales from powers of two to FP32, and conflicts with MXFP8",
+        cure="unset it, unless you train with it deliberately",
+        source=f"{_RECIPES}; miles#1340",
+        severity="warning",
+    ),
+    Rule(
+        id="nvfp4-switched-off-from-outside",
+        about="nvfp4",
+        found=_nvfp4,
+        expected="unset: the recipe includes the Hadamard transform, stochastic rounding and 2D weight scales",
+        cure="unset them, or record them with the run",
+        source=_RECIPES,
+        severity="warning",
+    ),
+    Rule(
+        id="power-of-two-current-scales",
+        about="tensorwise",
+        found=lambda c: (
+            c.set_variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+            and "tensorwise" in c.scalings
+            and "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set"
+        ),
+        expected="unset: current scaling uses FP32 scales",
+        cure="unset it, or record it with the run",
+        source=_RECIPES,
+        severity="warning",
+    ),
+    Rule(
+        id="scaling-switched-from-outside",
+        about="quantized",
+        found=_outside,
+        expected="unset, or stated in the recipe (mixed_precision.fp8_options, fp4_options)",
+        cure="unset it, or write it into the recipe",
+        source=_RECIPES,
+        severity="warning",
+    ),
+    Rule(
+        id="option-not-in-the-environment",
+        about="quantized",
+        found=_not_set,
+        expected="the matching environment variable: megatron-core does not pass these options on, and Transformer Engine reads them from the environment",
+        cure="export the variables named here before Python starts",
+        source=f"{_RECIPES}; megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe",
+        emulated="silent",
+    ),
+    Rule(
+        id="options-exclude-each-other",
+        about="quantized",
+        found=_clashes,
+        expected="options that Transformer Engine accepts together",
+        cure="change one of them (mixed_precision.fp8_options, fp4_options, or the variable)",
+        source="Transformer Engine main d0067d0d pytorch/quantization.py NVFP4BlockScalingRecipeState, pytorch/csrc/quantizer.cpp",
+    ),
+    Rule(
+        id="unfused-scale-update",
+        about="delayed",
+        found=lambda c: c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and c.history and "NVTE_UNFUSED_FP8_UPDATE set",
+        expected="unset: with it the amax history rolls in zeros, which gives different scales",
+        cure="unset NVTE_UNFUSED_FP8_UPDATE",
+        source="Transformer Engine 2.11 pytorch/quantization.py reduce_and_update_fp8_tensors",
+        severity="warning",
+        emulated="silent",
+    ),
+    Rule(
+        id="fp8-attention-without-its-backend",
+        about="fp8",
+        found=lambda c: (
+            any(q.attention != "none" for q in c.policy.quants)
+            and _is_zero(c, "NVTE_FUSED_ATTN")
+            and "FP8 attention with NVTE_FUSED_ATTN=0"
+        ),
+        expected="the fused backend, which has the FP8 kernels",
+        cure="unset NVTE_FUSED_ATTN, or mixed_precision.fp8_dot_product_attention=false",
+        source="Transformer Engine 2.11 pytorch/attention/dot_product_attention/utils.py",
+        emulated="silent",
+    ),
+    Rule(
+        id="attention-recipe-without-fp8-attention",
+        about="fp8",
+        found=lambda c: (
+            c.run.environment.get("NVTE_DPA_FP8_RECIPE", "")
+            and all(q.attention == "none" for q in c.policy.quants)
+            and "NVTE_DPA_FP8_RECIPE set with FP8 attention off"
+        ),
+        expected="fp8_dot_product_attention=true, or the variable unset",
+        cure="unset NVTE_DPA_FP8_RECIPE",
+        source="Megatron-Bridge#5394",
+        severity="warning",
+        emulated="silent",
+    ),
+    Rule(
+        id="user-buffers-with-expandable-segments",
+        found=lambda c: (
+            c.ddp("nccl_ub")
+            and "expandable_segments:True" in c.run.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
+            and "ddp.nccl_ub with expandable_segments:True"
+        ),
+        expected="one of them",
+        cure="PYTORCH_CUDA_ALLOC_CONF without expandable_segments, or ddp.nccl_ub=false",
+        source="megatron-core 0.16.1 distributed_data_parallel_config.py __post_init__",
+    ),
+)

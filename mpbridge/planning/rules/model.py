@@ -1,0 +1,345 @@
+"""Rules about the model: residual, logits, router, mixture of experts, schedules."""
+
+from __future__ import annotations
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import DType, say
+from mpbridge.common.versions import Window
+from mpbridge.planning.rules.base import ARGUMENTS, Case, Rule
+
+_CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
+
+
+_OTHER_MODELS = (
+    "heterogeneous_block_specs", "hybrid_context_parallel", "experimental_attention_variant", "is_hybrid_model", "use_kitchen", "use_kitchen_attention", "cache_mla_latents",
+)  # fmt: skip
+
+
+def _padding(case: Case) -> str | None:
+    for name in ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"):
+        if case.model(name):
+            return name
+    return None
+
+
+def _padding_without(case: Case) -> str | None:
+    """The switch is set although megatron-core sees no quantization: none is requested, or it is emulated."""
+    name = _padding(case)
+    if name is None or (case.policy.quantized and case.native):
+        return None
+    return f"{name}=true {'without fp8 or fp4' if not case.policy.quantized else 'while the quantization is emulated'}"
+
+
+def _router(case: Case) -> str | None:
+    value = case.model("moe_router_dtype")
+    if value is None or (isinstance(value, str) and value in ("fp32", "fp64")):
+        return None
+    return f"moe_router_dtype={say(value)} (a {type(value).__name__})"
+
+
+def _router_of_none(case: Case) -> str | None:
+    """A legal router dtype on a model without a router."""
+    value = case.model("moe_router_dtype") or (case.policy.router and case.policy.router.short)
+    if case.run.shape.experts or value is None or _router(case):
+        return None
+    return f"moe_router_dtype={value} on a dense model"
+
+
+def _unscoped(scopes: object) -> tuple[str, ...]:
+    items = scopes.split(",") if isinstance(scopes, str) else scopes
+    return tuple(str(item).rpartition(".")[2] for item in items) if isinstance(items, (list, tuple)) else ()
+
+
+def _interleaved(case: Case) -> str | None:
+    machine = case.run.machine
+    cpu = machine is not None and not machine.gpu
+    batched = case.model("batch_p2p_comm", True) or not case.model("overlap_p2p_comm", False)
+    vpp = case.run.parallel.virtual_pipeline
+    return (
+        f"{vpp} virtual stages with batched point-to-point communication on gloo"
+        if cpu and vpp is not None and vpp > 1 and batched
+        else None
+    )
+
+
+def _sent(case: Case) -> DType:
+    return DType.FP32 if _residual(case) else case.policy.compute
+
+
+def _undivided(case: Case) -> str | None:
+    shape, sizes = case.run.shape, case.run.parallel
+    expert_tensor = sizes.expert_tensor or sizes.tensor
+    groups = shape.num_query_groups
+    wrong = [
+        f"{name} {size} by {by} {ranks}"
+        for name, size, by, ranks in (
+            ("num_attention_heads", shape.num_attention_heads, "tensor", sizes.tensor),
+            (
+                "num_query_groups",
+                groups if groups % sizes.tensor and sizes.tensor % groups else 0,
+                "tensor",
+                sizes.tensor,
+            ),
+            ("ffn_hidden_size", shape.ffn_hidden_size, "tensor", sizes.tensor),
+            ("vocab_size", shape.vocab_size, "tensor", sizes.tensor),
+            ("num_moe_experts", shape.experts or 0, "expert", sizes.expert),
+            ("moe_ffn_hidden_size", shape.expert_ffn_hidden_size, "expert tensor", expert_tensor),
+            ("moe_shared_expert_intermediate_size", shape.shared_expert_size, "tensor", sizes.tensor),
+            ("seq_length", shape.seq_length, "2 x context", 2 * sizes.context if sizes.context > 1 else 1),
+        )
+        if size % ranks
+    ]
+    return "; ".join(wrong) or None
+
+
+def _unstaged(case: Case) -> str | None:
+    from mpbridge.planning.memory.ranks import stage_chunks
+
+    try:
+        stage_chunks(case.run)
+    except BadValue as error:
+        return str(error)
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="sizes-do-not-divide",
+        found=_undivided,
+        expected="every size to be a multiple of the number of ranks that it is split over",
+        cure="another parallel size, or another model size",
+        source=f"{_CONFIG}; transformer/moe/moe_layer.py BaseMoELayer.__init__ for experts",
+    ),
+    Rule(
+        id="layers-do-not-divide",
+        found=_unstaged,
+        expected="each pipeline stage to get whole layers",
+        cure="another parallel.pipeline_model_parallel_size, or model.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
+        source="megatron-core 0.16.1 transformer_block.py get_num_layers_to_build",
+    ),
+    Rule(
+        id="other-models-are-not-built",
+        found=lambda c: ", ".join(f"model.{name}={say(c.model(name))}" for name in _OTHER_MODELS if c.model(name)),
+        expected="none of them: mpbridge builds one kind of GPT layer, for training; these would be ignored silently",
+        cure="drop them",
+        source="mpbridge/backend/models/gpt.py; megatron-core 0.16.1 gpt_layer_specs.py takes them as arguments",
+    ),
+    Rule(
+        id="router-dtype-is-ignored",
+        found=_router,
+        expected="'fp32', 'fp64' or null: megatron-core compares with these strings; anything else leaves the router in 16 bits",
+        cure="mixed_precision.moe_router_dtype=fp32",
+        source="megatron-core 0.16.1 transformer/moe/router.py",
+    ),
+    Rule(
+        id="router-dtype-without-experts",
+        found=_router_of_none,
+        expected="a mixture of experts: a dense model has no router",
+        cure="mixed_precision.moe_router_dtype=null, or model.moe_router_dtype=null",
+        cure_here=lambda c: f"{'model' if c.policy.router is None else 'mixed_precision'}.moe_router_dtype=null",
+        source="megatron-core 0.16.1 transformer/moe/router.py",
+        severity="warning",
+    ),
+    Rule(
+        id="many-experts-route-in-16-bits",
+        about="sixteen",
+        found=lambda c: (
+            (c.run.shape.experts or 0) >= 32
+            and c.policy.mixed
+            and c.policy.router is None
+            and c.model("moe_router_dtype") is None
+            and f"{c.run.shape.experts} experts, router in {c.policy.compute.short}"
+        ),
+        expected="an FP32 router with 32 or more experts",
+        cure="mixed_precision.moe_router_dtype=fp32",
+        source=_CONFIG,
+        severity="warning",
+    ),
+    Rule(
+        id="router-padding-without-quantization",
+        found=_padding_without,
+        expected="fp8 or fp4 on",
+        cure="model.moe_router_padding_for_quantization=false",
+        source=_CONFIG,
+    ),
+    Rule(
+        id="router-padding-dispatcher",
+        about="quantized",
+        found=lambda c: (
+            _padding(c)
+            and c.model("moe_token_dispatcher_type", "allgather") in ("allgather", "alltoall_seq")
+            and f"{_padding(c)} with dispatcher {c.model('moe_token_dispatcher_type', 'allgather')}"
+        ),
+        expected="alltoall or flex",
+        cure="model.moe_token_dispatcher_type=alltoall",
+        source=_CONFIG,
+    ),
+    Rule(
+        id="router-padding-in-a-graph",
+        found=lambda c: (
+            c.model("moe_router_padding_for_fp8")
+            and c.model("cuda_graph_impl", "none") != "none"
+            and "moe_preprocess" in _unscoped(c.model("cuda_graph_scope", ()))
+            and "moe_router_padding_for_fp8 with a captured moe_preprocess"
+        ),
+        expected="no synchronising copies in a captured step",
+        cure="remove moe_preprocess from model.cuda_graph_scope",
+        source=_CONFIG,
+    ),
+    Rule(
+        id="nan-check-in-a-graph",
+        found=lambda c: (
+            c.ddp("check_for_nan_in_grad")
+            and "full_iteration" in _unscoped(c.model("cuda_graph_scope", ()))
+            and "check_for_nan_in_grad with a captured iteration"
+        ),
+        expected="no host-side check inside a captured iteration",
+        cure="ddp.check_for_nan_in_grad=false",
+        source=ARGUMENTS,
+    ),
+    Rule(
+        id="experts-in-fp8-need-newer-engine",
+        about="fp8",
+        found=lambda c: (
+            c.run.shape.experts
+            and c.policy.fp8
+            and c.te_before("1.11" if c.run.shape.grouped_gemm else "1.7")
+            and f"FP8 experts with Transformer Engine {c.run.versions.transformer_engine}"
+        ),
+        expected="1.7 or later, with grouped GEMM 1.11",
+        cure="upgrade Transformer Engine",
+        source=_CONFIG,
+        emulated="silent",
+    ),
+    Rule(
+        id="experts-under-tensor-parallelism-need-sequence-parallelism",
+        found=lambda c: (
+            c.run.shape.experts
+            and c.run.parallel.tensor > 1
+            and not c.run.parallel.sequence
+            and f"{c.run.shape.experts} experts with tensor_model_parallel_size={c.run.parallel.tensor} and sequence_parallel=false"
+        ),
+        expected="sequence parallelism too: without it megatron-core raises in the first forward pass",
+        cure="parallel.sequence_parallel=true",
+        source="megatron-core 0.16.1 transformer/moe/moe_layer.py MoELayer.forward",
+    ),
+    Rule(
+        id="expert-overlap-needs-16-bits",
+        found=lambda c: (
+            c.model("overlap_moe_expert_parallel_comm")
+            and not c.policy.mixed
+            and "overlap_moe_expert_parallel_comm in fp32"
+        ),
+        expected="bf16 or fp16",
+        cure="a 16-bit recipe, or model.overlap_moe_expert_parallel_comm=false",
+        source=_CONFIG,
+    ),
+    Rule(
+        id="pipeline-dtype-is-what-is-sent",
+        found=lambda c: (
+            c.run.parallel.pipeline > 1
+            and c.policy.pipeline is not _sent(c)
+            and f"pipeline_dtype={c.policy.pipeline.short}, while stages send {_sent(c).short}"
+        ),
+        expected="the dtype of the residual stream: fp32 under fp32_residual_connection, else the compute dtype. Receivers allocate their buffers by this field "
+        "only; a mismatch silently fills them with garbage",
+        cure="set mixed_precision.pipeline_dtype to the dtype that is sent",
+        source="megatron-core 0.16.1 pipeline_parallel/p2p_communication.py, measured on gloo; Megatron-LM transformer_config.py (d98e8a64) forces fp32 residuals",
+    ),
+    Rule(
+        id="fp32-residual-in-fp32",
+        found=lambda c: _residual(c) and not c.policy.mixed and "fp32_residual_connection in an FP32 run",
+        expected="bf16 or fp16 compute",
+        cure="mixed_precision.fp32_residual_connection=false",
+        source=ARGUMENTS,
+    ),
+    Rule(
+        id="fp16-cross-entropy",
+        about="fp16",
+        found=lambda c: (
+            c.model("fp16_lm_cross_entropy")
+            and c.policy.compute is not DType.FP16
+            and f"fp16_lm_cross_entropy with {c.policy.compute.short} compute"
+        ),
+        expected="an FP16 recipe",
+        cure="model.fp16_lm_cross_entropy=false",
+        source=ARGUMENTS,
+    ),
+    Rule(
+        id="fused-cross-entropy-by-engine",
+        found=lambda c: (
+            c.model("cross_entropy_loss_fusion")
+            and c.model("cross_entropy_fusion_impl", "native") == "te"
+            and "cross_entropy_fusion_impl='te'"
+        ),
+        expected="'native': 'te' has known stability issues",
+        cure="model.cross_entropy_fusion_impl=native",
+        source=ARGUMENTS,
+    ),
+    Rule(
+        id="softmax-under-layer-scaling",
+        found=lambda c: (
+            c.model("apply_query_key_layer_scaling")
+            and c.policy.softmax_fp32 is False
+            and "attention_softmax_in_fp32=false with apply_query_key_layer_scaling"
+        ),
+        expected="true: megatron-core sets it silently",
+        cure="mixed_precision.attention_softmax_in_fp32=null",
+        source=_CONFIG,
+        severity="warning",
+    ),
+    Rule(
+        id="activation-store-needs-swiglu",
+        found=lambda c: (
+            c.model("activation_func_fp8_input_store")
+            and not (
+                c.run.shape.gated
+                and str(getattr(c.model("activation_func"), "__name__", c.model("activation_func", ""))).rpartition(
+                    "."
+                )[2]
+                == "silu"
+            )
+            and "activation_func_fp8_input_store without SwiGLU"
+        ),
+        expected="SwiGLU (gated_linear_unit with silu)",
+        cure="model.activation_func_fp8_input_store=false",
+        source=_CONFIG,
+    ),
+    Rule(
+        id="batch-invariance-needs-bf16",
+        about="fp16",
+        found=lambda c: (
+            c.model("batch_invariant_mode")
+            and (c.policy.params is not DType.BF16 or (c.run.shape.experts and c.policy.quantized))
+            and f"batch_invariant_mode with {c.policy.params.short} parameters{' and quantized experts' if c.run.shape.experts and c.policy.quantized else ''}"
+        ),
+        expected="BF16 parameters, experts not quantized",
+        cure="model.batch_invariant_mode=false",
+        source="Megatron-LM core/transformer/transformer_config.py (d98e8a64)",
+        holds=(Window(package="megatron_core", since="0.17"),),
+    ),
+    Rule(
+        id="reduced-precision-switch-is-process-wide",
+        found=lambda c: (
+            c.policy.compute is DType.BF16
+            and c.model("disable_bf16_reduced_precision_matmul")
+            and "disable_bf16_reduced_precision_matmul=true"
+        ),
+        expected="no other run in this process: megatron-core sets torch's process-wide switch and never restores it",
+        cure="restart the process before another run (mpbridge's device layer restores it)",
+        source=_CONFIG,
+        severity="warning",
+    ),
+    Rule(
+        id="interleaved-pipeline-on-gloo",
+        found=_interleaved,
+        expected="overlap_p2p_comm=true batch_p2p_comm=false: with batched communication the run diverges silently",
+        cure="model.overlap_p2p_comm=true model.batch_p2p_comm=false",
+        source="measured on megatron-core 0.16.1 with gloo: gradient norms of 6e4",
+    ),
+)
+
+
+def _residual(case: Case) -> bool:
+    own = case.policy.residual_fp32
+    return bool(case.model("fp32_residual_connection")) if own is None else own

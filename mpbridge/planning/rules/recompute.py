@@ -1,0 +1,187 @@
+"""What megatron-core rejects about recomputed, offloaded and graph-captured layers when the config is constructed."""
+
+from __future__ import annotations
+
+from mpbridge.planning.rules.base import Case, Rule
+from mpbridge.planning.rules.config_row import latent, listed, row
+from mpbridge.precision.megatron_spec.schema import records
+
+RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+"""Valid entries of model.recompute_modules."""
+OFFLOADED = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")
+"""Valid entries of model.offload_modules."""
+
+
+def _cpu_offloading(case: Case) -> str | None:
+    if not case.model("cpu_offloading"):
+        return None
+    layers, depth = case.model("cpu_offloading_num_layers", 0), case.run.shape.num_layers
+    found = [f"cpu_offloading_num_layers={layers} of {depth}"] if not 0 <= layers < depth else []
+    found += ["pipeline stages"] if case.run.parallel.pipeline > 1 else []
+    found += ["recomputation"] if case.model("recompute_granularity") else []
+    found += ["CUDA graphs"] if _graphs(case) != "none" else []
+    found += ["fine-grained offloading"] if case.model("fine_grained_activation_offloading") else []
+    return f"cpu_offloading with {', '.join(found)}" if found else None
+
+
+def _recomputation(case: Case) -> str | None:
+    how, layers = case.model("recompute_granularity"), case.model("recompute_num_layers")
+    if how == "full":
+        lacks = [name for name in ("recompute_method", "recompute_num_layers") if case.model(name) is None]
+        found = [f"full recomputation without {' and '.join(lacks)}"] if lacks else []
+        found += ["full recomputation with moe_layer_recompute"] if case.model("moe_layer_recompute") else []
+        found += ["recompute_num_layers below 1"] if layers is not None and layers < 1 else []
+    elif how == "selective":
+        found = [f"selective recomputation with recompute_num_layers={layers}"] if layers is not None else []
+    else:
+        found = []
+    if how and case.model("distribute_saved_activations") and case.run.parallel.sequence:
+        found.append("distribute_saved_activations with sequence parallelism")
+    return ", ".join(found) or None
+
+
+def _recomputed(case: Case) -> str | None:
+    if case.model("recompute_granularity") != "selective":
+        return None
+    names = listed(case, "recompute_modules")
+    odd = [name for name in names if name not in RECOMPUTED]
+    found = [f"{', '.join(odd)} (known: {', '.join(RECOMPUTED)})"] if odd else []
+    found += ["moe_act without moe_grouped_gemm"] if "moe_act" in names and not case.model("moe_grouped_gemm") else []
+    found += ["mla_up_proj without latent attention"] if "mla_up_proj" in names and not latent(case) else []
+    overlap = case.model("moe_shared_expert_intermediate_size") and case.model("moe_shared_expert_overlap")
+    found += ["shared_experts with moe_shared_expert_overlap"] if "shared_experts" in names and overlap else []
+    return f"recompute_modules has {', '.join(found)}" if found else None
+
+
+def _offloaded(case: Case) -> str | None:
+    if not case.model("fine_grained_activation_offloading"):
+        return None
+    names = listed(case, "offload_modules")
+    odd = [name for name in names if name not in OFFLOADED]
+    if not names:
+        return "fine_grained_activation_offloading without offload_modules"
+    if odd:
+        return f"offload_modules has {', '.join(odd)} (known: {', '.join(OFFLOADED)})"
+    return (
+        "offload_modules has attn_proj without core_attn" if "attn_proj" in names and "core_attn" not in names else None
+    )
+
+
+def _graphs(case: Case) -> str:
+    """The CUDA graph implementation that the settings select."""
+    if case.model("enable_cuda_graph"):
+        return "local"
+    return "transformer_engine" if case.model("external_cuda_graph") else str(case.model("cuda_graph_impl", "none"))
+
+
+def _graph_switches(case: Case) -> str | None:
+    old = [name for name in ("enable_cuda_graph", "external_cuda_graph") if case.model(name)]
+    if len(old) == 2:
+        return " and ".join(old)
+    implementation = case.model("cuda_graph_impl", "none")
+    return f"{old[0]} together with cuda_graph_impl={implementation}" if old and implementation != "none" else None
+
+
+def scopes(case: Case) -> tuple[str, ...]:
+    """The parts of a layer that CUDA graphs capture, as megatron-core reads the setting; () is the whole layer, also spelled 'full'."""
+    # since 0.17 the setting is called cuda_graph_modules; the old name wins if it is set
+    given = case.run.model.get("cuda_graph_scope") or case.run.model.get("cuda_graph_modules") or ()
+    names = given.split(",") if isinstance(given, str) else [getattr(item, "name", item) for item in given]
+    plain = tuple(str(name) for name in names)
+    return () if plain == ("full",) else plain
+
+
+def _graph_words(case: Case) -> str | None:
+    known = records("model", version=case.run.versions.megatron_core)
+    old, new = case.run.model.get("cuda_graph_scope"), case.run.model.get("cuda_graph_modules")
+    if "cuda_graph_modules" in known and old is not None and new not in ("full", None, []):
+        return "cuda_graph_scope together with cuda_graph_modules, its new name"
+    legal = (known.get("cuda_graph_modules") or known["cuda_graph_scope"])["choices"]
+    odd = [name for name in scopes(case) if name not in legal]
+    return f"cuda_graph_scope has {', '.join(map(repr, odd))} (known: {', '.join(legal)})" if odd else None
+
+
+def _graph_scope(case: Case) -> str | None:
+    implementation, parts = _graphs(case), set(scopes(case))
+    if implementation == "none":
+        return None
+    if implementation == "local" and parts & {"moe_router", "moe_preprocess"}:
+        parts |= {"moe_router", "moe_preprocess"}
+    experts = (case.run.shape.experts or 0) > 1
+    all_experts = experts and _every_layer_has_experts(case)
+    padded = case.model("moe_expert_capacity_factor") is not None and case.model("moe_pad_expert_input_to_capacity")
+    broken = (
+        ("full_iteration with transformer_engine", implementation != "local" and "full_iteration" in parts),
+        ("moe together with moe_router", {"moe", "moe_router"} <= parts),
+        ("moe_preprocess without moe_router", "moe_preprocess" in parts and "moe_router" not in parts),
+        ("moe parts without experts", not experts and parts & {"moe", "moe_router"}),
+        ("mlp where every layer has experts", all_experts and "mlp" in parts),
+        ("moe without padding to capacity", experts and not padded and "moe" in parts),
+        (
+            "moe_preprocess that synchronises",
+            "moe_preprocess" in parts and experts and not padded and _synchronises(case),
+        ),
+    )
+    found = [words for words, wrong in broken if wrong]
+    return f"captured: {', '.join(found)}" if found else None
+
+
+def _every_layer_has_experts(case: Case) -> bool:
+    every = case.model("moe_layer_freq", 1)
+    return every == 1 or (isinstance(every, (list, tuple)) and 0 not in every)
+
+
+def _synchronises(case: Case) -> bool:
+    return case.model("moe_token_dispatcher_type") == "alltoall" and bool(
+        case.model("moe_expert_capacity_factor") is not None or case.model("moe_router_padding_for_fp8")
+    )
+
+
+def _graph_recompute(case: Case) -> str | None:
+    implementation, parts, how = _graphs(case), scopes(case), case.model("recompute_granularity")
+    names = listed(case, "recompute_modules") or ("core_attn",)
+    if case.model("moe_layer_recompute"):
+        how, names = "selective", (*names, "moe")  # its new spelling
+    if implementation == "none" or not how:
+        return None
+    if how == "full":
+        return None if parts == ("full_iteration",) else "full recomputation without capturing the full iteration"
+    whole = not parts or "full_iteration" in parts
+    random = (
+        ("attention_dropout", "attn", "core_attn", case.model("attention_dropout", 0.0) != 0.0),
+        ("hidden_dropout", "mlp", "mlp", case.model("hidden_dropout", 0.0) != 0.0),
+        ("hidden_dropout", "moe", "moe", case.model("hidden_dropout", 0.0) != 0.0),
+        ("moe_input_jitter_eps", "moe", "moe", case.model("moe_input_jitter_eps") is not None),
+    )
+    found = [
+        f"{source} in a captured and recomputed {again}"
+        for source, part, again, on in random
+        if on and again in names and (whole or part in parts)
+    ]
+    if implementation == "transformer_engine" and "moe" in names and "moe_router" in parts:
+        found.append("recomputed moe around a captured moe_router")
+    return ", ".join(found) or None
+
+
+def _graph_overlap(case: Case) -> str | None:
+    implementation, parts = _graphs(case), scopes(case)
+    wrong = implementation != "none" and (implementation != "transformer_engine" or bool({"moe", "mlp"} & set(parts)))
+    on = case.model("overlap_moe_expert_parallel_comm")
+    return (
+        f"overlap_moe_expert_parallel_comm with CUDA graphs by {implementation} of {', '.join(parts) or 'whole layers'}"
+        if on and wrong
+        else None
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    row("cpu-offloading", _cpu_offloading, "fewer layers than the model has, one pipeline stage, no recomputation and no CUDA graphs", "model.cpu_offloading=false"),
+    row("recomputation", _recomputation, "full: a method and a number of layers; selective: no number of layers", "model.recompute_method=uniform model.recompute_num_layers=1, or model.recompute_granularity=selective"),
+    row("recomputed-modules", _recomputed, "modules that the model has and that can be recomputed", "correct model.recompute_modules"),
+    row("offloaded-modules", _offloaded, "a list of known modules", "correct model.offload_modules"),
+    row("graph-switches", _graph_switches, "one of them", "model.cuda_graph_impl alone"),
+    row("graph-scope-words", _graph_words, "parts of a layer that can be captured", "correct model.cuda_graph_scope"),
+    row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope"),
+    row("graph-with-recomputation", _graph_recompute, "no random numbers in a captured part that is recomputed", "model.cuda_graph_impl=none, or model.recompute_granularity=null"),
+    row("graph-with-expert-overlap", _graph_overlap, "graphs by transformer_engine, of other parts", "model.cuda_graph_impl=none"),
+)  # fmt: skip

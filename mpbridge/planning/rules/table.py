@@ -1,0 +1,95 @@
+"""The table of all rules. broken() returns every rule that a policy and a run break, errors first. Checking is read-only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mpbridge.common.errors import Refused
+from mpbridge.common.facts import RunFacts
+from mpbridge.common.traits import attribute, engine_names, traits
+from mpbridge.planning.rules import (
+    configs,
+    engine,
+    environment,
+    experts,
+    model,
+    optimizer,
+    quant,
+    realization,
+    recompute,
+    storage,
+)
+from mpbridge.planning.rules.base import Case, Rule, Violation
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """All rows, in table order; ids are unique."""
+    return (
+        realization.RULES
+        + quant.RULES
+        + storage.RULES
+        + optimizer.RULES
+        + model.RULES
+        + configs.RULES
+        + experts.RULES
+        + recompute.RULES
+        + engine.RULES
+        + environment.RULES
+        + tuple(rule for name in engine_names() for rule in _engine_rules(name))
+    )
+
+
+def _engine_rules(name: str) -> Iterator[Rule]:
+    path = traits(name).rules
+    for rule in attribute(path) if path else ():
+        yield replace(rule, engine=name, about=f"{name} {rule.about}".strip())
+
+
+def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
+    """Every broken rule, errors before warnings, each group in table order."""
+    case = Case(policy=policy.settled(dict(run.optimizer.settings)), run=run)
+    seen = [violation for rule in rules() if (violation := _judge(rule, case)) is not None]
+    return tuple(sorted(seen, key=lambda violation: violation.severity != "error"))
+
+
+def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
+    """The warnings. Raises Refused with every error, if there are any. For callers that are about to build."""
+    found = broken(policy, run)
+    errors = [violation for violation in found if violation.severity == "error"]
+    if errors:
+        lines = [f"  - {v.rule}: {v.found}; expected {v.expected}. Cure: {v.cure}. [{v.source}]" for v in errors]
+        raise Refused(
+            "\n".join(
+                [
+                    f"{len(errors)} rule{'s' if len(errors) > 1 else ''} forbid{'' if len(errors) > 1 else 's'} this run:",
+                    *lines,
+                ]
+            )
+        )
+    return found
+
+
+def _judge(rule: Rule, case: Case) -> Violation | None:
+    if not rule.applies(case.run):
+        return None
+    found = rule.found(case)
+    if not found:
+        return None
+    severity = rule.severity
+    if not case.native and rule.emulated != "same":
+        if rule.emulated == "silent":
+            return None
+        severity = "warning"
+    return Violation(
+        rule=rule.id,
+        severity=severity,
+        found=str(found),
+        expected=rule.expected,
+        cure=rule.cure_here(case) if rule.cure_here is not None else rule.cure,
+        source=rule.source,
+        versions=" and ".join(str(window) for window in rule.holds),
+    )

@@ -1,0 +1,95 @@
+"""Rules for individual modules in the format of megatron-core's RecipeConfig, which a plan writes and Megatron-LM reads from a file. Loads no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpbridge.common.errors import Refused
+from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, matches, within
+from mpbridge.precision.megatron_spec.precision_field import ModuleRules
+from mpbridge.precision.megatron_spec.versions import SINCE_017, current
+from mpbridge.precision.policy import Quant, Region
+from mpbridge.precision.wording import rule_words
+
+
+def as_dict(
+    rules: ModuleRules, chunk: Sequence[int], layers: int, *, ahead: int = 0, core: str | None = None
+) -> dict[str, Any]:
+    """The input of RecipeConfig.from_config_dict: matchers for each (layer of the chunk, rule); the first match wins.
+
+    chunk: global numbers of the chunk's layers, in order; the n-th is 'decoder.layers.n' there. layers: depth of the whole model. ahead: number of
+    multi-token prediction depths. core: version of megatron-core; None: the installed one. Edge layers and the default are left to the block's own autocast (first_last_layers_bf16, fp8, fp4).
+    """
+    base = rules.regions[-1].quant
+    configs: dict[str, Any] = {}
+    matchers: dict[str, Any] = {}
+    for local, layer in enumerate(chunk):
+        stem, theirs = DECODER.format(local), DECODER.format(layer)
+        for index, region in _asked(rules.regions, layer, layers):
+            key = _config(configs, index, region, outside=base is None, core=core)
+            # a full path has the model's layer number, megatron-core matches the stage's
+            for number, glob in enumerate(within(region.modules, theirs)):
+                _add(matchers, f"layer{local}_rule{index}_{number}", f"{stem}{glob}", key)
+    for depth in range(ahead):
+        # megatron-core opens no FP4 context there
+        outside = base is None or base.bits == 4
+        for index, region in _asked(rules.regions, None, layers):
+            key = _config(configs, index, region, outside=outside, core=core)
+            for number, pattern in enumerate(_ahead(region.modules, depth)):
+                _add(matchers, f"mtp{depth}_rule{index}_{number}", pattern, key)
+    used = {matcher["config"] for matcher in matchers.values()}
+    return {"configs": {key: configs[key] for key in configs if key in used}, "matchers": matchers}
+
+
+def _asked(regions: tuple[Region, ...], layer: int | None, layers: int) -> Iterator[tuple[int, Region]]:
+    """(position, region) of the regions that apply to a layer, up to the one that the block around it handles itself."""
+    base = regions[-1].quant
+    for index, region in enumerate(regions):
+        if region.about(layer, layers):
+            if region.modules == "*" and region.rules.one and (region.quant == base or region.ends):
+                return
+            yield index, region
+
+
+def _ahead(glob: str, depth: int) -> Iterator[str]:
+    """Patterns for the linears of one multi-token prediction depth."""
+    for stem in MTP:
+        own = stem.format(depth)
+        yield from (f"{own}{rest}" for rest in within(glob, own))
+    projection = f"mtp.layers.{depth}.{MTP_PROJECTION}"
+    if matches(glob, MTP_PROJECTION, projection):
+        yield projection
+
+
+def _config(configs: dict[str, Any], index: int, region: Region, *, outside: bool, core: str | None) -> str:
+    if region.gemms is not None:
+        raise Refused(
+            f"the rule of {region.modules} mixes formats in one linear ({rule_words(region.gemms)}): Transformer Engine supports that only since 2.19, and "
+            "megatron-core's quant_recipe cannot express it; emulate=true can"
+        )
+    key = f"rule{index}" + ("_outside" if outside else "")
+    configs[key] = params(region.quant, outside=outside, core=core)
+    return key
+
+
+def _add(matchers: dict[str, Any], name: str, pattern: str, key: str) -> None:
+    matchers[name] = {"type": "glob", "enabled": True, "pattern": pattern, "config": key}
+
+
+def params(quant: Quant | None, *, outside: bool, core: str | None = None) -> dict[str, Any]:
+    """megatron-core's per-module parameters (extensions/transformer_engine.py, TEQuantizationRecipe); none means high precision."""
+    recipe: dict[str, Any] = {}
+    if quant is not None:
+        recipe[f"fp{quant.bits}_quantization_recipe"] = quant.row.core
+        if quant.bits == 8:
+            recipe["fp8_format"] = quant.format
+        if quant.row.factory:
+            recipe["custom_recipe_factory"] = quant.factory
+        if quant.stored and SINCE_017.holds(core or current()):
+            # since 0.17 a module's own rule also decides how its weight is stored
+            recipe[f"fp{quant.bits}_param"] = True
+        if outside:
+            # the block around it opens no autocast, so the module must open its own
+            recipe["override_nonquantized_autocast"] = True
+    return {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}

@@ -1,0 +1,273 @@
+"""ConfigContainer: everything about a run in one object, set from Python, a file or the command line."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from mpbridge.common.errors import BadValue, Contradiction, UnknownName
+from mpbridge.common.traits import DEFAULT, engine_names, traits
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.settings.load import COMMAND_LINE, TOP, dump_yaml, read
+from mpbridge.settings.read_back import as_mapping
+from mpbridge.settings.realized import emulation_faults
+from mpbridge.settings.run import Draft, FaultFinder, Run, joined
+from mpbridge.settings.schema import SECTIONS, checked
+from mpbridge.settings.section import Section
+from mpbridge.settings.sections import OWN
+from mpbridge.settings.shape import smallest_world
+from mpbridge.settings.stages import Stage, as_plain, read_stages
+
+if TYPE_CHECKING:
+    from mpbridge.common.facts import Versions
+    from mpbridge.settings.typed import (
+        AuditField,
+        CheckpointField,
+        DataField,
+        DDPField,
+        LoggerField,
+        ModelField,
+        OptimizerField,
+        ParallelField,
+        SchedulerField,
+        TrainField,
+    )
+
+__all__ = ["COMMAND_LINE", "ConfigContainer", "Run", "Stage"]
+
+Precision = str | MixedPrecisionConfig | Mapping[str, Any] | Sequence[Any] | None
+
+
+def _section(name: str) -> Any:
+    return field(default_factory=functools.partial(Section, name, {}))
+
+
+RECIPE_SETTINGS = ("mixed_precision", "mixed_precision.recipe")
+"""The settings that name the run's recipe."""
+
+
+@dataclass(kw_only=True, eq=False)
+class ConfigContainer:
+    """Sections of plain settings, and the recipe. Sections may also be megatron-core's config objects.
+
+    A section given as a mapping is copied; its settings are read and set as keys or as attributes (`config.optimizer.lr = 3e-4`).
+    Mutable until `resolved` makes a frozen Run of it. Two containers are equal when `as_data` is.
+    """
+
+    mixed_precision: Precision = None
+    """A recipe name, a MixedPrecisionConfig, {recipe: name, field: value ...}, or a list of such mappings with `until`."""
+    model: ModelField = _section("model")
+    optimizer: OptimizerField = _section("optimizer")
+    scheduler: SchedulerField = _section("scheduler")
+    ddp: DDPField = _section("ddp")
+    parallel: ParallelField = _section("parallel")
+    train: TrainField = _section("train")
+    data: DataField = _section("data")
+    checkpoint: CheckpointField = _section("checkpoint")
+    logger: LoggerField = _section("logger")
+    audit: AuditField = _section("audit")
+    engine: str | None = None
+    """One of `mpbridge.common.traits.engine_names`; None: the engine that the recipe is meant for, otherwise megatron-core's own."""
+    emulate: bool | str = False
+    """True or 'fast': mpbridge.numerics computes the quantized GEMMs on megatron-core's local modules. 'te': Transformer Engine's own Python code on
+    mpbridge's CPU kernels, with exactly the modules that `target` would build."""
+    target: str | None = None
+    """The machine that emulate='te' simulates; None: h100."""
+    te: str | None = None
+    """The Transformer Engine release of an emulated run, as '2.11'; None: the installed one."""
+    origin: dict[str, str] = field(default_factory=dict, repr=False)
+    """'optimizer.lr' -> the file or command line that set it; settings without an entry were set in Python."""
+    trusted: bool = field(default=True, repr=False)
+    """False: a recipe that is code (module:function) is refused."""
+
+    if not TYPE_CHECKING:  # seen by mypy, these would accept any name
+
+        def __new__(cls, **given: Any) -> Self:
+            """Refuses an unknown section with the nearest name, where Python would raise a bare TypeError."""
+            for name in given:
+                if name not in cls.__dataclass_fields__:
+                    raise UnknownName("section of ConfigContainer", name, TOP)
+            return super().__new__(cls)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in type(self).__dataclass_fields__:
+                raise UnknownName("section of ConfigContainer", name, TOP)
+            if name in SECTIONS and isinstance(value, Mapping):
+                value = Section(name, value)
+            object.__setattr__(self, name, value)
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise UnknownName(
+                "section or method of ConfigContainer", name, [n for n in dir(type(self)) if n[0] != "_"] + list(TOP)
+            )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        overrides: Iterable[str] = (),
+        *,
+        check: bool = True,
+        trusted: bool | None = None,
+    ) -> Self:
+        """The container described by a YAML file and 'section.key=value' overrides; precedence: defaults < file < overrides.
+
+        check: raise Contradiction with every unknown key, wrong type and contradiction now; False leaves that to `resolved`, which then reports everything in one message.
+        trusted: whether a recipe that is code (file.py:function) may run; None: only if an override names it, since the file may come from anywhere.
+        Raises BadValue for a file that cannot be read.
+        """
+        overrides = list(overrides)
+        layers = read(path, overrides)
+        if trusted is None:
+            trusted = any(text.partition("=")[0].strip() in RECIPE_SETTINGS for text in overrides)
+        made = cls(**layers.tree, origin=layers.origin, trusted=trusted)
+        if check or layers.faults:
+            faults = [*layers.faults, *made.faults()]
+            if faults:
+                raise Contradiction(faults, subject=f"the configuration{f' {path}' if path else ''} cannot be used")
+        return made
+
+    def faults(self) -> list[str]:
+        """Every fault that does not depend on the number of processes; empty if there is none."""
+        return self._draft().faults
+
+    def resolved(
+        self,
+        world_size: int = 1,
+        machine: Any = None,
+        versions: Versions | None = None,
+        *,
+        training: bool = True,
+        also: FaultFinder | None = None,
+    ) -> Run:
+        """The frozen Run on `world_size` processes. Raises Contradiction with every fault.
+
+        machine: the hardware.machines.Machine that will run it; None: unknown. versions: None: those installed here.
+        training: False does not require what only training needs (train_iters, a learning rate). also: finds further faults in the sections,
+        with their defaults filled in; they are raised together with the others.
+        """
+        draft = self._draft()
+        run = draft.run(world_size, machine, versions, training, also)
+        if run is None:
+            raise Contradiction(draft.faults, subject="the configuration cannot be used")
+        return run
+
+    def smallest_world(self) -> int:
+        """The fewest processes that the parallel sizes allow; 1 if they are not numbers (`resolved` then reports it)."""
+        draft = self._draft()
+        return smallest_world(joined(draft.given, draft.engine, [])[1])
+
+    def _draft(self) -> Draft:
+        faults: list[str] = []
+        given = {name: checked(name, as_mapping(name, getattr(self, name), faults), faults) for name in SECTIONS}
+        layers = given["model"].get("num_layers")
+        stages = read_stages(
+            self.mixed_precision,
+            optimizer=given["optimizer"],
+            layers=layers,
+            faults=faults,
+            trusted=self.trusted,
+            engine=self.engine,
+        )
+        faults += emulation_faults(self.emulate, self.target, self.te)
+        engine = self._engine(stages, given["ddp"], faults)
+        return Draft(
+            container=self, given=given, stages=stages, engine=engine, origin=self._sources(given), faults=faults
+        )
+
+    def _engine(self, stages: tuple[Stage, ...], ddp: Mapping[str, Any], faults: list[str]) -> str:
+        if self.engine is not None:
+            names = engine_names()
+            if self.engine in names:
+                return str(self.engine)
+            faults.append(f"engine={self.engine!r}: {UnknownName('engine', str(self.engine), names)}")
+            return DEFAULT
+        wanted = {stage.engine for stage in stages} - {None}
+        if len(wanted) > 1:
+            faults.append(
+                f"mixed_precision: the stages are meant for different engines ({', '.join(map(str, wanted))}): set engine="
+            )
+        if wanted:
+            return str(wanted.pop())
+        switched = (name for name in engine_names() if (switch := traits(name).ddp_switch) and ddp.get(switch))
+        return next(switched, DEFAULT)
+
+    def _sources(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Where each given value came from."""
+        out: dict[str, str] = {}
+        for section, values in given.items():
+            whole = getattr(self, section)
+            in_python = (
+                f"the {section} section"
+                if isinstance(whole, Mapping)
+                else f"the {type(whole).__name__} given as {section}"
+            )
+            out |= {f"{section}.{name}": self.origin.get(f"{section}.{name}", in_python) for name in values}
+        return out | {name: source for name, source in self.origin.items() if name.partition(".")[0] not in SECTIONS}
+
+    def _repr_html_(self) -> str:
+        """HTML for notebooks: what was set, by section."""
+        from mpbridge.common.tables.table import table
+
+        rows = [
+            (section, name, value)
+            for section, values in self.as_data().items()
+            for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
+        ]
+        return table("ConfigContainer", ("section", "setting", "value"), rows).html()
+
+    def as_data(self) -> dict[str, Any]:
+        """What was set, in canonical plain form: `ConfigContainer(**data)` equals this one. Raises Contradiction for values without such a form."""
+        faults: list[str] = []
+        out: dict[str, Any] = {}
+        if self.mixed_precision is not None:
+            out["mixed_precision"] = as_plain(self.mixed_precision)
+        out |= {"engine": self.engine} if self.engine is not None else {}
+        out |= {name: value for name in ("emulate", "target", "te") if (value := getattr(self, name))}
+        for name in SECTIONS:
+            values = checked(name, as_mapping(name, getattr(self, name), faults), faults)
+            faults += [
+                f"{name}.{key}={value!r} is a Python object, which cannot be written to a file"
+                for key, value in values.items()
+                if not _is_plain(value)
+            ]
+            out |= {name: values} if values else {}
+        if faults:
+            raise Contradiction(faults, subject="the configuration cannot be written to a file")
+        return out
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML, which `load` reads back as an equal container."""
+        return dump_yaml(self.as_data())
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Writes `to_yaml()`. Raises BadValue when the file cannot be written."""
+        try:
+            Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise BadValue(f"configuration {path} cannot be written: {error}") from None
+
+    def copy(self) -> Self:
+        """An independent container; megatron-core's config objects are shared."""
+        sections: dict[str, Any] = {name: getattr(self, name) for name in SECTIONS}
+        own = {name: copy.copy(value) for name, value in sections.items() if isinstance(value, OWN.get(name, Section))}
+        return dataclasses.replace(self, origin=dict(self.origin), **sections | own)
+
+    def __eq__(self, other: object) -> bool:
+        return self.as_data() == other.as_data() if isinstance(other, ConfigContainer) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float, bool))

@@ -1,0 +1,262 @@
+"""Converts config.json to a model section: every field is mapped, known to have no effect, or refused by name; all faults at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpbridge.common.errors import Contradiction
+from mpbridge.settings.huggingface.families import FAMILIES, Family
+from mpbridge.settings.huggingface.fields import BOOKKEEPING, ConfigFields
+from mpbridge.settings.huggingface.folder import CONFIG, folder_of, read_config, tensors
+from mpbridge.settings.huggingface.rope import rope_section
+
+SEQUENCE = 4096
+"""Default sequence length for such a folder: the model's maximum number of positions, but at most this."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+"""Files that show that a folder has a tokenizer."""
+
+
+def tree(reference: str) -> dict[str, Any]:
+    """The content of a configuration file for 'hf:DIR': the model section, the recipe bf16_mixed, one sample at a time, its length, the folder's tokenizer.
+
+    Raises BadValue, and Contradiction with everything in config.json that is not mapped.
+    """
+    folder = folder_of(reference)
+    model = model_section(folder)
+    data: dict[str, Any] = {"seq_length": min(model["max_sequence_length"], SEQUENCE)}
+    if any((folder / name).is_file() for name in TOKENIZERS):
+        data["tokenizer"] = str(folder)
+    return {"mixed_precision": "bf16_mixed", "model": model, "train": {"micro_batch_size": 1}, "data": data}
+
+
+def model_section(folder: Path) -> dict[str, Any]:
+    """The model section of the folder's config.json; the weights' headers show whether there are multi-token prediction layers."""
+    data = read_config(folder)
+    held = tensors(folder)
+    ahead = sum(name.endswith(".eh_proj.weight") for name in held) if held else None
+    return section(data, ahead=ahead, name=str(folder / CONFIG))
+
+
+def family_of(data: Mapping[str, Any], name: str = CONFIG) -> Family:
+    """The row of config.json's model_type. Raises Contradiction."""
+    kind = data.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise Contradiction(
+            [f"model_type={kind!r}: expected one of {', '.join(FAMILIES)}"], subject=f"{name} cannot be used"
+        )
+    return FAMILIES[kind]
+
+
+def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CONFIG) -> dict[str, Any]:
+    """The model section that config.json describes.
+
+    ahead: number of multi-token prediction layers in the weights; None: as config.json says. Raises Contradiction.
+    """
+    family = family_of(data, name)
+    faults: list[str] = []
+    fields = ConfigFields(data, faults, family.defaults)
+    fields.must("architectures", ([family.architecture],), f"the language model class of model_type={family.name}")
+    _quantized(fields)
+    out = _common(fields, family)
+    out |= _latent(fields) if family.latent else _attention(fields, family)
+    out |= rope_section(fields, latent=family.latent)
+    if family.experts:
+        out |= _experts(fields, family, out["num_layers"])
+    if family.latent:
+        said = fields.raw("num_nextn_predict_layers") or fields.raw("num_mtp_layers") or 0
+        fields.raw("num_mtp_layers")
+        layers = said if ahead is None else ahead
+        out |= {"mtp_num_layers": layers, "mtp_loss_scaling_factor": 0.1} if layers else {}
+    for left in fields.left():
+        if left not in BOOKKEEPING:
+            fields.fault(
+                f"{left}={data[left]!r} is not mapped: remove it if the model does not depend on it; otherwise this model cannot be built here"
+            )
+    if faults:
+        raise Contradiction(dict.fromkeys(faults), subject=f"{name} ({family.name}) cannot be used")
+    return out
+
+
+def _common(fields: ConfigFields, family: Family) -> dict[str, Any]:
+    fields.must("hidden_act", ("silu",), f"the activation of {family.name}'s gated layers here")
+    fields.must("use_mrope", (False,), "text positions are single numbers")
+    fields.must("mlp_bias", (False,), "megatron-core's linears have biases everywhere or nowhere")
+    layers, hidden, heads = (fields.size(n) for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": fields.size("intermediate_size"),
+        "vocab_size": fields.size("vocab_size"),
+        "max_sequence_length": fields.size("max_position_embeddings"),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": fields.number("rms_norm_eps", 1e-6),
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": fields.number("attention_dropout"),
+        "init_method_std": fields.number("initializer_range", 0.02),
+        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings"),
+    }
+
+
+def _attention(fields: ConfigFields, family: Family) -> dict[str, Any]:
+    fields.must("attention_bias", (False,), "megatron-core cannot have biases on attention's linears only")
+    if family.qkv_bias:
+        fields.must("qkv_bias", (True,), f"{family.name} has it")
+    heads = fields.size("num_attention_heads")
+    groups = heads if fields.raw("num_key_value_heads") is None else fields.size("num_key_value_heads")
+    if heads % groups:
+        fields.fault(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
+    out: dict[str, Any] = {"num_query_groups": groups}
+    if fields.raw("head_dim") is not None:
+        out["kv_channels"] = fields.size("head_dim")
+    elif fields.size("hidden_size") % heads:
+        fields.fault(f"hidden_size is not a multiple of num_attention_heads={heads}, and head_dim is missing")
+    else:
+        out["kv_channels"] = fields.size("hidden_size") // heads
+    out |= {"add_qkv_bias": True} if family.qkv_bias else {}
+    out |= {"qk_layernorm": True} if family.qk_norm else {}
+    return out | _window(fields, family)
+
+
+def _window(fields: ConfigFields, family: Family) -> dict[str, Any]:
+    """A sliding window of w tokens, including the token itself, is w - 1 to the left in megatron-core."""
+    kinds = fields.raw("layer_types")
+    fields.raw("max_window_layers")
+    width = fields.raw("sliding_window")
+    on = bool(width) if family.window == "sliding_window" else bool(family.window) and fields.flag("use_sliding_window")
+    wanted = "sliding_attention" if on else "full_attention"
+    # families whose switch is a flag use layer_types to say which layers have a window; without layer_types only some have one
+    silent = kinds is None and (not on or family.window == "sliding_window")
+    if not silent and (not isinstance(kinds, list) or any(kind != wanted for kind in kinds)):
+        fields.fault(
+            f"layer_types={kinds!r}: expected {wanted} for every layer: megatron-core has one window for all layers"
+        )
+    if not on:
+        return {}
+    return {"window_size": [fields.size("sliding_window") - 1, 0]}
+
+
+def _latent(fields: ConfigFields) -> dict[str, Any]:
+    why = "megatron-core has no such latent attention"
+    fields.must("attention_bias", (False,), why)
+    fields.must("rope_interleave", (True,), why)
+    fields.must(
+        "rms_norm_eps", (1e-6,), "transformers' norms of latent queries and keys use it regardless of config.json"
+    )
+    heads, names = fields.size("num_attention_heads"), ("kv_lora_rank", "v_head_dim")
+    fields.must("num_key_value_heads", (heads,), "every head has its own keys")
+    nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+    fields.must("head_dim", (rope,), "the rotary embeddings' dimension")
+    fields.must("qk_head_dim", (nope + rope,), "qk_nope_head_dim + qk_rope_head_dim")
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": fields.size("q_lora_rank") if fields.has("q_lora_rank") else None,
+        **{name: fields.size(name) for name in names},
+        "qk_head_dim": nope,
+        "qk_pos_emb_head_dim": rope,
+        "qk_layernorm": True,
+    }
+
+
+def _experts(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
+    # transformers 5 uses another name for the same number
+    named = next((n for n in (family.experts, "num_local_experts", "num_experts") if fields.has(n)), family.experts)
+    experts, topk = fields.size(named), fields.size("num_experts_per_tok")
+    if topk > experts:
+        fields.fault(f"num_experts_per_tok={topk} of {named}={experts}")
+    out: dict[str, Any] = {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": fields.size(family.expert_width),
+        "moe_router_topk": topk,
+        "moe_layer_freq": _mixtures(fields, family, layers),
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+    }
+    fields.must("router_jitter_noise", (0.0, 0), "megatron-core's jitter is different")
+    return out | (_sigmoid_router(fields, experts, topk) if family.latent else _softmax_router(fields, family))
+
+
+def _mixtures(fields: ConfigFields, family: Family, layers: int) -> int | list[int]:
+    """1 if every layer is an MoE layer, else a 0 or 1 per layer."""
+    if family.latent:
+        first = fields.size("first_k_dense_replace", least=0) if fields.has("first_k_dense_replace") else 3
+        fields.must("moe_layer_freq", (1,), "every layer after the dense ones is an MoE layer")
+        kinds = [int(layer >= first) for layer in range(layers)]
+    elif family.name == "mixtral":
+        return 1
+    else:
+        dense, step = set(fields.whole_numbers("mlp_only_layers")), 1
+        step = fields.size("decoder_sparse_step") if fields.has("decoder_sparse_step") else 1
+        kinds = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
+    return 1 if all(kinds) else kinds
+
+
+def _softmax_router(fields: ConfigFields, family: Family) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": fields.number("router_aux_loss_coef", 0.001),
+    }
+    # a softmax over all experts, normalised over the chosen ones, equals a softmax over the chosen ones
+    if family.name != "mixtral" and not fields.flag("norm_topk_prob"):
+        out["moe_router_pre_softmax"] = True
+    if family.shared:
+        out["moe_shared_expert_intermediate_size"] = fields.size("shared_expert_intermediate_size")
+        out["moe_shared_expert_gate"] = True
+    return out
+
+
+def _sigmoid_router(fields: ConfigFields, experts: int, topk: int) -> dict[str, Any]:
+    fields.must("scoring_func", ("sigmoid",), "the router of deepseek_v3")
+    fields.must("topk_method", ("noaux_tc",), "the router of deepseek_v3")
+    if topk > 1:
+        fields.must("norm_topk_prob", (True,), "megatron-core normalises sigmoid scores")
+    groups, chosen = fields.size("n_group"), fields.size("topk_group")
+    if experts % groups or chosen > groups:
+        fields.fault(f"n_group={groups} and topk_group={chosen} do not fit n_routed_experts={experts}")
+    out: dict[str, Any] = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": True,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": fields.number("routed_scaling_factor", 1.0),
+    }
+    if groups > 1 and chosen < groups:
+        if topk // chosen != 2:
+            fields.fault(
+                f"num_experts_per_tok={topk} and topk_group={chosen}: megatron-core scores a group by its best {topk // chosen} experts, "
+                "the model by its best 2: expected twice as many experts per token as groups"
+            )
+        out |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    coefficient = fields.number("aux_loss_alpha")
+    kind = "seq_aux_loss" if fields.flag("seq_aux", True) else "aux_loss"
+    out |= {"moe_router_load_balancing_type": kind if coefficient else "none", "moe_aux_loss_coeff": coefficient}
+    shared = fields.size("n_shared_experts", least=0) if fields.has("n_shared_experts") else 0
+    if shared:
+        out["moe_shared_expert_intermediate_size"] = shared * fields.size("moe_intermediate_size")
+    return out
+
+
+def _quantized(fields: ConfigFields) -> None:
+    """Block-wise FP8 is widened when weights are read; any other quantization is refused."""
+    given = fields.raw("quantization_config")
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        fields.fault("quantization_config: expected a mapping")
+        return
+    inner = ConfigFields(given, fields.faults, {}, within="quantization_config.")
+    why = "only block-wise FP8, as in DeepSeek-V3, can be widened"
+    inner.must("quant_method", ("fp8",), why)
+    inner.must("fmt", ("e4m3",), why)
+    inner.must("activation_scheme", ("dynamic",), why)
+    block = inner.whole_numbers("weight_block_size")
+    if len(block) != 2 or not all(block):
+        inner.fault("weight_block_size: expected two numbers, rows and columns of a block")
+    inner.raw("modules_to_not_convert")
+    for left in inner.left():
+        inner.fault(f"{left}={given[left]!r} is not mapped")

@@ -1,0 +1,194 @@
+"""Which tensors of a folder form which parameter of the GPT built here, in which layout, and under which names checkpoints store that parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mpbridge.common.facts import ModelShape
+from mpbridge.planning.memory.layers import Weight, layer_weights
+from mpbridge.precision.globs import DECODER, MTP
+from mpbridge.settings.huggingface.families import Family
+
+PartLayout = Literal["whole", "qkv", "stacked"]
+"""How parts form a parameter: unchanged; rows of queries, keys and values by query group; gate above up."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSlice:
+    """A parameter's place in a checkpoint: `counts` leading axes (layers, experts) of the tensor `key`, and its own index on them."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """One parameter (or the router's FP32 bias) and the tensors that form it."""
+
+    name: str
+    """Global name in megatron-core's local modules."""
+    shape: tuple[int, ...]
+    layout: PartLayout
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    """(name in the folder, shape), in order."""
+    places: tuple[CheckpointSlice, ...]
+    """Every name under which an engine looks for it; it is written under the first."""
+    wide: bool = False
+    """FP32 in any recipe: not a weight, but a bias that load balancing updates."""
+
+    @property
+    def elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+
+def mapped(family: Family, shape: ModelShape, model: Mapping[str, Any]) -> Iterator[Mapped]:
+    """Every parameter of the model in the order of its layers. model: the model section, for what the shape does not contain."""
+    whole = {
+        "embedding.word_embeddings.weight": ("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size)),
+        "decoder.final_layernorm.weight": ("model.norm.weight", (shape.hidden_size,)),
+    }
+    if not shape.tied:
+        whole["output_layer.weight"] = ("lm_head.weight", (shape.vocab_size, shape.hidden_size))
+    for name, (theirs, size) in whole.items():
+        yield Mapped(name, size, "whole", ((theirs, size),), (CheckpointSlice(name),))
+    for layer in range(shape.num_layers):
+        yield from _layer(family, shape, model, layer, layer)
+    for depth in range(shape.mtp_layers):
+        yield from _ahead(family, shape, model, depth)
+
+
+def copies(shape: ModelShape) -> dict[str, str]:
+    """Tensors that a folder may repeat -> the tensor that they repeat."""
+    found = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
+    head = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+    for depth in range(shape.mtp_layers):
+        layer = f"model.layers.{shape.num_layers + depth}."
+        found |= {f"{layer}embed_tokens.weight": "model.embed_tokens.weight", f"{layer}shared_head.head.weight": head}
+    return found
+
+
+def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: int, theirs: int) -> Iterator[Mapped]:
+    mixture = shape.is_expert_layer(min(layer, shape.num_layers - 1))
+    alike = len({shape.is_expert_layer(i) for i in range(shape.num_layers)}) == 1
+    weights = layer_weights(
+        shape,
+        tensor=1,
+        expert_tensor=1,
+        local_experts=shape.experts or 0,
+        mixture=mixture,
+        shared_gate=bool(model.get("moe_shared_expert_gate")),
+        whole_down=True,
+    )
+    stems = (
+        [stem.format(theirs - shape.num_layers) for stem in MTP]
+        if theirs >= shape.num_layers
+        else [DECODER.format(layer)]
+    )
+    stack = (layer, shape.num_layers) if alike and theirs < shape.num_layers else None
+    bias = [Weight("mlp.router.expert_bias", (shape.experts or 0,))] if mixture and shape.expert_bias else []
+    for weight in (*weights, *bias):
+        layout, names = _source(family, weight.path)
+        sizes = _sizes(shape, weight, layout)
+        parts = tuple((f"model.layers.{theirs}.{n}", size) for n, size in zip(names, sizes, strict=True))
+        where = tuple(_places(weight.path, stems, stack, shape.experts or 0))
+        yield Mapped(stems[0] + weight.path, weight.shape, layout, parts, where, wide=weight in bias)
+
+
+def _ahead(family: Family, shape: ModelShape, model: Mapping[str, Any], depth: int) -> Iterator[Mapped]:
+    """One depth of multi-token prediction: two norms, a projection and a whole layer of the same kind as the last layer."""
+    hidden, layer = shape.hidden_size, shape.num_layers + depth
+    outside = {
+        "enorm.weight": ("enorm.weight", (hidden,)),
+        "hnorm.weight": ("hnorm.weight", (hidden,)),
+        "eh_proj.weight": ("eh_proj.weight", (hidden, 2 * hidden)),
+        "final_layernorm.weight": ("shared_head.norm.weight", (hidden,)),
+    }
+    for ours, (theirs, size) in outside.items():
+        name = f"mtp.layers.{depth}.{ours}"
+        yield Mapped(name, size, "whole", ((f"model.layers.{layer}.{theirs}", size),), (CheckpointSlice(name),))
+    yield from _layer(family, shape, model, shape.num_layers - 1, layer)
+
+
+_ATTENTION: Mapping[str, tuple[PartLayout, tuple[str, ...]]] = {
+    "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
+    "pre_mlp_layernorm.weight": ("whole", ("post_attention_layernorm.weight",)),
+    "self_attention.linear_proj.weight": ("whole", ("self_attn.o_proj.weight",)),
+    **{
+        f"self_attention.linear_qkv.{part}": ("qkv", tuple(f"self_attn.{name}_proj.{part}" for name in "qkv"))
+        for part in ("weight", "bias")
+    },
+    "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm.weight",)),
+    "self_attention.linear_q_proj.weight": ("whole", ("self_attn.q_proj.weight",)),
+    "self_attention.linear_q_down_proj.weight": ("whole", ("self_attn.q_a_proj.weight",)),
+    "self_attention.linear_q_up_proj.weight": ("whole", ("self_attn.q_b_proj.weight",)),
+    "self_attention.linear_kv_down_proj.weight": ("whole", ("self_attn.kv_a_proj_with_mqa.weight",)),
+    "self_attention.linear_kv_up_proj.weight": ("whole", ("self_attn.kv_b_proj.weight",)),
+    "self_attention.kv_layernorm.weight": ("whole", ("self_attn.kv_a_layernorm.weight",)),
+}
+"""Path below a layer -> layout and names below the folder's layer, for everything but the MLP and the norm of queries."""
+
+
+def _source(family: Family, path: str) -> tuple[PartLayout, tuple[str, ...]]:
+    if path in _ATTENTION:
+        return _ATTENTION[path]
+    if path == "self_attention.q_layernorm.weight":
+        return "whole", (f"self_attn.{'q_a_layernorm' if family.latent else 'q_norm'}.weight",)
+    router = {"weight": "weight", "expert_bias": "e_score_correction_bias"}
+    if path.startswith("mlp.router."):
+        return "whole", (f"{family.mixture}.gate.{router[path.rpartition('.')[2]]}",)
+    if path == "mlp.shared_experts.gate_weight":
+        return "whole", (f"mlp.{family.shared}_gate.weight",)
+    head, linear = path.removesuffix(".weight").rsplit(".", 1)
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    if head.startswith("mlp.experts."):
+        stem, (gate, up, down) = f"{family.mixture}.experts.{head.rpartition('.')[2]}", family.expert_parts
+    else:
+        stem = {"mlp": "mlp", "mlp.shared_experts": f"mlp.{family.shared}"}[head]
+    if linear == "linear_fc1":
+        return "stacked", (f"{stem}.{gate}.weight", f"{stem}.{up}.weight")
+    return "whole", (f"{stem}.{down}.weight",)
+
+
+def _sizes(shape: ModelShape, weight: Weight, layout: PartLayout) -> list[tuple[int, ...]]:
+    """Shapes of the parts."""
+    rows, *rest = weight.shape
+    if layout == "stacked":
+        return [(rows // 2, *rest)] * 2
+    if layout == "qkv":
+        keys = shape.num_query_groups * shape.kv_channels
+        return [(rows - 2 * keys, *rest), (keys, *rest), (keys, *rest)]
+    return [weight.shape]
+
+
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+"""A norm's name -> its name inside the linear after it, where Transformer Engine's modules fuse the two; megatron-core's checkpoints often use the latter for both."""
+
+
+def _places(path: str, stems: list[str], stack: tuple[int, int] | None, experts: int) -> Iterator[CheckpointSlice]:
+    """Layers stacked under one key, as megatron-core stores layers of one kind; one key per layer; and the modules' own names, as FSDP engines store them.
+
+    stack: (layer number, number of layers), if all layers are of one kind.
+    """
+    if not path.startswith("mlp.experts."):
+        for name in (path, *([FUSED_NORMS[path]] if path in FUSED_NORMS else [])):
+            if stack is not None:
+                yield CheckpointSlice(f"decoder.layers.{name}", stack[:1], stack[1:])
+            yield from (CheckpointSlice(f"{stem}{name}") for stem in stems)
+        return
+    _, _, _, number, linear, part = path.split(".")
+    expert, grouped = int(number), f"mlp.experts.experts.{linear}.{part}"
+    if stack is not None:
+        yield CheckpointSlice(f"decoder.layers.{grouped}", (stack[0], expert), (stack[1], experts))
+    yield from (CheckpointSlice(f"{stem}{grouped}", (expert,), (experts,)) for stem in stems)
+    yield from (CheckpointSlice(f"{stem}{path}") for stem in stems)
+    yield from (CheckpointSlice(f"{stem}mlp.experts.{linear}.{part}{expert}") for stem in stems)

@@ -1,0 +1,156 @@
+"""Converts a model section to config.json of the family that has such layers; settings that no family supports are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.common.errors import Contradiction
+from mpbridge.settings.huggingface.families import FAMILIES, Family
+from mpbridge.settings.huggingface.rope import rope_fields
+from mpbridge.settings.huggingface.section import section
+
+_FUNCTION = (
+    "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "softmax_type", "softmax_scale", "qk_l2_norm", "no_rope_freq",
+    "rotary_interleaved", "window_attn_skip_freq", "attention_output_gate", "activation_func_clamp_value", "glu_linear_offset",
+    "moe_apply_probs_on_input", "experimental_attention_variant", "multi_latent_attention", "num_moe_experts", "qk_layernorm", "add_qkv_bias",
+    "window_size", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "rotary_percent",
+    "seq_len_interpolation_factor", "rope_scaling", "mtp_num_layers", "normalization", "gated_linear_unit", "activation_func", "add_bias_linear",
+)  # fmt: skip
+"""Settings that change what the model computes from its tensors, whether a folder's config.json mentions them or not."""
+_TRAINING = frozenset(
+    {
+        "attention_dropout", "hidden_dropout", "init_method_std", "moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_dtype",
+        "moe_token_dispatcher_type", "moe_grouped_gemm", "mtp_loss_scaling_factor", "max_sequence_length", "vocab_size",
+    }
+)  # fmt: skip
+"""Settings of the section that may differ between training and the folder."""
+
+
+def family_for(model: Mapping[str, Any]) -> Family:
+    """The family whose layers a model section describes, the simplest if several do."""
+    if model.get("multi_latent_attention"):
+        return FAMILIES["deepseek_v3"]
+    experts, window = bool(model["num_moe_experts"]), model["window_size"] is not None
+    if model["qk_layernorm"]:
+        return FAMILIES["qwen3_moe" if experts else "qwen3"]
+    if model["add_qkv_bias"]:
+        return FAMILIES["qwen2_moe" if experts else "qwen2"]
+    return FAMILIES["mixtral" if experts else "mistral" if window else "llama"]
+
+
+def config_json(model: Mapping[str, Any], *, rows: int, dtype: str) -> dict[str, Any]:
+    """config.json of a model section with its defaults filled in. rows: rows of the embedding; dtype: torch's name of the weights' dtype.
+
+    Raises Contradiction with every setting that the family's config.json cannot express.
+    """
+    family = family_for(model)
+    out: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "vocab_size": rows,
+        "hidden_size": model["hidden_size"],
+        "intermediate_size": model["ffn_hidden_size"] or 4 * model["hidden_size"],
+        "num_hidden_layers": model["num_layers"],
+        "num_attention_heads": model["num_attention_heads"],
+        "num_key_value_heads": model["num_query_groups"] or model["num_attention_heads"],
+        "hidden_act": "silu",
+        "max_position_embeddings": model["max_sequence_length"],
+        "rms_norm_eps": model["layernorm_epsilon"],
+        "initializer_range": model["init_method_std"],
+        "attention_dropout": model["attention_dropout"],
+        "tie_word_embeddings": bool(model["share_embeddings_and_output_weights"]),
+        "use_cache": True,
+        "torch_dtype": dtype,
+        **rope_fields(model, latent=family.latent),
+    }
+    if family.latent:
+        out |= _latent(model)
+    else:
+        out["head_dim"] = model["kv_channels"] or model["hidden_size"] // model["num_attention_heads"]
+        window = model["window_size"]
+        out["sliding_window"] = None if window is None else window[0] + 1
+        if family.window == "use_sliding_window":
+            out |= {"use_sliding_window": window is not None, "max_window_layers": 0}
+    out |= _experts(model, family) if family.experts else {}
+    refuse_differences(model, out)
+    return out
+
+
+def _latent(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "q_lora_rank": model["q_lora_rank"],
+        "kv_lora_rank": model["kv_lora_rank"],
+        "qk_nope_head_dim": model["qk_head_dim"],
+        "qk_rope_head_dim": model["qk_pos_emb_head_dim"],
+        "v_head_dim": model["v_head_dim"],
+        "num_nextn_predict_layers": model["mtp_num_layers"] or 0,
+    }
+
+
+def _experts(model: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    width = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"] or 4 * model["hidden_size"]
+    out: dict[str, Any] = {family.experts: model["num_moe_experts"], "num_experts_per_tok": model["moe_router_topk"]}
+    out[family.expert_width] = width
+    layers, pattern = model["num_layers"], model["moe_layer_freq"]
+    dense = [i for i in range(layers) if not (pattern[i] if isinstance(pattern, list) else i % pattern == 0)]
+    if family.latent:
+        shared = model["moe_shared_expert_intermediate_size"] or 0
+        groups = model["moe_router_num_groups"] or 1
+        coefficient = model["moe_aux_loss_coeff"]
+        return out | {
+            "first_k_dense_replace": len(dense),
+            "n_shared_experts": shared // width,
+            "routed_scaling_factor": model["moe_router_topk_scaling_factor"] or 1.0,
+            "n_group": groups,
+            "topk_group": model["moe_router_group_topk"] or 1,
+            "norm_topk_prob": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "aux_loss_alpha": coefficient if isinstance(coefficient, (int, float)) else 0.0,
+        }
+    out |= {"router_aux_loss_coef": model["moe_aux_loss_coeff"], "output_router_logits": False}
+    if family.name != "mixtral":
+        out |= {
+            "norm_topk_prob": not model["moe_router_pre_softmax"],
+            "mlp_only_layers": dense,
+            "decoder_sparse_step": 1,
+        }
+    if family.shared:
+        out["shared_expert_intermediate_size"] = model["moe_shared_expert_intermediate_size"]
+    return out
+
+
+def refuse_differences(model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Raises Contradiction if config.json `data` describes another model than the section `model` (its defaults filled in)."""
+    back = section(data, ahead=model["mtp_num_layers"] or 0)
+    faults = []
+    for name in dict.fromkeys((*back, *_FUNCTION)):
+        if name in _TRAINING or name not in model:
+            continue
+        said = back.get(name, _plain_default(name))
+        if not _same(name, model[name], said, model):
+            faults.append(f"model.{name}={model[name]}: config.json of {data['model_type']} says {said}")
+    if faults:
+        raise Contradiction(faults, subject="the model cannot be expressed in Hugging Face's layout")
+
+
+def _plain_default(name: str) -> Any:
+    """The builder's value for an omitted setting, if that is not null, 0 or false."""
+    return {"softmax_type": "vanilla", "rotary_percent": 1.0, "moe_router_score_function": "softmax"}.get(name)
+
+
+def _same(name: str, own: Any, said: Any, model: Mapping[str, Any]) -> bool:
+    if name.startswith("moe_") and not model["num_moe_experts"]:
+        return True
+    if name in ("num_query_groups", "kv_channels", "ffn_hidden_size") and own is None:
+        return True  # derived from the other sizes, like the folder's
+    if name == "moe_layer_freq":
+        layers = model["num_layers"]
+        return _pattern(own, layers) == _pattern(said, layers)
+    return bool(own == said) or (not own and not said)
+
+
+def _pattern(frequency: Any, layers: int) -> list[bool]:
+    return [bool(frequency[i]) if isinstance(frequency, list) else i % frequency == 0 for i in range(layers)]

@@ -1,0 +1,248 @@
+"""Layers of plain data (a file, the command line) merged into one tree that records where each value came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpbridge.common.errors import MOST_NAMED, BadValue, UnknownName, cut
+from mpbridge.common.shipped import configuration, label
+from mpbridge.precision.config import TWINS
+from mpbridge.precision.registry import key
+from mpbridge.precision.yaml_loader import load_yaml, read_yaml, said
+from mpbridge.settings.huggingface.folder import is_reference
+from mpbridge.settings.huggingface.section import tree
+from mpbridge.settings.schema import SECTIONS
+
+Tree = dict[str, Any]
+COMMAND_LINE = "the command line"
+SINGLE = ("mixed_precision", "engine", "emulate", "target", "te")
+TOP = (*SINGLE, *SECTIONS)
+"""The top-level keys of a configuration file."""
+_TWIN = dict(TWINS) | {b: a for a, b in TWINS}
+_MODULES = "mixed_precision.modules."
+MOST_VALUES, DEEPEST = 20_000, 12
+"""Limits on a configuration's values and nesting levels, far above any real one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ConfigLayers:
+    """The merged tree, with the source of every leaf ("optimizer.lr" -> "gpt_tiny.yaml") and the faults found while reading."""
+
+    tree: Tree = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def add(self, layer: Mapping[str, Any], source: str) -> None:
+        """Merges `layer` over the tree: mappings are merged, everything else is replaced."""
+        layer = self._known(layer, source)
+        precision = layer.get("mixed_precision")
+        if precision is not None:
+            self._make_room(precision, source)
+        self._merge(self.tree, layer, source, "")
+
+    def _known(self, layer: Mapping[str, Any], source: str) -> Tree:
+        """`layer` with recipe names as {recipe: name}, without unknown sections."""
+        out: Tree = {}
+        strange = [name for name in layer if name not in TOP]
+        for name in strange[:MOST_NAMED]:
+            self.faults.append(f"{cut(name)} (from {source}): {UnknownName('section', str(name), TOP)}")
+        if len(strange) > MOST_NAMED:
+            self.faults.append(f"{len(strange) - MOST_NAMED:,} further unknown sections (from {source})")
+        for name, value in layer.items():
+            if name not in TOP:
+                continue
+            if name in SECTIONS and value is None:
+                out[name] = {}
+            elif name in SECTIONS and not isinstance(value, Mapping):
+                self.faults.append(
+                    f"{name}={value!r} (from {source}): expected a mapping of settings, as in {name}.key=value"
+                )
+            else:
+                named = name == "mixed_precision" and isinstance(value, (str, int)) and not isinstance(value, bool)
+                # the recipe names 32 and 16 are numbers in YAML
+                out[name] = {"recipe": str(value)} if named else value
+        return out
+
+    def _make_room(self, precision: Any, source: str) -> None:
+        """Removes what an earlier layer set and this one overrides: additions to another recipe, the other one of a pair of equivalent fields."""
+        below = self.tree.get("mixed_precision")
+        if isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
+            self._forget("mixed_precision")
+        elif isinstance(below, (list, tuple)):
+            self.faults.append(
+                f"mixed_precision holds a list of stages, which single fields (from {source}) cannot change: give mixed_precision=NAME"
+            )
+            self._forget("mixed_precision")
+        elif isinstance(precision, Mapping):
+            for name in precision:
+                if name in _TWIN and _TWIN[name] not in precision:
+                    self._forget(f"mixed_precision.{_TWIN[name]}")
+
+    def _forget(self, path: str) -> None:
+        *way, last = path.split(".")
+        node: Any = self.tree
+        for step in way:
+            node = node.get(step, {})
+        if not isinstance(node, dict) or last not in node:
+            return  # it has no recorded source either
+        del node[last]
+        for name in [name for name in self.origin if name == path or name.startswith(f"{path}.")]:
+            del self.origin[name]
+
+    def _merge(self, into: Tree, layer: Mapping[str, Any], source: str, path: str) -> None:
+        for name, value in layer.items():
+            at = f"{path}{name}"
+            if not isinstance(value, Mapping):
+                self._forget(at)
+                into[name], self.origin[at] = value, source
+                continue
+            if not isinstance(into.get(name), dict):
+                self._forget(at)
+                into[name] = {}
+            self._merge(into[name], value, source, f"{at}.")
+
+
+def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> ConfigLayers:
+    """The layers of a YAML file, a shipped configuration given by name, or 'hf:DIR' (None: nothing), and of 'section.key=value' overrides;
+    later layers override earlier ones.
+
+    Faults are collected in the result. Raises BadValue only if nothing can be read at all (invalid YAML, or not a mapping), and UnknownName for a
+    missing file.
+    """
+    layers = ConfigLayers()
+    if path is not None:
+        if is_reference(os.fspath(path)):
+            layers.add(tree(os.fspath(path)), os.fspath(path))
+        else:
+            file = Path(path) if Path(path).exists() else configuration(os.fspath(path))
+            layers.add(read_file(file), label(file))
+    layers.add(dotted(overrides, layers.faults), COMMAND_LINE)
+    return layers
+
+
+def read_file(path: Path) -> Tree:
+    """The mapping in a YAML file; recipe files that it names are also looked for next to it. Raises BadValue."""
+    import yaml
+
+    try:
+        data = read_yaml(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadValue(f"configuration {path} cannot be read: {said(error)}") from None
+    if data is None:
+        return {}
+    if not _is_tree(data):
+        raise BadValue(
+            f"configuration {path}: it refers to itself, or exceeds {MOST_VALUES:,} values or {DEEPEST} levels"
+        )
+    if not isinstance(data, dict):
+        raise BadValue(
+            f"configuration {path}: expected a mapping of sections ({', '.join(TOP)}), got {type(data).__name__}"
+        )
+    if "mixed_precision" in data:
+        data["mixed_precision"] = _beside(data["mixed_precision"], path.parent)
+    return data
+
+
+def dump_yaml(data: Mapping[str, Any]) -> str:
+    """`data` as YAML with one line per setting; lists stay on one line."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def represent_sequence(self, tag: Any, sequence: Any, flow_style: Any = None) -> Any:
+            return super().represent_sequence(
+                tag, sequence, flow_style=all(not isinstance(item, Mapping) for item in sequence)
+            )
+
+    return str(yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=140))
+
+
+def dotted(overrides: Iterable[str], faults: list[str]) -> Tree:
+    """The tree described by 'a.b=value' texts, with values read as YAML; what cannot be read is added to `faults`."""
+    out: Tree = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            faults.append(f"{text!r}: expected key=value, as in optimizer.lr=3e-4")
+            continue
+        try:
+            _put(out, name, _value(value))
+        except BadValue as error:
+            faults.append(f"{text!r}: {error}")
+    return out
+
+
+def _value(text: str) -> Any:
+    import yaml
+
+    if not text.strip():
+        raise BadValue("no value; write null to unset it, or '' for an empty string")
+    try:
+        value = load_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadValue(f"not a YAML value: {said(error)}") from None
+    if not _is_tree(value):
+        raise BadValue(f"it refers to itself, or exceeds {MOST_VALUES:,} values or {DEEPEST} levels")
+    return value
+
+
+def _is_tree(data: Any) -> bool:
+    """Whether `data` is of limited size: YAML's aliases can make it refer to itself, or repeat a part a million times."""
+    left, level = MOST_VALUES, [data]
+    for _ in range(DEEPEST):
+        level = [
+            part
+            for item in level[:left]
+            if isinstance(item, (dict, list))
+            for part in (item.values() if isinstance(item, dict) else item)
+        ]
+        left -= len(level)
+        if not level or left < 0:
+            break
+    return left >= 0 and not level
+
+
+def _put(tree: Tree, name: str, value: Any) -> None:
+    # a module's glob itself contains dots
+    way = ["mixed_precision", "modules", name.removeprefix(_MODULES)] if name.startswith(_MODULES) else name.split(".")
+    if name == "mixed_precision" and isinstance(value, (str, int)) and not isinstance(value, bool):
+        way, value = ["mixed_precision", "recipe"], str(value)
+    node = tree
+    for step in way[:-1]:
+        node = node.setdefault(step, {})
+        if not isinstance(node, dict):
+            raise BadValue(f"{step} already has a single value")
+    old = node.get(way[-1])
+    if isinstance(old, dict) and isinstance(value, dict):
+        old.update(value)
+    elif isinstance(old, dict):
+        raise BadValue(f"{way[-1]} already has settings below it")
+    else:
+        node[way[-1]] = value
+
+
+def _renames(precision: Mapping[str, Any], below: Any) -> bool:
+    """Whether `precision` names a different recipe from the earlier layers'."""
+    if precision.get("recipe") is None:
+        return False
+    old = below.get("recipe") if isinstance(below, Mapping) else None
+    return old is None or key(str(old)) != key(str(precision["recipe"]))
+
+
+def _beside(precision: Any, folder: Path) -> Any:
+    """`precision` with the paths of recipe files resolved: those that exist only next to the configuration get its folder."""
+    if isinstance(precision, list):
+        return [_beside(stage, folder) for stage in precision]
+    if isinstance(precision, dict):
+        return precision | {"recipe": _beside(precision["recipe"], folder)} if "recipe" in precision else precision
+    if not isinstance(precision, str):
+        return precision
+    path, colon, function = precision.rpartition(":") if ".py:" in precision else (precision, "", "")
+    is_file = path.endswith((".yaml", ".yml", ".py"))
+    if is_file and not Path(path).exists() and (folder / path).exists():
+        return f"{folder / path}{colon}{function}"
+    return precision

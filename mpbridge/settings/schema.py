@@ -1,0 +1,261 @@
+"""The legal values of each setting: megatron-core's fields from the generated schema, ours from their dataclasses. Imports no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from mpbridge.common.errors import MOST_NAMED, BadValue, UnknownName
+from mpbridge.common.formats import DType, dtype
+from mpbridge.precision.field_values import yaml_kind
+from mpbridge.precision.megatron_spec.schema import CLASSES, records
+from mpbridge.precision.megatron_spec.versions import current, nearest
+from mpbridge.settings.limits import LIMITS, WORDS
+from mpbridge.settings.sections import GPT, OWN
+
+SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger", "audit")
+ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "gelu": "torch.nn.functional:gelu",
+        "silu": "torch.nn.functional:silu",
+        "relu": "torch.nn.functional:relu",
+        "squared_relu": "megatron.core.activations:squared_relu",
+        "quick_gelu": "megatron.core.fusions.fused_bias_geglu:quick_gelu",
+    }
+)
+"""Names for `activation_func` -> import path of the function; SwiGLU is silu with gated_linear_unit."""
+
+
+NULL: Mapping[str, tuple[str, ...]] = types.MappingProxyType({"model.q_lora_rank": ("null",)})
+"""Settings that may be null although megatron-core's annotation does not allow it: queries without a low-rank projection (multi_latent_attention.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One field: the names of its legal types ("int", "list[str]", "choice", "dtype", "null" ...), its choices, its default as plain data."""
+
+    types: tuple[str, ...]
+    default: Any = None
+    choices: tuple[str | int, ...] = ()
+
+    def expected(self) -> str:
+        """The legal values, as text."""
+        words = {
+            "choice": "one of " + ", ".join(map(str, self.choices)),
+            "dtype": "a dtype",
+            "bool": "true or false",
+            "float": "a finite number",
+            "int": "a whole number",
+            "str": "text",
+            "object": "an object given in Python",
+            "list[choice]": "a list of " + ", ".join(map(str, self.choices))
+            if "choice" not in self.types
+            else "a list of them",
+            "activation": f"one of {', '.join(ACTIVATIONS)} or a function given in Python",
+        }
+        return " or ".join(words.get(name, name.replace("list[", "a list of ").rstrip("]")) for name in self.types)
+
+
+def upstream_class(section: str, *, latent: bool = False, version: str | None = None) -> Mapping[str, Setting]:
+    """field -> Setting of the megatron-core class behind a section; version: megatron-core's, None: the installed one."""
+    return _upstream_class(section, latent, nearest(version or current()))
+
+
+@functools.cache
+def _upstream_class(section: str, latent: bool, version: str) -> Mapping[str, Setting]:
+    fields = records(section, latent=latent, version=version)
+    return types.MappingProxyType({field: _setting(f"{section}.{field}", record) for field, record in fields.items()})
+
+
+def _setting(where: str, record: Mapping[str, Any]) -> Setting:
+    """The Setting of a record in the generated file; a plain string with a known list of values becomes a choice."""
+    kinds, words = tuple(record["types"]) + NULL.get(where, ()), WORDS.get(where)
+    if words is not None:
+        kinds = tuple({"str": "choice", "list[str]": "list[choice]"}.get(kind, kind) for kind in kinds)
+    default = record["default"]
+    if "float" in kinds and isinstance(default, str):
+        default = float(default)  # 'inf', which JSON cannot represent
+    return Setting(types=kinds, default=default, choices=words or tuple(record.get("choices", ())))
+
+
+@functools.cache
+def own_class(cls: type) -> Mapping[str, Setting]:
+    """field -> Setting of one of our dataclasses."""
+    hints = typing.get_type_hints(cls)
+    out = {}
+    for field in dataclasses.fields(cls):
+        names, choices = _described(hints[field.name])
+        out[field.name] = Setting(types=names, default=field.default, choices=choices)
+    return types.MappingProxyType(out)
+
+
+def settings(section: str, *, latent: bool = False, version: str | None = None) -> Mapping[str, Setting]:
+    """field -> Setting of a section; latent: the model section with multi-latent attention; version: megatron-core's. Raises UnknownName."""
+    if section == "model":
+        # MLA's config class has its own rotary_base and rotary_percent with the same meaning: its record takes precedence
+        return {**own_class(GPT), **upstream_class(section, latent=latent, version=version)}
+    if section in CLASSES:
+        return upstream_class(section, version=version)
+    if section not in OWN:
+        raise UnknownName("section", section, SECTIONS)
+    return own_class(OWN[section])
+
+
+def defaults(section: str, *, latent: bool = False) -> dict[str, Any]:
+    """field -> default of a section, as plain data."""
+    return {name: setting.default for name, setting in settings(section, latent=latent).items()}
+
+
+def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    """`values` in canonical plain form; every unknown key and every illegal value is added to `faults`."""
+    known = settings(section, latent=bool(values.get("multi_latent_attention")))
+    out: dict[str, Any] = {}
+    strange = 0
+    for name, value in values.items():
+        where = f"{section}.{name}"
+        if name not in known:
+            strange += 1
+            if strange > MOST_NAMED:
+                continue
+            faults.append(f"{where}={_short(value)}: {_unknown(section, str(name), known)}")
+            continue
+        try:
+            plain = fit(known[name], value)
+        except BadValue as error:
+            faults.append(f"{where}={error}")
+            continue
+        limit = LIMITS.get(where)
+        if limit is not None and isinstance(plain, (int, float)) and not limit.holds(plain):
+            faults.append(f"{where}={value}: expected a number {limit}")
+            continue
+        out[name] = plain
+    if strange > MOST_NAMED:
+        faults.append(f"{section}: {strange - MOST_NAMED:,} further unknown settings")
+    return out
+
+
+def fit(setting: Setting, value: Any) -> Any:
+    """`value` in canonical plain form (dtypes and enumeration members by name, numbers of the right type). Raises BadValue with found and expected."""
+    if isinstance(value, float) and math.isinf(value) and value == setting.default:
+        return value  # no limit, by megatron-core's own default
+    for name in setting.types:
+        fits, plain = _as(name, setting, value)
+        if fits:
+            return plain
+    kind = f" (a {yaml_kind(value)})" if yaml_kind(value) else ""
+    raise BadValue(f"{_short(value)}{kind}: expected {setting.expected()}")
+
+
+def _whole(value: Any) -> tuple[bool, Any]:
+    # 1e6 and 2.0 are floats in YAML, and whole numbers to the author
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return whole or (isinstance(value, int) and not isinstance(value, bool)), int(value) if whole else value
+
+
+def _real(value: Any) -> tuple[bool, Any]:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return ok, float(value) if ok else value
+
+
+_PLAIN: Mapping[str, Callable[[Any], tuple[bool, Any]]] = {
+    "null": lambda value: (value is None, None),
+    "bool": lambda value: (isinstance(value, bool), value),
+    "int": _whole,
+    "float": _real,
+    "str": lambda value: (isinstance(value, str), value),
+    "list": lambda value: (
+        isinstance(value, (list, tuple)),
+        list(value) if isinstance(value, (list, tuple)) else value,
+    ),
+    "object": lambda value: (
+        value is not None and not isinstance(value, (str, int, float, list, tuple, dict)),
+        value,
+    ),
+}
+"""Types that can be checked from the value alone: (whether it is one, the value in canonical form)."""
+
+
+def _as(name: str, setting: Setting, value: Any) -> tuple[bool, Any]:
+    """(Whether `value` is a `name`, the value in canonical form)."""
+    if name in _PLAIN:
+        return _PLAIN[name](value)
+    if name == "activation":
+        return _activation(value)
+    if name in ("dtype", "choice"):
+        return _dtype(value) if name == "dtype" else _choice(setting, value)
+    return _list_of(name.removeprefix("list[").removesuffix("]"), setting, value)
+
+
+def _list_of(item: str, setting: Setting, value: Any) -> tuple[bool, Any]:
+    if not isinstance(value, (list, tuple)):
+        return False, value
+    parts = [_as(item, setting, part) for part in value]
+    return all(ok for ok, _ in parts), [plain for _, plain in parts]
+
+
+def _dtype(value: Any) -> tuple[bool, Any]:
+    try:
+        return value is not None, dtype(value).short
+    except BadValue:
+        return False, value
+
+
+def _choice(setting: Setting, value: Any) -> tuple[bool, Any]:
+    # a megatron-core enumeration member is written by its name, and "float32" is accepted where the choices are fp32 and fp64
+    name = value if isinstance(value, str) else getattr(value, "name", value)
+    if name in setting.choices:
+        return True, name
+    is_dtype, short = _dtype(value)
+    return is_dtype and short in setting.choices, short
+
+
+def _activation(value: Any) -> tuple[bool, Any]:
+    name = getattr(value, "__name__", None) if callable(value) else value
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        return callable(value), value
+    # torch.nn.functional.gelu is a builtin that does not name its module
+    librarys = (
+        str(getattr(value, "__module__", "")).startswith(("torch", "megatron"))
+        or type(value).__name__ == "builtin_function_or_method"
+    )
+    return True, name if not callable(value) or librarys else value
+
+
+def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:
+    elsewhere = [other for other in SECTIONS if other != section and name in settings(other, latent=True)]
+    if elsewhere:
+        return f"no such setting here; it is {' or '.join(f'{other}.{name}' for other in elsewhere)}"
+    if section == "model" and name in upstream_class("model", latent=True):
+        return "needs model.multi_latent_attention=true"
+    error = UnknownName(f"setting in {section}", name, known)
+    # listing a hundred names does not help
+    return (
+        str(error) if error.near or len(known) < 20 else f"no setting in {section} named {name!r}, and no similar name"
+    )
+
+
+def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        parts = [_described(part) for part in get_args(hint)]
+        return tuple(n for names, _ in parts for n in names), tuple(w for _, words in parts for w in words)
+    if origin is Literal:
+        return ("choice",), tuple(get_args(hint))
+    if origin is list and get_origin(get_args(hint)[0]) is Literal:
+        return ("list[choice]",), tuple(get_args(get_args(hint)[0]))
+    if origin is list:
+        return (f"list[{get_args(hint)[0].__name__}]",), ()
+    return ("null" if hint is type(None) else str(hint.__name__),), ()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, DType):
+        return value.short
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,158 @@
+"""Reads the mixed_precision setting: a name, a config object, a mapping with additions, or a list of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, UnknownName
+from mpbridge.common.formats import plain
+from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
+from mpbridge.precision.papers import engine_for
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.precision.schedule import Mark
+from mpbridge.settings.storage import with_storage
+
+UNNAMED = "custom"
+"""Name of a policy without a recipe name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The part of a run that one recipe covers."""
+
+    recipe: str
+    """Canonical name, or 'custom'."""
+    config: MixedPrecisionConfig
+    """The recipe with its additions."""
+    policy: PrecisionPolicy
+    until: Any = None
+    """Where it ends, as its author wrote it (`precision.schedule.Mark`); None: at the end of the run."""
+    engine: str | None = None
+    """The engine that the recipe is meant for."""
+
+
+def read_stages(
+    value: Any,
+    *,
+    optimizer: Mapping[str, Any],
+    layers: int | None,
+    faults: list[str],
+    trusted: bool = True,
+    engine: str | None = None,
+) -> tuple[Stage, ...]:
+    """The stages of a mixed_precision setting, one if it is not a list; what is not valid is added to `faults`.
+
+    optimizer: the optimizer section, which settles what the recipe leaves open. engine: the author's choice; None: the recipe's. trusted: False refuses recipes that are the
+    configuration's own code (a function in a module or file), for configurations that came with a checkpoint.
+    """
+    if value is None or value == [] or value == {}:
+        faults.append(
+            "mixed_precision is missing: give a recipe's name, as in mixed_precision=bf16_mixed (names: mpbridge list)"
+        )
+        return ()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        parts, places = list(value), [f"mixed_precision[{i}]" for i in range(len(value))]
+    else:
+        parts, places = [value], ["mixed_precision"]
+    last = len(parts) - 1
+    found = []
+    for i, (part, place) in enumerate(zip(parts, places, strict=True)):
+        part, until = _split_until(part, place, needed=i < last, allowed=len(parts) > 1, faults=faults)
+        stage = _stage(part, until, place, optimizer, layers, faults, trusted, engine)
+        found += [stage] if stage is not None else []
+    return tuple(found)
+
+
+def as_plain(value: Any) -> Any:
+    """A mixed_precision setting in plain YAML types, in the shortest spelling."""
+    if isinstance(value, MixedPrecisionConfig):
+        return value.as_data()
+    if isinstance(value, Mapping):
+        out = {str(name): plain(item) for name, item in value.items()}
+        return out["recipe"] if set(out) == {"recipe"} else out
+    return [as_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: list[str]) -> tuple[Any, Any]:
+    if not isinstance(part, Mapping) or "until" not in part:
+        if needed:
+            faults.append(
+                f"{place}: every stage but the last needs `until`: a step, '90%', '1000 steps' or '3B tokens'"
+            )
+        return part, None
+    rest = {name: item for name, item in part.items() if name != "until"}
+    until = part["until"]
+    if not allowed:
+        faults.append(f"{place}.until={until!r}: only the stages of a list have an end")
+    elif not needed:
+        faults.append(f"{place}.until={until!r}: the last stage runs to the end")
+    else:
+        try:
+            Mark.parse(until)
+        except BadValue as error:
+            faults.append(f"{place}: {error}")
+    return rest, until
+
+
+def _stage(
+    part: Any,
+    until: Any,
+    place: str,
+    optimizer: Mapping[str, Any],
+    layers: int | None,
+    faults: list[str],
+    trusted: bool,
+    chosen: str | None,
+) -> Stage | None:
+    before = len(faults)
+    try:
+        name, engine, config = _authored(part, place, faults, trusted)
+        # what an author adds may call for another engine
+        engine = engine or engine_for(resolve(config))
+        config = with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
+        policy = resolve(config, optimizer=optimizer, layers=layers)
+        if len(faults) == before:
+            return Stage(recipe=name, config=config, policy=policy, until=until, engine=engine)
+    except Contradiction as error:
+        faults += [f"{place}: {fault}" for fault in error.faults]
+    except MpbridgeError as error:
+        faults.append(f"{place}: {error}")
+    return None
+
+
+def _authored(part: Any, place: str, faults: list[str], trusted: bool) -> tuple[str, str | None, MixedPrecisionConfig]:
+    """(recipe name, the engine that it prefers, config) of what an author wrote for one stage. Raises MpbridgeError."""
+    if isinstance(part, MixedPrecisionConfig):
+        return UNNAMED, None, part.derive()
+    if not isinstance(part, (str, Mapping)):
+        raise BadValue(f"found {part!r}, expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig")
+    additions = {} if isinstance(part, str) else dict(part)
+    given = part if isinstance(part, str) else additions.pop("recipe", None)
+    if not isinstance(given, (str, int, type(None))) or isinstance(given, bool):
+        raise Contradiction([f"recipe={given!r}: expected a recipe's name"])
+    if given is None:
+        return UNNAMED, None, _added(MixedPrecisionConfig(), additions, place, faults)
+    config, entry = get_mixed_precision_config(str(given), code=trusted), describe(str(given))
+    return entry.name, entry.prefers, _added(config, additions, place, faults)
+
+
+def _added(
+    config: MixedPrecisionConfig, additions: dict[Any, Any], place: str, faults: list[str]
+) -> MixedPrecisionConfig:
+    """`config` with every addition that is valid; the others are added to `faults`."""
+    good: dict[str, Any] = {}
+    for name, value in additions.items():
+        try:
+            MixedPrecisionConfig().derive(**{str(name): value})
+            good[str(name)] = value
+        except UnknownName as error:
+            faults.append(f"{place}.{name}: {error}")
+        except MpbridgeError as error:
+            faults.append(f"{place}: {error}")
+    clashes = twin_clashes(good)
+    faults += [f"{place}: {clash}" for clash in clashes]
+    return config if clashes else config.derive(**good)

@@ -1,0 +1,93 @@
+"""The settings that a training run needs: a number of steps, a batch that the ranks can divide, a learning rate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.facts import Parallel
+
+ANNOUNCED = "MPBRIDGE_NOTICE"
+"""Environment variable that announces the scheduler's notice, as USR1. A launcher ignores the signal, its ranks inherit that, and handle it nevertheless."""
+
+
+def train_iters(train: Mapping[str, Any]) -> int:
+    """Number of training steps. Raises BadValue naming the field if it is missing or not a number of steps."""
+    value = train.get("train_iters")
+    if value is None:
+        raise BadValue(
+            "train.train_iters is missing: it sets how long to train, regardless of the length of the data (train.train_iters=200)"
+        )
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadValue(f"train.train_iters={value!r}: expected a number of steps, 0 or more")
+    return value
+
+
+def microbatches(train: Mapping[str, Any], ranks: int) -> int:
+    """Micro-batches per step on one data-parallel rank. Raises BadValue if the batch cannot be divided evenly among the ranks."""
+    micro, whole = train["micro_batch_size"] or 1, train["global_batch_size"]
+    if whole % (micro * ranks):
+        raise BadValue(
+            f"train.global_batch_size={whole} cannot be divided into micro batches of {micro} on {ranks} data-parallel "
+            f"rank{'s' if ranks > 1 else ''}: use a multiple of {micro * ranks}, or another train.micro_batch_size"
+        )
+    return int(whole) // int(micro * ranks)
+
+
+def rate_faults(optimizer: Mapping[str, Any]) -> list[str]:
+    """Faults of the learning rate and its minimum."""
+    peak, least = optimizer.get("lr") or 0.0, optimizer.get("min_lr") or 0.0
+    if not peak:
+        return ["optimizer.lr is missing (optimizer.lr=1e-3)"]
+    if peak < 0:
+        return [f"optimizer.lr={peak}: expected a positive number"]
+    return [f"optimizer.min_lr={least} is above optimizer.lr={peak}"] if least > peak else []
+
+
+def batch_faults(train: Mapping[str, Any], parallel: Parallel | None) -> list[str]:
+    """A global batch that cannot be divided among the ranks; empty if the ranks are not known."""
+    if parallel is None:
+        return []
+    try:
+        microbatches(train, parallel.data)
+    except BadValue as fault:
+        return [str(fault)]
+    return []
+
+
+def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], int]:
+    """('skip', 0), ('stop', 0) or ('rollback', N) from train.nonfinite. Raises BadValue."""
+    if setting in ("skip", "stop"):
+        return setting, 0
+    found = re.fullmatch(r"rollback (\d+)", str(setting))
+    if found is None or not int(found[1]):
+        raise BadValue(
+            f"train.nonfinite={setting!r}: expected 'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may roll back)"
+        )
+    return "rollback", int(found[1])
+
+
+def nonfinite_faults(train: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[str]:
+    """Faults of train.nonfinite, given where the run is saved."""
+    setting = train["nonfinite"] or "skip"
+    try:
+        act, _ = parse_nonfinite(setting)
+    except BadValue as error:
+        return [str(error)]
+    if act == "rollback" and not checkpoint["save"]:
+        return [
+            f"train.nonfinite={setting!r} needs checkpoints to go back to: set checkpoint.save and checkpoint.save_interval"
+        ]
+    return []
+
+
+def training_faults(sections: Mapping[str, Mapping[str, Any]], parallel: Parallel | None) -> list[str]:
+    """Settings that a training run lacks or cannot divide."""
+    faults = []
+    try:
+        train_iters(sections["train"])
+    except BadValue as fault:
+        faults.append(str(fault))
+    return faults + rate_faults(sections["optimizer"]) + batch_faults(sections["train"], parallel)

@@ -1,0 +1,152 @@
+"""Checks what a run needs from its environment before anything is built; used by `check`, `launch` and `train`. Loads no framework."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.common.errors import CheckpointError, Contradiction
+from mpbridge.common.files import kind_of
+from mpbridge.common.report.trackers import absent, names_of
+from mpbridge.settings.training import training_faults
+from mpbridge.training.checkpoint import store
+from mpbridge.training.data.look import corpus_faults, tokenizer_faults
+from mpbridge.training.lr import schedule
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+class Admission:
+    """Called as `admission(sections)` with a run's sections, including defaults: returns every fault, and collects `notes` and what
+    `trackers` cannot do.
+
+    here: the run is for this machine; otherwise what this one lacks becomes `notes`. training: False makes `notes` of what only training
+    needs. own_data: the caller provides the training samples. Changes nothing.
+    """
+
+    def __init__(self, *, here: bool = True, training: bool = True, own_data: bool = False) -> None:
+        self.here, self.training, self.own_data = here, training, own_data
+        self.notes: list[str] = []
+        self.trackers: list[str] = []
+
+    def __call__(self, sections: Sections) -> list[str]:
+        """Every fault: those on any machine, and what is missing on this one."""
+        train, data = sections["train"], sections["data"]
+        needs = training_faults(sections, None)
+        wrong, lacking = ([], []) if self.own_data else tokenizer_faults(data, sections["model"]["vocab_size"] or 1)
+        if self.training:
+            wrong += needs
+        else:
+            self.notes += [f"to train: {fault}" for fault in needs]
+        wrong += [] if needs else _schedule_faults(sections)
+        evaluates = bool(train["eval_interval"] and train["eval_iters"])
+        if evaluates or not self.own_data:
+            lacking += corpus_faults(data, evaluates=evaluates)
+        lacking += [*_places(sections), *_beginning(sections["checkpoint"])]
+        self.notes += _unwritten(sections["logger"])
+        if self.here:
+            self.trackers = [
+                f"tracker {name}: {why}; the run continues without it"
+                for name in names_of(sections["logger"])
+                if (why := absent(name))
+            ]
+        if self.here:
+            return wrong + lacking
+        self.notes += [f"on this machine: {fault}" for fault in lacking]
+        return wrong
+
+
+def require_admission(run: Run, *, own_data: bool = False) -> list[str]:
+    """Notes on `run`. Raises Contradiction with everything that is missing here."""
+    sections = {name: getattr(run, name) for name in ("train", "data", "scheduler", "checkpoint", "logger")}
+    admission = Admission(own_data=own_data)
+    faults = admission({**sections, **run.inputs})
+    if faults:
+        raise Contradiction(faults, subject="the run cannot start")
+    return admission.notes
+
+
+def resume_point(section: Mapping[str, Any]) -> Path | None:
+    """The checkpoint that a checkpoint section resumes from; None: none.
+
+    checkpoint.load may name the folder that the run saves to before there is anything in it, so one command starts a run and resumes it.
+    Raises CheckpointError if it names a missing checkpoint.
+    """
+    load, save = section.get("load"), section.get("save")
+    if not load or (save and _same(load, save) and not store.saved(Path(save))):
+        return None
+    return store.locate(Path(load))
+
+
+def beginning(section: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
+    """(the checkpoint to resume from, or else the one that provides only initial weights).
+
+    Raises CheckpointError if a named one is not a checkpoint, or if checkpoint.save already has another run.
+    """
+    place, save = resume_point(section), section.get("save")
+    if save and (place is None or not _same(place.parent, save)) and (there := store.saved(Path(save))):
+        raise CheckpointError(
+            f"{save} already has a run (its newest checkpoint is {there[0].path.name}): resume it (checkpoint.load={save}), "
+            "or choose another checkpoint.save"
+        )
+    weights = section.get("pretrained_checkpoint")
+    return place, store.locate(Path(weights)) if weights and place is None else None
+
+
+def _same(path: Any, other: Any) -> bool:
+    return bool(path and other) and Path(path).resolve() == Path(other).resolve()
+
+
+def _beginning(section: Mapping[str, Any]) -> list[str]:
+    try:
+        beginning(section)
+    except CheckpointError as error:
+        return [f"checkpoint: {error}"]
+    except OSError as error:
+        return [f"checkpoint: {error.filename}: {error.strerror}"]
+    return []
+
+
+def _schedule_faults(sections: Sections) -> list[str]:
+    try:
+        schedule(sections["scheduler"], sections["optimizer"], sections["train"])
+    except Contradiction as error:
+        return list(error.faults)
+    return []
+
+
+def _places(sections: Sections) -> list[str]:
+    """Folders that the run must write to but cannot."""
+    wanted = (("logger", "log_dir"), ("checkpoint", "save"), ("data", "cache_dir"))
+    found = [(f"{section}.{name}", sections[section][name]) for section, name in wanted]
+    return [fault for setting, given in found if given and (fault := place_fault(setting, given))]
+
+
+def place_fault(setting: str, given: str | Path) -> str:
+    """Why `given` cannot be a folder to write to; '' if it can."""
+    path = Path(given).expanduser().absolute()
+    for place in (path, *path.parents):
+        try:
+            mode = os.stat(place).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            if not place.is_symlink():
+                continue
+            return f"{setting}={given}: {place} is a broken link, expected a folder, or a path where one can be created"
+        except (OSError, ValueError) as error:
+            return f"{setting}={given}: {getattr(error, 'strerror', None) or error} (expected a folder, or a path where one can be created)"
+        if not stat.S_ISDIR(mode):
+            what = "a file" if stat.S_ISREG(mode) else kind_of(mode)
+            return f"{setting}={given}: {place} is {what}, expected a folder, or a path where one can be created"
+        return "" if os.access(place, os.W_OK | os.X_OK) else f"{setting}={given}: {place} cannot be written to"
+    return ""
+
+
+def _unwritten(section: Mapping[str, Any]) -> list[str]:
+    names = [] if section["log_dir"] else names_of(section)
+    return [f"logger.trackers={', '.join(names)}: nothing is written without logger.log_dir"] if names else []

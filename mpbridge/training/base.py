@@ -1,0 +1,136 @@
+"""How other code takes part in a run: a Hook is called on events and may act on the Training that it receives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpbridge.backend.engines.contract import Engine, StepResult
+    from mpbridge.common.errors import MpbridgeError
+    from mpbridge.common.report.progress import ProgressLine
+    from mpbridge.settings.container import Run
+    from mpbridge.training.checkpoint.store import AuditMark
+    from mpbridge.training.data.batches import Feed
+    from mpbridge.training.metrics import Counters
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """A run's state between two steps. Hooks may change it: a loaded checkpoint sets the counters, a schedule the engine."""
+
+    run: Run
+    engine: Engine
+    scheduler: Any
+    """megatron-core's OptimizerParamScheduler."""
+    feed: Feed
+    counters: Counters
+    """Finished, skipped and non-finite steps, consumed samples: stored in checkpoints."""
+    progress: ProgressLine | None = None
+    stop: str | None = None
+    """Set it to end the run after the current step; the text is the reason."""
+    moved: bool = False
+    """Set it after changing counters.consumed: the loop then continues reading from there."""
+    next_run: Run | None = None
+    """Set it to continue with another recipe: the loop rebuilds the engine before the next step."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Facts for the closing summary, by name."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Numbers of this step for the trackers, from hooks that measured it; cleared after each step."""
+    audit: AuditMark = "unaudited"
+    """The audit's result on the current state; written into each checkpoint. Automatic resuming skips suspect ones."""
+    trouble: str | None = None
+    """Set it on a rank that cannot write its files: all ranks stop after the current step, with a checkpoint."""
+    failure: MpbridgeError | None = None
+    """The exception raised once the last checkpoint is written."""
+
+    def fail(self, error: MpbridgeError) -> None:
+        """Ends the run after the current step and its last checkpoint; `pretrain` then raises `error` (only the first one)."""
+        if self.failure is None:
+            self.failure = error
+            self.stop = self.stop or str(error).partition("\n")[0].removesuffix(":")
+
+    def in_trouble(self, text: str) -> None:
+        """Stops all ranks after the current step, with a checkpoint: a file of this rank cannot be written (only the first reason is kept)."""
+        self.trouble = self.trouble or text
+
+    def say(self, text: str) -> None:
+        """Prints a line, on rank 0."""
+        if self.progress is not None:
+            self.progress.say(text)
+
+
+class Hook:
+    """Base class of hooks; every method does nothing unless overridden. All ranks call the same methods in the same order."""
+
+    def built(self, training: Training) -> None:
+        """The engine is built and no step was done: load, or audit. Called again when a schedule rebuilds the engine."""
+
+    def started(self, training: Training) -> None:
+        """The run is about to take its next step for the first time."""
+
+    def stepping(self, training: Training) -> None:
+        """A step is about to be taken."""
+
+    def stepped(self, training: Training, result: StepResult) -> None:
+        """A step is finished and counted; result.applied tells whether weights were updated."""
+
+    def evaluated(self, training: Training, loss: float) -> None:
+        """The held-out loss was measured after the last counted step."""
+
+    def finished(self, training: Training) -> None:
+        """No further step will follow: the run is complete, or was stopped."""
+
+    def closed(self) -> None:
+        """The run is over, possibly by an exception: release resources."""
+
+
+@dataclass(slots=True)
+class Hooks(Hook):
+    """Several hooks as one, called in the given order; all are closed even if others fail."""
+
+    parts: tuple[Hook, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Iterable[Hook]) -> Hooks:
+        """The hooks in `parts`."""
+        return cls(tuple(parts))
+
+    def built(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.built(training)
+
+    def started(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.started(training)
+
+    def stepping(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.stepping(training)
+
+    def stepped(self, training: Training, result: StepResult) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.stepped(training, result)
+
+    def evaluated(self, training: Training, loss: float) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.evaluated(training, loss)
+
+    def finished(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.finished(training)
+
+    def closed(self) -> None:
+        """See Hook."""
+        from contextlib import ExitStack
+
+        with ExitStack() as stack:
+            for part in reversed(self.parts):
+                stack.callback(part.closed)

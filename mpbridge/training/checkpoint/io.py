@@ -1,0 +1,375 @@
+"""Saves and loads a run: everything that its next step depends on, as data (format in index.py), with the fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank, on_first_rank
+from mpbridge.backend.megatron import sharded
+from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
+from mpbridge.common.tables.units import size
+from mpbridge.observe.audit.wire import unobserved
+from mpbridge.training.checkpoint import extra_state, foreign, state, store
+from mpbridge.training.checkpoint.assemble import indexed, raise_first
+from mpbridge.training.checkpoint.born import taken_alone, why_alone
+from mpbridge.training.checkpoint.convert import converted, needs_converting
+from mpbridge.training.checkpoint.index import INDEX
+from mpbridge.training.checkpoint.moments import mean_second
+from mpbridge.training.checkpoint.plain import encoded
+from mpbridge.training.checkpoint.random_states import random_entry, random_states, set_random_states
+from mpbridge.training.checkpoint.reader import STATE, Contents
+from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
+from mpbridge.training.checkpoint.writer import BackgroundWrite, attempted, staged
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
+    from mpbridge.training.base import Training
+
+CONFIG = "config.yaml"
+"""The resolved configuration's file inside a checkpoint."""
+
+
+def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
+    """The fingerprint of a resolved run."""
+    return fingerprint(run.recipe, run.policy, run.facts, run.inputs["optimizer"], stored)
+
+
+class Writing:
+    """A checkpoint being written; `finish` seals it."""
+
+    def __init__(
+        self, folder: Path, partial: Path, step: int, audit: store.AuditMark, written: BackgroundWrite | str
+    ) -> None:
+        self.folder, self.partial, self.step, self.audit = folder, partial, step, audit
+        self.background = written if isinstance(written, BackgroundWrite) else None
+        self._said = "" if isinstance(written, BackgroundWrite) else written
+
+    def done(self) -> bool:
+        """Whether every rank's files are written. Every rank must call it."""
+        return not agreed(0 if self.background is None or self.background.done() else 1)
+
+    def finish(self, *, keep_last: int | None = None, keep_every: int | None = None) -> Path:
+        """Waits, seals, removes old checkpoints; returns the checkpoint's folder. Every rank must call it. Raises CheckpointError."""
+        if self.background is not None:
+            self._said = self.background.finish()
+            self.background = None
+
+        def seal() -> Path:
+            known = indexed(self.partial, dist.get_world_size())
+            made = store.seal(self.partial, self.step, known=known, audit=self.audit)
+            store.prune(self.folder, keep_last=keep_last, keep_every=keep_every)
+            return made
+
+        with _explained(self.folder, self.partial):
+            raise_first(self._said)
+            return on_first_rank(seal)
+
+    def abort(self) -> None:
+        """Discards a checkpoint that was not finished."""
+        if self.background is not None:
+            self.background.abort()
+            self.background = None
+
+
+def save(training: Training, folder: Path, *, background: bool = False) -> Writing:
+    """Starts writing the run's current state; call `finish` on the result. background: a child process writes the files while training continues.
+
+    Every rank must call it. Raises CheckpointError if it cannot be written, and leaves nothing behind.
+    """
+    step, rank = training.counters.iteration, dist.get_rank()
+    with unobserved():
+        partial = on_first_rank(lambda: store.begin(folder, step))
+    with _explained(folder, partial):
+        contents = gather(training)
+        stored = state.stored_dtypes(contents)
+        on_first_rank(lambda: _describe(partial, training.run, stored, step, sharded.common(contents)))
+        load = staged(contents)
+        written = BackgroundWrite(partial, rank, load) if background else attempted(partial, rank, load)
+        return Writing(folder, partial, step, training.audit, written)
+
+
+def gather(training: Training) -> dict[str, Any]:
+    """Everything that the next step depends on, as a sharded state dict."""
+    state.prime(training.engine.optimizer)
+    contents = training.engine.state()
+    state.join_remainders(contents, training.engine.optimizer)
+    counters = training.counters
+    data = {"consumed": counters.consumed, "mark": training.feed.mark(counters.consumed)}
+    contents["run"] = {
+        "counters": dataclasses.asdict(counters),
+        "scheduler": training.scheduler.state_dict(),
+        "data": data,
+        "second_moment": mean_second(training.engine),
+    }
+    return contents | {"rng": random_entry(random_states())}
+
+
+def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Verdict:
+    """Resumes the run from the checkpoint in `path`: engine, schedule, counters, random states; returns the verdict.
+
+    Every rank must call it. Checksums and the fingerprint are checked before anything else is opened, and nothing is executed.
+    Raises Refused if the verdict forbids it, CheckpointError for a checkpoint that is damaged or does not fit.
+    """
+    with unobserved(), readable(training.run, path) as place:
+        found = on_first_rank(lambda: _look(place))
+        if found is None:
+            return _strangers_weights(training, place, path, reset=reset_optimizer)
+        answer = judge(found, training.run, path, reset=reset_optimizer)
+        with _explained(path, None), Contents(place) as contents:
+            plain = _run_state(contents)
+            _take_up(training, contents, weights_only=answer.kind == "weights only")
+            with _together():
+                _resume_plain(training, plain, contents, same_layout=found.parallel == of_run(training.run).parallel)
+            moment = None if answer.kind == "weights only" else plain.get("second_moment")
+            return dataclasses.replace(
+                answer,
+                notes=(*answer.notes, *_other_data(training, plain["data"])),
+                second_moment=moment if isinstance(moment, float) else None,
+            )
+
+
+def load_weights(training: Training, path: Path) -> Verdict:
+    """Loads only the weights from the checkpoint in `path`; schedule, counters and random states stay those of a new run. Raises as `load` does."""
+    with unobserved(), readable(training.run, path) as place:
+        found = on_first_rank(lambda: _look(place))
+        if found is None:
+            return _strangers_weights(training, place, path, reset=True)
+        answer = judge(found, training.run, path, reset=True)
+        with _explained(path, None), Contents(place) as contents:
+            _take_up(training, contents, weights_only=True)
+        return answer
+
+
+def _strangers_weights(training: Training, place: Path, path: Path, *, reset: bool) -> Verdict:
+    """The weights of a checkpoint that another program wrote. Raises Refused unless that was requested."""
+    if not reset:
+        raise Refused(
+            f"{path} {why_alone(place)}: load only the weights (--reset-optimizer), or resume from a run's checkpoint"
+        )
+    with _explained(path, None), Contents(place) as contents:
+        _take_up(training, contents, weights_only=True)
+        return taken_alone(training.run, contents.index, place)
+
+
+@contextmanager
+def readable(run: Run, path: Path) -> Iterator[Path]:
+    """A folder with the checkpoint in `path` as data: `path` itself, or a conversion that exists only inside the block. Every rank must call it.
+
+    Raises CheckpointError naming the file that contains anything other than data.
+    """
+    room: Path | None = on_first_rank(lambda: _room(run) if needs_converting(path) else None)
+    if room is None:
+        yield path
+        return
+    try:
+        yield on_first_rank(lambda: converted(path, room))
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(room, ignore_errors=True)
+
+
+def _room(run: Run) -> Path:
+    inside = run.checkpoint.get("save") or run.logger.get("log_dir")
+    if inside:
+        Path(inside).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".converted-", dir=inside))
+
+
+def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
+    """A note if the samples that this run counts as read are not those that the checkpoint's run read."""
+    mark = data.get("mark")
+    if not mark or training.feed.mark(int(data["consumed"])) in ("", mark):
+        return []
+    return [
+        f"the order of training samples differs from the saved run's (another train.train_iters, seed, length or corpus): "
+        f"some of the {data['consumed']} samples that it read will be read again"
+    ]
+
+
+def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
+    """The verdict on resuming `saved` as `run`. Raises Refused if it forbids resuming, or allows only the weights and that was not requested."""
+    answer = verdict(saved, of_run(run))
+    if answer.kind == "refused" or (answer.kind == "weights only" and not reset):
+        raise Refused(f"{path} cannot be resumed in {run.recipe}: " + "\n".join(answer.lines()))
+    return (
+        answer.without_states("it was requested (checkpoint.reset_optimizer)") if reset and answer.goes_on else answer
+    )
+
+
+def _look(path: Path) -> Fingerprint | None:
+    """The fingerprint of a complete checkpoint; None if another program wrote it. Raises CheckpointError."""
+    manifest = store.check(path)
+    if manifest.get("foreign") is True:
+        return None
+    unlisted = [name for name in (FILE, INDEX, STATE) if name not in manifest["files"]]
+    if unlisted:
+        raise CheckpointError(
+            f"{path / store.MANIFEST} does not list {', '.join(unlisted)}. {store.offer_before(path)}"
+        )
+    return read_fingerprint(path)
+
+
+MOST_SAMPLES_A_STEP = 1 << 24
+"""Upper bound of a global batch; a larger count is invalid."""
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Runs a rank's own work: if one rank fails all raise, and none continues before all are done."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if agreed(0 if error is None else 1):
+        raise error or CheckpointError("another rank failed to read its part of the checkpoint; see that rank's output")
+
+
+def _run_state(contents: Contents) -> Mapping[str, Any]:
+    """A checkpoint's counters, schedule and data position, checked for plausibility. Raises CheckpointError naming the file."""
+    file, found = contents.folder / STATE, contents.common().get("run")
+    if not isinstance(found, Mapping) or not all(
+        isinstance(found.get(name), Mapping) for name in ("counters", "scheduler", "data")
+    ):
+        raise CheckpointError(f"{file} has no counters: it was not written by mpbridge")
+    counters, data = found["counters"], found["data"]
+    names = set(_COUNTERS)
+    if set(counters) != names:
+        raise CheckpointError(f"{file} counts {sorted(map(str, counters))[:8]}, expected {sorted(names)}")
+    numbers = counters | {
+        "data.consumed": data.get("consumed"),
+        "scheduler.num_steps": found["scheduler"].get("num_steps"),
+    }
+    for name, number in numbers.items():
+        if type(number) is not int or not 0 <= number <= store.LAST_STEP * MOST_SAMPLES_A_STEP:
+            raise CheckpointError(f"{file}: {name}={str(number)[:40]}, expected a count")
+    steps, samples = counters["iteration"], counters["consumed"]
+    if (
+        steps != contents.step
+        or not steps <= samples <= max(steps, 1) * MOST_SAMPLES_A_STEP
+        or samples > counters["tokens"]
+    ):
+        raise CheckpointError(
+            f"{file}: iteration={steps}, consumed={samples}, tokens={counters['tokens']} after step {contents.step}, which no run can have"
+        )
+    if not isinstance(data.get("mark"), str):
+        raise CheckpointError(f"{file}: data.mark is not text")
+    return found
+
+
+_COUNTERS = ("iteration", "consumed", "skipped", "nonfinite", "tokens")
+"""Names of the fields of train.metrics.Counters."""
+
+
+def _take_up(training: Training, contents: Contents, *, weights_only: bool) -> None:
+    engine, shelf = training.engine, state.Shelf.of(contents.index)
+    state.prime(engine.optimizer)
+    contents.delayed_format = extra_state.format_of(engine.run.policy)
+    wanted = engine.state(loading=not weights_only)
+    pairs = [] if weights_only else state.ask_for_whole(wanted, engine.optimizer)
+    fresh = wanted.pop("optimizer", {})
+    shelf.point(wanted)
+    # states other than the model's (amax histories) start empty if the checkpoint has none, or another kind
+    have = {name: part for name, part in wanted.items() if name.startswith("model") or shelf.holds(part)}
+    with _together():
+        loaded = contents.load(have)
+        if not weights_only:
+            shelf.point(fresh)
+            saved = contents.common().get("optimizer", {})
+            state.check_numbers(saved, str(contents.folder / STATE))
+            loaded["optimizer"] = state.optimizer_state(contents.load(fresh), fresh, saved)
+            state.split_remainders(loaded, pairs)
+    with extra_state.pickled_here():
+        engine.load_state(loaded, optimizer=not weights_only)
+
+
+def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Contents, *, same_layout: bool) -> None:
+    for name, value in plain["counters"].items():
+        setattr(training.counters, name, value)
+    schedule, file = dict(plain["scheduler"]), contents.folder / STATE
+    state.check_numbers(schedule, str(file))
+    own = training.scheduler.state_dict()
+    if strange := [name for name in own if isinstance(schedule.get(name), str) != isinstance(own[name], str)]:
+        raise CheckpointError(
+            f"{file}: scheduler.{strange[0]}={schedule.get(strange[0])!r}, expected the type of {own[strange[0]]!r}"
+        )
+    if schedule.get("wd_incr_style") == training.scheduler.wd_incr_style == "constant":
+        # the ramp length of a constant weight decay does not matter: a run may be extended
+        schedule["wd_incr_steps"] = training.scheduler.wd_incr_steps
+    try:
+        # megatron-core adds the saved steps to those taken so far, so a rollback would advance the schedule too far
+        training.scheduler.num_steps = 0
+        training.scheduler.load_state_dict(schedule)
+    except AssertionError as error:
+        raise CheckpointError(
+            f"{contents.folder} was trained on another learning-rate schedule ({error}): keep the schedule's settings, or choose one: "
+            "scheduler.override_opt_param_scheduler=true (this run's) or scheduler.use_checkpoint_opt_param_scheduler=true"
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: the schedule cannot be restored ({type(error).__name__}: {error})") from error
+    if same_layout:
+        try:
+            set_random_states(contents.object(random_entry({})))
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
+            raise CheckpointError(
+                f"{contents.folder}: the random states cannot be restored ({type(error).__name__}: {str(error)[:200]})"
+            ) from error
+
+
+def _describe(partial: Path, run: Run, stored: Mapping[str, str], step: int, common: Mapping[str, Any]) -> None:
+    (partial / STATE).write_text(json.dumps(encoded(common), separators=(",", ":")), encoding="utf-8")
+    foreign.write_common(partial, common)
+    data = of_run(run, stored).as_data() | {"step": step}
+    (partial / FILE).write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    try:
+        text = run.container.to_yaml()
+    except MpbridgeError as error:  # live config objects that cannot be written to a file
+        text = "".join(f"# {line}\n" for line in str(error).splitlines())
+    (partial / CONFIG).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _explained(folder: Path, partial: Path | None) -> Iterator[None]:
+    """Converts file errors of megatron-core and torch to CheckpointError and removes `partial`."""
+    try:
+        with unobserved():
+            yield
+    except MpbridgeError:
+        _give_up(partial)
+        raise
+    except Exception as error:
+        _give_up(partial)
+        if is_of_a_lost_rank(error):  # not the checkpoint's fault
+            raise
+        raise CheckpointError(_reason(error, folder, saving=partial is not None)) from error
+
+
+def _give_up(partial: Path | None) -> None:
+    if partial is not None and dist.get_rank() == 0:
+        store.discard(partial)
+
+
+_NO_ROOM = ("No space left", "File too large", "quota exceeded", "unexpected pos", "PytorchStreamWriter")
+"""Texts of failed writes in Python and (the last two) in torch's own writer, which drops the reason."""
+
+
+def _reason(error: BaseException, folder: Path, *, saving: bool) -> str:
+    text = " ".join(str(error).split())
+    tail = text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
+    if not saving:
+        return f"{folder} does not fit this run: {type(error).__name__}: {tail}"
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    if any(word in text for word in _NO_ROOM):
+        tail = f"the file system is full (disk, quota, or a limit on file sizes): {tail}"
+    newest = store.saved(folder)
+    before = f"the latest complete one is {newest[0].path}" if newest else "there is none yet"
+    return f"a checkpoint could not be written to {folder} ({size(free)} free there): {tail}; {before}"

@@ -1,0 +1,364 @@
+"""Checkpoint folders on disk: written under a temporary name, sealed by checksums and a rename, pruned, and found again. Loads no framework.
+
+A folder of checkpoints has a `step_00000120/` for each one and `latest`, a text file that names the newest. Checkpoints being written are
+named `.partial-...` and those being removed `.dropped-...`, so every `step_...` is complete. `.writer` names the run that saves there.
+Whatever lies there may be a stranger's: links are not followed, and only regular files are opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, get_args
+
+from mpbridge.common.errors import CheckpointError
+from mpbridge.common.files import opened_inside, read_json
+from mpbridge.common.locks import Locked, lock
+
+MANIFEST = "manifest.json"
+"""File with name -> size and sha256 of every other file in a checkpoint."""
+LATEST = "latest"
+WRITER = ".writer"
+SCHEMA = 2
+CONVERTIBLE = 1
+"""Schema of checkpoints with pickles, which are converted before loading."""
+AuditMark = Literal["good", "suspect", "unaudited"]
+"""The audit's result on the state in a checkpoint."""
+LAST_STEP = 1 << 40
+"""Upper bound of a run's steps; a larger number is invalid."""
+_NAME = re.compile(r"^step_(\d{8,})$")
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """One sealed checkpoint."""
+
+    step: int
+    path: Path
+
+
+def name_of(step: int) -> str:
+    """Folder name of the checkpoint after `step` steps."""
+    return f"step_{step:08d}"
+
+
+def saved(folder: Path) -> list[Saved]:
+    """Every sealed checkpoint in `folder`, newest first; links are not followed."""
+    if not folder.is_dir():
+        return []
+    found = (
+        (entry, _NAME.match(entry.name)) for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()
+    )
+    return sorted((Saved(step=int(match[1]), path=entry) for entry, match in found if match), key=lambda s: -s.step)
+
+
+def locate(where: Path) -> Path:
+    """The checkpoint that `where` refers to: itself, or the newest inside it that is not suspect. Raises CheckpointError."""
+    if os.path.lexists(where / MANIFEST) or _NAME.match(where.name) or os.path.lexists(where / ".metadata"):
+        return where
+    inside = saved(where)
+    for entry in inside:
+        if not _is_suspect(entry.path):
+            return entry.path
+    if inside:
+        raise CheckpointError(
+            f"{where}: an audit found every checkpoint in it suspect (the newest is {inside[0].path.name}); "
+            "to resume from one anyway, name it (checkpoint.load=FOLDER)"
+        )
+    found = "a folder without checkpoints" if where.is_dir() else "a file" if where.exists() else "no such folder"
+    raise CheckpointError(f"{where}: {found} (expected a folder with {name_of(0)[:-1]}... folders, or one of them)")
+
+
+def claim(folder: Path) -> IO[str]:
+    """Makes this process the one that saves to `folder` until the result is closed. Raises CheckpointError naming the current holder, if any."""
+    try:
+        stream = lock(folder / WRITER, wait=False)
+    except Locked as other:
+        raise CheckpointError(
+            f"{other.holder or 'another process'} is saving its run to {folder}: wait for it, stop it, or choose another checkpoint.save"
+        ) from None
+    stream.truncate(0)
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    stream.flush()
+    return stream
+
+
+def step_of(path: Path) -> int:
+    """Steps done at the checkpoint in `path`, regardless of the folder's name. Raises CheckpointError."""
+    return step_in(read_manifest(path), path)
+
+
+def step_in(manifest: Mapping[str, Any], path: Path) -> int:
+    """Steps done when the checkpoint in `path` was written, from its manifest. Raises CheckpointError for an invalid count."""
+    step = manifest.get("step")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LAST_STEP:
+        raise CheckpointError(f"{path / MANIFEST} has step {str(step)[:40]}, expected a number of steps")
+    return step
+
+
+def audit_of(path: Path) -> AuditMark:
+    """The audit's result on a checkpoint: 'good', 'suspect', or 'unaudited'. Raises CheckpointError."""
+    found = read_manifest(path).get("audit", "unaudited")
+    if found not in get_args(AuditMark):
+        raise CheckpointError(f"{path / MANIFEST} has audit {str(found)[:40]!r}, expected good, suspect or unaudited")
+    return found  # type: ignore[no-any-return]
+
+
+def mark(path: Path, audit: AuditMark) -> None:
+    """Writes an audit's result into a sealed checkpoint; its other files are unchanged. Raises CheckpointError."""
+    write_whole(path / MANIFEST, _text(read_manifest(path) | {"audit": audit}))
+
+
+def last_good(folder: Path) -> Saved | None:
+    """The newest checkpoint in `folder` that an audit found good; None if there is none."""
+    return next((entry for entry in saved(folder) if _has(entry.path, "good")), None)
+
+
+def _is_suspect(path: Path) -> bool:
+    return _has(path, "suspect")
+
+
+def _has(path: Path, audit: AuditMark) -> bool:
+    with contextlib.suppress(CheckpointError):
+        return audit_of(path) == audit
+    return False
+
+
+def set_aside(folder: Path, *, after: int) -> list[Path]:
+    """Renames checkpoints after step `after`, so that they are not mistaken for the newest of a run that continues from there; returns the new paths."""
+    newer = [entry.path for entry in saved(folder) if entry.step > after]
+    return [path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")) for path in newer]
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new empty folder to write the checkpoint of `step` into; leftovers of killed writers are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in (".partial-*", ".dropped-*", ".switch-*", ".converted-*", f".{LATEST}-*"):
+        for leaving in folder.glob(pattern):
+            _remove(leaving)
+    # a random name, so that an orphan of a killed run that is still writing cannot reach this folder
+    partial = folder / f".partial-{name_of(step)}-{secrets.token_hex(4)}"
+    partial.mkdir()
+    return partial
+
+
+def seal(
+    partial: Path,
+    step: int,
+    *,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
+    audit: AuditMark = "unaudited",
+    foreign: bool = False,
+) -> Path:
+    """Adds checksums to a written folder, renames it, and points `latest` to it. Returns the new path; a crash at any point leaves no partial checkpoint.
+
+    known: size and sha256 of files already checksummed and flushed by their writers. foreign: converted from another program's checkpoint.
+    """
+    files = sorted(file for file in partial.rglob("*") if file.is_file())
+    names = [file.relative_to(partial).as_posix() for file in files if file.name != MANIFEST]
+    entries = {name: (known or {}).get(name) or _facts(partial / name) for name in names}
+    facts = {"schema": SCHEMA, "step": step, "audit": audit, "files": entries} | ({"foreign": True} if foreign else {})
+    write_whole(partial / MANIFEST, _text(facts))
+    for directory in {partial, *(file.parent for file in files)}:
+        _sync(directory)
+    folder, final = partial.parent, partial.parent / name_of(step)
+    if os.path.lexists(final):
+        _drop(final)  # the same step saved again, after a rollback
+    partial.rename(final)
+    _sync(folder)
+    write_whole(folder / LATEST, final.name + "\n")
+    return final
+
+
+def discard(partial: Path) -> None:
+    """Removes the folder made by `begin`, after a failed save."""
+    _remove(partial)
+
+
+def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[Saved]:
+    """Removes all but the newest `keep_last`, the newest good one, and those at multiples of `keep_every` steps; returns the removed ones.
+
+    None or 0 for keep_last keeps all.
+    """
+    if not keep_last:
+        return []
+    good = last_good(folder)
+    gone = [
+        entry
+        for entry in saved(folder)[keep_last:]
+        if entry != good and not (keep_every and entry.step % keep_every == 0)
+    ]
+    for entry in gone:
+        _drop(entry.path)
+    return gone
+
+
+def check(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, after checking that all its files exist and are unchanged.
+
+    Raises CheckpointError naming the damaged file and the previous checkpoint.
+    """
+    manifest = read_manifest(path)
+    for name, facts in sorted(manifest["files"].items()):
+        fault = _fault(path, name, facts)
+        if fault:
+            raise CheckpointError(f"{path / name} {fault}. {offer_before(path)}")
+    return manifest
+
+
+def whole(path: Path) -> None:
+    """Checks that every listed file exists with its size; `check` also verifies checksums, which reads every byte. Raises CheckpointError naming
+    the first faulty file, and the previous checkpoint."""
+    for name, facts in sorted(read_manifest(path)["files"].items()):
+        fault = _fault(path, name, facts, summed=False)
+        if fault:
+            raise CheckpointError(f"{path / name} {fault}. {offer_before(path)}")
+
+
+def offer_before(path: Path) -> str:
+    """A sentence that offers the newest older complete checkpoint."""
+    match = _NAME.match(path.name)
+    step = int(match[1]) if match else None
+    for entry in saved(path.parent):
+        if step is not None and entry.step < step:
+            try:
+                files = read_manifest(entry.path)["files"]
+            except CheckpointError:
+                continue
+            if not _is_suspect(entry.path) and not any(_fault(entry.path, *item) for item in files.items()):
+                return f"The previous one is complete: resume with checkpoint.load={entry.path}"
+    return "There is no earlier complete checkpoint: start over, or restore the file"
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a small text file atomically: readers see either the old or the new one."""
+    partial = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    try:
+        with partial.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync(file.parent)
+
+
+def size(path: Path) -> int:
+    """Total size of a checkpoint's files in bytes."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _text(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=1, sort_keys=True)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, without checking its files. Raises CheckpointError naming it."""
+    file = path / MANIFEST
+    try:
+        data = read_json(file)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"{file} is missing: {path} was not written by mpbridge, or copied incompletely. {offer_before(path)}"
+        ) from error
+    except (OSError, CheckpointError) as error:
+        said = str(error) if isinstance(error, CheckpointError) else f"{file} cannot be read ({error})"
+        raise CheckpointError(f"{said}. {offer_before(path)}") from error
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema not in (SCHEMA, CONVERTIBLE) or isinstance(schema, bool) or not isinstance(data.get("files"), dict):
+        raise CheckpointError(
+            f"{file}: expected a manifest of schema {SCHEMA} (or {CONVERTIBLE}). {offer_before(path)}"
+        )
+    strange = [name for name in data["files"] if not _plain_name(name)]
+    if strange:
+        raise CheckpointError(f"{file} lists files outside its folder: {', '.join(strange)}")
+    return dict(data)
+
+
+def _plain_name(name: str) -> bool:
+    parts = name.split("/")
+    return bool(name) and "\\" not in name and "\0" not in name and not any(part in ("", ".", "..") for part in parts)
+
+
+def _fault(folder: Path, name: str, facts: Any, *, summed: bool = True) -> str | None:
+    if not isinstance(facts, dict) or not {"bytes", "sha256"} <= set(facts):
+        return "has no size and checksum in the manifest"
+    try:
+        with opened_inside(folder, name) as stream:
+            found = os.fstat(stream.fileno()).st_size
+            if found != facts["bytes"]:
+                return f"has {found} bytes, expected {str(facts['bytes'])[:40]}: it was truncated or changed"
+            damaged = summed and _sha256(stream) != facts["sha256"]
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except CheckpointError as error:
+        said = str(error)
+        return (
+            said.removeprefix(f"{folder / name} ")
+            if said.startswith(f"{folder / name} ")
+            else f"cannot be used: {said}"
+        )
+    return "differs from its checksum: it was damaged or changed after the save" if damaged else None
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return {"bytes": os.fstat(stream.fileno()).st_size, "sha256": _sha256(stream, sync=True)}
+
+
+def _sha256(stream: IO[bytes], *, sync: bool = False) -> str:
+    digest = hashlib.sha256()
+    while chunk := stream.read(_CHUNK):
+        digest.update(chunk)
+    if sync:
+        os.fsync(stream.fileno())
+    return digest.hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    # so that the rename itself survives a power failure; not every file system supports it
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _drop(path: Path) -> None:
+    away = path.with_name(f".dropped-{path.name}-{secrets.token_hex(4)}")
+    path.rename(away)
+    _remove(away)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        try:
+            shutil.rmtree(path, ignore_errors=True)
+        except RecursionError:
+            raise CheckpointError(f"{path} is nested too deeply to be removed: remove it by hand") from None
+
+
+def newest_whole(folder: Path) -> Saved | None:
+    """The newest checkpoint in `folder` that passes `check` and is not suspect; None if there is none."""
+    for entry in saved(folder):
+        with contextlib.suppress(CheckpointError):
+            check(entry.path)
+            if not _is_suspect(entry.path):
+                return entry
+    return None

@@ -1,0 +1,200 @@
+"""Converts a checkpoint in megatron-core's own format to data. Runs as an isolated process; loads no framework.
+
+    python -I -c '... import strange; strange.main()' SOURCE OUT ours|foreign
+
+Writes `data.bin`, the index and, for a checkpoint of mpbridge, the state to OUT; exits with 1 and one line on stderr if a file contains anything but data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from mpbridge.common.errors import CheckpointError, MpbridgeError
+from mpbridge.common.files import opened
+from mpbridge.common.safe_unpickler import COMMON_OBJECT, Name, UnpickledCall, read
+from mpbridge.training.checkpoint import extra_state
+from mpbridge.training.checkpoint.archive import Tensor, load
+from mpbridge.training.checkpoint.index import INDEX, Index, StoredPiece, StoredTensor
+from mpbridge.training.checkpoint.plain import encoded
+from mpbridge.training.checkpoint.spelling import spelled
+
+METADATA, COMMON, DATA, STATE = ".metadata", "common.pt", "data.bin", "state.json"
+"""The object in which megatron-core 0.20's save puts what 0.16 puts into `common.pt` (dist_checkpointing/serialization.py)."""
+LARGEST_METADATA = 1 << 30
+_DCP = "torch.distributed.checkpoint"
+_CHUNK = 1 << 20
+_RECORDS = frozenset(
+    {
+        (f"{_DCP}.metadata", "Metadata"), (f"{_DCP}.metadata", "MetadataIndex"), (f"{_DCP}.metadata", "TensorStorageMetadata"),
+        (f"{_DCP}.metadata", "BytesStorageMetadata"), (f"{_DCP}.metadata", "ChunkStorageMetadata"), (f"{_DCP}.metadata", "TensorProperties"),
+        (f"{_DCP}.metadata", "StorageMeta"), (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (f"{_DCP}.filesystem", "_StorageInfo"),
+        (f"{_DCP}.filesystem", "_StoragePrefix"), (f"{_DCP}.planner", "SavePlan"), (f"{_DCP}.planner", "WriteItem"),
+        (f"{_DCP}.planner", "WriteItemType"), (f"{_DCP}.planner", "TensorWriteData"), ("torch.serialization", "_get_layout"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"), ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+        ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
+    }
+)  # fmt: skip
+"""Classes that torch's and megatron-core's writers put into `.metadata`: read as records, never as classes."""
+
+
+def convert(source: Path, out: Path, *, ours: bool) -> None:
+    """Writes the contents of the checkpoint in `source` to `out`. Raises CheckpointError naming a file that is missing or contains anything else."""
+    entries, places = _metadata(source / METADATA)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, tuple[str, int, int]] = {}
+    common: Any = None
+    with (out / DATA).open("xb") as data:
+        for file, items in sorted(places.items()):
+            with _named(source / file), opened(source / file) as stream:
+                room = os.fstat(stream.fileno()).st_size
+                for key, offset, start, length in items:
+                    if not 0 <= start <= start + length <= room:
+                        raise CheckpointError(f"{key} is outside it")
+                    kind = entries.get(key)
+                    if kind == "bytes":
+                        if ours and key == COMMON_OBJECT:
+                            common = spelled(_alone(load(stream, start, start + length)))
+                        elif ours:
+                            objects[key] = _object(key, load(stream, start, start + length), data)
+                    elif isinstance(kind, tuple):
+                        piece = _tensor(key, load(stream, start, start + length), offset, kind, data)
+                        before = tensors.get(key)
+                        tensors[key] = StoredTensor(kind[0], kind[1], (*(before.pieces if before else ()), piece))
+                    else:
+                        raise CheckpointError(f"{key} is in no table")
+        data.flush()
+        os.fsync(data.fileno())
+    index = Index(tensors, objects)
+    if faults := index.incomplete():
+        raise CheckpointError(f"{source / METADATA}: {faults[0]}")
+    (out / INDEX).write_text(json.dumps(index.as_data(), separators=(",", ":")), encoding="utf-8")
+    state = (common or _common_file(source)) if ours else encoded({})
+    (out / STATE).write_text(json.dumps(state, separators=(",", ":")), encoding="utf-8")
+
+
+def _common_file(source: Path) -> Any:
+    """What `common.pt` holds, in the spelling of the state."""
+    file = source / COMMON
+    if not file.exists():
+        raise CheckpointError(f"{source} holds neither {COMMON} nor the object {COMMON_OBJECT.partition('/')[0]}")
+    with _named(file), opened(file) as stream:
+        return spelled(load(stream, 0, os.fstat(stream.fileno()).st_size))
+
+
+class _named:
+    """Converts a file's errors to CheckpointError naming it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, CheckpointError) and str(self.file) not in str(error):
+            raise CheckpointError(f"{self.file} is refused: {error}") from error
+        if isinstance(error, (OSError, MemoryError)):
+            raise CheckpointError(f"{self.file} cannot be read ({error})") from error
+        if isinstance(
+            error, (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
+        ):
+            raise CheckpointError(f"{self.file} is refused: {type(error).__name__}: {str(error)[:120]}") from error
+
+
+def _record(name: Name, args: tuple[Any, ...]) -> Any:
+    if (name.module, name.name) == ("torch", "Size"):
+        return tuple(args[0])
+    if (name.module, name.name) == ("collections", "OrderedDict") and not args:
+        return {}
+    if (name.module, name.name) in _RECORDS:
+        return UnpickledCall(name, args)
+    raise CheckpointError(f"it refers to {name}, which checkpoint writers never use")
+
+
+Entries = dict[str, Any]
+Places = dict[str, list[tuple[str, Any, int, int]]]
+
+
+def _metadata(file: Path) -> tuple[Entries, Places]:
+    """(key -> 'bytes' or (dtype, global shape), data file -> [(key, offset, first byte, bytes)]) of torch's table."""
+    from mpbridge.training.checkpoint.archive import dtype_of
+
+    with _named(file):
+        with opened(file) as stream:
+            raw = stream.read(LARGEST_METADATA + 1)
+        if len(raw) > LARGEST_METADATA:
+            raise CheckpointError(f"larger than {LARGEST_METADATA} bytes")
+        table, _ = read(raw, _record)
+        entries: Entries = {}
+        for key, entry in _record_of(table, "Metadata").get("state_dict_metadata").items():
+            if not isinstance(key, str) or not isinstance(entry, UnpickledCall):
+                raise CheckpointError("no table of tensors")
+            if entry.name.name == "BytesStorageMetadata":
+                entries[key] = "bytes"
+                continue
+            properties = _record_of(
+                _record_of(entry, "TensorStorageMetadata").get("properties"), "TensorProperties"
+            ).state
+            dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+            entries[key] = (dtype_of(dtype), tuple(entry.get("size")))
+        places: Places = {}
+        for index, info in table.get("storage_data").items():
+            index, info = _record_of(index, "MetadataIndex"), _record_of(info, "_StorageInfo")
+            name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+            if not isinstance(name, str) or "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
+                raise CheckpointError(
+                    f"it points outside its folder ({name[:80] if isinstance(name, str) else type(name).__name__})"
+                )
+            if type(start) is not int or type(length) is not int or info.state.get("transform_descriptors"):
+                raise CheckpointError(f"an invalid storage location in {name}")
+            places.setdefault(name, []).append((index.get("fqn"), index.state.get("offset"), start, length))
+        return entries, places
+
+
+def _record_of(value: Any, name: str) -> UnpickledCall:
+    if not isinstance(value, UnpickledCall) or value.name.name != name:
+        raise CheckpointError(f"expected a {name}")
+    return value
+
+
+def _tensor(key: str, value: Any, offset: Any, kind: tuple[str, tuple[int, ...]], data: IO[bytes]) -> StoredPiece:
+    if not isinstance(value, Tensor) or value.dtype != kind[0]:
+        raise CheckpointError(f"{key} is not the {kind[0]} tensor that the table lists")
+    ends = [begin + side for begin, side in zip(offset, value.shape, strict=True)]
+    if any(begin < 0 for begin in offset) or any(end > side for end, side in zip(ends, kind[1], strict=True)):
+        raise CheckpointError(f"{key}: a piece outside the tensor")
+    at = data.tell() + -data.tell() % 64
+    data.write(bytes(at - data.tell()))
+    data.write(value.content())
+    return StoredPiece(DATA, at, tuple(offset), value.shape)
+
+
+def _object(key: str, value: Any, data: IO[bytes]) -> tuple[str, int, int]:
+    inner = _alone(value)
+    text = extra_state.converted(inner) if key.partition("/")[0].endswith("_extra_state") else spelled(inner)
+    raw = json.dumps(text, separators=(",", ":")).encode()
+    at = data.tell()
+    data.write(raw)
+    return DATA, at, len(raw)
+
+
+def _alone(value: Any) -> Any:
+    """megatron-core saves an object as a list of the shards that a rank holds: one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def main() -> None:
+    """The process's entry point: SOURCE OUT ours|foreign in sys.argv."""
+    source, out, whose = sys.argv[1:4]
+    try:
+        convert(Path(source), Path(out), ours=whose == "ours")
+    except MpbridgeError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None
+    except (OSError, MemoryError) as error:
+        print(f"{source} cannot be converted: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

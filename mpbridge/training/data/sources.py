@@ -1,0 +1,138 @@
+"""Which files a corpus consists of: the built-in one, the user's text, JSON lines and tables, a data set by its id, or finished .bin/.idx pairs."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpbridge.common.errors import DataError
+from mpbridge.common.shipped import install
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+TEXT = (".txt", ".md", ".rst", ".py")
+TABLES = (".parquet", ".arrow")
+READ = (*TEXT, *JSON_LINES, *TABLES)
+DATA_SET = "hf:"
+"""Prefix of a data set's id: hf:owner/name, hf:owner/name:configuration or hf:owner/name:configuration:split."""
+EXTRA = install("hf")
+_NOT_PROSE = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "__pycache__"})
+"""Parts of the standard library that are test data, generated tables or tools; some distributions omit them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Either files to be preprocessed or prefixes of finished .bin/.idx pairs; never both."""
+
+    files: tuple[Path, ...] = ()
+    prefixes: tuple[str, ...] = ()
+
+
+def stdlib_files() -> tuple[Path, ...]:
+    """The standard library's own sources, in an order that depends on their names only.
+
+    The files are ordered by the hashes of their names, so that a split by position holds out a fair sample instead of the end of the alphabet.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for name in sys.stdlib_module_names:
+        # _sysconfigdata and similar files describe the machine on which Python was built
+        if name in _NOT_PROSE or name.startswith("_sysconfigdata"):
+            continue
+        found += [path for path in [root / f"{name}.py"] if path.is_file()]
+        found += [path for path in (root / name).glob("**/*.py") if not _NOT_PROSE & set(path.relative_to(root).parts)]
+    if not found:
+        raise DataError(f"no sources of the standard library under {root}; provide a corpus: data.corpus=my.txt")
+
+    def place(path: Path) -> bytes:
+        return hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+
+    return tuple(sorted(found, key=place))
+
+
+def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Sources:
+    """The files or prefixes that `corpus` refers to.
+
+    'stdlib'; text, JSON lines, Parquet and Arrow files; folders of them; globs; data sets ('hf:owner/name'); prefixes of .bin/.idx pairs.
+    Raises DataError that names every other entry.
+    """
+    sources, faults = located(corpus)
+    if faults:
+        raise DataError("\n".join(["data.corpus cannot be used:", *(f"  - {fault}" for fault in faults)]))
+    return sources
+
+
+def located(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[Sources, list[str]]:
+    """As `find`, but returns faults instead of raising an exception."""
+    if corpus == "stdlib" or corpus == ["stdlib"]:
+        return Sources(files=stdlib_files()), []
+    given = [corpus] if isinstance(corpus, (str, os.PathLike)) else list(corpus)
+    prefixes: list[str] = []
+    files: list[Path] = []
+    faults: list[str] = []
+    for item in map(str, given):
+        if (prefix := _prefix(item)) is not None:
+            prefixes.append(prefix)
+            continue
+        try:
+            files += _files(item)
+        except DataError as error:
+            faults.append(str(error))
+    if prefixes and files:
+        faults.append("finished .bin/.idx prefixes and files to be preprocessed are mixed; use only one kind")
+    if not given:
+        faults.append("it is empty")
+    return Sources(files=tuple(files), prefixes=tuple(prefixes)), faults
+
+
+def _files(item: str) -> list[Path]:
+    """The files of one entry. Raises DataError."""
+    path = Path(item).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = sorted(child for child in path.rglob("*") if child.suffix in READ and child.is_file())
+        if not inside:
+            raise DataError(f"{item}: a folder without {', '.join(READ)} files")
+        return inside
+    if item.startswith(DATA_SET):
+        return data_set(item)
+    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True)) if glob.has_magic(item) else []
+    files = [child for child in found if child.is_file()]
+    if not files:
+        raise DataError(f"{item}: no such file, folder, glob, data set (hf:owner/name) or .bin/.idx prefix")
+    return files
+
+
+def data_set(item: str) -> list[Path]:
+    """The Arrow files of a data set in the cache of the library datasets, which downloads it if possible. Raises DataError."""
+    name, _, rest = item.removeprefix(DATA_SET).partition(":")
+    configuration, _, split = rest.partition(":")
+    if "[" in split:
+        # the library ignores the slice: its files have the whole split
+        raise DataError(
+            f"{item}: a slice of a split is not supported; write it to a file: datasets.load_dataset(...).to_parquet('part.parquet')"
+        )
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{item}: a data set by its id needs the package datasets: {EXTRA}") from None
+    try:
+        found = datasets.load_dataset(name, configuration or None, split=split or "train")
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise DataError(
+            f"{item}: this data set is not on this machine and cannot be downloaded ({type(error).__name__}: {said[:300]})"
+        ) from None
+    return [Path(entry["filename"]) for entry in found.cache_files]
+
+
+def _prefix(item: str) -> str | None:
+    """`item` without .bin or .idx if both files of the pair exist; otherwise None."""
+    stem = item.removesuffix(".bin").removesuffix(".idx")
+    return stem if Path(f"{stem}.bin").is_file() and Path(f"{stem}.idx").is_file() else None

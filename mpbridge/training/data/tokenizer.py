@@ -1,0 +1,184 @@
+"""Tokenizers by name: megatron-core's 'byte', one from a folder or file through the library that wrote it, or a user's function."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from mpbridge.common.errors import DataError, MpbridgeError
+from mpbridge.common.shipped import install
+from mpbridge.settings.huggingface.tokenizers import (
+    BYTE,
+    LIBRARY,
+    TokenizerFiles,
+    is_factory,
+    is_repository,
+    tokenizer_files,
+)
+
+BYTE_VOCABULARY = 259
+"""256 bytes, then end of document (256), padding (257) and begin of sequence (258)."""
+EXTRA = install("hf")
+FETCHED = [
+    "tokenizer*",
+    "*.tiktoken",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+]
+"""Files of a repository that make up a tokenizer; none of them is code."""
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How text is split before tiktoken's ranks apply, which the file of ranks does not state: the pattern of cl100k_base, and of Llama 3."""
+
+
+class FileTokenizer:
+    """A tokenizer from files with the interface of megatron-core's GPTDataset. Special tokens that appear in a text are treated as text."""
+
+    def __init__(self, files: TokenizerFiles, encode: Callable[[str], list[int]], library: str) -> None:
+        if files.end is None:
+            raise DataError(files.without_end())
+        self.end_line = files.end_line()
+        self.tokenize, self.eod, self.vocab_size = encode, files.end, files.size
+        if files.pad is not None:
+            # megatron-core's GPTDataset pads with it and masks its loss; without the attribute it uses an id that no token has
+            self.pad = files.pad
+        with files.file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        self.unique_identifiers = {"library": library, "sha256": digest}
+
+
+def tokenizer(name: str = BYTE, end: str | int | None = None) -> Any:
+    """The tokenizer called `name`: 'byte', a local folder or file, a repository in the Hugging Face cache, or 'package.module:function'.
+
+    end: the end-of-text token or its id, instead of the files' own. The result has `tokenize(text) -> list[int]`, `eod`, `vocab_size`
+    and `unique_identifiers`. Raises DataError.
+    """
+    if name == BYTE:
+        return _bytes(end)
+    if is_factory(name):
+        module, _, function = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), function)()
+        except Exception as error:
+            raise DataError(f"data.tokenizer={name!r} could not be created: {type(error).__name__}: {error}") from error
+    try:
+        files = tokenizer_files(name, end)
+    except MpbridgeError as error:
+        raise DataError(str(error)) from None
+    library = LIBRARY[files.kind]
+    try:
+        encode = _ENCODERS[files.kind](files)
+    except ImportError:
+        raise DataError(f"data.tokenizer={name!r} needs the package {library}: {EXTRA}") from None
+    except Exception as error:
+        raise DataError(f"data.tokenizer={name!r}: {library} cannot use {files.file}: {error}") from error
+    return FileTokenizer(files, encode, library)
+
+
+def _bytes(end: str | int | None) -> Any:
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    if end is not None:
+        raise DataError(f"data.end_of_text={end!r}: with data.tokenizer=byte it is 256")
+    # the library's default end of document is 0, which is also a byte
+    special = {"_eos_id": 256, "_pad_id": 257, "_bos_id": 258}
+    return MegatronTokenizer.from_pretrained(
+        metadata_path={"library": "byte-level"}, vocab_size=BYTE_VOCABULARY, **special
+    )
+
+
+def _json(files: TokenizerFiles) -> Callable[[str], list[int]]:
+    from tokenizers import Tokenizer
+
+    return _plain(Tokenizer.from_file(str(files.file)))
+
+
+def _parts(files: TokenizerFiles) -> Callable[[str], list[int]]:
+    folder = files.file.parent
+    if not any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json")):
+        # with only these two files, assume GPT-2's form: byte-level, without a leading space
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        made = Tokenizer(models.BPE.from_file(str(files.file), str(folder / "merges.txt")))
+        if missing := set(pre_tokenizers.ByteLevel.alphabet()) - made.get_vocab().keys():
+            raise ValueError(
+                f"read as GPT-2's byte-level form, it lacks {len(missing)} of the 256 bytes, and text with them would be lost: put tokenizer_config.json or tokenizer.json next to it"
+            )
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return _plain(made)
+    from transformers import AutoTokenizer
+
+    return _plain(AutoTokenizer.from_pretrained(files.file.parent, trust_remote_code=False).backend_tokenizer)
+
+
+def _plain(made: Any) -> Callable[[str], list[int]]:
+    """Encoding by the library tokenizers: nothing added, truncated or padded, and no special tokens recognised in a text."""
+    made.no_truncation()
+    made.no_padding()
+    made.encode_special_tokens = True
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = made.encode(text, add_special_tokens=False).ids
+        return found
+
+    return encode
+
+
+def _sentencepiece(files: TokenizerFiles) -> Callable[[str], list[int]]:
+    from sentencepiece import SentencePieceProcessor
+
+    encode: Callable[[str], list[int]] = SentencePieceProcessor(model_file=str(files.file)).encode
+    return encode
+
+
+def _tiktoken(files: TokenizerFiles) -> Callable[[str], list[int]]:
+    import base64
+
+    from tiktoken import Encoding
+
+    lines = (line.split() for line in files.file.read_bytes().splitlines() if line.strip())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    encode: Callable[[str], list[int]] = Encoding(
+        files.file.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={}
+    ).encode_ordinary
+    return encode
+
+
+_ENCODERS = {"json": _json, "parts": _parts, "sentencepiece": _sentencepiece, "tiktoken": _tiktoken}
+
+
+def fetch(name: str) -> None:
+    """Downloads a repository's tokenizer into the Hugging Face cache, if `name` is a repository without a local copy. Raises DataError."""
+    if name == BYTE or is_factory(name):
+        return
+    try:
+        tokenizer_files(name)
+        return
+    except MpbridgeError as error:
+        if not is_repository(name) or "no such file or folder here" not in str(error):
+            raise DataError(str(error)) from None
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise DataError(
+            f"data.tokenizer={name!r} is not on this machine, and downloading it needs the package huggingface_hub: {EXTRA}"
+        ) from None
+    try:
+        snapshot_download(name, allow_patterns=FETCHED)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise DataError(
+            f"data.tokenizer={name!r} is not on this machine and could not be downloaded ({type(error).__name__}: {said[:300]}): give a local folder"
+        ) from None
+
+
+def identity(tok: Any) -> str:
+    """A text that changes whenever `tok` may encode differently; part of the cache's key."""
+    facts = getattr(tok, "unique_identifiers", None) or {"class": type(tok).__qualname__}
+    return repr(
+        sorted((str(key), str(value)) for key, value in {**facts, "eod": tok.eod, "vocab_size": tok.vocab_size}.items())
+    )

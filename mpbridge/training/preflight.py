@@ -1,0 +1,81 @@
+"""Checks and output before anything is built: capability, rules, the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.probe import installed
+from mpbridge.common.report.console import tell
+from mpbridge.planning.rules.admit import require_here
+from mpbridge.planning.rules.base import Violation
+from mpbridge.precision.wording import scale_warmup
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
+
+
+def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
+    """Prints what the recipe decides, and the warnings; returns the warnings. Raises Refused, like `require_here`."""
+    facts = run.facts
+    machine, warnings = require_here(run.policy, facts)
+    how = "natively" if facts.realization == "native" else "emulated"
+    if run.played is not None:
+        how = on_cpu(run)
+    tell(
+        out,
+        f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}"
+        + (" (played)" if run.played is not None else ""),
+    )
+    out.print(run.plan.table())
+    for setting in run.brought:
+        tell(out, f"the recipe also sets {setting}")
+    if warmup := scale_warmup(run.policy.loss_scale, run.train["train_iters"]):
+        tell(out, warmup)
+    for warning in warnings:
+        tell(out, str(warning), style="yellow")
+    return warnings
+
+
+def on_cpu(run: Run) -> str:
+    """By whom a run is computed that plays a GPU."""
+    return f"by Transformer Engine {run.facts.versions.transformer_engine}'s own Python on the CPU"
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadValue(
+            f"logger.log_dir={folder}: {error.strerror or error} (expected a folder, or a path where one can be created)"
+        ) from None
+
+
+def write_precision(run: Run, folder: Path | None) -> None:
+    """Writes `folder`/precision.json: what was requested, decided and overridden, as JSON; does nothing if folder is None."""
+    if folder is None:
+        return
+    facts = run.facts
+    data = {
+        "recipe": run.recipe,
+        "engine": facts.engine,
+        **run.plan.as_data(),
+        "parallel": dataclasses.asdict(facts.parallel),
+        "versions": dataclasses.asdict(installed()),
+        "config": settings_of(run),
+    }
+    _make(folder)
+    (folder / "precision.json").write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """The run's settings as data; empty for runs made from Python objects, which cannot be written to a file."""
+    try:
+        return run.container.as_data()
+    except MpbridgeError:
+        return {}

@@ -1,0 +1,191 @@
+"""The page of a rehearsal: verdicts with links to their plots, losses, errors by layer, ranges, amaxes and all operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpbridge.common.formats import FORMATS
+from mpbridge.common.pages.about import OPERAND_COLUMNS, glossary, made_now
+from mpbridge.common.pages.document import Page
+from mpbridge.common.tables.table import Column
+from mpbridge.training.rehearse.measure import RecipeMeasurement
+from mpbridge.training.rehearse.plots import LOW, SIDES
+from mpbridge.training.rehearse.report import NO_RANKING, Rehearsal, RehearsalVerdict, Rehearsed, TensorSummary, place
+
+TONES: dict[RehearsalVerdict, str] = {
+    "high precision": "",
+    "sound": "good",
+    "look closer": "warn",
+    "damage": "bad",
+    "failed": "bad",
+}
+COLUMNS = [
+    OPERAND_COLUMNS["layer"],
+    Column(name="tensor", number=False, help="linear and operand: x activations, w weights, dy gradients"),
+    Column(name="copy", number=False, help="row or column copy"),
+    OPERAND_COLUMNS["GEMMs"],
+    OPERAND_COLUMNS["format"],
+    OPERAND_COLUMNS["row error"],
+    Column(name="relative error", unit="percent", help="error over norm of the whole tensor"),
+    OPERAND_COLUMNS["flushed"],
+    OPERAND_COLUMNS["saturated"],
+    OPERAND_COLUMNS["SQNR, dB"],
+    OPERAND_COLUMNS["staleness, log2"],
+]
+OVERVIEW = [
+    Column(name="recipe", number=False),
+    Column(name="verdict", number=False),
+    Column(name="last loss", help="nats per token, of the last step"),
+    Column(
+        name="gradient error",
+        help="||g_q - g|| / ||g|| of a global batch, g in high precision; mean over a few batches",
+    ),
+    Column(name="bias", help="the part of it that is the same in every batch: a larger batch does not average it out"),
+    Column(name="noise", help="the rest of it; training degrades above 0.577, 1 over the square root of 3"),
+    Column(name="worst row error", unit="percent", help="of any operand"),
+    Column(name="most flushed", unit="percent", help="of any operand"),
+    Column(name="most saturated", unit="percent", help="of any operand"),
+    Column(name="lowest SQNR, dB", help="of any operand"),
+    Column(name="seconds"),
+]
+PRODUCTS = [
+    Column(name="layer", number=False, layer=True, help="layer of the model"),
+    Column(name="linear", number=False),
+    *(
+        Column(name=f"{gemm} error", unit="percent", help=f"||e|| / ||output|| of {words}")
+        for gemm, words in (("fprop", "Y = X Wt"), ("dgrad", "dX = dY W"), ("wgrad", "dW = dYt X"))
+    ),
+    Column(
+        name="beyond its format", help="the largest of the three relative to the format's error for a Gaussian tensor"
+    ),
+]
+TERMS = ("amax", "copy", "dgrad, fprop, wgrad", "flushed", "operand", "row error", "saturated", "scale", "SQNR", "staleness")  # fmt: skip
+
+
+def page(rehearsal: Rehearsal) -> str:
+    """The HTML: a single file that loads nothing else."""
+    made = Page(rehearsal.title, made_now(**rehearsal.made), glossary(*TERMS))
+    place_ = len(made.blocks)
+    losses = ""
+    if any(recipe.losses for recipe in rehearsal.recipes):
+        series = [(recipe.recipe, list(enumerate(recipe.losses, start=1)), "") for recipe in rehearsal.recipes]
+        losses = made.chart("Loss of every recipe", series, y="loss, nats per token", note=NO_RANKING)
+    links = {recipe.recipe: _recipe(made, recipe, losses) for recipe in rehearsal.recipes}
+    body, made.blocks[place_:] = made.blocks[place_:], []
+    made.table("", OVERVIEW, [_overall(recipe, links[recipe.recipe]) for recipe in rehearsal.recipes])
+    if not losses:
+        made.text(NO_RANKING, dim=True)
+    if rehearsal.suggestion:
+        made.verdicts("What tuning suggests", [{"text": line} for line in rehearsal.suggestion])
+    made.blocks += body
+    return made.html()
+
+
+def _overall(recipe: Rehearsed, link: str) -> list[Any]:
+    def top(name: str) -> float | None:
+        return max((row[name] or 0.0 for row in recipe.tensors), default=None)
+
+    word, _ = recipe.verdict()
+    noise = [row["sqnr"] for row in recipe.tensors if row["sqnr"] is not None]
+    loss = recipe.losses[-1] if recipe.losses else None
+    return [
+        {"text": recipe.recipe, "href": link},
+        {"text": word, "tone": TONES[word]},
+        loss,
+        *((None, None, None) if recipe.measured is None else _gradient(recipe.measured)),
+        *(top(name) for name in ("row_error", "flushed", "saturated")),
+        min(noise, default=None),
+        round(recipe.seconds, 1),
+    ]
+
+
+def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
+    """A recipe's section; returns the id of its heading."""
+    word, reasons = recipe.verdict()
+    heading = made.heading(recipe.recipe, word, TONES[word])
+    if not recipe.tensors:
+        made.verdicts("", [{"text": reason, "href": losses or None} for reason in reasons])
+        return heading
+    at = len(made.blocks)
+    heat = _heat(made, recipe)
+    ranges = _ranges(made, recipe)
+    amax = _amaxes(made, recipe)
+    rows = [_cells(row) for row in recipe.tensors]
+    worst = {(row["tensor"], row["copy"]): rank for rank, row in enumerate(sorted(recipe.tensors, key=_error))}
+    order = sorted(range(len(rows)), key=lambda i: worst[recipe.tensors[i]["tensor"], recipe.tensors[i]["copy"]])
+    made.table(
+        "The worst operands, relative to their format's own error", COLUMNS, [_cells(row) for row in recipe.worst]
+    )
+    if recipe.measured is not None and recipe.measured.products:
+        rows_of = [[*one.place, *one.errors.values(), round(one.excess, 2)] for one in recipe.measured.products]
+        made.table("Products of every linear, against high precision's", PRODUCTS, rows_of)
+    made.table("all operands", COLUMNS, rows, order=order, folded=True)
+    body, made.blocks[at:] = made.blocks[at:], []
+    made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])
+    if recipe.quantized or recipe.high:  # both are 0 for given tensors
+        made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept in high precision", dim=True)
+    made.blocks += body
+    if recipe.notes:
+        made.verdicts("What differs from the GPU", [{"text": note} for note in recipe.notes])
+    return heading
+
+
+def _gradient(measured: RecipeMeasurement) -> tuple[float, float, float]:
+    return measured.gradient.error, measured.gradient.bias, measured.gradient.noise
+
+
+def _error(row: TensorSummary) -> float:
+    return -(row["row_error"] or 0.0)
+
+
+def _plot_of(reason: str, heat: str, ranges: str, amax: str) -> str:
+    """The plot that shows a reason."""
+    if "scale is off" in reason:
+        return amax or ranges
+    return ranges if "saturate" in reason or "become zero" in reason else heat
+
+
+def _cells(row: TensorSummary) -> list[Any]:
+    numbers = (row[name] for name in ("row_error", "relative_error", "flushed", "saturated", "sqnr", "staleness"))
+    return [place(row)[0], row["tensor"], row["copy"], " ".join(row["gemms"]), row["format"], *numbers]
+
+
+def _heat(made: Page, recipe: Rehearsed) -> str:
+    values = {place(row): row["row_error"] or 0.0 for row in recipe.tensors}
+    layers = sorted({layer for layer, _ in values}, key=lambda text: int(text or -1))
+    # one colour scale for all recipes: so that they can be compared
+    return made.heat("Median row error by layer", layers, list(dict.fromkeys(kind for _, kind in values)), values, low=0.01, high=1.0)  # fmt: skip
+
+
+def _ranges(made: Page, recipe: Rehearsed) -> str:
+    """One chart for each side: where the rows' amaxes lie in the format's range."""
+    import math
+
+    first = ""
+    for side, word in SIDES.items():
+        rows = [row for row in recipe.tensors if row["side"] == side]
+        if not rows:
+            continue
+        counts = [sum(column) for column in zip(*(row["ranges"] for row in rows), strict=True)]
+        number = FORMATS[rows[0]["format"]]
+        found = made.chart(
+            f"{word} in the range of {number.name}",
+            [("rows", [(LOW + i, float(count)) for i, count in enumerate(counts)], "")],
+            x="log2 of a row's amax after scaling",
+            y="rows",
+            bars=True,
+            marks=[(math.log2(number.smallest), f"smallest {number.smallest:g}"), (math.log2(number.largest), f"largest {number.largest:g}")],
+        )  # fmt: skip
+        first = first or found
+    return first
+
+
+def _amaxes(made: Page, recipe: Rehearsed) -> str:
+    series = [
+        (row["tensor"], [(step, amax) for step, amax in row["amax"]], place(row)[0])
+        for row in sorted(recipe.tensors, key=_error)
+        if len(row["amax"]) > 1 and row["copy"] == "row"
+    ]
+    return (
+        made.chart("amax of every operand", series, y="amax", log=True, order="largest errors first") if series else ""
+    )

@@ -1,0 +1,338 @@
+"""Rehearsals: the same run under several recipes with statistics, the user's own module, or tensors from a file."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpbridge.backend.devices.gather import from_all
+from mpbridge.common.errors import DataError, MpbridgeError, Refused
+from mpbridge.common.pages.about import data_text, model_text
+from mpbridge.common.report.console import rank
+from mpbridge.numerics import Emulation, emulate_linears
+from mpbridge.numerics.operands import COPY_OF, Side
+from mpbridge.numerics.quantizer import Quantizer, Randomness
+from mpbridge.numerics.scales import DEFAULT_RELEASE
+from mpbridge.numerics.statistics import Statistics
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.training.base import Hook
+from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.io import load_weights
+from mpbridge.training.rehearse.measure import RecipeMeasurement, measure
+from mpbridge.training.rehearse.report import Rehearsal, Rehearsed
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import ConfigContainer, Run
+    from mpbridge.training.base import Training
+
+RECIPES = (
+    "bf16_mixed",
+    "bf16_with_fp8_delayed_scaling_mixed",
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_mxfp8_mixed",
+    "bf16_with_nvfp4_mixed",
+)
+"""The recipes rehearsed by default: high precision and each scaling once."""
+RELEASE = ".".join(map(str, DEFAULT_RELEASE))
+LR = 1e-4
+"""Used if the configuration sets no learning rate, as for a Hugging Face folder."""
+SAMPLES = 10
+"""Number of steps sampled in a rehearsal, unless `every` is given."""
+
+
+class Listen(Hook):
+    """Collects losses, and statistics from an emulated engine. weights: a checkpoint to start from."""
+
+    def __init__(self, statistics: Statistics, weights: Path | None) -> None:
+        self.statistics, self.weights, self.losses = statistics, weights, list[float]()
+        self.quantized, self.high, self.notes = list[str](), list[str](), list[str]()
+        self.measured: RecipeMeasurement | None = None
+
+    def finished(self, training: Training) -> None:
+        """Compares gradients, and the products of every linear, with high precision's."""
+        emulation: Emulation | None = getattr(training.engine, "emulation", None)
+        if emulation is not None:
+            emulation.observer = None
+            self.measured = measure(training)
+
+    def built(self, training: Training) -> None:
+        """Loads the checkpoint's weights."""
+        if self.weights is not None:
+            load_weights(training, self.weights)
+
+    def started(self, training: Training) -> None:
+        """Starts observing."""
+        emulation: Emulation | None = getattr(training.engine, "emulation", None)
+        if emulation is not None:
+            emulation.observer = self.statistics
+            self.quantized, self.high, self.notes = (
+                list(emulation.plugs),
+                list(emulation.high),
+                list(emulation.notes()[1:]),
+            )
+        self.statistics.step(1)
+
+    def stepped(self, training: Training, result: Any) -> None:
+        """Records the loss and moves on to the next step."""
+        self.losses.append(result.loss)
+        self.statistics.step(training.counters.iteration + 1)
+
+
+def rehearse(
+    container: ConfigContainer,
+    recipes: Sequence[str] = RECIPES,
+    *,
+    steps: int = 50,
+    every: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Rehearsal:
+    """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and reports what happened to the
+    tensors. checkpoint.load gives the weights that all start from; optimizer, schedule and data start fresh.
+
+    every: sample one step in `every`; None: ten steps in all. A recipe that cannot run is in the result with the reason.
+    Nothing is saved. Raises UnknownName for a recipe and CheckpointError for a checkpoint that does not
+    exist, before anything runs. In several processes every rank gets the whole result: for a tensor spread over several ranks, the part with
+    the largest error.
+    """
+    from mpbridge.training.machine import process_group
+
+    for name in recipes:
+        get_mixed_precision_config(name)
+    load = dict(container.checkpoint).get("load")
+    weights = store.locate(Path(load)) if load else None
+    title = f"Rehearsal of {_counted(recipes)}, {steps} step{'s' if steps != 1 else ''} each"
+    result = Rehearsal(title=title, made=_made(container, steps))
+    if weights is not None:
+        result.made["weights"] = str(weights)
+    # one process group for all: a recipe's engine is closed before the next one's is built
+    with process_group(torch.cuda.is_available()):
+        for name in recipes:
+            found = _one(container, name, steps, Listen(Statistics(every=every or max(1, steps // SAMPLES)), weights))
+            result.recipes.append(found)
+            word, reasons = found.verdict()
+            if rank() == 0:
+                say(f"{name}: {word} ({reasons[0]}), {found.seconds:.0f} s")
+    return result
+
+
+def _counted(recipes: Sequence[str]) -> str:
+    return f"{len(recipes)} recipe{'s' if len(recipes) != 1 else ''}"
+
+
+def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
+    import megatron.core
+
+    config = {name: dict(getattr(container, name)) for name in ("model", "data", "train")}
+    given = container.optimizer.get("lr")
+    return {
+        "model": model_text(config),
+        "data": data_text(config),
+        "learning rate": f"{LR:g} (none was set)" if given is None else given,
+        "steps": steps,
+        "seed": container.train.seed,
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+        "rules of Transformer Engine": RELEASE,
+    }
+
+
+def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
+    """The run of one recipe: emulated, without evaluation, output files or resume."""
+    made = container.copy()
+    made.mixed_precision, made.emulate = recipe, True
+    if made.optimizer.get("lr") is None:
+        # a Hugging Face folder does not say how the model is trained
+        made.optimizer["lr"] = LR
+    made.train.train_iters, made.train.eval_interval, made.train.eval_iters, made.train.audit = steps, None, 0, "warn"
+    made.checkpoint = {}
+    made.logger = {"log_dir": None, "tensorboard": False, "progress": False, "precision_every": 0}
+    return made.resolved(
+        made.smallest_world() if not torch.distributed.is_initialized() else torch.distributed.get_world_size()
+    )
+
+
+def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Rehearsed:
+    from mpbridge.training.loop import pretrain
+
+    began, failure = time.perf_counter(), None
+    try:
+        pretrain(_run(container, recipe, steps), hooks=[ear], quiet=True)
+    except MpbridgeError as error:
+        failure = str(error)
+    # without the first fifth, in which delayed scaling is still finding its scales
+    parts = from_all((ear.statistics.summary(warmup=steps // 5), ear.quantized, ear.high, failure))
+    tensors: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in (row for part in parts for row in part[0]):
+        known = tensors.setdefault((row["tensor"], row["copy"]), row)
+        if (row["row_error"] or 0.0) > (known["row_error"] or 0.0):
+            tensors[row["tensor"], row["copy"]] = row
+    return Rehearsed(
+        recipe=recipe,
+        losses=ear.losses,
+        seconds=time.perf_counter() - began,
+        quantized=len({name for part in parts for name in part[1]}),
+        high=len({name for part in parts for name in part[2]}),
+        notes=ear.notes,
+        tensors=list(tensors.values()),
+        measured=ear.measured,
+        failure=next((part[3] for part in parts if part[3] is not None), None),
+    )
+
+
+def rehearse_module(
+    module: torch.nn.Module,
+    step: Callable[[torch.nn.Module], torch.Tensor],
+    recipes: Sequence[str] = RECIPES,
+    *,
+    steps: int = 10,
+    every: int = 1,
+    **options: Any,
+) -> Rehearsal:
+    """The same for any module: `step(module)` runs a forward pass, calls backward, optionally steps an optimizer, and returns the loss.
+
+    Every recipe gets its own copy of `module`; its `torch.nn.Linear` layers are emulated (see `emulate_linears`). options: those of
+    Emulation.
+    """
+    result = Rehearsal(
+        title=f"Rehearsal of {type(module).__name__} under {_counted(recipes)}",
+        made={"steps": steps, "torch": torch.__version__, "rules of Transformer Engine": RELEASE},
+    )
+    for name in recipes:
+        result.recipes.append(_module_under(name, copy.deepcopy(module), step, steps, Statistics(every=every), options))
+    return result
+
+
+def _module_under(
+    recipe: str,
+    own: torch.nn.Module,
+    step: Callable[[torch.nn.Module], torch.Tensor],
+    steps: int,
+    statistics: Statistics,
+    options: Mapping[str, Any],
+) -> Rehearsed:
+    """`steps` steps of the module `own` under one recipe."""
+    began, found = time.perf_counter(), Rehearsed(recipe=recipe)
+    policy = resolve(get_mixed_precision_config(recipe))
+    emulation = None
+    try:
+        emulation = emulate_linears(own, policy, **options) if policy.quantized else None
+        for number in range(1, steps + 1):
+            statistics.step(number)
+            if emulation is not None:
+                emulation.observer = statistics
+                emulation.step_begin()
+            found.losses.append(float(step(own).detach()))
+    except MpbridgeError as error:
+        found.failure = str(error)
+    if emulation is not None:
+        found.quantized, found.high = len(emulation.plugs), len(emulation.high)
+        found.notes = list(emulation.notes()[1:])
+    found.tensors, found.seconds = statistics.summary(warmup=steps // 5), time.perf_counter() - began
+    return found
+
+
+# --- tensors from a file ------------------------------------------------------------------------------------------------------------------
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every floating-point tensor of a .pt file (nested dicts joined by dots; nothing but tensors is unpickled) or of a .safetensors file.
+
+    Raises DataError for a file that cannot be read or contains none.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError as error:
+        raise DataError(f"{path}: reading it needs the package safetensors (pip install safetensors)") from error
+    except Exception as error:  # torch raises a dozen exception types for a file with unexpected content
+        raise DataError(
+            f"{path} cannot be read as tensors: {error} (expected a .pt file of tensors or a .safetensors file)"
+        ) from error
+    found = dict(_flat(content if isinstance(content, Mapping) else {path.stem: content}))
+    if not found:
+        raise DataError(f"{path} contains no floating-point tensor with two dimensions or more")
+    return found
+
+
+def _flat(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+    found = []
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2 and value.numel():
+            # dtypes that no GEMM reads (FP64, 8-bit codes) are examined as FP32
+            kept = value.dtype in (torch.bfloat16, torch.float16, torch.float32)
+            found.append((f"{prefix}{name}", value.detach() if kept else value.detach().float()))
+    return found
+
+
+def side_of(name: str) -> Side:
+    """The side of a GEMM that a tensor belongs to, by its name: 'dy' for gradients, 'w' for weights, else 'x'."""
+    last = name.lower()
+    if any(word in last for word in ("grad", ".dy", "delta")) or last == "dy":
+        return "dy"
+    return "w" if "weight" in last or last.endswith((".w", "kernel")) or last == "w" else "x"
+
+
+def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPES) -> Rehearsal:
+    """The effect of each recipe on given tensors, without training; delayed scaling takes its scale from the tensor itself.
+
+    All dimensions but the last are rows; rows and columns are padded with zeros to whole blocks.
+    """
+    result = Rehearsal(
+        title=f"{len(tensors)} given tensors under {_counted(recipes)}",
+        made={"torch": torch.__version__, "rules of Transformer Engine": RELEASE},
+    )
+    for recipe in recipes:
+        began = time.perf_counter()
+        found = Rehearsed(recipe=recipe)
+        try:
+            _observe(tensors, resolve(get_mixed_precision_config(recipe)), found)
+        except Refused as error:  # its rules live in a user's factory; the other recipes continue
+            found.failure = str(error)
+        found.seconds = time.perf_counter() - began
+        result.recipes.append(found)
+    return result
+
+
+def _observe(tensors: Mapping[str, torch.Tensor], policy: PrecisionPolicy, found: Rehearsed) -> None:
+    if policy.quant is None:
+        return
+    cpu, statistics = torch.device("cpu"), Statistics()
+    quantizer = Quantizer(
+        policy.quant,
+        list(tensors),
+        randomness=Randomness(1234, cpu),
+        device=cpu,
+        compiled=False,
+        environment=os.environ,
+    )
+    for name, tensor in tensors.items():
+        _look(statistics, quantizer, name, tensor.reshape(-1, tensor.shape[-1]))
+    found.tensors = statistics.summary()
+    found.notes = list(Emulation(policy).notes()[1:])
+
+
+def _look(statistics: Statistics, quantizer: Quantizer, name: str, tensor: torch.Tensor) -> None:
+    side = side_of(name)
+    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 32, 0, -tensor.shape[0] % 32))
+    statistics.step(1)
+    quantizer.skip(name, side, padded)
+    (quantizer.end_backward if side == "dy" else quantizer.end_forward)()
+    for (gemm, of), _ in COPY_OF.items():
+        if of == side:
+            operand = quantizer.operand(padded, slot=name, gemm=gemm, side=side)
+            statistics.see(name, gemm, side, padded, operand, quantizer)
+            if quantizer.shares_copies(side):
+                break

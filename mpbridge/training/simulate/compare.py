@@ -1,0 +1,82 @@
+"""Compares a recorded step with the list of operations: products one by one (those of experts in sum), collectives by kind, group size, dtype and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.planning.estimate.build import work
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
+
+_SMALL = 4096
+"""Bytes below which a collective is bookkeeping (norms, counts, losses, flags) that the list omits."""
+
+
+def compare_products(run: Run, rank: int, batches: int, seen: Mapping[Any, int]) -> list[str]:
+    """Differences in matrix products."""
+    wanted: Counter[tuple[int, int, int, str]] = Counter()
+    grouped = Counter[str]()
+    for gemm in work(run.policy, run.facts, rank).gemms:
+        # without kernels quantized operands are multiplied in the compute dtype: shapes and counts are compared
+        issued = run.policy.compute.short if gemm.scaling else gemm.format
+        if gemm.grouped:
+            grouped[issued] += int(gemm.flops) * batches
+        else:
+            wanted[(*gemm.key, issued)] += gemm.times * batches
+    left = Counter(seen)
+    left.subtract({key: min(count, left[key]) for key, count in wanted.items()})
+    found = [
+        f"product {_size(key)}: issued {seen.get(key, 0)}, listed {count}"
+        for key, count in wanted.items()
+        if seen.get(key, 0) < count
+    ]
+    rest: Counter[str] = Counter()
+    for (a, b, k, dtype), count in left.items():
+        rest[dtype] += 2 * a * b * k * count
+    for dtype in sorted({*rest, *grouped}):
+        # experts' products have a row more or less if tokens do not divide evenly
+        if abs(rest[dtype] - grouped[dtype]) > 0.002 * max(rest[dtype], grouped[dtype]):
+            found.append(
+                f"other products in {dtype}: issued {rest[dtype]:.4g} FLOPs, listed {grouped[dtype]:.4g} of experts"
+            )
+    return found
+
+
+def _size(key: tuple[int, int, int, str]) -> str:
+    return f"[{key[0]}, {key[2]}] x [{key[2]}, {key[1]}] {key[3]}"
+
+
+def compare_wires(run: Run, rank: int, batches: int, seen: Mapping[Any, int]) -> list[str]:
+    """Differences in collectives. Buckets of one buffer count together; all-to-all and the gathers of experts, in sum."""
+    one = work(run.policy, run.facts, rank)
+    wanted: Counter[tuple[str, int, str]] = Counter()
+    for wire in one.collectives:
+        # a fake context-parallel attention sends nothing
+        if wire.group != "context":
+            wanted[wire.kind, _ranks(wire), wire.dtype] += wire.bytes * wire.times * batches
+    for wire in one.step:
+        wanted[wire.kind, _ranks(wire), wire.dtype] += wire.bytes * wire.times
+    found: Counter[tuple[str, int, str]] = Counter()
+    for (kind, ranks, dtype, size), count in seen.items():
+        if ranks > 1 and size >= _SMALL and dtype != "int64":
+            found[kind, 0 if kind in ("send", "receive") else ranks, dtype] += size * count
+    loose = 0.005
+    return [
+        f"{kind} over {ranks or 'neighbouring'} ranks in {dtype}: issued {found[key]:,} bytes, listed {wanted[key]:,}"
+        for key in sorted(set(wanted) | set(found))
+        for kind, ranks, dtype in [key]
+        if abs(found[key] - wanted[key]) > loose * max(found[key], wanted[key])
+        and not _bookkeeping(kind, found[key], wanted[key])
+    ]
+
+
+def _ranks(wire: Any) -> int:
+    return 0 if wire.group == "pipeline" else int(wire.ranks)
+
+
+def _bookkeeping(kind: str, found: int, wanted: int) -> bool:
+    """Reductions of norms' gradients and of losses, which the list omits: less than a thousandth of the relevant traffic."""
+    return kind in ("all_reduce", "broadcast") and not wanted and found < 2**24

@@ -1,0 +1,114 @@
+"""torch on the meta device for one simulated rank: minimal workarounds for what does not work there. Installed once, in a separate process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.backend.devices import redirect
+from mpbridge.backend.megatron import on_meta
+
+META = torch.device("meta")
+
+
+class Fused(torch.autograd.Function):
+    """Saves what a fused attention saves: queries, keys, values, output, and one FP32 sum per head and token. [sequence, batch, heads, width] in,
+    [sequence, batch, heads x width] out."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """An output of the right shape."""
+        length, batch, heads = query.shape[:3]
+        out = query.new_empty(length, batch, heads * value.shape[3])
+        sums = query.new_empty(batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of the right shapes."""
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attend(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return Fused.apply(query, key, value)  # type: ignore[no-untyped-call]
+
+
+def install() -> None:
+    """Puts tensors that request CUDA, and new parameters, on the meta device; cannot be undone in this process."""
+    torch.utils._device._device_constructors()  # before the device layer wraps the factories: else set_default_device sees none of them
+    redirect.CPU = META
+    torch.set_default_device(META)
+    dist.batch_isend_irecv = _one_by_one  # type: ignore[assignment]
+    _data_pointers()
+    _types()
+    _values()
+    for owner, name, replacement in on_meta.patches():
+        setattr(owner, name, replacement)
+    _attention()
+
+
+def _attention() -> None:
+    import importlib
+
+    from mpbridge.backend.models.attention import CausalAttention
+
+    core = importlib.import_module("megatron.core.transformer.dot_product_attention")
+    for kind in (CausalAttention, core.DotProductAttention):
+        kind.forward = _attend  # type: ignore[method-assign]
+
+
+def _one_by_one(operations: Any) -> list[Any]:
+    # "No backend type associated with device type meta" otherwise
+    return [one.op(one.tensor, one.peer, one.group) for one in operations]
+
+
+def _data_pointers() -> None:
+    """Aliases are recognised by data_ptr(), which is 0 on meta."""
+    kind: Any = torch.UntypedStorage
+    old = kind.data_ptr
+    kind.data_ptr = lambda self: self._cdata if self.device.type == "meta" else old(self)
+
+
+def _types() -> None:
+    """megatron-core's optimizers compare type() strings (distrib_optimizer.py)."""
+    kind: Any = torch.Tensor
+    old = kind.type
+
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = old(self, *args, **kwargs)
+        return found.replace("meta.", "") if isinstance(found, str) else found
+
+    kind.type = named
+
+
+def _values() -> None:
+    """Values that meta tensors do not have: those given in Python stay real; norms, losses and the loss scale are 1; nothing is infinite; copies are equal."""
+    kind: Any = torch.Tensor
+    item, as_float, as_bool, listed, select = kind.item, kind.__float__, kind.__bool__, kind.tolist, kind.masked_select
+    made, equal = torch.tensor, torch.equal
+    lib: Any = torch
+
+    def known(tensor: Any) -> bool:
+        return bool(tensor.device.type != "meta")
+
+    lib.tensor = lambda *a, **k: made(*a, **({"device": "cpu"} | k))
+    lib.equal = lambda a, b: equal(a, b) if known(a) and known(b) else a.shape == b.shape
+    kind.item = lambda t: item(t) if known(t) else (1.0 if t.is_floating_point() else 0)
+    kind.__float__ = lambda t: as_float(t) if known(t) else 1.0
+    kind.__int__ = lambda t: int(item(t)) if known(t) else 0
+    kind.__bool__ = lambda t: as_bool(t) if known(t) else False
+    kind.tolist = lambda t: listed(t) if known(t) else [0.0] * t.numel()
+    # the router's choice: as many tokens as under balanced routing
+    kind.masked_select = lambda t, mask: (
+        select(t, mask) if known(t) else t.expand_as(mask).reshape(-1).narrow(0, 0, on_meta.Chosen.count)
+    )
+    state = torch.get_rng_state()
+    lib.get_rng_state = lambda *a: state
+    lib.set_rng_state = lambda *a: None
+
+
+__all__ = ["META", "dist", "install"]

@@ -1,0 +1,170 @@
+"""The proof: gradients under several policies on batches not used for scores, compared batch by batch with high precision."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.common.errors import DataError
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.training.tune.subject import Subject, high_precision, summed
+
+YARDSTICK = 1 / math.sqrt(3)
+"""Noise over the gradient's norm above which training degrades: "FP4 All the Way" (arXiv 2505.19115), where the gradient's norm falls below sqrt(3) times the
+quantization noise."""
+
+
+FOLD = 1 << 23
+"""Elements of a policy's folded sum: 32 MiB."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientError:
+    """One policy's gradients against high precision's, over some batches."""
+
+    errors: list[float] = field(default_factory=list)
+    """||g_q - g|| / ||g|| of each global batch."""
+    gaps: list[float] = field(default_factory=list)
+    """Loss minus high precision's of each batch, nats per token."""
+    bias: float = 0.0
+    """The part of the error's norm over the gradient's norm that is the same in every batch, so that no larger batch averages it out."""
+    noise: float = 0.0
+    """The rest of it, which averages out over batches."""
+
+    @property
+    def error(self) -> float:
+        """Mean over batches."""
+        return statistics.fmean(self.errors)
+
+    @property
+    def se(self) -> float:
+        """Standard error of the mean."""
+        return _se(self.errors)
+
+    def better_than(self, other: GradientError) -> tuple[float, float]:
+        """(other's error minus this one's, mean over the same batches; its standard error)."""
+        if not math.isfinite(self.error) or not math.isfinite(other.error):
+            return (math.inf if math.isfinite(self.error) else -math.inf), 0.0
+        gaps = [theirs - mine for mine, theirs in zip(self.errors, other.errors, strict=True)]
+        return statistics.fmean(gaps), _se(gaps)
+
+    def as_data(self) -> dict[str, Any]:
+        """In JSON types."""
+        return {
+            "error": self.error,
+            "se": self.se,
+            "bias": self.bias,
+            "noise": self.noise,
+            "loss_gap": statistics.fmean(self.gaps),
+        }
+
+
+def _se(values: Sequence[float]) -> float:
+    if not all(math.isfinite(value) for value in values):
+        return math.inf
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+
+
+def prove(
+    subject: Subject, arms: Mapping[str, PrecisionPolicy], batches: int, *, split: str = "valid", first: int = 0
+) -> dict[str, GradientError]:
+    """name -> its figures over that many unseen batches; infinite errors if a policy's gradient overflows. Every rank calls it; the emulation's policy is restored.
+
+    Every policy sees the same batches and the same random bits. Keeps one FP32 gradient, and for each policy a folded sum of its errors (`Folded`).
+    """
+    found = {name: GradientError() for name in arms}
+    sums = {name: Folded() for name in arms}
+    squares: dict[str, list[float]] = {name: [] for name in arms}
+    own = subject.emulation.policy
+    norms: list[float] = []
+    for number in range(first, first + batches):
+        high = high_precision(subject, split, number)
+        exact = [gradient.detach().float().clone() for gradient in subject.gradients()]
+        norms.append(summed([_norm2(exact)])[0])
+        if not norms[-1]:
+            raise DataError(
+                f"batch {number + 1} has no gradient at all, so no relative error can be computed (is every token masked?)"
+            )
+        for name, policy in arms.items():
+            loss = under(subject, policy, split, number)
+            pairs = zip(subject.gradients(), exact, strict=True)
+            squared = summed([sums[name].add(mine.detach().float() - theirs for mine, theirs in pairs)])[0]
+            squares[name].append(squared if math.isfinite(squared) else math.inf)
+            found[name].errors.append(math.sqrt(squares[name][-1] / norms[-1]))
+            found[name].gaps.append(loss - high)
+    if subject.emulation.policy != own:
+        subject.emulation.switch(own)
+    scale = statistics.fmean(norms)
+    for name, mine in found.items():
+        whole = statistics.fmean(squares[name])
+        if not math.isfinite(whole):
+            mine.bias = mine.noise = math.inf
+            continue
+        # unbiased: the products of different batches' errors only
+        shared = summed([sums[name].across()])[0] / (batches * (batches - 1)) if batches > 1 else whole
+        mine.bias = math.sqrt(max(shared, 0.0) / scale)
+        mine.noise = math.sqrt(max(whole - max(shared, 0.0), 0.0) / scale)
+    return found
+
+
+class Folded:
+    """The sum of vectors, for the products of pairs of them, in FOLD elements regardless of their length.
+
+    A longer vector is folded over itself in laps, each lap but the first with random signs (the same for every vector), which preserves the expected
+    product of two vectors. The error is about |a| |b| / sqrt(FOLD), 0.04 % for vectors of any length, and exact for one that fits.
+    """
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._own = 0.0
+
+    def add(self, parts: Iterable[torch.Tensor]) -> float:
+        """Adds a vector given in FP32 parts; returns its squared norm."""
+        place, squared, fold = 0, 0.0, None
+        for part in parts:
+            flat, begin = part.reshape(-1), 0
+            squared += _norm2([flat])
+            if fold is None:  # a replica counts no gradients
+                fold = torch.zeros(FOLD, device=flat.device)
+            while begin < flat.numel():
+                lap, at = divmod(place, FOLD)
+                piece = flat[begin : begin + FOLD - at]
+                fold[at : at + piece.numel()] += (
+                    piece * _signs(lap, flat.device)[at : at + piece.numel()] if lap else piece
+                )
+                begin, place = begin + piece.numel(), place + piece.numel()
+        if fold is not None:
+            self._own += _norm2([fold])
+            self._sum = fold if self._sum is None else self._sum.add_(fold)
+        return squared
+
+    def across(self) -> float:
+        """The sum of the products of all ordered pairs of different vectors."""
+        return _norm2([self._sum]) - self._own if self._sum is not None else 0.0
+
+
+@functools.lru_cache(maxsize=1)
+def _signs(lap: int, device: torch.device) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(lap)
+    return (torch.randint(0, 2, (FOLD,), generator=draw, dtype=torch.int8) * 2 - 1).to(device)
+
+
+def under(subject: Subject, policy: PrecisionPolicy, split: str, number: int) -> float:
+    """Forward and backward of a batch under `policy`; the loss."""
+    emulation = subject.emulation
+    if policy != emulation.policy:  # a switch resets everything, including the histories of delayed scaling
+        emulation.switch(policy)
+    emulation.step_at(number + 1)
+    return subject.backward(split, number)
+
+
+def _norm2(tensors: Sequence[torch.Tensor]) -> float:
+    if not tensors:
+        return 0.0
+    return float(torch.stack([tensor.square().sum(dtype=torch.float64) for tensor in tensors]).sum())

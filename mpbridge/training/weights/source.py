@@ -1,0 +1,133 @@
+"""A folder's tensors one by one, each read on demand; block-wise FP8 is widened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from mpbridge.common.errors import BadValue, Contradiction
+from mpbridge.common.shipped import install
+from mpbridge.settings.huggingface.folder import FolderTensor
+from mpbridge.settings.huggingface.tensors import Mapped
+from mpbridge.training.weights.layouts import widened
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""dtype in safetensors' spelling -> torch's, for weights that need no conversion."""
+FP8 = "F8_E4M3"
+SCALE = "_scale_inv"
+"""Suffix of an FP8 weight's name that gives the name of its block scales."""
+_NO_WEIGHTS = ("rotary_emb.inv_freq",)
+"""Suffixes of buffers that old folders contain and every program recomputes."""
+MOST = 10
+"""Maximum number of tensors of a kind that a message lists."""
+
+
+def library() -> Any:
+    """The module safetensors. Raises BadValue that names the extra if it is not installed."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise BadValue(f"weights in Hugging Face's layout need the package safetensors: {install('hf')}") from None
+    return safetensors
+
+
+class FolderReader:
+    """The tensors of a folder; a context manager that closes its files."""
+
+    def __init__(self, folder: Path, held: Mapping[str, FolderTensor], config: Mapping[str, Any]) -> None:
+        self.folder, self.held = folder, held
+        quantization = config.get("quantization_config") or {}
+        self.block = tuple(quantization.get("weight_block_size") or (128, 128))
+        self.dtype = config_dtype(config)
+        self._files, self._open = ExitStack(), {}  # type: tuple[ExitStack, dict[str, Any]]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the tensor is stored in FP8 with a scale per block."""
+        return self.held[name].dtype == FP8
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype that `tensor` returns: FP8 becomes the model's dtype in config.json."""
+        return self.dtype if self.is_quantized(name) else DTYPES[self.held[name].dtype]
+
+    def tensor(self, name: str, *, wide: bool = False) -> torch.Tensor:
+        """The tensor on the CPU. wide: block-wise FP8 as FP32, not yet rounded."""
+        raw = self._raw(name)
+        if not self.is_quantized(name):
+            return raw
+        values = widened(raw, self._raw(name + SCALE), (self.block[0], self.block[1]))
+        return values if wide else values.to(self.dtype)
+
+    def _raw(self, name: str) -> torch.Tensor:
+        file = self.held[name].file
+        if file not in self._open:
+            self._open[file] = self._files.enter_context(library().safe_open(self.folder / file, framework="pt"))
+        found: torch.Tensor = self._open[file].get_tensor(name)
+        return found
+
+
+def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that config.json gives its model; BF16 if it gives none."""
+    said = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return {"float32": torch.float32, "float16": torch.float16}.get(str(said), torch.bfloat16)
+
+
+def check(
+    held: Mapping[str, FolderTensor], wanted: Sequence[Mapped], copied: Mapping[str, str], block: Sequence[int]
+) -> None:
+    """Raises Contradiction with every tensor that is missing, has another shape or dtype than in the model of config.json, or is not part of it."""
+    shapes = {name: shape for one in wanted for name, shape in one.parts}
+    known = shapes | {name: shapes[original] for name, original in copied.items()}
+    faults = _several("missing", [name for name in shapes if name not in held])
+    faults += _several("not part of the model that config.json describes", list(_strangers(held, known)))
+    for name, stored in held.items():
+        if name in known and stored.shape != known[name]:
+            faults.append(f"{name} is {list(stored.shape)}, expected {list(known[name])} by config.json")
+        if name in known and stored.dtype not in DTYPES and stored.dtype != FP8:
+            faults.append(f"{name} is {stored.dtype}, expected one of {', '.join((*DTYPES, FP8))}")
+        if name in known and stored.dtype == FP8:
+            faults += _scale_faults(name, stored, held.get(name + SCALE), block)
+    if faults:
+        more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
+        raise Contradiction([*faults[:MOST], *more], subject="the weights do not match config.json's model")
+
+
+def _strangers(held: Mapping[str, FolderTensor], known: Mapping[str, Any]) -> list[str]:
+    scales = {name + SCALE for name, stored in held.items() if stored.dtype == FP8}
+    return sorted(name for name in held if name not in known and name not in scales and not name.endswith(_NO_WEIGHTS))
+
+
+def _scale_faults(name: str, stored: FolderTensor, scale: FolderTensor | None, block: Sequence[int]) -> list[str]:
+    if scale is None:
+        return [f"{name} is FP8, but {name}{SCALE} is missing"]
+    if len(stored.shape) != 2:
+        return [f"{name} is FP8, but has {len(stored.shape)} axes, expected 2"]
+    blocks = tuple(-(-side // length) for side, length in zip(stored.shape, block, strict=True))
+    if scale.shape != blocks:
+        return [f"{name}{SCALE} is {list(scale.shape)}, expected {list(blocks)} for blocks of {list(block)}"]
+    return []
+
+
+def _several(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return [f"{what}: {', '.join(names[:MOST])}{more}"]

@@ -1,0 +1,260 @@
+"""Converts a checkpoint's weights to a folder in Hugging Face's layout: parameters are split one by one and written in files of a few gigabytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpbridge.common.errors import BadValue, CheckpointError
+from mpbridge.common.files import ProgressCallback, read_json
+from mpbridge.settings.huggingface import folder as layout
+from mpbridge.settings.huggingface.families import Family
+from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
+from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
+from mpbridge.settings.huggingface.written import config_json, refuse_differences
+from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.born import SOURCE
+from mpbridge.training.checkpoint.io import CONFIG
+from mpbridge.training.checkpoint.reader import Contents
+from mpbridge.training.checkpoint.state import MAIN
+from mpbridge.training.weights.layouts import apart
+from mpbridge.training.weights.source import library
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
+
+MAIN_WEIGHTS = (*MAIN, "optimizer.main.")
+"""Prefixes of FP32 main weights in checkpoints, for all engines."""
+FILE_BYTES = 5_000_000_000
+"""Maximum size of a safetensors file in bytes, as in transformers."""
+BESIDE = (
+    *TOKENIZERS,
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Small files copied from the folder given as `like`."""
+
+
+@dataclass(slots=True)
+class Given:
+    """The result of an export."""
+
+    path: Path
+    family: str
+    tensors: int = 0
+    elements: int = 0
+    dtypes: dict[str, int] = field(default_factory=dict)
+    """torch's name of a dtype -> elements."""
+    left_out: int = 0
+    """Number of padding rows of the embedding, which are not written."""
+    notes: list[str] = field(default_factory=list)
+
+
+def checkpoint_run(path: Path) -> Run:
+    """The run that saved a sealed checkpoint, from its configuration. Raises CheckpointError."""
+    from mpbridge.settings.container import ConfigContainer
+
+    file = path / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: without it the tensors' model is unknown")
+    container = ConfigContainer.load(file, check=False)
+    return container.resolved(container.smallest_world(), training=False)
+
+
+def to_folder(
+    path: Path,
+    target: Path,
+    *,
+    like: Path | None = None,
+    dtype: str | None = None,
+    told: ProgressCallback = lambda done, total: None,
+) -> Given:
+    """Writes the weights of the checkpoint in `path` to the new folder `target`.
+
+    like: a folder whose config.json, tokenizer and vocabulary size the new one gets. dtype: torch's name, instead of the stored dtype;
+    'float32' uses the main weights, if there are any. Raises CheckpointError, BadValue, and Contradiction for a model that the layout cannot describe.
+    """
+    store.check(path)
+    run = checkpoint_run(path)
+    origin = _origin(path)
+    model = dict(run.facts.model) | {name: run.inputs["model"][name] for name in ("vocab_size", "max_sequence_length")}
+    with Contents(path) as contents:
+        config = _config(model, origin, like, contents, run)
+        export = _Export(contents, run, family_of(config), origin, dtype, rows=int(config["vocab_size"]))
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise BadValue(f"{target} already exists: expected a new folder")
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            given = export.write(partial, told)
+            _write_config(partial, config, given, like)
+            if target.exists():
+                target.rmdir()
+            partial.rename(target)
+        except OSError as error:
+            raise BadValue(f"{target} cannot be written: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    given.path = target
+    return given
+
+
+def _origin(path: Path) -> dict[str, Any]:
+    """The description of the folder that the checkpoint was made from; {} for a checkpoint of a run."""
+    file = path / SOURCE
+    found = read_json(file) if file.is_file() else {}
+    if not isinstance(found, dict) or (found and not isinstance(found.get("config"), dict)):
+        raise CheckpointError(f"{file}: expected the content that mpbridge convert wrote")
+    return found
+
+
+def _config(
+    model: Mapping[str, Any], origin: Mapping[str, Any], like: Path | None, contents: Contents, run: Run
+) -> dict[str, Any]:
+    if like is not None:
+        config = layout.read_config(like)
+        family_of(config, str(like / layout.CONFIG))
+        refuse_differences(model, config)
+        return config
+    if origin:
+        return dict(origin["config"])
+    stored = contents.index.tensors.get("embedding.word_embeddings.weight")
+    return config_json(model, rows=run.facts.shape.vocab_size, dtype=stored.dtype if stored else "bfloat16")
+
+
+def _write_config(partial: Path, config: dict[str, Any], given: Given, like: Path | None) -> None:
+    config = dict(config)
+    if config.pop("quantization_config", None) is not None:
+        given.notes.append("quantization_config is omitted from config.json: the weights are no longer FP8")
+    largest = max(given.dtypes, key=lambda name: given.dtypes[name])
+    for name in ("dtype", "torch_dtype"):
+        if name in config:
+            config[name] = largest
+    (partial / layout.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in BESIDE if like is not None else ():
+        with suppress(FileNotFoundError):
+            shutil.copyfile(like / name, partial / name)  # type: ignore[operator]
+
+
+class _Export:
+    """One checkpoint being written to a folder."""
+
+    def __init__(
+        self, contents: Contents, run: Run, family: Family, origin: Mapping[str, Any], dtype: str | None, *, rows: int
+    ) -> None:
+        self.contents, self.shape, self.dtype, self.rows = contents, run.facts.shape, dtype, rows
+        self.family, self.narrow = family, dict(origin.get("narrower") or {})
+        self.wanted = list(mapped(family, run.facts.shape, run.inputs["model"]))
+        repeated = copies(run.facts.shape)
+        # the export of a run repeats what the family's folders contain twice: embedding and head of the multi-token prediction layers
+        again = origin.get("copies") if origin else [name for name in repeated if name != "lm_head.weight"]
+        self.copies = {name: repeated[name] for name in again or () if name in repeated}
+        if rows > self.shape.vocab_size:
+            raise BadValue(
+                f"config.json has vocab_size={rows}, the checkpoint's embedding {self.shape.vocab_size} rows"
+            )
+
+    def write(self, folder: Path, told: ProgressCallback) -> Given:
+        """Writes all safetensors files, and their index if there are several."""
+        given = Given(path=folder, family=self.family.name)
+        given.left_out = self.shape.vocab_size - self.rows
+        total = sum(one.elements for one in self.wanted)
+        batch: dict[str, torch.Tensor] = {}
+        place: dict[str, int] = {}
+        files = size = done = 0
+        for name, tensor in self._tensors():
+            bytes_here = tensor.numel() * tensor.element_size()
+            if batch and size + bytes_here > FILE_BYTES:
+                files += 1
+                _save(folder, files, batch)
+                place |= dict.fromkeys(batch, files)
+                batch, size = {}, 0
+            batch[name], size = tensor, size + bytes_here
+            kind = str(tensor.dtype).removeprefix("torch.")
+            given.dtypes[kind] = given.dtypes.get(kind, 0) + tensor.numel()
+            given.tensors, given.elements = given.tensors + 1, given.elements + tensor.numel()
+            done += tensor.numel()
+            told(min(done, total), total)
+        files += 1
+        _save(folder, files, batch)
+        place |= dict.fromkeys(batch, files)
+        _name_files(folder, place, files, sum(f.stat().st_size for f in folder.glob("*.safetensors")))
+        return given
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        again: dict[str, list[str]] = {}
+        for name, original in self.copies.items():
+            again.setdefault(original, []).append(name)
+        for one in self.wanted:
+            whole = self._read(one)
+            parts = apart(whole, one.layout, self.shape)
+            for (name, _), part in zip(one.parts, parts, strict=True):
+                if one.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                    part = part[: self.rows]
+                tensor = part.to(self._dtype(name, part.dtype, one)).contiguous()
+                yield name, tensor
+                yield from ((other, tensor.clone()) for other in again.get(name, ()))
+
+    def _dtype(self, name: str, stored: torch.dtype, one: Mapped) -> torch.dtype:
+        if one.wide:
+            return torch.float32
+        found: torch.dtype = getattr(torch, self.dtype or self.narrow.get(name) or str(stored).removeprefix("torch."))
+        return found
+
+    def _read(self, one: Mapped) -> torch.Tensor:
+        """The parameter as stored, or its main weight if FP32 is requested and there is one."""
+        tensors = self.contents.index.tensors
+        for prefix in (*(MAIN_WEIGHTS if self.dtype == "float32" else ()), ""):
+            for place in one.places:
+                stored = tensors.get(prefix + place.key)
+                if stored is not None and stored.shape == (*place.counts, *one.shape):
+                    return _whole(self.contents, prefix + place.key, place, one.shape, getattr(torch, stored.dtype))
+        held = next((tensors[place.key] for place in one.places if place.key in tensors), None)
+        found = "is missing" if held is None else f"is {list(held.shape)}"
+        raise CheckpointError(f"{self.contents.folder}: {one.name} {found}, expected {list(one.shape)}")
+
+
+def _whole(
+    contents: Contents, key: str, place: CheckpointSlice, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    leaf = ShardedTensor(
+        key=key,
+        data=torch.empty(shape, dtype=dtype),
+        dtype=dtype,
+        local_shape=shape,
+        global_shape=(*place.counts, *shape),
+        global_offset=(*place.index, *(0 for _ in shape)),
+        axis_fragmentations=None,
+        replica_id=0,
+        prepend_axis_num=len(place.counts),
+    )
+    return contents.tensor(leaf)
+
+
+def _save(folder: Path, number: int, batch: Mapping[str, torch.Tensor]) -> None:
+    library().torch.save_file(dict(batch), folder / f"{number}.safetensors", metadata={"format": "pt"})
+
+
+def _name_files(folder: Path, place: Mapping[str, int], files: int, size: int) -> None:
+    """Renames the files as transformers does, now that their number is known."""
+    if files == 1:
+        (folder / "1.safetensors").rename(folder / layout.SINGLE)
+        return
+    names = {number: f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)}
+    for number, name in names.items():
+        (folder / f"{number}.safetensors").rename(folder / name)
+    index = {"metadata": {"total_size": size}, "weight_map": {name: names[at] for name, at in sorted(place.items())}}
+    (folder / layout.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,63 @@
+"""CPU time of `import mpbridge` and of `mpbridge list`, each in fresh interpreters, and whether torch was loaded.
+
+    python scripts/evidence/bench_start.py [--runs N]
+
+For comparison, also a bare interpreter (the cost of Python itself) and the same command again (the A/A ratio).
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = "import sys; from mpbridge.cli.main import main; main(['list'])"
+ARMS = {
+    "bare interpreter": "pass",
+    "import mpbridge": "import mpbridge",
+    "mpbridge list": LIST,
+    "mpbridge list, again": LIST,
+}
+GOAL = 0.15
+"""Seconds."""
+
+
+def cpu_seconds(code: str) -> float:
+    """User and system time of one fresh interpreter that runs `code`."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> int:
+    """Runs the benchmark and prints the times; returns 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=15)
+    runs = parser.parse_args().runs
+    for code in ARMS.values():
+        # the first run writes the .pyc files
+        cpu_seconds(code)
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    for _ in range(runs):
+        for name, code in ARMS.items():
+            seconds[name].append(cpu_seconds(code))
+    for name, values in seconds.items():
+        print(f"{name:<22} {statistics.median(values):6.3f} s of CPU (median of {runs}; fastest {min(values):.3f})")
+    again = statistics.median(
+        a / b for a, b in zip(seconds["mpbridge list, again"], seconds["mpbridge list"], strict=True)
+    )
+    print(f"{'A/A':<22} {again:6.3f}")
+    check = f"{LIST}; sys.exit(bool({{'torch', 'megatron', 'numpy'}} & set(sys.modules)))"
+    heavy = subprocess.run([sys.executable, "-c", check], cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode
+    print("torch, megatron, numpy " + ("LOADED" if heavy else "not loaded"))
+    slow = [name for name in ("import mpbridge", "mpbridge list") if statistics.median(seconds[name]) > GOAL]
+    return 1 if slow or heavy else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,560 @@
+"""Tables of the README and the docs, generated from the code: `python scripts/generate/tables.py` rewrites them, `--check` names those that are out of date.
+
+A page requests a table with a pair of lines; the text between them is generated:
+
+    <!-- table:NAME -->
+    <!-- end of table -->
+
+A new table is a function here that returns Markdown, under @table("NAME").
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import itertools
+import json
+import re
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # so that it runs in a checkout without installation
+
+BLOCK = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+TABLES: dict[str, Callable[[], str]] = {}
+
+
+def table(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    def enter(make: Callable[[], str]) -> Callable[[], str]:
+        if name in TABLES:
+            raise SystemExit(f"two tables named {name!r}")
+        TABLES[name] = make
+        return make
+
+    return enter
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    from mpbridge.common.tables.table import table as made
+
+    return made("", columns, ([str(cell) for cell in row] for row in rows)).markdown()
+
+
+@table("recipes")
+def recipe_table() -> str:
+    from mpbridge.precision.recipes import BUILT_IN
+
+    def needs(arch: tuple[int, int] | None) -> str:
+        return "any machine" if arch is None else f"compute capability {arch[0]}.{arch[1]}"
+
+    rows = [
+        (
+            f"`{r.name}`",
+            r.summary,
+            needs(r.needs),
+            f"{r.status}{f', engine {r.engine}' if r.engine else ''}",
+            ", ".join(f"`{a}`" for a in r.aliases),
+        )
+        for r in BUILT_IN
+    ]
+    return markdown(("recipe", "what it does", "needs", "status", "also called"), rows)
+
+
+@table("recipes-short")
+def short_recipe_table() -> str:
+    """Every recipe once, by the arithmetic of its GEMMs."""
+    from mpbridge.precision.recipes import BUILT_IN
+    from mpbridge.precision.scalings import SCALINGS
+
+    kinds = dict[str, list[str]]()
+    for r in BUILT_IN:
+        config = r.make()
+        kind = "FP32, BF16 or FP16"
+        if config.fp8 or config.fp4:
+            scaling = str(config.fp4_recipe or "nvfp4" if config.fp4 else config.fp8_recipe or "tensorwise")
+            kind = f"{'FP4' if config.fp4 else 'FP8'}, a scale per {'tensor' if SCALINGS[scaling].per_tensor else 'block or row'}"
+        kinds.setdefault(kind, []).append(f"`{r.name}`")
+    return markdown(("GEMMs", "recipes"), [(kind, ", ".join(names)) for kind, names in kinds.items()])
+
+
+@table("sources")
+def source_table() -> str:
+    from mpbridge.precision.recipes import BUILT_IN
+
+    return markdown(
+        ("recipe", "values and evidence", "advice"),
+        [(f"`{r.name}`", r.source, "; ".join(r.hints)) for r in BUILT_IN],
+    )
+
+
+@table("differences")
+def difference_table() -> str:
+    from mpbridge.precision.recipes import BUILT_IN, DIFFERENCES
+
+    reference = json.loads((ROOT / "tests" / "golden" / "recipes.json").read_text(encoding="utf-8"))["reference"]
+    ours = {entry.name: entry.make().stored() for entry in BUILT_IN}
+
+    def said(value: object) -> str:
+        return f"`{json.dumps(value)}`"
+
+    rows = [
+        (
+            f"`{name}`",
+            f"`{field}`",
+            said((reference["class_defaults"] | reference["recipes"][name])[field]),
+            said(ours[name][field]),
+            reason,
+        )
+        for (name, field), reason in DIFFERENCES.items()
+    ]
+    return markdown(("recipe", "field", "Megatron Bridge", "mpbridge", "why"), rows)
+
+
+@table("fields")
+def field_table() -> str:
+    """The fields of megatron-core's configs that a recipe decides."""
+    from mpbridge.precision.megatron_spec.fields import TABLE
+
+    rows = [
+        (
+            f"`{row.target}.{row.field}`",
+            row.why,
+            f"`mixed_precision.{row.knob}`" if row.knob else "another recipe",
+            row.kind,
+        )
+        for row in TABLE
+    ]
+    return markdown(("field", "what it is", "what changes it", "kind"), rows)
+
+
+@table("left-alone")
+def left_alone_table() -> str:
+    """Precision fields that no recipe decides."""
+    from mpbridge.precision.megatron_spec.classes import PROCESS_WIDE, USERS_OWN
+
+    rows = [
+        (f"`{'.'.join(key)}`", why, kind)
+        for kind, which in (("yours", USERS_OWN), ("process-wide", PROCESS_WIDE))
+        for key, why in which.items()
+    ]
+    return markdown(("field", "what it does", "whose"), rows)
+
+
+@table("scalings")
+def scaling_table() -> str:
+    """Every row of mpbridge.precision.scalings."""
+    from mpbridge.precision.scalings import SCALINGS
+
+    def block(extent: object) -> str:
+        return " x ".join("all" if side == 0 else str(side) for side in (extent.across, extent.along))  # type: ignore[attr-defined]
+
+    rows = []
+    for row in SCALINGS.values():
+        blocks = "the factory's" if row.blocks is None else ", ".join(dict.fromkeys(map(block, row.blocks)))
+        scale = "" if row.blocks is None else row.blocks[0].scale
+        need = f"{row.hardware.low[0]}.{row.hardware.low[1]}" + (
+            f" to below {row.hardware.high[0]}.{row.hardware.high[1]}" if row.hardware.high else ""
+        )
+        library = f"{row.hardware.library.replace('_', ' ')} {row.hardware.engine}" + (
+            f", CUDA {row.hardware.cuda}" if row.hardware.cuda else ""
+        )
+        sizes = f"{row.sizes.tokens}, {row.sizes.inner}, {row.sizes.outer}"
+        rows.append(
+            (f"`{row.name}`", ", ".join(row.formats), blocks, scale, need, library, sizes, f"`{row.recipe_class()}`")
+        )
+    return markdown(
+        (
+            "scaling",
+            "formats",
+            "elements per scale (across x along the contraction; activations, weights)",
+            "scale",
+            "compute capability",
+            "needs",
+            "multiples of tokens, in, out",
+            "recipe class",
+        ),
+        rows,
+    )
+
+
+@table("scaling-options")
+def option_table() -> str:
+    """The options of each scaling."""
+    from mpbridge.common.formats import say
+    from mpbridge.precision.scalings import SCALINGS
+
+    rows = [
+        (
+            f"`{row.name}`",
+            f"`{option.name}`",
+            ", ".join(say(value) for value in option.choices),
+            option.meaning,
+            f"`{option.variable}`",
+            option.since,
+        )
+        for row in SCALINGS.values()
+        for option in row.options
+    ]
+    return markdown(
+        (
+            "scaling",
+            "option",
+            "values (default first)",
+            "meaning",
+            "Transformer Engine's environment variable",
+            "since",
+        ),
+        rows,
+    )
+
+
+@table("recipe-machines")
+def recipe_machine_table() -> str:
+    """Which recipe runs on which GPU, with the versions that a target is assumed to have."""
+    from mpbridge.common.machines import machines
+    from mpbridge.planning.hardware.capability import ASSUMED, can_run
+    from mpbridge.precision.recipes import BUILT_IN
+    from mpbridge.precision.resolve import resolve
+
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for row in machines.values():
+        answers = [can_run(resolve(entry.make()), row, ASSUMED) for entry in BUILT_IN]
+        words = {"native": "yes", "emulated": "emulated", "no": "no"}
+        kinds.setdefault(tuple(words[a.how] if a.proven else "unproven" for a in answers), []).append(row.name)
+    columns = ("recipe", *(", ".join(names) for names in kinds.values()))
+    rows = [(f"`{entry.name}`", *(column[i] for column in kinds)) for i, entry in enumerate(BUILT_IN)]
+    return markdown(columns, rows)
+
+
+@table("machines")
+def machine_table() -> str:
+    """The GPUs that `--target` knows."""
+    from mpbridge.common.machines import machines
+
+    formats = ("fp32", "bf16", "fp16", "fp8", "fp4")
+    rows = []
+    for row in machines.values():
+        peaks = dict(row.peak)
+        speeds = [f"{peaks[name]:g}" if name in peaks else "" for name in formats]
+        size = f"{row.memory_bytes / 2**30:.1f}" if row.gpu else ""
+        links = (
+            (f"{row.nvlink / 1e9:g}", str(row.domain), f"{row.network / 1e9:g}" if row.network else "")
+            if row.gpu
+            else ("", "", "")
+        )
+        rows.append(
+            (
+                row.name,
+                row.sm,
+                size,
+                f"{row.bandwidth / 1e9:g}" if row.gpu else "",
+                *speeds,
+                *links,
+                row.source + (f" ({row.note})" if row.note else ""),
+            )
+        )
+    return markdown(
+        (
+            "machine",
+            "architecture",
+            "usable GiB",
+            "GB/s",
+            *(f"{name} TFLOP/s" for name in formats),
+            "link GB/s",
+            "domain",
+            "network GB/s",
+            "source",
+        ),
+        rows,
+    )
+
+
+@table("rules")
+def rule_table() -> str:
+    """Every rule of `mpbridge check`."""
+    from mpbridge.planning.rules.table import rules
+
+    rows = [
+        (f"`{r.id}`", r.severity, r.expected, r.cure, " and ".join(map(str, r.holds)) or "all", r.source)
+        for r in rules()
+    ]
+    return markdown(("rule", "severity", "expects", "cure", "versions", "source"), rows)
+
+
+@table("engine-releases")
+def engine_release_table() -> str:
+    """Transformer Engine's releases, and which of them have run under the kernel module."""
+    from mpbridge.common.transformer_engine import RELEASES
+
+    oldest, newest = min(RELEASES), max(RELEASES)
+    rows = [["2.9, 2.10", "", "no: source read, not run"]]
+    for number, what in RELEASES.items():
+        ends = number in (oldest, newest)
+        rows.append([".".join(map(str, number)), what, "in the default suite" if ends else "tested in the slow suite"])
+    rows.append([f"{newest[0]}.{newest[1] + 1} and later", "", "no: refused on a CPU, a warning on a GPU"])
+    return markdown(("release", "what it changed below Transformer Engine's Python", "runs in"), rows)
+
+
+@table("bytes")
+def bytes_table() -> str:
+    """Bytes per parameter of each recipe, as `mpbridge memory` predicts them for a 70B model's shape."""
+    from mpbridge.planning.rules.cards import card
+    from mpbridge.precision.recipes import BUILT_IN
+
+    cards = [card(entry.name) for entry in BUILT_IN]
+    rows = [(f"`{c.recipe}`", c.compute, c.stored, f"{c.bytes_alone:.2f}", f"{c.bytes_shared:.2f}") for c in cards]
+    return markdown(("recipe", "compute", "kept", "bytes per parameter, 1 GPU", "8 GPUs"), rows)
+
+
+def notes(cls: type) -> dict[str, str]:
+    """field -> the note under it, from a dataclass's source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: " ".join(note.value.value.split())  # type: ignore[union-attr]
+        for field, note in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)
+    }
+
+
+def settings_table(section: str) -> str:
+    """Every setting of a section: type, default, range, and what is known about it."""
+    from mpbridge.precision.megatron_spec.classes import NOT_PRECISION, PROCESS_WIDE, USERS_OWN
+    from mpbridge.precision.megatron_spec.fields import TABLE
+    from mpbridge.precision.megatron_spec.versions import described
+    from mpbridge.settings.limits import LIMITS
+    from mpbridge.settings.schema import settings
+    from mpbridge.settings.sections import GPT, OWN
+
+    said = notes(GPT if section == "model" else OWN[section]) if section == "model" or section in OWN else {}
+    for (target, field), text in (USERS_OWN | PROCESS_WIDE | NOT_PRECISION).items():
+        said |= {field: text} if target == section else {}
+    said |= {row.field: f"the recipe decides: {row.why}" for row in TABLE if row.target == section}
+    by_version = {version: settings(section, latent=True, version=version) for version in described()}
+    known = {name: setting for found in reversed(by_version.values()) for name, setting in found.items()}
+    rows = []
+    for name, setting in known.items():
+        have = [version for version, found in by_version.items() if name in found]
+        where = "" if len(have) == len(by_version) else f"megatron-core {', '.join(have)} only"
+        limit = LIMITS.get(f"{section}.{name}")
+        words = [said.get(name, ""), f"a number {limit}" if limit is not None else "", where]
+        rows.append(
+            (
+                f"`{name}`",
+                setting.expected(),
+                f"`{json.dumps(setting.default)}`",
+                "; ".join(word.removesuffix(".") for word in words if word),
+            )
+        )
+    return markdown(("setting", "type", "default", "meaning"), rows)
+
+
+for _section in (
+    "model",
+    "optimizer",
+    "scheduler",
+    "ddp",
+    "parallel",
+    "train",
+    "data",
+    "checkpoint",
+    "logger",
+    "audit",
+):
+    table(f"settings-{_section}")(functools.partial(settings_table, _section))
+
+
+@table("settings-mixed_precision")
+def recipe_field_table() -> str:
+    """The fields of a recipe."""
+    from mpbridge.precision.config import MixedPrecisionConfig
+
+    said = notes(MixedPrecisionConfig)
+    rows = []
+    for field in dataclasses.fields(MixedPrecisionConfig):
+        kind = (
+            "dtype or null"
+            if field.type == "DTypeField"
+            else str(field.type).replace("None", "null").replace(" |", " or")
+        )
+        default = None if field.type == "DTypeField" else field.default
+        rows.append((f"`{field.name}`", kind, f"`{json.dumps(default)}`", said.get(field.name, "")))
+    return markdown(("field", "type", "default", "meaning"), rows)
+
+
+@table("cli")
+def command_table() -> str:
+    """Every verb with its arguments, from their parsers."""
+    from mpbridge.cli.main import parser_of, verbs
+
+    parts = []
+    for verb, module in verbs().items():
+        parser = parser_of(verb, module)
+        rows = []
+        for action in parser._actions:
+            if isinstance(action, argparse._HelpAction):
+                continue
+            value = (
+                f" {'|'.join(map(str, action.choices))}"
+                if action.choices
+                else f" {action.metavar}"
+                if action.metavar
+                else ""
+            )
+            name = (
+                ", ".join(action.option_strings) + value
+                if action.option_strings
+                else str(action.metavar or action.dest)
+            )
+            if action.help != argparse.SUPPRESS:
+                rows.append((f"`{name}`", (action.help or "") % {"default": action.default}))
+        parts += [f"## mpbridge {verb}", "", parser.description or "", "", markdown(("argument", "meaning"), rows), ""]
+    return "\n".join(parts).rstrip()
+
+
+@table("stack-coverage")
+def stack_coverage_table() -> str:
+    """Recipe x stack: how faithful an export is."""
+    from mpbridge.interop.stacks.exporters import STACKS, export
+    from mpbridge.precision.recipes import BUILT_IN
+
+    rows = [(f"`{r.name}`", *(export(r.name, stack).fidelity for stack in STACKS)) for r in BUILT_IN]
+    return markdown(("recipe", *STACKS), rows)
+
+
+@table("loop-edits")
+def loop_edits_table() -> str:
+    """What is edited in a copy of Megatron-LM's example loop."""
+    spec = importlib.util.spec_from_file_location(
+        "simple_loop", ROOT / "scripts" / "evidence" / "stacks" / "simple_loop.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+
+    def code(text: str) -> str:
+        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        return "<br>".join(f"`{line}`" for line in lines) or "(nothing)"
+
+    rows = [
+        (edit.kind, edit.why or "(part of the edit above)", code(edit.before), code(edit.after))
+        for edit in module.EDITS
+    ]
+    return markdown(("for", "why", "before", "after"), rows)
+
+
+@table("stack-words")
+def stack_word_table() -> str:
+    """One word in many stacks."""
+    from mpbridge.interop.stacks.meaning import rows
+    from mpbridge.interop.stacks.words import TABLE
+
+    shown = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "bytes", "quantization")
+    heads = (
+        "word",
+        "stack",
+        "where",
+        "stored",
+        "forward",
+        "autocast",
+        "main weights",
+        "wire",
+        "accumulator",
+        "moments",
+    )
+    return markdown(
+        (*heads, "bytes per parameter", "quantized linears"),
+        [(f"`{row.words[0]}`", row.stack, row.where, *(rows(row.meaning)[name] for name in shown)) for row in TABLE],
+    )
+
+
+@table("wings")
+def wing_table() -> str:
+    """The contracts of pyproject.toml, with the first paragraph of each wing's docstring."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    frameless = next(
+        contract["source_modules"] for contract in contracts if contract["name"].startswith("up to settings")
+    )
+    rows = []
+    for wing in layers:
+        folder = ROOT / "mpbridge" / wing
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+        rooms = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+        torch = "never" if f"mpbridge.{wing}" in frameless else "allowed"
+        rows.append(
+            (f"`{wing}`", " ".join(text.split("\n\n")[0].split()), ", ".join(f"`{room}`" for room in rooms), torch)
+        )
+    return markdown(("wing", "subject", "rooms", "torch"), rows)
+
+
+@table("evidence")
+def evidence_table() -> str:
+    """Every script under scripts/evidence with its subject, and the pages that quote it."""
+    rows = []
+    for path in sorted((ROOT / "scripts" / "evidence").rglob("*.py")):
+        if path.name == "__init__.py":
+            continue
+        name = path.relative_to(ROOT / "scripts" / "evidence").as_posix()
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        quoted = [
+            page
+            for page in pages()
+            if page.name not in ("figures.md", "README.md") and f"{path.stem}.py" in page.read_text(encoding="utf-8")
+        ]
+        links = ", ".join(f"[{page.stem}]({page.relative_to(ROOT / 'docs').as_posix()})" for page in quoted)
+        rows.append((f"`{name}`", text.split("\n\n")[0].split(": `")[0].replace("\n", " "), links or "here"))
+    return markdown(("script", "subject", "quoted in"), rows)
+
+
+def filled(text: str, page: str) -> str:
+    def fill(found: re.Match[str]) -> str:
+        if found["name"] not in TABLES:
+            raise SystemExit(f"{page}: no table named {found['name']!r} (known: {', '.join(TABLES)})")
+        return f"{found[1]}{TABLES[found['name']]()}\n{found[3]}"
+
+    return BLOCK.sub(fill, text)
+
+
+def pages() -> list[Path]:
+    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a table is out of date")
+    parser.add_argument("--print", metavar="NAME", dest="shown", help="print one table")
+    parser.add_argument("page", nargs="*", type=Path, help="default: README.md and every page under docs/")
+    args = parser.parse_args(arguments)
+    if args.shown:
+        if args.shown not in TABLES:
+            parser.error(f"no table named {args.shown!r} (known: {', '.join(TABLES)})")
+        print(TABLES[args.shown]())
+        return 0
+    stale = []
+    for page in args.page or pages():
+        text = page.read_text(encoding="utf-8")
+        new = filled(text, page.name)
+        if new != text:
+            stale.append(page.name)
+            if not args.check:
+                page.write_text(new, encoding="utf-8")
+    if stale:
+        print(f"{'out of date' if args.check else 'rewritten'}: {', '.join(stale)}")
+    return 1 if stale and args.check else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,11 @@
+"""The engines' world of one and its device layer."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("tests.backend.contract.engine_contract")
+
+from tests.backend.engines.conftest import layer, world  # noqa: E402
+
+__all__ = ["layer", "world"]

@@ -1,0 +1,215 @@
+"""What every engine must do, as a suite to inherit: give `name` and `settings`, get the tests. Not collected by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from mpbridge.backend.engines.contract import Engine
+from tests import megatron_checkpoints
+from tests.backend.engines import tiny
+
+Build = Callable[..., Any]
+
+
+def poisoned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch whose loss, and so every gradient, is not a number, in any engine."""
+    return batch | {"loss_mask": torch.full_like(batch["loss_mask"], float("nan"))}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A plain copy; of a DTensor the full tensor (FSDP2's root keeps its parameters unsharded after a forward pass, sharded otherwise)."""
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in engine.named_parameters()}
+
+
+def save(engine: Any, folder: Path) -> None:
+    folder.mkdir()
+    megatron_checkpoints.save(engine.state(), folder)
+
+
+def load(engine: Any, folder: Path, *, optimizer: bool = True) -> None:
+    from megatron.core import dist_checkpointing
+
+    engine.load_state(dist_checkpointing.load(engine.state(loading=True), str(folder)), optimizer=optimizer)
+
+
+def _named(dtypes: Iterable[torch.dtype]) -> str:
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return " and ".join(sorted({short.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes}))
+
+
+@contextlib.contextmanager
+def computing(engine: Any) -> Iterator[set[torch.dtype]]:
+    """Collects the dtypes of the weights that the layers' matrix products see in the forward pass."""
+    found: set[torch.dtype] = set()
+    handles = [
+        module.register_forward_pre_hook(lambda module, _: found.add(module.weight.dtype))
+        for chunk in engine.model
+        for name, module in chunk.named_modules()
+        if name.endswith(("linear_fc1", "linear_fc2", "linear_qkv", "linear_proj"))
+    ]
+    assert len(handles) == 8
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+def seen(engine: Any, computed: set[torch.dtype]) -> str:
+    """What the model and the torch optimizers hold after a step, read from torch's own objects and not through the engine's accounts."""
+    inner = [
+        getattr(part, "optimizer", part) for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    ]
+    updated = [parameter for part in inner for group in part.param_groups for parameter in group["params"]]
+    # a scale beside quantized states is no state of its own
+    states = [(key, value.dtype) for part in inner for state in part.state.values() for key, value in state.items()
+              if isinstance(value, torch.Tensor) and value.numel() > 1]  # fmt: skip
+    roles = {key: _named(dtype for name, dtype in states if name == key) for key, _ in sorted(states, key=str)}
+    return "; ".join(
+        [
+            f"computes {_named(computed)}",
+            f"params {_named(parameter.dtype for _, parameter in engine.named_parameters())}",
+            f"updates {_named(parameter.dtype for parameter in updated)}",
+            ", ".join(f"{key} {names}" for key, names in roles.items()),
+        ]
+    )
+
+
+class EngineContract:
+    """Inherit, and set `name` to the engine's and `settings` to what its runs need besides; every test runs for each of `kinds`."""
+
+    name: ClassVar[str]
+    settings: ClassVar[dict[str, Any]] = {}
+    kinds: ClassVar[tuple[Any, ...]] = ("fp32", "bf16")
+    keeps: ClassVar[dict[str, str]] = {
+        "fp32": "computes fp32; params fp32; updates fp32; exp_avg fp32, exp_avg_sq fp32",
+        "bf16": "computes bf16; params bf16; updates fp32; exp_avg fp32, exp_avg_sq fp32",
+    }
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        if "kind" in metafunc.fixturenames:
+            metafunc.parametrize("kind", self.kinds, ids=str)
+
+    @pytest.fixture
+    def build(self, layer: None) -> Iterator[Build]:
+        """Makes engines of a kind; all are closed at the end."""
+        from mpbridge.backend.engines.registry import build_engine
+
+        made: list[Any] = []
+
+        def make(kind: Any, **changes: Any) -> Any:
+            sections = {
+                key: {**self.settings.get(key, {}), **changes.get(key, {})}
+                for key in self.settings.keys() | changes.keys()
+            }
+            made.append(build_engine(tiny.run(kind, engine=self.name, **sections)))
+            return made[-1]
+
+        yield make
+        for engine in made:
+            engine.close()
+
+    def test_it_is_an_engine(self, build: Build, kind: Any) -> None:
+        engine = build(kind)
+        assert isinstance(engine, Engine)
+        assert engine.name == self.name
+
+    def test_an_applied_step_moves_every_weight_and_the_loss_falls(self, build: Build, kind: Any) -> None:
+        engine = build(kind)
+        before, batches = weights(engine), tiny.batches()
+        results = [engine.train_step(batches, microbatches=4) for _ in range(8)]
+        assert all(result.applied and result.grad_norm and result.grad_norm > 0 for result in results)
+        assert results[-1].loss < results[0].loss - 0.5
+        assert results[0].lr == engine.run.inputs["optimizer"]["lr"]
+        assert [name for name, value in weights(engine).items() if torch.equal(value, before[name])] == []
+
+    def test_a_nonfinite_gradient_leaves_the_weights_alone(self, build: Build, kind: Any) -> None:
+        engine = build(kind)
+        batches = tiny.batches()
+        engine.train_step(batches, microbatches=2)
+        before = weights(engine)
+        result = engine.train_step(map(poisoned, batches), microbatches=2)
+        assert (result.applied, result.grad_norm) == (False, None)
+        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+        after = engine.train_step(batches, microbatches=2)
+        assert after.applied, "and neither do the moments remember it"
+        assert all(value.isfinite().all() for value in weights(engine).values())
+
+    @pytest.fixture
+    def kept(self, kind: Any) -> str:
+        """What torch itself must show for this kind, written by hand: see `seen`."""
+        return self.keeps[kind]
+
+    def test_every_tensor_has_its_dtype_as_torch_shows_it(self, build: Build, kind: Any, kept: str) -> None:
+        engine = build(kind)
+        with computing(engine) as computed:
+            assert engine.train_step(tiny.batches(), microbatches=2).applied
+        assert seen(engine, computed) == kept
+
+    def test_every_parameter_has_its_moments(self, build: Build, kind: Any) -> None:
+        engine = build(kind)
+        engine.train_step(tiny.batches(), microbatches=2)
+        names = [name for name, _ in engine.named_parameters()]
+        assert len(set(names)) == len(names)
+        for role in ("params", "exp_avg", "exp_avg_sq"):
+            assert sorted(live.parameter for live in engine.tensors() if live.role == role) == sorted(names)
+
+    def test_evaluation_is_the_loss_of_training_and_updates_nothing(self, build: Build, kind: Any) -> None:
+        engine = build(kind)
+        before, batch = weights(engine), next(tiny.batches())
+        held = engine.evaluate(itertools.repeat(batch), microbatches=3)
+        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+        assert engine.train_step(itertools.repeat(batch), microbatches=3).loss == pytest.approx(held, rel=1e-6)
+
+    def test_a_saved_state_goes_on_to_the_bit(self, build: Build, kind: Any, tmp_path: Path) -> None:
+        engine, batches = build(kind), tiny.batches()
+        for _ in range(3):
+            engine.train_step(batches, microbatches=2)
+        save(engine, tmp_path / "checkpoint")
+        rest = [next(batches) for _ in range(4)]
+        straight = [engine.train_step(iter(rest), microbatches=4) for _ in range(2)]
+        final = weights(engine)
+        engine.close()
+        resumed = build(kind)
+        load(resumed, tmp_path / "checkpoint")
+        again = [resumed.train_step(iter(rest), microbatches=4) for _ in range(2)]
+        assert again == straight
+        assert [name for name, value in weights(resumed).items() if not torch.equal(value, final[name])] == []
+
+    def test_weights_alone_can_be_taken_back(self, build: Build, kind: Any, tmp_path: Path) -> None:
+        engine, batches = build(kind), tiny.batches()
+        engine.train_step(batches, microbatches=2)
+        save(engine, tmp_path / "checkpoint")
+        kept = weights(engine)
+        for _ in range(3):
+            engine.train_step(batches, microbatches=2)
+        load(engine, tmp_path / "checkpoint", optimizer=False)
+        assert all(torch.equal(value, kept[name]) for name, value in weights(engine).items())
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        engine.train_step(batches, microbatches=2)
+        # with a zero rate the update writes main weights back unchanged: they must be the ones just loaded
+        assert all(torch.equal(value, kept[name]) for name, value in weights(engine).items())
+
+    def test_it_can_be_closed_and_built_again_in_one_process(self, build: Build, kind: Any) -> None:
+        from megatron.core import parallel_state
+
+        first = build(kind)
+        losses = [first.train_step(batches, microbatches=2).loss for batches in [tiny.batches()] for _ in range(2)]
+        first.close()
+        assert not parallel_state.model_parallel_is_initialized()
+        first.close()  # twice is once
+        second = build(kind)
+        assert [
+            second.train_step(batches, microbatches=2).loss for batches in [tiny.batches()] for _ in range(2)
+        ] == losses

@@ -1,0 +1,96 @@
+"""Products of FP32 factors are what the policy promises, whatever torch's settings were."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from mpbridge import get_mixed_precision_config, resolve
+from mpbridge.backend.devices.fp32_products import hold, reduced
+
+MATMULS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+FP32, BF16 = (resolve(get_mixed_precision_config(name)) for name in ("fp32", "full_bf16"))
+
+
+def now() -> tuple[str, ...]:
+    return tuple(one.fp32_precision for one in MATMULS)
+
+
+def by_the_older_name(value: str) -> Callable[[], None]:
+    return lambda: torch.set_float32_matmul_precision(value)
+
+
+def by_the_newer_name() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for one in MATMULS:
+        one.fp32_precision = "none"
+
+
+@pytest.mark.parametrize(
+    "allow",
+    [by_the_older_name("high"), by_the_older_name("medium"), by_the_newer_name],
+    ids=["high", "medium", "fp32_precision"],
+)
+def test_fp32_is_ieee_while_it_is_held_and_torch_gets_its_settings_back(
+    allow: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    allow()
+    before = now()
+    with caplog.at_level(logging.WARNING, logger="mpbridge"):
+        give_back = hold(FP32)
+    assert give_back is not None
+    assert now() == ("ieee", "ieee")
+    assert not reduced(FP32)
+    assert [one.getMessage() for one in caplog.records if "set to IEEE FP32" in one.getMessage()]
+    give_back()
+    assert now() == before
+
+
+def test_what_promises_no_fp32_product_leaves_torch_alone(caplog: pytest.LogCaptureFixture) -> None:
+    torch.set_float32_matmul_precision("high")
+    assert hold(BF16) is None
+    assert now() == ("tf32", "tf32")
+    assert not caplog.records
+
+
+def test_the_last_of_several_gives_back() -> None:
+    torch.set_float32_matmul_precision("high")
+    first, second = hold(FP32), hold(FP32)
+    assert first is not None
+    assert second is not None
+    first()
+    assert now() == ("ieee", "ieee")
+    second()
+    assert now() == ("tf32", "tf32")
+
+
+def test_a_container_that_allows_tf32_through_its_environment_is_overruled() -> None:
+    code = """
+import torch
+from mpbridge.backend.devices.fp32_products import hold, reduced
+from mpbridge import get_mixed_precision_config, resolve
+policy = resolve(get_mixed_precision_config("fp32"))
+print(reduced(policy))
+give_back = hold(policy)
+print(reduced(policy), torch.backends.cuda.matmul.allow_tf32)
+give_back()
+print(reduced(policy), torch.backends.cuda.matmul.allow_tf32)
+"""
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=200
+    )
+    assert done.stdout.splitlines() == ["{'cuda': 'tf32'}", "{} False", "{'cuda': 'tf32'} True"]
+    assert "set to IEEE FP32" in done.stderr

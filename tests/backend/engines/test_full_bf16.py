@@ -1,0 +1,171 @@
+"""Full BF16 on megatron-core: eight bytes per parameter, clipping that works, refused where it would silently be something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.common.errors import Contradiction, Refused
+from mpbridge.planning.rules.admit import require_here
+from tests.backend.engines import tiny
+
+
+@pytest.fixture
+def build() -> Iterator[Any]:
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.optimizers import CpuFusedAdam
+    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.backend.engines.registry import build_engine
+
+    made: list[Any] = []
+    mine = start_process_group(False)
+
+    def make(kind: Any = "full_bf16", **sections: Any) -> Any:
+        made.append(build_engine(tiny.run(kind, engine="mcore", **sections)))
+        return made[-1]
+
+    with device_layer(False, fused_adam=CpuFusedAdam):
+        yield make
+        for engine in made:
+            engine.close()
+    if mine:
+        stop_process_group()
+
+
+def test_t1_everything_is_bf16_at_eight_bytes_a_parameter(build: Any) -> None:
+    from mpbridge.observe.audit import AuditHook
+
+    engine, hook = build(), AuditHook()
+    training = SimpleNamespace(engine=engine)
+    hook.built(training)
+    hook.started(training)
+    hook.stepping(training)
+    hook.stepped(training, engine.train_step(tiny.batches(), microbatches=2))
+    report = hook.reports["live"]
+    size = sum(parameter.numel() for _, parameter in engine.named_parameters())
+    paid = {finding.subject: finding.bytes / size for finding in report.findings if finding.bytes}
+    assert paid == {"params": 2, "grads": 2, "exp_avg": 2, "exp_avg_sq": 2}
+    assert report.find("main_params").found == "none"
+
+
+def test_t2_clipping_works_and_equals_one_in_fp32(build: Any) -> None:
+    engine = build(optimizer={"clip_grad": 0.25})
+    part = engine.optimizer.chained_optimizers[0]
+    seen: dict[str, list[torch.Tensor]] = {}
+    real = engine.optimizer.step_with_ready_grads
+
+    def step() -> bool:
+        seen["clipped"] = [p.grad.clone() for p in part.get_parameters()]
+        return bool(real())
+
+    engine.optimizer.step_with_ready_grads = step
+    # called get_main_grads_for_grad_norm before 0.17
+    name = "get_grads_for_grad_norm" if hasattr(part, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
+    norm_of = getattr(part, name)
+    setattr(part, name, lambda: seen.setdefault("before", [g.clone() for g in norm_of()]))
+    result = engine.train_step(tiny.batches(), microbatches=2)
+    exact = torch.linalg.vector_norm(torch.cat([g.float().flatten() for g in seen["before"]]))
+    assert result.grad_norm == pytest.approx(float(exact), rel=1e-5), "no rounding of norms to BF16"
+    for before, clipped in zip(seen["before"], seen["clipped"], strict=True):
+        wanted = before.float() * (0.25 / (float(exact) + 1e-6))
+        assert torch.allclose(clipped.float(), wanted, rtol=2**-8, atol=0)
+
+
+def test_t2_upstreams_own_clipping_still_refuses(build: Any) -> None:
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    build()
+    with pytest.raises(AssertionError):
+        clip_grad_by_total_norm_fp32([parameter], 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "says"),
+    [
+        (
+            "full_bf16",
+            {"ddp": {"use_distributed_optimizer": True}},
+            "silently creates FP32 main weights and moments regardless",
+        ),
+        (
+            {"recipe": "full_bf16", "grad_reduce_in_fp32": True},
+            {},
+            "grad_reduce_in_fp32=true keeps FP32 gradient buffers",
+        ),
+        (
+            {"recipe": "full_bf16", "grad_reduce_in_fp32": True, "main_grads_dtype": None},
+            {},
+            "bf16 parameters as their own main copy with FP32 gradients",
+        ),
+    ],
+    ids=["distributed optimizer", "fp32 reduction", "fp32 reduction and gradients"],
+)
+def test_t3_combinations_that_would_not_be_it_are_refused(build: Any, kind: Any, sections: Any, says: str) -> None:
+    with pytest.raises((Refused, Contradiction), match=says):
+        build(kind, **sections)
+
+
+def test_t3_other_recipes_are_not_concerned() -> None:
+    for kind in ("fp32", "bf16", "fp16"):
+        run = tiny.run(kind, ddp={"use_distributed_optimizer": True})
+        require_here(run.policy, run.facts)
+
+
+def test_t4_loss_and_logits_come_in_fp32(build: Any) -> None:
+    engine = build({"recipe": "full_bf16", "logit_dtype": "fp32"})
+    logits: list[torch.dtype] = []
+    engine.model[0].module.module.output_layer.register_forward_hook(
+        lambda module, inputs, output: logits.append(output[0].dtype)
+    )
+    losses: list[torch.dtype] = []
+    engine.model[0].register_forward_hook(lambda module, inputs, output: losses.append(output.dtype))
+    engine.train_step(tiny.batches(), microbatches=1)
+    assert logits == losses == [torch.float32]
+
+
+def test_t5_bf16_storage_with_fp32_compute_contradicts_itself() -> None:
+    from mpbridge.precision.config import MixedPrecisionConfig
+    from mpbridge.precision.resolve import resolve
+
+    with pytest.raises(Contradiction, match="params_dtype=bf16"):
+        resolve(MixedPrecisionConfig(params_dtype="bf16"))
+    with pytest.raises(Contradiction, match="compute_dtype=fp32"):
+        resolve(MixedPrecisionConfig(bf16=True, compute_dtype="fp32"))
+
+
+def test_t8_low_precision_moments_stay_at_fp32s_loss(build: Any) -> None:
+    sharded = {"ddp": {"use_distributed_optimizer": True}}
+    losses = {}
+    for kind, sections in (("fp32", {}), ("bf16_mixed_bf16_moments", sharded), ("full_bf16", {})):
+        engine, batches = build(kind, **sections), tiny.batches()
+        losses[kind] = [engine.train_step(batches, microbatches=2).loss for _ in range(30)][-1]
+        engine.close()
+    low = abs(losses["bf16_mixed_bf16_moments"] / losses["fp32"] - 1)
+    full = abs(losses["full_bf16"] / losses["fp32"] - 1)
+    assert low < 2e-3
+    assert full > low
+
+
+def test_t8_low_precision_moments_cost_twelve_bytes_a_parameter(build: Any) -> None:
+    from mpbridge.observe.audit import audit
+
+    engine = build("bf16_mixed_bf16_moments", ddp={"use_distributed_optimizer": True})
+    engine.train_step(tiny.batches(), microbatches=1)
+    size = sum(parameter.numel() for _, parameter in engine.named_parameters())
+    report = audit(engine.run.policy, engine, stage="live")
+    assert sum(finding.bytes for finding in report.findings) / size == pytest.approx(12)
+
+
+def test_a_nonfinite_gradient_leaves_full_bf16_weights_alone(build: Any) -> None:
+    engine = build()
+    batches = tiny.batches()
+    before = {name: parameter.detach().clone() for name, parameter in engine.named_parameters()}
+    poisoned = ({**batch, "loss_mask": torch.full_like(batch["loss_mask"], float("nan"))} for batch in batches)
+    assert not engine.train_step(poisoned, microbatches=1).applied
+    assert all(torch.equal(parameter, before[name]) for name, parameter in engine.named_parameters())

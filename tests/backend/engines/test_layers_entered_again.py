@@ -1,0 +1,36 @@
+"""An engine that was built in one device layer steps in a later one: the caller may leave it between build and step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.backend.devices import device_layer
+from mpbridge.backend.engines.mcore import McoreEngine
+from tests.backend.engines import tiny
+from tests.backend.engines.worker import MOE
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", None])
+def test_an_engine_steps_in_a_layer_entered_after_the_one_that_built_it(world: Any, dispatcher: str | None) -> None:
+    model = {"model": MOE | {"moe_token_dispatcher_type": dispatcher}} if dispatcher else {}
+    losses = []
+    for leave in (False, True):
+        made = tiny.run("bf16", world=1, **model)
+        if leave:
+            with device_layer(False):
+                engine = McoreEngine.build(made)
+            with device_layer(False):
+                pass
+            with device_layer(False):
+                losses.append(engine.train_step(tiny.batches(), microbatches=2).loss)
+                engine.close()
+        else:
+            with device_layer(False):
+                engine = McoreEngine.build(made)
+                losses.append(engine.train_step(tiny.batches(), microbatches=2).loss)
+                engine.close()
+    assert losses[0] == losses[1]
+    assert torch.get_default_dtype() is torch.float32

@@ -1,0 +1,255 @@
+"""Megatron-FSDP in one process: weights move, one master copy, one truth for gradients, dtypes mapped or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.backend.engines.megatron_fsdp import MegatronFsdpEngine, _sections
+from mpbridge.common.errors import Contradiction, Refused
+from mpbridge.common.formats import DType
+from mpbridge.planning.memory.keeps import keeps_of
+from tests.backend.engines import tiny
+
+CORE = "megatron_fsdp"
+
+
+@pytest.fixture
+def layered() -> Iterator[None]:
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.optimizers import CpuFusedAdam
+    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
+
+    mine = start_process_group(False)
+    with device_layer(False, fused_adam=CpuFusedAdam):
+        yield
+    if mine:
+        stop_process_group()
+
+
+@pytest.fixture
+def build(layered: None) -> Iterator[Any]:
+    from mpbridge.backend.engines.registry import build_engine
+
+    made: list[Any] = []
+
+    def make(kind: Any = "bf16_megatron_fsdp", **more: Any) -> Any:
+        made.append(build_engine(tiny.run(kind, engine=CORE, **more)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def _moved(engine: Any, steps: int = 1) -> float:
+    before = {name: p._local_tensor.clone() for name, p in engine.named_parameters()}
+    batches = tiny.batches()
+    for _ in range(steps):
+        engine.train_step(batches, microbatches=2)
+    return max(float((p._local_tensor - before[name]).abs().max()) for name, p in engine.named_parameters())
+
+
+def test_m1_weights_move_with_a_precision_aware_optimizer(build: Any) -> None:
+    engine = build()
+    assert engine.run.policy.precision_aware
+    # Adam's first update is the learning rate
+    assert _moved(engine) == pytest.approx(1e-3, rel=0.05)
+
+
+def test_m1_upstreams_own_wiring_moves_nothing(layered: None) -> None:
+    """Why the engine does not use megatron-core 0.16.1's factory: if this fails, upstream has mended it."""
+    from functools import partial
+
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from mpbridge.backend.engines.parallel import ModelParallel
+    from mpbridge.backend.engines.steps import forward_step
+    from mpbridge.backend.megatron.inside_fsdp import do_not_reduce, indexed_device
+    from mpbridge.backend.megatron.targets import build
+    from mpbridge.backend.models.gpt import build_chunks
+
+    run = tiny.run("bf16_megatron_fsdp", engine=CORE)
+    targets = build(_sections(run, cuda=False), run.plan)
+    parallel = ModelParallel(run.facts.parallel, seed=1)
+    with indexed_device(False):
+        (chunk,) = build_chunks(targets.model, targets.gpt, run.policy, cuda=False)
+        wrapped = FullyShardedDataParallel(targets.model, targets.ddp, chunk, device=torch.device("cpu"))
+        do_not_reduce(wrapped)
+        optimizer = get_megatron_optimizer(targets.optimizer, [wrapped])
+        targets.model.finalize_model_grads_func = finalize_model_grads
+        named = wrapped.param_and_grad_buffer.optimizer_named_parameters
+        before = [p._local_tensor.clone() for _, p in named]
+        wrapped.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=partial(forward_step, torch.device("cpu")), data_iterator=tiny.batches(), model=wrapped,
+            num_microbatches=1, seq_length=tiny.SEQ, micro_batch_size=2, forward_only=False,
+        )  # fmt: skip
+        assert any(p.grad is not None and bool(p.grad._local_tensor.any()) for _, p in named), "gradients are there"
+        optimizer.step_with_ready_grads()
+        assert all(torch.equal(p._local_tensor, old) for (_, p), old in zip(named, before, strict=True)), (
+            "and nobody reads them"
+        )
+    parallel.stop()
+
+
+def test_m2_there_is_one_master_copy(build: Any) -> None:
+    engine = build()
+    engine.train_step(tiny.batches(), microbatches=1)
+    states = [state for part in engine.optimizer.parts for state in part.state.values()]
+    assert {name for state in states for name in state} <= {"exp_avg", "exp_avg_sq", "step"}
+    size = sum(parameter.numel() for _, parameter in engine.named_parameters())
+    assert sum(
+        t.numel() * t.element_size() for s in states for k, t in s.items() if k != "step"
+    ) / size == pytest.approx(8)
+
+
+SCALINGS = (None, "delayed", "tensorwise", "blockwise", "mxfp8")
+
+
+@pytest.mark.parametrize("aware", [False, True], ids=["plain", "aware"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_m3_nobody_waits_for_a_decoupled_gradient(build: Any, scaling: str | None, aware: bool) -> None:
+    quantized = {"fp8": "hybrid", "fp8_recipe": scaling} if scaling else {}
+    engine = build(
+        {"recipe": "bf16_megatron_fsdp", "use_precision_aware_optimizer": aware, **quantized}, emulate=bool(scaling)
+    )
+    flags = {
+        "fused": any(getattr(part, "use_decoupled_grad", False) for part in engine.optimizer.parts),
+        "masters": any(getattr(part, "master_weights", False) for part in engine.optimizer.parts),
+        "buffer": getattr(engine.model[0].param_and_grad_buffer, "use_precision_aware_optimizer", False),
+        "clipping": engine.configs.optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+    }
+    assert flags == dict.fromkeys(flags, False)
+    engine.train_step(tiny.batches(), microbatches=1)
+    assert all(shard.grad is not None for shard in engine.optimizer.shards.values())
+
+
+@pytest.mark.parametrize("aware", [False, True], ids=["plain", "aware"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_m4_the_distributed_optimizer_keeps_its_own_wiring(layered: None, scaling: str | None, aware: bool) -> None:
+    """Without Megatron-FSDP FusedAdam owns the masters for none and delayed only; for other FP8 recipes megatron-core does."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    config = OptimizerConfig(
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        use_precision_aware_optimizer=aware,
+        fp8_recipe=scaling,
+    )
+    assert config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 is (aware and scaling in (None, "delayed"))
+    changes: dict[str, Any] = {"use_precision_aware_optimizer": aware}
+    if scaling:
+        changes |= {"fp8": "hybrid", "fp8_recipe": scaling}
+    run = tiny.run({"recipe": "bf16_mixed", **changes}, emulate=bool(scaling), ddp={"use_distributed_optimizer": True})
+    owner = keeps_of(run.policy, run.facts)["main_params"].owner
+    assert owner == ("optimizer" if aware and scaling in (None, "delayed") else "engine")
+
+
+PLAIN = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtypes"),
+    [
+        ({}, ("bf16", "fp32", "fp32")),
+        ({"grad_reduce_in_fp32": False}, ("bf16", "fp32", "bf16")),
+        (
+            {"grad_reduce_in_fp32": False, "main_params_dtype": "bf16", "main_grads_dtype": "bf16"} | PLAIN,
+            ("bf16", None, "bf16"),
+        ),
+    ],
+    ids=["fp32 gradients: 2+4+4", "bf16 gradients: 2+4+2", "no main weights: 2+0+2"],
+)
+def test_m6_main_weights_and_gradients_have_the_dtypes_asked_for(build: Any, changes: Any, dtypes: Any) -> None:
+    engine = build({"recipe": "bf16_megatron_fsdp", "exp_avg_dtype": None, "exp_avg_sq_dtype": None, **changes})
+    from mpbridge.observe.audit.stored import storage
+
+    found: dict[str, str] = {}
+    for live in engine.tensors():
+        found.setdefault(live.role, storage(live.tensor))
+    assert (found["params"], found.get("main_params"), found["grads"]) == dtypes
+    assert _moved(engine, 2) > 0
+    copied = {storage(live.tensor) for live in engine.tensors() if live.role == "main_grads"}
+    assert copied == ({"fp32"} if dtypes == ("bf16", "fp32", "bf16") else set()), (
+        "what the optimizer reads is a copy only between two dtypes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ({"main_params": DType.FP16}, "main_params_dtype=fp16 on Megatron-FSDP; expected fp32"),
+        ({"main_grads": DType.BF16}, "main_grads_dtype=bf16"),
+        ({"params": DType.FP32}, "params_dtype=fp32 with bf16 compute"),
+        ({"keep_fp32": ("*norm*",)}, "keep_fp32"),
+    ],
+)
+def test_m6_dtypes_that_it_cannot_keep_are_refused(policy: Any, says: str) -> None:
+    run = tiny.run("bf16_megatron_fsdp", engine=CORE)
+    with pytest.raises(Refused, match=says):
+        MegatronFsdpEngine.build(dataclasses.replace(run, policy=dataclasses.replace(run.policy, **policy)))
+
+
+def test_m7_the_mode_with_wrong_gradients_is_refused_with_the_reason(build: Any) -> None:
+    with pytest.raises(Refused, match=r"data_parallel_sharding_strategy=no_shard.*the ranks diverge"):
+        build(ddp={"data_parallel_sharding_strategy": "no_shard"})
+
+
+def test_m7_the_distributed_optimizer_is_switched_on_and_nonsense_refused(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build().configs.ddp.use_distributed_optimizer is True
+    with pytest.raises(Contradiction, match="always shards the states"):
+        build(ddp={"use_distributed_optimizer": False})
+    with pytest.raises(Refused, match="optimizer-that-the-engine-does-not-build"):
+        build(optimizer={"optimizer": "muon"})
+
+
+def test_m8_a_checkpoint_with_a_duplicate_master_loads_and_the_duplicate_is_dropped(build: Any) -> None:
+    engine, batches = build(), tiny.batches()
+    for _ in range(2):
+        engine.train_step(batches, microbatches=1)
+    saved = {name: shard.detach().clone() for name, shard in engine.optimizer.shards.items()}
+    state = _plain(engine.state())
+    # what FusedAdam's second copy would have left in an old checkpoint: stale, never read
+    state["optimizer"]["master_param"] = {name: torch.zeros_like(value) for name, value in saved.items()}
+    for _ in range(2):
+        engine.train_step(batches, microbatches=1)
+    engine.load_state(state)
+    assert all(torch.equal(shard, saved[name]) for name, shard in engine.optimizer.shards.items())
+    assert all("master_param" not in one for part in engine.optimizer.parts for one in part.state.values())
+
+
+def _plain(state: Any) -> Any:
+    """Sharded tensors replaced by copies of what they hold."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.data.clone() if hasattr(state, "global_shape") else state
+
+
+def test_one_process_gradients_are_not_doubled(build: Any) -> None:
+    from mpbridge.backend.engines.registry import build_engine
+
+    reference = build_engine(tiny.run("fp32"))
+    wanted = [
+        (r.loss, r.grad_norm)
+        for batches in [tiny.batches()]
+        for r in [reference.train_step(batches, microbatches=3) for _ in range(2)]
+    ]
+    reference.close()
+    engine = build("fp32")
+    found = [
+        (r.loss, r.grad_norm)
+        for batches in [tiny.batches()]
+        for r in [engine.train_step(batches, microbatches=3) for _ in range(2)]
+    ]
+    assert found == [pytest.approx(pair, rel=1e-6) for pair in wanted]

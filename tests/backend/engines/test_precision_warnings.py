@@ -1,0 +1,170 @@
+"""Which Adam for which policy, the storage that follows from it, and the warning that BF16 moments deserve."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.backend.engines import precision_warnings as warnings
+from mpbridge.backend.engines.optimizers import CpuFusedAdam
+from mpbridge.common.formats import DType
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.settings.container import ConfigContainer
+from mpbridge.settings.storage import with_storage
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "_warned", set())
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16, *, frozen: bool = False) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=not frozen)]
+
+
+CASES = {
+    "AdamW on BF16": (torch.optim.AdamW, {}, {}, 1),
+    "Adam on BF16": (torch.optim.Adam, {}, {}, 1),
+    "FP32": (torch.optim.AdamW, {"dtype": torch.float32}, {}, 0),
+    "FP16": (torch.optim.AdamW, {"dtype": torch.float16}, {}, 0),
+    "frozen": (torch.optim.AdamW, {"frozen": True}, {}, 0),
+    "SGD": (torch.optim.SGD, {}, {}, 0),
+    "FusedAdam": (CpuFusedAdam, {}, {}, 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a5_bf16_adam_is_warned_about_once_and_nothing_else(case: str, caplog: Any) -> None:
+    kind, made, options, expected = CASES[case]
+    held = parameters(**made)
+    optimizer = kind(held, lr=0.1)
+    with caplog.at_level(logging.WARNING, logger="mpbridge"):
+        said = [warnings.warn_bf16_adam([optimizer], held, **options) for _ in range(2)]
+    assert said == [bool(expected), False]
+    assert len(caplog.records) == expected
+
+
+def test_a5_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    held = parameters()
+    assert not warnings.warn_bf16_adam(torch.optim.AdamW(held), held)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer", "said", "expected"),
+    [
+        ("fsdp2", "torch_adamw", {}, DType.FP32),
+        ("fsdp2", "sgd", {}, DType.FP32),
+        ("fsdp2", "adam", {}, None),
+        ("mcore", "sgd", {}, None),
+        ("fsdp2", "torch_adamw", {"params_dtype": "bf16"}, DType.BF16),
+        ("fsdp2", "torch_adamw", {"bf16": False}, None),
+    ],
+)
+def test_a6_unset_storage_follows_the_optimizer_and_what_is_said_wins(
+    engine: str, optimizer: str, said: dict[str, Any], expected: DType | None
+) -> None:
+    config = with_storage(MixedPrecisionConfig(**{"bf16": True} | said), engine=engine, optimizer=optimizer)
+    assert config.stored()["params_dtype"] is expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields", "params"),
+    [
+        ("torch_adamw", {}, DType.FP32),
+        ("sgd", {}, DType.FP32),
+        ("adam", {}, DType.BF16),
+        (
+            "torch_adamw",
+            {"params_dtype": "bf16", "main_params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+            DType.BF16,
+        ),
+    ],
+)
+def test_a6_a_run_on_fsdp2_stores_what_its_optimizer_needs(
+    optimizer: str, fields: dict[str, str], params: DType
+) -> None:
+    container = ConfigContainer(
+        mixed_precision={"bf16": True, **fields},
+        engine="fsdp2",
+        model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
+        optimizer={"optimizer": optimizer, "lr": 1e-3},
+        train={"train_iters": 2},
+        data={"seq_length": 32},
+    )
+    run = container.resolved(world_size=1)
+    assert run.policy.params is params
+    assert run.policy.compute is DType.BF16
+    assert run.facts.optimizer.name == optimizer
+
+
+def test_a7_duplicate_main_weights_are_switched_off_with_one_warning(caplog: Any) -> None:
+    arguments = {"master_weights": True, "store_param_remainders": True}
+    with caplog.at_level(logging.WARNING, logger="mpbridge"):
+        for _ in range(2):
+            assert warnings.without_duplicate(parameters(torch.float32), arguments) == {
+                "master_weights": False,
+                "store_param_remainders": False,
+            }
+    assert len(caplog.records) == 1
+    assert warnings.without_duplicate(parameters(), arguments) == arguments
+
+
+def test_a7_what_the_duplicate_costs_is_four_bytes_a_parameter() -> None:
+    held = [torch.nn.Parameter(torch.ones(256))]
+    cost = {}
+    for masters in (True, False):
+        optimizer = CpuFusedAdam(held, lr=0.1, master_weights=masters)
+        held[0].grad = torch.ones_like(held[0])
+        optimizer.step()
+        cost[masters] = (
+            sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[held[0]].values()) / 256
+        )
+    assert cost == {True: 12.0, False: 8.0}
+
+
+def test_g2_torch_adam_keeps_its_moments_in_the_parameters_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for options in ({}, {"foreach": True}, {"foreach": False}, {"fused": True}):
+            held = parameters(dtype)
+            optimizer = torch.optim.AdamW(held, **options)
+            held[0].grad = torch.ones_like(held[0])
+            optimizer.step()
+            assert {optimizer.state[held[0]][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {dtype}
+
+
+def test_a13_every_shipped_recipe_is_pattern_a_or_b_or_says_that_it_is_risky() -> None:
+    from mpbridge.precision.registry import get_mixed_precision_config, recipes
+    from mpbridge.precision.resolve import resolve
+
+    files = [str(path) for path in (Path(__file__).parents[3] / "configs" / "recipes").glob("*.yaml")]
+    assert files
+    risky = []
+    for name in (*recipes, *files):
+        policy = resolve(get_mixed_precision_config(name)).settled()
+        if policy.narrow_alone:
+            risky.append(name)
+    assert risky == ["full_bf16"]
+    assert "converges worse" in recipes["full_bf16"].summary
+
+
+def test_g5_the_risky_recipe_warns_where_it_is_built(caplog: Any) -> None:
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.optimizers import CpuFusedAdam
+    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.backend.engines.registry import build_engine
+    from tests.backend.engines import tiny
+
+    mine = start_process_group(False)
+    with device_layer(False, fused_adam=CpuFusedAdam), caplog.at_level(logging.WARNING, logger="mpbridge"):
+        for kind in ("bf16_params_fp32_states", "fp32_params_bf16_compute", "full_bf16"):
+            build_engine(tiny.run(kind, engine="fsdp2")).close()
+    if mine:
+        stop_process_group()
+    assert sum("second moment stalls" in record.message for record in caplog.records) == 1

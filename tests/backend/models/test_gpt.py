@@ -1,0 +1,276 @@
+"""The model builder on a CPU: attention, norms, experts, latent attention, logits in FP32, parameters kept in FP32, what a CPU refuses."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mpbridge.backend.engines.mcore import McoreEngine
+from mpbridge.backend.engines.registry import build_engine, engine_class
+from mpbridge.backend.models.gpt import fp32_modules
+from mpbridge.common.errors import BadValue, Refused, UnknownName, UpstreamRefused
+from mpbridge.common.machines import machine
+from mpbridge.common.traits import engine_names
+from mpbridge.planning.hardware.capability import ASSUMED
+from tests.backend.engines import tiny
+
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+}
+
+
+@pytest.fixture
+def build(layer: None) -> Any:
+    made: list[McoreEngine] = []
+
+    def make(kind: Any = "bf16", *, backend: Any = None, **sections: Any) -> McoreEngine:
+        made.append(McoreEngine.build(tiny.run(kind, **sections), backend=backend))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def losses(engine: McoreEngine, steps: int = 4) -> list[float]:
+    """Of a few steps, after which the engine is closed: there is one at a time in a process."""
+    batches = tiny.batches()
+    found = [engine.train_step(batches, microbatches=2).loss for _ in range(steps)]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+def test_blocked_attention_is_attention(length: int, dtype: torch.dtype, tolerance: float) -> None:
+    from mpbridge.backend.models.attention import BlockedAttention
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(length, 2, 3, width, dtype=dtype) for width in (16, 16, 8)]
+    weight = torch.randn(length, 2, 24)
+    results = []
+    for ours in (True, False):
+        q, k, v = (tensor.clone().requires_grad_() for tensor in tensors)
+        if ours:
+            out = BlockedAttention.apply(q, k, v, 0.25)  # type: ignore[no-untyped-call]
+        else:
+            a, b, c = (tensor.permute(1, 2, 0, 3).float() for tensor in (q, k, v))
+            out = (
+                F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=0.25)
+                .permute(2, 0, 1, 3)
+                .reshape(length, 2, 24)
+            )
+        (out.float() * weight).sum().backward()
+        results.append([out.float(), *(tensor.grad.float() for tensor in (q, k, v) if tensor.grad is not None)])
+    for mine, other in zip(*results, strict=True):
+        # relative to the largest: FP32 sums in another order, BF16 rounds scores, probabilities and gradients once each
+        assert (mine - other).abs().max() <= tolerance * other.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"num_query_groups": 2},
+        {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+        {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu"},
+        {"qk_layernorm": True, "add_bias_linear": True},
+        {"position_embedding_type": "learned_absolute"},
+        {"attention_softmax_in_fp32": False},
+        {"recompute_granularity": "selective"},
+        {"fp32_residual_connection": True},
+        {"fp32_residual_connection": True, "normalization": "RMSNorm"},
+        {"mtp_num_layers": 1},
+        {"window_size": [8, 0]},
+        {
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_layer_freq": 2,
+            "moe_ffn_hidden_size": 64,
+        },
+        LATENT,
+    ],
+    ids=lambda model: "+".join(model)[:40],
+)
+@pytest.mark.parametrize("kind", ["bf16", "fp16_static"])
+def test_every_kind_of_layer_trains(build: Any, model: dict[str, Any], kind: str) -> None:
+    recipe = {"recipe": "fp16_mixed", "loss_scale": 128.0} if kind == "fp16_static" else kind
+    found = losses(build(recipe, model=model), 6)
+    assert found[-1] < found[0] - 0.3
+
+
+def test_our_attention_and_megatron_cores_train_alike(build: Any) -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from mpbridge.backend.models.local_spec import CpuSpecProvider
+
+    class Cores(CpuSpecProvider):
+        def core_attention(self) -> type:
+            return DotProductAttention
+
+    assert losses(build("fp32")) == pytest.approx(losses(build("fp32", backend=Cores)), rel=1e-6)
+
+
+def test_a_backend_replaces_every_linear_of_every_layer(build: Any) -> None:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from mpbridge.backend.models.local_spec import CpuSpecProvider
+
+    class Column(ColumnParallelLinear):
+        pass
+
+    class Row(RowParallelLinear):
+        pass
+
+    class Other(CpuSpecProvider):
+        def column_parallel_linear(self) -> type:
+            return Column
+
+        def row_parallel_linear(self) -> type:
+            return Row
+
+    for model in ({"num_moe_experts": 2, "moe_layer_freq": 2}, LATENT):
+        engine = build("bf16", backend=Other, model=model)
+        kinds = {
+            type(module) for name, module in engine.model[0].named_modules() if "layers." in name and "linear" in name
+        }
+        assert kinds == {Column, Row}
+        engine.close()
+
+
+def test_logits_come_in_the_dtype_that_the_policy_says(build: Any) -> None:
+    found: dict[str, set[torch.dtype]] = {}
+    for name, recipe in (("own", "bf16"), ("fp32", {"recipe": "bf16_mixed", "logit_dtype": "fp32"})):
+        engine = build(recipe)
+        seen = found.setdefault(name, set())
+        model = engine.model[0].module.module
+        model.output_layer.register_forward_hook(lambda module, args, output, seen=seen: seen.add(output[0].dtype))
+        assert model.embedding.word_embeddings.weight.dtype is torch.bfloat16
+        assert losses(engine)[-1] < 4.0
+    assert found == {"own": {torch.bfloat16}, "fp32": {torch.float32}}
+
+
+def test_named_parameters_stay_in_fp32_and_train(build: Any) -> None:
+    engine = build(
+        {"recipe": "bf16_mixed", "keep_fp32": ["*layernorm*", "*.mlp.linear_fc2.weight"]},
+        ddp={"use_distributed_optimizer": True},
+    )
+    kept = {name for name, parameter in engine.named_parameters() if parameter.dtype is torch.float32}
+    assert kept == {
+        name for name, _ in engine.named_parameters() if "layernorm" in name or name.endswith("linear_fc2.weight")
+    }
+    assert len(kept) == 12
+    found = losses(engine, 6)
+    assert found[-1] < found[0] - 0.3
+
+
+def test_a_keep_fp32_pattern_that_matches_nothing_is_an_error(build: Any) -> None:
+    with pytest.raises(Refused, match=r"keep_fp32 '\*\.nosuch' match no parameter"):
+        build({"recipe": "bf16_mixed", "keep_fp32": ["*.nosuch", "*layernorm*"]})
+    # the rule went by the names that this shape should have; the model's own names have the last word
+    with pytest.raises(BadValue, match=r"\['\*\.nosuch'\] matches no parameter"):
+        fp32_modules(build("bf16").model[0], ("*.nosuch", "*layernorm*"))
+
+
+def test_a_keep_fp32_pattern_may_name_what_another_rank_holds(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("bf16").model[0]
+    monkeypatch.setattr("megatron.core.parallel_state.get_expert_model_parallel_world_size", lambda: 2)
+    assert fp32_modules(model, ("*local_experts.3.*",)) == {}
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_the_mask(build: Any) -> None:
+    engine = build("fp32")
+    batch = next(tiny.batches())
+    half = batch["loss_mask"].clone()
+    half[:, tiny.SEQ // 2 :] = 0.0
+    first = engine.evaluate(itertools.repeat(batch | {"loss_mask": half}), microbatches=1)
+    second = engine.evaluate(itertools.repeat(batch | {"loss_mask": 1.0 - half}), microbatches=1)
+    assert (first + second) / 2 == pytest.approx(engine.evaluate(itertools.repeat(batch), microbatches=1), rel=1e-6)
+    assert engine.evaluate(itertools.repeat(batch | {"loss_mask": half * 0.0}), microbatches=1) == 0.0
+
+
+def test_everything_that_needs_cuda_is_named_in_one_refusal(build: Any) -> None:
+    with pytest.raises(Refused) as refusal:
+        build("bf16", model={"persist_layer_norm": True, "gradient_accumulation_fusion": True})
+    assert "model.persist_layer_norm=true" in str(refusal.value)
+    assert "model.gradient_accumulation_fusion=true" in str(refusal.value)
+
+
+def test_a_failed_build_leaves_no_parallel_state(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import optimizer, parallel_state
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        assert parallel_state.model_parallel_is_initialized()
+        raise RuntimeError("half built")
+
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", fails)
+    with pytest.raises(RuntimeError, match="half built"):
+        build("bf16")
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_an_fp8_recipe_is_refused_and_never_trains_as_bf16(build: Any) -> None:
+    with pytest.raises(Refused):
+        build("bf16_with_fp8_current_scaling_mixed")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine may really run it")
+@pytest.mark.parametrize("name", engine_names())
+def test_a_run_resolved_for_another_machine_does_not_train_here(layer: None, name: str) -> None:
+    recipe = {
+        "recipe": "bf16_with_fp8_current_scaling_mixed",
+        "first_last_layers_bf16": False,
+        "fp8_param_gather": False,
+    }
+    run = tiny.run(recipe, engine=name)
+    elsewhere = run.container.resolved(machine=machine("b200"), versions=ASSUMED)
+    with pytest.raises(Refused, match="needs a GPU"):
+        engine_class(name).build(elsewhere)
+
+
+def test_what_megatron_core_refuses_while_it_builds_is_said_in_one_line(layer: None) -> None:
+    with pytest.raises(UpstreamRefused, match="divisible"):
+        build_engine(tiny.run("bf16", ddp={"num_distributed_optimizer_instances": 2}))
+
+
+def test_an_unknown_engine_gets_the_nearest_name() -> None:
+    assert set(engine_names()) >= {"mcore", "fsdp2", "megatron_fsdp"}
+    with pytest.raises(UnknownName, match="nearest: mcore"):
+        engine_class("mcor")
+
+
+def test_dropout_draws_anew_and_repeats_with_the_seed(build: Any) -> None:
+    noisy = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
+    first, second = losses(build("fp32", model=noisy)), losses(build("fp32", model=noisy))
+    assert first == second
+    assert first != losses(build("fp32"))
+
+
+def test_a_second_engine_at_the_same_time_is_refused(build: Any) -> None:
+    engine = build("bf16")
+    with pytest.raises(BadValue, match="close the other engine first"):
+        build("bf16")
+    assert losses(engine)[-1] < 4.2, "and the first one goes on"
+
+
+def test_an_fp32_residual_stream_stays_fp32_through_every_layer(layer) -> None:
+    import torch
+
+    from mpbridge.backend.models.residual import wide_add
+
+    add = wide_add(True, False)
+    stream, branch = torch.full((4, 8), 1.0 + 2.0**-20), torch.full((4, 8), 0.5, dtype=torch.bfloat16)
+    out = add((branch, None), stream, 0.0)
+    assert out.dtype is torch.float32
+    assert torch.equal(out, stream + 0.5)
+    assert torch.equal(add((branch, torch.ones(8, dtype=torch.bfloat16)), stream, 0.0), stream + 1.5)

@@ -1,0 +1,47 @@
+"""Progress: a bar where there is a terminal, lines at intervals where there is none, silence on other ranks."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mpbridge.common.report.console import console
+from mpbridge.common.report.progress import ProgressLine
+from mpbridge.common.tables.table import table
+
+
+def _shown(*, terminal: bool, bar: bool = True) -> str:
+    out = Console(file=io.StringIO(), force_terminal=terminal, width=150, highlight=False)
+    with ProgressLine(out, total=25, interval=10, bar=bar) as progress:
+        for step in range(1, 26):
+            progress.step(step, f"loss {step}.0")
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def test_a_log_file_gets_the_first_last_and_every_tenth_step() -> None:
+    assert _shown(terminal=False).splitlines() == [f"step {step:>2}/25  loss {step}.0" for step in (1, 10, 20, 25)]
+
+
+def test_a_terminal_gets_a_bar_unless_it_is_switched_off() -> None:
+    assert "25/25" in _shown(terminal=True)
+    assert "step" not in _shown(terminal=True)
+    assert "step 20/25" in _shown(terminal=True, bar=False)
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine(console(speaks=False), total=2, interval=1) as progress:
+        progress.step(1, "loss")
+        progress.say("something")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_log_file_is_wide_enough_for_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    long = "word " * 22
+    console().print(table("summary", ("", ""), [("label", long)]))
+    assert long.strip() in capsys.readouterr().out

@@ -1,0 +1,206 @@
+"""Megatron Bridge's names over our registry: what scripts written for it see, and where our decisions differ."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import pickle
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mpbridge import MixedPrecisionConfig, recipes
+from mpbridge.common.errors import Contradiction, RecipeError, UnknownName
+from mpbridge.interop import megatron_bridge as bridge
+from mpbridge.interop.stacks.megatron_bridge import FIELDS
+from mpbridge.precision.registry import unregister
+
+
+def configs() -> tuple[TransformerConfig, OptimizerConfig, DistributedDataParallelConfig]:
+    model = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
+    return model, OptimizerConfig(lr=1e-4), DistributedDataParallelConfig(use_distributed_optimizer=True)
+
+
+def test_the_class_has_bridges_fields_defaults_and_module() -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(bridge.MixedPrecisionConfig)}
+    assert fields == FIELDS
+    assert bridge.MixedPrecisionConfig.__module__ == "megatron.bridge.training.mixed_precision"
+
+
+@pytest.mark.parametrize("name", [name for name in bridge.MIXED_PRECISION_RECIPES if "-" not in name])
+def test_setup_writes_what_our_plan_writes(name: str) -> None:
+    from mpbridge import get_mixed_precision_config, plan, resolve
+
+    targets = dict(zip(("model", "optimizer", "ddp"), configs(), strict=True))
+    bridge.get_mixed_precision_config(name).setup(*targets.values())
+    wanted = plan(
+        resolve(get_mixed_precision_config(name)), model={}, optimizer={}, ddp={"use_distributed_optimizer": True}
+    )
+    assert wanted.writes
+    for write in wanted.writes:
+        if hasattr(targets[write.target], write.field):
+            found = getattr(targets[write.target], write.field)
+            assert str(found).removeprefix("torch.") == str(getattr(write.after, "value", write.after)), write.name
+
+
+def test_a_value_that_is_the_default_is_written_over_another() -> None:
+    model, optimizer, ddp = configs()
+    model.bf16, model.params_dtype, ddp.grad_reduce_in_fp32 = True, torch.bfloat16, True
+    bridge.get_mixed_precision_config("fp16_mixed").setup(model, optimizer, ddp)
+    assert (model.bf16, model.fp16, model.params_dtype, ddp.grad_reduce_in_fp32) == (False, True, torch.float16, False)
+
+
+def test_an_inert_scaling_does_not_reach_the_optimizer() -> None:
+    model, optimizer, _ = configs()
+    bridge.bf16_mixed().setup(model, optimizer)
+    assert optimizer.fp8_recipe is None
+
+
+def test_changes_and_fields_that_a_target_lacks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    @dataclasses.dataclass
+    class Small:
+        bf16: bool = False
+        other: int = 3
+
+    small = Small()
+    with caplog.at_level(logging.DEBUG):
+        assert bridge.update_config_with_precision_overrides(bridge.bf16_mixed(), small) is small
+    assert (small.bf16, small.other) == (True, 3)
+    assert "Overwrote Small.bf16  False -> True" in caplog.text
+    assert "Small has no" in caplog.text
+
+
+def test_both_spellings_are_one_recipe_and_unknown_names_are_value_errors() -> None:
+    assert bridge.get_mixed_precision_config("bf16-mixed") == bridge.bf16_mixed()
+    assert bridge.MIXED_PRECISION_RECIPES["bf16_mixed"] is bridge.MIXED_PRECISION_RECIPES["bf16-mixed"]
+    with pytest.raises(ValueError, match=r"Unknown mixed-precision recipe 'bf16_mixd'.*nearest: bf16_mixed"):
+        bridge.get_mixed_precision_config("bf16_mixd")
+
+
+def test_an_unknown_field_is_a_value_error_and_setup_leaves_the_root_logger_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="fp8_recipe"):
+        bridge.MixedPrecisionConfig().fp8_recip = "mxfp8"
+    monkeypatch.setattr(logging.root, "handlers", [])
+    bridge.MixedPrecisionConfig(bf16=True).setup(types.SimpleNamespace(bf16=False))
+    assert logging.root.handlers == []
+
+
+def test_a_registered_recipe_is_in_both_registries_and_keeps_bridges_fields() -> None:
+    @bridge.register
+    def mine_over_there() -> bridge.MixedPrecisionConfig:
+        """Mine."""
+        return bridge.MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="blockwise")
+
+    try:
+        assert recipes["mine_over_there"].make().fp8_recipe == "blockwise"
+        assert bridge.MIXED_PRECISION_RECIPES["mine-over-there"] is bridge.MIXED_PRECISION_RECIPES["mine_over_there"]
+        assert bridge.get_mixed_precision_config("mine-over-there").fp8_recipe == "blockwise"
+    finally:
+        unregister("mine_over_there")
+
+
+@pytest.mark.parametrize("kind", ["a config of mpbridge", "a number"])
+def test_a_registered_function_is_asked_for_a_config(kind: str) -> None:
+    @bridge.register
+    def mine_of_another_kind() -> Any:
+        return 5 if kind == "a number" else MixedPrecisionConfig(bf16=True, fp8="hybrid")
+
+    try:
+        if kind == "a number":
+            with pytest.raises(RecipeError, match="returned int, expected a MixedPrecisionConfig"):
+                bridge.get_mixed_precision_config("mine_of_another_kind")
+        else:
+            made = bridge.get_mixed_precision_config("mine_of_another_kind")
+            assert isinstance(made, bridge.MixedPrecisionConfig)
+            assert made.fp8 == "hybrid"
+    finally:
+        unregister("mine_of_another_kind")
+
+
+def test_twins_follow_the_last_assignment_and_contradict_within_one_constructor() -> None:
+    config = bridge.MixedPrecisionConfig(fp8_param_gather=True)
+    assert config.fp8_param is True
+    config.fp8_param = False
+    assert config.fp8_param_gather is False
+    with pytest.raises(Contradiction):
+        bridge.MixedPrecisionConfig(fp8_param=False, fp8_param_gather=True)
+
+
+def test_an_unknown_attribute_is_refused_and_finalize_names_every_contradiction() -> None:
+    config = bridge.MixedPrecisionConfig(fp32=True, fp8="hybrid", fp4="e2m1")
+    with pytest.raises(UnknownName, match="fp8_recipe"):
+        config.fp8_recip = "mxfp8"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"(?s)fp8.*fp4|fp4.*fp8"):
+        config.finalize()
+
+
+def test_a_recipe_beyond_bridges_fields_is_not_offered() -> None:
+    assert "full_bf16" not in bridge.MIXED_PRECISION_RECIPES
+    with pytest.raises(ValueError, match="full_bf16"):
+        bridge.get_mixed_precision_config("full_bf16")
+
+
+def test_configs_recipes_and_errors_travel_to_another_process_without_install() -> None:
+    code = (
+        "import pickle, sys; made = pickle.load(sys.stdin.buffer); "
+        "print(made[0].fp8, made[0].fp8_param_gather, made[0].params_dtype, made[1]().bf16, type(made[2]).__name__, 'megatron.bridge' in sys.modules)"
+    )
+    config = bridge.bf16_with_fp8_delayed_scaling_mixed()
+    with pytest.raises(ValueError, match="bf17_mixed") as unknown:
+        bridge.get_mixed_precision_config("bf17_mixed")
+    sent = pickle.dumps((config, bridge.bf16_mixed, unknown.value))
+    ran = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True)
+    assert ran.stdout.decode().split() == ["hybrid", "True", "torch.bfloat16", "True", "UnknownRecipe", "False"]
+    assert copy.deepcopy(config) == config
+    assert bridge.bf16_mixed is bridge.bf16_mixed is bridge.MIXED_PRECISION_RECIPES["bf16-mixed"]
+    assert bridge.bf16_mixed.__name__ == "bf16_mixed"
+
+
+def test_install_puts_it_under_bridges_name_once() -> None:
+    code = (
+        "from mpbridge.compat import megatron_bridge; megatron_bridge.install(); megatron_bridge.install()\n"
+        "import sys; from importlib import import_module\n"
+        "assert sys.modules['megatron.bridge.training.mixed_precision'] is megatron_bridge\n"
+        "sys.modules['megatron.bridge.training.mixed_precision'] = sys\n"
+        "try: megatron_bridge.install()\n"
+        "except Exception as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "is already imported" in done.stdout
+
+
+def test_a_notebook_cell_that_runs_again_replaces_its_own_recipe() -> None:
+    code = (
+        "from mpbridge import register, MixedPrecisionConfig, get_mixed_precision_config as get\n"
+        "for window in (7, 9):\n"
+        "    @register\n"
+        "    def cell(window=window):\n"
+        "        return MixedPrecisionConfig(bf16=True, hysteresis=window)\n"
+        "print(get('cell').hysteresis)\n"
+        "def other(): return MixedPrecisionConfig()\n"
+        "try: register(name='bf16_mixed')(other)\n"
+        "except Exception as error: print(type(error).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["9", "DuplicateName"]
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("no", "fp32"), ("16-true", "fp16_mixed"), ("float8", "tensorwise"), ("transformer-engine", "library")],
+)
+def test_words_of_other_stacks_are_hints_and_no_aliases(word: str, hint: str) -> None:
+    from mpbridge import get_mixed_precision_config
+
+    with pytest.raises(UnknownName, match=hint):
+        get_mixed_precision_config(word)

@@ -1,0 +1,81 @@
+"""What a difference costs: bytes kept, bytes sent, bits of mantissa; the rows add up to the bytes per parameter."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+
+from mpbridge import recipes
+from mpbridge.cli.main import main
+from mpbridge.interop.stacks.base import Export
+from mpbridge.interop.stacks.costs import cost
+from mpbridge.interop.stacks.exporters import STACKS, export
+from mpbridge.interop.stacks.meaning import Meaning, differences, of_policy
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+
+KEPT = ("storage", "main", "accumulator", "optimizer_reads", "exp_avg", "exp_avg_sq")
+
+
+def meaning(name: str) -> Meaning:
+    return of_policy(resolve(get_mixed_precision_config(name)))
+
+
+def per_parameter(text: str) -> int:
+    found = re.search(r"(\d+) bytes? per parameter (more|fewer)", text)
+    return 0 if found is None else int(found[1]) * (1 if found[2] == "more" else -1)
+
+
+def test_the_rows_add_up_to_the_bytes_per_parameter() -> None:
+    meanings = {name: meaning(name) for name in recipes}
+    for one, other in itertools.permutations(meanings, 2):
+        a, b = meanings[one], meanings[other]
+        rows = [row for row in differences(a, b) if row in KEPT]
+        assert sum(per_parameter(cost(row, a, b)) for row in rows) == sum(b.bytes) - sum(a.bytes), (one, other)
+
+
+def test_the_wire_says_its_volume_and_a_narrower_dtype_the_bits_it_loses() -> None:
+    wide, low = meaning("bf16_mixed"), meaning("fp16_mixed")
+    assert cost("wire", wide, low) == "half the bytes of gradients on the wire, 13 bits of mantissa fewer"
+    assert cost("wire", low, wide) == "twice the bytes of gradients on the wire"
+    # two bytes of the accumulator are saved, and the optimizer reads a copy in FP32
+    assert cost("accumulator", wide, low).startswith("2 bytes per parameter more with the optimizer's copy")
+    assert cost("compute", low, wide) == "3 bits of mantissa fewer"
+
+
+def test_quantized_linears_say_bits_and_bytes() -> None:
+    plain, low = meaning("bf16_mixed"), meaning("bf16_with_mxfp8_mixed")
+    assert cost("quantization", plain, low) == "operands of 8 bits instead of 16, 1 byte per quantized weight fewer"
+    assert cost("quantization", plain, meaning("bf16_with_nvfp4_mixed")) == "operands of 4 bits instead of 16"
+
+
+def without_a_number(made: Export) -> list[str]:
+    """Lines of different arithmetic about a dtype that name no number."""
+    facts = {*KEPT, "wire", "compute"}
+    lines = [line for line in made.lines if line.fidelity == "different" and line.fact in facts]
+    return [str(line) for line in lines if not re.search(r"bytes|bits? of mantissa", line.text)]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_difference_in_a_dtype_has_its_cost(stack: str) -> None:
+    assert [line for name in recipes for line in without_a_number(export(name, stack))] == []
+
+
+def test_compare_shows_what_the_second_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "bf16_mixed", "fp16_mixed"]) == 0
+    assert "half the bytes of gradients on the wire" in capsys.readouterr().out
+    assert main(["compare", "bf16_mixed", "fp16_mixed", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["costs"]["wire"].startswith("half")
+
+
+@pytest.mark.parametrize("stack", ["torchtitan", "fsdp2", "automodel", "accelerate", "lightning", "transformers"])
+def test_the_same_arithmetic_from_other_weights_is_said_where_no_copy_is_kept(stack: str) -> None:
+    def about(name: str) -> list[str]:
+        return [line.text for line in export(name, stack).lines if line.fact == "main"]
+
+    assert all("start from FP32 values, not from values rounded" in text for text in about("bf16_mixed"))
+    assert about("bf16_mixed")
+    assert not about("fp32_params_bf16_compute")

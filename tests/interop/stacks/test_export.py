@@ -1,0 +1,580 @@
+"""Exports: goldens of every recipe and stack, the class of each, and what a stack cannot say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from mpbridge import ConfigContainer, MixedPrecisionConfig, recipes
+from mpbridge.cli.main import main
+from mpbridge.common.errors import BadValue, UnknownName
+from mpbridge.interop.stacks.base import Export
+from mpbridge.interop.stacks.exporters import STACKS, export
+from mpbridge.interop.stacks.importers import read_args, read_text
+from mpbridge.interop.stacks.meaning import of_policy
+from mpbridge.interop.stacks.megatron_lm_options import options
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = Path(__file__).parents[2] / "golden" / "exports"
+
+
+def as_text(stack: str) -> str:
+    """Every recipe of one stack, as the golden file holds it."""
+    parts = []
+    for name in recipes:
+        made = export(name, stack)
+        pieces = "\n".join(f"-- {piece.name}\n{piece.text}" for piece in made.pieces)
+        lines = "\n".join(f"   {line}" for line in made.lines)
+        parts.append(f"## {name}: {made.fidelity}\n{pieces}\n{lines}".rstrip())
+    return "\n\n".join(parts) + "\n"
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_export_is_as_the_golden_file_says(stack: str) -> None:
+    path = GOLDEN / f"{stack}.txt"
+    if os.environ.get("MPBRIDGE_WRITE_GOLDENS"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(as_text(stack))
+    assert as_text(stack) == path.read_text(), "MPBRIDGE_WRITE_GOLDENS=1 writes it anew"
+
+
+# the published comparison of stacks, recipe by recipe: E exact, A approximate, - not at all; rows that differ are explained below
+COVERAGE = {
+    # published as E for DeepSpeed; live tensors show that ZeRO updates a copy of FP32 parameters too
+    "fp32": "E E E E E . . A",
+    "bf16_mixed": "E E A A A A A E",
+    "fp16_mixed": "E E A - A A A E",
+    "bf16_with_fp8_delayed_scaling_mixed": "E E - - - A A -",
+    "bf16_with_mxfp8_mixed": "E E A A A A - -",
+    "bf16_with_fp8_current_scaling_mixed": "E E A - A A - -",
+    "bf16_with_fp8_subchannel_scaling_mixed": "E E A - - - - -",
+    "bf16_with_nvfp4_mixed": "E . - A - - - -",
+    "bf16_params_fp32_states": "A A E A E A A .",
+    # published as A for accelerate, for its autocast; live tensors show none over FSDP2 (scripts/evidence/witness_stacks.py)
+    "fp32_params_bf16_compute": "A A E E E E A A",
+    "full_bf16": "- - E A E . E E",
+    "bf16_mixed_bf16_moments": "E A A A A A A .",
+}
+
+
+@pytest.mark.parametrize(("recipe", "row"), COVERAGE.items(), ids=COVERAGE)
+def test_the_class_of_an_export_is_the_published_one(recipe: str, row: str) -> None:
+    letters = {"exact": "E", "layout": "A", "different": "A", "impossible": "-"}
+    for stack, expected in zip(STACKS, row.split(), strict=False):
+        if expected != ".":
+            assert (stack, letters[export(recipe, stack).fidelity]) == (stack, expected)
+
+
+def test_the_scaling_recipe_is_always_written_for_megatron_lm() -> None:
+    for name in recipes:
+        text = export(name, "megatron-lm").pieces[0].text
+        assert ("--fp8-format" in text) == ("--fp8-recipe" in text)
+        assert ("--fp4-format" in text) == ("--fp4-recipe" in text)
+
+
+def test_flags_that_megatron_lm_lacks_are_named_and_not_invented() -> None:
+    config = MixedPrecisionConfig(
+        bf16=True, fp8="hybrid", fp8_recipe="tensorwise", fp8_dot_product_attention=True, autocast_enabled=True,
+        keep_fp32=("*norm*",), output_dtype="fp32",
+    )  # fmt: skip
+    made = export(config, "megatron-lm")
+    assert made.fidelity == "impossible"
+    facts = {line.fact for line in made.lines if line.fidelity == "impossible"}
+    # stages send what modules hand on, FP32 here
+    assert facts == {"fp8_dot_product_attention", "autocast_enabled", "keep_fp32", "output_dtype", "pipeline_dtype"}
+    assert "fp8-dot" not in made.pieces[0].text
+
+
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
+def test_every_flag_written_for_a_version_is_one_of_its_parsers_and_is_read_back(version: str) -> None:
+    states: dict[str, object] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8"}
+    configs = [get_mixed_precision_config(name) for name in recipes]
+    configs += [
+        MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_recipe="nvfp4", fp4_param=True, logit_dtype="fp32"),
+        MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32", **states),
+    ]
+    for config in configs:
+        for engine in ("mcore", "megatron_fsdp"):
+            text = export(config, "megatron-lm", version=version, engine=engine).pieces[0].text.replace("\\\n", " ")
+            flags = {word for word in shlex.split(text) if word.startswith("--")}
+            assert flags <= options(version).keys()
+            assert not read_args(text, version=version).unknown
+    assert {"--megatron-fsdp-grad-comm-dtype", "--output-logit-dtype"} <= options("0.20").keys() - options(
+        "0.16"
+    ).keys()
+
+
+def test_flags_of_a_later_version_are_unknown_to_an_earlier_one() -> None:
+    found = read_args("--bf16 --use-megatron-fsdp --megatron-fsdp-grad-comm-dtype bf16", version="0.16")
+    assert found.unknown
+    # its Megatron-FSDP reads the flag that the later one passes over
+    assert found.meaning.wire.short == "fp32"
+    assert read_args("--bf16 --use-megatron-fsdp", version="0.20").meaning.wire.short == "bf16"
+
+
+def test_megatron_fsdp_gets_the_three_dtype_flags_it_reads() -> None:
+    words = shlex.split(export("bf16_megatron_fsdp", "megatron-lm").pieces[0].text.replace("\\\n", " "))
+    for flag in ("main-params", "main-grads"):
+        assert words[words.index(f"--megatron-fsdp-{flag}-dtype") + 1] == "fp32"
+    assert words[words.index("--megatron-fsdp-grad-comm-dtype") + 1] == "fp32"
+
+
+def test_automodel_gets_all_four_keys_of_a_policy() -> None:
+    policy = yaml.safe_load(export("bf16_mixed", "automodel").pieces[0].text)["distributed"]["mp_policy"]
+    assert set(policy) == {"_target_", "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
+
+
+def test_a_torchtitan_quantization_is_python_and_leaves_the_output_layer() -> None:
+    arguments, python = export("bf16_with_nvfp4_mixed", "torchtitan").pieces
+    assert "nvfp4" not in arguments.text.lower()
+    assert 'fqns=["attention", "feed_forward", "moe.shared_experts.w"]' in python.text
+    compile(python.text, "config_registry.py", "exec")
+
+
+@pytest.mark.parametrize("stack", ["fsdp2", "accelerate", "lightning", "transformers"])
+def test_python_that_is_exported_compiles(stack: str) -> None:
+    for name in recipes:
+        for piece in export(name, stack).pieces:
+            compile(piece.text, f"{stack}-{name}", "exec")
+
+
+def test_lightning_under_fsdp_is_given_the_reduction_dtype() -> None:
+    assert "reduce_dtype=torch.float32" in export("bf16_mixed", "lightning").pieces[0].text
+
+
+def test_deepspeed_says_wire_and_accumulator_apart_and_the_first_loss_scale() -> None:
+    config = json.loads(export("fp16_mixed", "deepspeed").pieces[0].text)
+    assert config["fp16"]["initial_scale_power"] == 32
+    assert json.loads(export("bf16_mixed", "deepspeed").pieces[0].text)["communication_data_type"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [({"loss_scale_window": 1000.6}, (1001, 1)), ({"min_loss_scale": 0.25}, (1000, 1)), ({}, (1000, 1))],
+)
+def test_deepspeed_takes_whole_windows_and_minima_of_a_loss_scale(
+    said: dict[str, float], written: tuple[int, int]
+) -> None:
+    made = export(MixedPrecisionConfig(fp16=True, initial_loss_scale=65536, **said), "deepspeed")
+    scale = json.loads(made.pieces[0].text)["fp16"]
+    assert (scale["loss_scale_window"], scale["min_loss_scale"]) == written
+    assert all(type(scale[name]) is int for name in ("loss_scale_window", "min_loss_scale"))
+    assert any(line.fact == "loss_scale" for line in made.lines) is bool(said)
+
+
+def test_delayed_scaling_under_accelerate_runs_with_the_maximum() -> None:
+    config = MixedPrecisionConfig(
+        bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="most_recent"
+    )
+    made = export(config, "accelerate")
+    assert "e4m3, delayed scaling, amax history 16 (max)" in made.meaning.quantization
+    assert any(line.fact == "quantization" and line.fidelity == "different" for line in made.lines)
+
+
+def test_lightning_trains_fp8_around_fp32_weights_and_says_where_gradients_travel() -> None:
+    made = export("bf16_with_fp8_delayed_scaling_mixed", "lightning")
+    assert "weights_dtype=torch.float32, fallback_compute_dtype=torch.bfloat16" in made.pieces[0].text
+    assert (made.meaning.storage.short, made.meaning.wire.short, made.meaning.sharded) == ("fp32", "fp32", "nothing")
+    config = MixedPrecisionConfig(
+        bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_compute_algo="most_recent", fp8_dot_product_attention=True
+    )
+    text = export(config, "lightning").pieces[0].text
+    assert '"fp8_format": "E4M3"' in text
+    assert '"amax_compute_algo": "most_recent"' in text
+    assert '"fp8_dpa": True' in text
+
+
+def test_rules_by_module_are_named_where_a_stack_has_none() -> None:
+    config = MixedPrecisionConfig(
+        bf16=True, fp8="e4m3", fp8_recipe="mxfp8", modules={"mlp.linear_fc2": "bf16"}, fp32_residual_connection=True
+    )
+    for stack in STACKS:
+        made = export(config, stack)
+        impossible = {line.fact for line in made.lines if line.fidelity == "impossible"}
+        assert ("modules" in impossible) is (stack != "megatron-lm"), stack
+        # FSDP casts under Lightning's autocast; transformers' DDP casts operations alone
+        residual = stack not in ("megatron-lm", "megatron-bridge", "transformers")
+        assert ("fp32_residual_connection" in impossible) is residual, stack
+
+
+def test_an_accumulator_without_a_flag_is_never_exact() -> None:
+    config = MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32")
+    for stack in ("megatron-lm", "megatron-bridge"):
+        assert any(line.fact == "accumulator" for line in export(config, stack).lines)
+        assert export(config, stack).fidelity == "different"
+        assert export(config, stack, engine="megatron_fsdp").fidelity == "exact"
+
+
+def test_the_softmax_flag_is_written_where_megatron_core_has_it_on() -> None:
+    flag = "--attention-softmax-in-fp32"
+    assert flag in export("bf16_mixed", "megatron-lm").pieces[0].text
+    assert (
+        flag
+        not in export(MixedPrecisionConfig(bf16=True, attention_softmax_in_fp32=False), "megatron-lm").pieces[0].text
+    )
+
+
+def test_defaults_that_differ_between_stacks_are_written_for_bridge_too() -> None:
+    made = {
+        name: yaml.safe_load(export(name, "megatron-bridge").pieces[0].text)
+        for name in ("fp16_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")
+    }
+    scale = {name: value for name, value in made["fp16_mixed"]["mixed_precision"].items() if "scale" in name}
+    assert scale == {"initial_loss_scale": 4294967296, "min_loss_scale": 1.0, "loss_scale_window": 1000}
+    ends = made["nemotron_3_super_bf16_with_nvfp4_mixed"]["mixed_precision"]
+    assert (ends["num_layers_at_start_in_bf16"], ends["num_layers_at_end_in_bf16"]) == (0, 14)
+    assert made["fp16_mixed"]["model"]["attention_softmax_in_fp32"] is True
+    off = export(MixedPrecisionConfig(bf16=True, attention_softmax_in_fp32=False), "megatron-bridge")
+    read = read_text(off.pieces[0].text, stack="megatron-bridge", name="run_config.yaml")
+    assert read.fields["attention_softmax_in_fp32"] is False
+
+
+def test_layers_at_the_ends_are_left_out_by_code_and_not_by_a_comment() -> None:
+    for stack in ("fsdp2", "accelerate"):
+        text = export("nemotron_h_bf16_with_fp8_current_scaling_mixed", stack).pieces[0].text
+        names: dict[str, object] = {}
+        lines = text.splitlines()
+        start = next(at for at, line in enumerate(lines) if line.startswith("def quantized"))
+        exec("\n".join(lines[start : start + 4]), names)
+        import torch
+
+        names |= {"depth": 12, "torch": torch}
+        linear, ask = torch.nn.Linear(1, 1), names["quantized"]
+        assert callable(ask)
+        kept = [n for n in range(12) if not ask(linear, f"model.layers.{n}.mlp.up")]
+        assert kept == [0, 1, 10, 11]
+        assert not ask(linear, "lm_head")
+        assert not ask(torch.nn.LayerNorm(1), "model.layers.5.norm")
+
+
+def test_automodel_names_the_last_layers_where_the_depth_is_known() -> None:
+    def sections(made: Export) -> object:
+        return yaml.safe_load(made.pieces[0].text)["fp8"]["filter_fqns"]
+
+    name = "nemotron_h_bf16_with_fp8_current_scaling_mixed"
+    assert any(line.fact == "edge layers" for line in export(name, "automodel").lines)
+    made = export(name, "automodel", run=container(name, layers=12).resolved(1, training=False))
+    assert sections(made) == ["lm_head", "layers.0.", "layers.1.", "layers.10.", "layers.11."]
+    assert not any(line.fact == "edge layers" for line in made.lines)
+
+
+def test_what_transformer_engine_hears_by_variables_alone_is_a_piece_of_its_own() -> None:
+    config = MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_options={"stochastic_rounding": False})
+    pieces = {piece.name: piece.text for piece in export(config, "megatron-lm").pieces}
+    assert pieces["environment"] == "export NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
+
+
+def test_a_variable_that_one_rule_states_is_told_where_another_has_it_otherwise() -> None:
+    own = {"fp8": "e4m3", "fp8_recipe": "tensorwise", "fp8_options": {"power_of_two": True}}
+    config = MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="tensorwise", modules={"mlp.*": own})
+    assert [line.fact for line in export(config, "megatron-lm").lines] == ["power_of_two"]
+    both = MixedPrecisionConfig(
+        bf16=True, fp8="hybrid", fp8_recipe="tensorwise", fp8_options={"power_of_two": True}, modules={"mlp.*": own}
+    )
+    assert export(both, "megatron-lm").fidelity == "exact"
+
+
+def test_a_scaling_of_torchao_is_no_flag_of_megatron() -> None:
+    for stack in ("megatron-lm", "megatron-bridge"):
+        made = export("bf16_with_fp8_rowwise", stack)
+        assert made.fidelity == "impossible"
+        assert "rowwise" not in made.pieces[0].text
+
+
+def container(recipe: str, *, layers: int) -> ConfigContainer:
+    return ConfigContainer(
+        mixed_precision={"recipe": recipe},
+        model={"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
+        optimizer={"lr": 1e-3, "use_distributed_optimizer": True},
+        ddp={"use_distributed_optimizer": True},
+        data={"seq_length": 32},
+    )
+
+
+def test_an_unknown_stack_is_named_with_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match="nearest: torchtitan"):
+        export("bf16_mixed", "torchtitn")
+    with pytest.raises(BadValue, match="the version of deepspeed is empty"):
+        export("bf16_mixed", "deepspeed", version=" ")
+
+
+@pytest.mark.parametrize(
+    ("stack", "asked", "written"),
+    [
+        ("deepspeed", "0.12", "0.19"), ("deepspeed", "0.19.9", "0.19"), ("megatron-lm", "0.18.1", "0.16"), ("megatron-lm", "v0.21.0rc1", "0.20"),
+        ("megatron-lm", "0.9", "0.16"), ("megatron-lm", "dev", "0.20"), ("torchtitan", "0.3", "main"),
+    ],
+)  # fmt: skip
+def test_for_a_version_that_nobody_read_the_nearest_one_is_written_and_said(
+    stack: str, asked: str, written: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, as_read = export("bf16_mixed", stack, version=asked), export("bf16_mixed", stack, version=written)
+    assert (made.version, made.pieces, made.lines) == (written, as_read.pieces, as_read.lines)
+    assert [f"{asked} is not supported" in text and f"written as {written}," in text for text in made.assumed] == [True]
+    assert main(["export", "bf16_mixed", "--to", stack, "--stack-version", asked]) == 0
+    assert made.assumed[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("stack", "asked"), [("deepspeed", "0.19.8"), ("megatron-lm", "core_v0.16"), ("megatron-bridge", "main"), ("fsdp2", "2.13")]
+)  # fmt: skip
+def test_a_version_that_was_read_is_known_by_each_of_its_names(stack: str, asked: str) -> None:
+    assert export("bf16_mixed", stack, version=asked).assumed == ()
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_rules_that_name_the_linears_of_another_model_can_be_said_nowhere(stack: str, tmp_path: Path) -> None:
+    rule = "{fp8: hybrid, fp8_recipe: tensorwise}"
+    files = {
+        "hf": f"extends: bf16_mixed\nmodules:\n  '*layers.0.self_attn.q_proj': {rule}\n",
+        # a name that megatron-core has too, chosen for another model's linear
+        "alike": f"extends: bf16_mixed\nmodules:\n  '*linear_fc1': {rule}\nevidence: {{names of another model: Net}}\n",
+        # what extends it has its rules, and so its model's names
+        "child": "extends: alike.yaml\ngrad_reduce_in_fp32: false\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        made = export(str(path), stack)
+        assert made.fidelity == "impossible", name
+        assert "precision.yaml" not in "".join(piece.name + piece.text for piece in made.pieces)
+        if stack.startswith("megatron"):
+            assert any("names of another model" in line.text for line in made.lines if line.fact == "modules"), name
+
+
+def test_rules_by_module_become_a_file_of_megatron_lm() -> None:
+    config = MixedPrecisionConfig(bf16=True, modules={"mlp.*": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}})
+    arguments, rules = export(config, "megatron-lm").pieces
+    assert "--te-precision-config-file precision.yaml" in arguments.text
+    data = yaml.safe_load(rules.text)
+    matcher = next(iter(data["matchers"].values()))
+    assert matcher["pattern"].endswith("mlp.*")
+    assert data["configs"][matcher["config"]]["training_recipe"]["fp8_quantization_recipe"] == "mxfp8"
+
+
+def test_an_accumulator_apart_from_the_wire_is_said_where_a_stack_has_both() -> None:
+    config = MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32")
+    deepspeed = json.loads(export(config, "deepspeed").pieces[0].text)
+    assert (deepspeed["communication_data_type"], deepspeed["data_types"]["grad_accum_dtype"]) == ("bf16", "fp32")
+    text = export(config, "megatron-lm", engine="megatron_fsdp").pieces[0].text
+    assert "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16" in text
+    assert read_args(text.replace("\\\n", " "), stack="megatron-lm").fields["grad_accumulation_dtype"] == "fp32"
+
+
+def test_a_run_is_exported_with_its_additions_engine_and_optimizer() -> None:
+    container = ConfigContainer(
+        mixed_precision={"recipe": "bf16_mixed", "grad_reduce_in_fp32": False},
+        model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
+        optimizer={"lr": 1e-3, "use_distributed_optimizer": True},
+        ddp={"use_distributed_optimizer": True},
+        train={"train_iters": 1},
+        data={"seq_length": 32},
+    )
+    made = export("bf16_mixed", "megatron-lm", run=container.resolved(1))
+    assert made.pieces[0].text.split(" \\\n") == [
+        "--bf16", "--grad-reduce-in-bf16", "--attention-softmax-in-fp32", "--use-distributed-optimizer",
+    ]  # fmt: skip
+
+
+def test_what_the_model_section_says_is_exported_with_the_run() -> None:
+    made = container("bf16_mixed", layers=4)
+    made.model |= {"fp32_residual_connection": True, "moe_router_dtype": "fp32", "num_moe_experts": 4}  # type: ignore[operator]
+    run = made.resolved(1, training=False)
+    text = export("bf16_mixed", "megatron-lm", run=run).pieces[0].text
+    assert "--fp32-residual-connection" in text
+    assert "--moe-router-dtype fp32" in text
+    model = yaml.safe_load(export("bf16_mixed", "megatron-bridge", run=run).pieces[0].text)["model"]
+    assert (model["fp32_residual_connection"], model["moe_router_dtype"]) == (True, "fp32")
+    assert "fp32_residual_connection" in {line.fact for line in export("bf16_mixed", "torchtitan", run=run).lines}
+    # the recipe alone says nothing of them
+    assert "residual" not in export("bf16_mixed", "megatron-lm").pieces[0].text
+
+
+def test_who_divides_the_states_is_written_for_megatron_lm() -> None:
+    alone = export("bf16_mixed", "megatron-lm")
+    assert "--use-distributed-optimizer" in alone.pieces[0].text
+    read = read_args(alone.pieces[0].text.replace("\\\n", " "))
+    assert (
+        read.meaning.bytes == alone.meaning.bytes == of_policy(resolve(get_mixed_precision_config("bf16_mixed"))).bytes
+    )
+    whole = container("bf16_mixed", layers=4)
+    whole.ddp = {}  # type: ignore[assignment]
+    whole.optimizer = {"lr": 1e-3}  # type: ignore[assignment]
+    made = export("bf16_mixed", "megatron-lm", run=whole.resolved(1, training=False))
+    assert "distributed" not in made.pieces[0].text
+    assert (made.fidelity, made.meaning.bytes) == ("exact", (18, 0))
+
+
+def test_a_narrow_copy_of_the_weights_is_nowhere_called_what_the_parameters_are() -> None:
+    config = MixedPrecisionConfig(
+        bf16=True, use_precision_aware_optimizer=True, store_param_remainders=False, main_params_dtype="fp16"
+    )
+    for stack in STACKS:
+        made = export(config, stack)
+        if stack.startswith("megatron"):
+            assert made.meaning.main is not None
+            assert made.meaning.main.short == "fp16"
+            continue
+        assert made.meaning.master.short == "fp32", stack
+        assert made.meaning.compute.short == "bf16", stack
+        assert any(line.fact == "main" and line.fidelity == "different" for line in made.lines), stack
+    own = export("full_bf16", "megatron-lm")
+    assert own.meaning.main is not None, "--bf16 always makes FP32 main weights"
+    assert {"main", "exp_avg", "exp_avg_sq"} <= {line.fact for line in own.lines}
+
+
+def test_autocast_around_fp32_parameters_is_said_where_a_stack_has_it() -> None:
+    config = MixedPrecisionConfig(bf16=True, params_dtype="fp32", main_params_dtype="fp32", autocast_enabled=True)
+    for stack in ("fsdp2", "accelerate", "lightning", "transformers"):
+        assert export(config, stack).fidelity == "exact", stack
+    found = json.loads(export(config, "deepspeed").pieces[0].text)
+    assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert {line.fact for line in export(config, "deepspeed").lines if line.fidelity == "different"} == {"wire"}
+    low = config.derive(grad_reduce_in_fp32=False)
+    assert export(low, "deepspeed").fidelity == "layout"  # ZeRO updates a copy of the FP32 parameters
+    assert export(low, "accelerate").fidelity == "different"
+
+
+def test_what_stages_send_is_judged_apart_from_what_modules_hand_on() -> None:
+    config = MixedPrecisionConfig(bf16=True, output_dtype="fp32", pipeline_dtype="fp32")
+    made = export(config, "megatron-bridge")
+    assert yaml.safe_load(made.pieces[0].text)["mixed_precision"]["pipeline_dtype"]["_target_"] == "torch.float32"
+    assert {line.fact for line in made.lines if line.fidelity == "impossible"} == {"output_dtype"}
+
+
+def test_fp16_for_torchtitan_is_written_in_words_that_its_parser_takes() -> None:
+    for name in ("fp16_mixed", "fp16_with_mxfp8_mixed"):
+        made = export(name, "torchtitan")
+        assert made.fidelity == "impossible"
+        assert "float16" not in made.pieces[0].text.replace("bfloat16", "")
+        assert made.meaning.compute.short == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stack"),
+    [
+        ("bf16_with_nvfp4_mixed", "torchtitan"), ("bf16_with_fp8_rowwise_gw_hp", "torchtitan"), ("bf16_with_fp8_rowwise", "fsdp2"),
+    ],
+)  # fmt: skip
+def test_experts_that_a_stack_leaves_as_they_are_make_no_exact_export(recipe: str, stack: str) -> None:
+    mixture = container(recipe, layers=2)
+    mixture.model["num_moe_experts"] = 4
+    made = export(recipe, stack, run=mixture.resolved(1, training=False))
+    assert made.fidelity in ("different", "impossible")
+    assert any(line.fact == "experts" and "in BF16 there" in line.text for line in made.lines)
+    dense = export(recipe, stack, run=container(recipe, layers=2).resolved(1, training=False))
+    assert not any(line.fact == "experts" for line in dense.lines)
+    assert dense.assumed == ()
+
+
+GIVEN_LAYER = ("attention.qkv_linear.wq", "feed_forward.w1", "moe.shared_experts.w2")
+LEFT = ("layers.1.moe.router.gate", "layers.1.moe.shared_experts.gate", "lm_head")
+"""Names of torchtitan's linears: those of a layer that recipes quantize, and those that none does."""
+
+
+@pytest.mark.parametrize("recipe", ["bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed", "bf16_with_fp8_rowwise"])
+@pytest.mark.parametrize("ends", [None, (1, 2)])
+def test_torchtitans_converters_choose_the_linears_and_experts_that_a_recipe_quantizes(
+    recipe: str, ends: tuple[int, int] | None
+) -> None:
+    config = get_mixed_precision_config(recipe)
+    if ends is not None:
+        edges = {"num_layers_at_start_in_bf16": ends[0], "num_layers_at_end_in_bf16": ends[1]}
+        config = config.derive(first_last_layers_bf16=True, **edges)
+    text = next(piece.text for piece in export(config, "torchtitan").pieces if piece.name == "config_registry.py")
+    calls: dict[str, dict[str, Any]] = {}
+
+    class Converter:
+        def __init__(self, name: str) -> None:
+            self.Config = lambda **said: calls.setdefault(name, said)
+
+    layers, names = [None] * 12, re.findall(r"\w+Converter", text.splitlines()[0])
+    scope: dict[str, Any] = {name: Converter(name) for name in names}
+    exec(text.partition("\n")[2], scope)  # our own text, with stand-ins for the classes that it imports
+    run = SimpleNamespace(
+        model_spec=SimpleNamespace(model=SimpleNamespace(layers=layers)), compile=SimpleNamespace(enable=True)
+    )
+    scope["quantized"](run, lambda flavor, converters: None, "8B")
+    linear = next(said for name, said in calls.items() if "Linear" in name)
+    kept = linear.get("filter_fqns", [])
+
+    def converted(name: str) -> bool:  # as its converters choose, by substring
+        covered = "fqns" not in linear or any(part in name for part in linear["fqns"])
+        small = name == LEFT[1] and "fqns" not in linear  # its float8 converter leaves what 16 does not divide
+        return covered and not small and not any(part in name for part in kept)
+
+    first, last = ends or (0, 0)
+    for layer in range(12):
+        inside = first <= layer < 12 - last
+        assert all(converted(f"layers.{layer}.{name}") is inside for name in GIVEN_LAYER), layer
+    assert not any(map(converted, LEFT))
+    assert ("GroupedExpertsConverter" in "".join(calls)) is (recipe != "bf16_with_nvfp4_mixed")
+
+
+def test_experts_that_torchtitan_quantizes_as_the_recipe_does_need_no_line() -> None:
+    for recipe in ("bf16_with_mxfp8_mixed", "bf16_with_fp8_rowwise"):
+        mixture = container(recipe, layers=2)
+        mixture.model["num_moe_experts"] = 4
+        made = export(recipe, "torchtitan", run=mixture.resolved(1, training=False))
+        assert not any(line.fact == "experts" for line in made.lines)
+        assert made.assumed == export(recipe, "torchtitan").assumed == ()
+    config = get_mixed_precision_config("bf16_with_fp8_rowwise").derive(first_last_layers_bf16=True)
+    assert any(
+        "in every layer there: Float8GroupedExpertsConverter" in line for line in export(config, "torchtitan").assumed
+    )
+
+
+@pytest.mark.parametrize("stack", ["megatron-lm", "megatron-bridge"])
+def test_the_softmax_that_query_key_layer_scaling_switches_on_is_exported(stack: str) -> None:
+    scaled = container("bf16_mixed", layers=2)
+    scaled.model |= {"attention_softmax_in_fp32": False, "apply_query_key_layer_scaling": True}  # type: ignore[operator]
+    made = export("bf16_mixed", stack, run=scaled.resolved(1, training=False))
+    assert made.meaning.softmax_fp32 is True
+    assert "attention_softmax_in_fp32: false" not in made.pieces[0].text
+    assert stack != "megatron-lm" or "--attention-softmax-in-fp32" in made.pieces[0].text
+
+
+@pytest.mark.parametrize("recipe", ["bf16_mixed", "bf16_with_mxfp8_mixed"])
+def test_automodel_says_the_routers_dtype(recipe: str) -> None:
+    made = export(get_mixed_precision_config(recipe).derive(moe_router_dtype="fp32"), "automodel")
+    assert "moe_router_dtype" not in {line.fact for line in made.lines}
+    backend = yaml.safe_load(made.pieces[0].text)["model"]["backend"]
+    assert backend["gate_precision"] == "float32"
+    assert ("te_fp8" in backend) is (recipe != "bf16_mixed")
+    assert read_text(made.pieces[0].text, stack="automodel", name="r.yaml").fields["moe_router_dtype"] == "fp32"
+
+
+@pytest.mark.parametrize("stack", ["torchtitan", "fsdp2"])
+def test_an_export_without_a_run_says_that_it_is_for_dense_models(
+    stack: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "bf16_with_fp8_rowwise_gw_hp", "--to", stack]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ": exact, given what is assumed below" in shown
+    assert "a dense model; the experts of a mixture are quantized here, in BF16 there: " in shown
+    assert export("bf16_mixed", stack).assumed == ()
+
+
+def test_a_runs_own_precision_is_exported_and_one_that_a_recipe_replaces_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run.yaml"
+    stated = "mixed_precision: {bf16: true, grad_reduce_in_fp32: false}"
+    text = (ROOT / "configs" / "gpt_tiny.yaml").read_text()
+    run.write_text(re.sub(r"(?m)^mixed_precision:.*$", stated, text))
+    assert stated in run.read_text()
+    assert main(["export", "--to", "megatron-lm", "--config", str(run)]) == 0
+    assert "--grad-reduce-in-bf16" in capsys.readouterr().out
+    assert main(["export", "bf16_mixed", "--to", "megatron-lm", "--config", str(run)]) == 0
+    assert "bf16_mixed replaces the mixed_precision of" in " ".join(capsys.readouterr().out.split())
+    assert main(["export", "--to", "megatron-lm"]) == 2

@@ -1,0 +1,182 @@
+"""A file of somebody else's can neither run code, nor end in a traceback, nor make messages without end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpbridge.cli.main import main
+from mpbridge.common.errors import DataError, MpbridgeError
+from mpbridge.interop.stacks.importers import read_args, read_text
+from mpbridge.precision.registry import get_mixed_precision_config
+
+LAUGHS = "\n".join(
+    ["mixed_precision:", "  a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    + [
+        f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]"
+        for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    ]
+)
+MERGES = "\n".join(
+    ["mixed_precision:", "  a: &a {x: 1, y: 2}"]
+    + [
+        f"  {name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}"
+        for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    ]
+)
+
+
+@pytest.mark.parametrize("name", ["{0}/evil.py:cfg", "{0}/evil.py", "evil:cfg"])
+def test_compare_executes_no_python_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).write_text('x')\n"
+        "from mpbridge import MixedPrecisionConfig\n\n\ndef cfg():\n    return MixedPrecisionConfig(bf16=True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = name.format(tmp_path)
+    assert main(["compare", "bf16_mixed", name]) == 2
+    assert not (tmp_path / "ran").exists()
+    assert "executed" in capsys.readouterr().err
+
+
+def test_compare_reads_a_stacks_python_file_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pretrain.py"
+    path.write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).write_text('x')\n"
+        "from megatron.bridge.training.config import ConfigContainer\n\n\n"
+        "def pretrain_config():\n    return ConfigContainer(mixed_precision='bf16_mixed')\n"
+    )
+    assert main(["compare", "bf16_mixed", f"{path}:pretrain_config"]) == 0
+    assert not (tmp_path / "ran").exists()
+    assert "stored parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", [["compare", "bf16_mixed"], ["import"]])
+@pytest.mark.parametrize("suffix", ["yaml", "json", "sh"])
+def test_a_binary_file_is_one_clear_error(
+    verb: list[str], suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"bin.{suffix}"
+    path.write_bytes(bytes(range(256)) * 8)
+    assert main([*verb, str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "a binary file" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("text", [LAUGHS, MERGES, "mixed_precision: &a\n  b: *a\n"])
+def test_aliases_that_stand_for_billions_of_values_are_refused_before_they_are_made(text: str, tmp_path: Path) -> None:
+    assert len(text) < 1000
+    with pytest.raises(DataError, match="once its aliases"):
+        read_text(text, stack="megatron-bridge", name="run.yaml")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(Exception, match="once its aliases"):
+        get_mixed_precision_config(str(path))
+
+
+def test_aliases_of_an_ordinary_file_are_read() -> None:
+    text = "defaults: &d {bf16: true}\nmixed_precision: {<<: *d, grad_reduce_in_fp32: false}\n"
+    assert read_text(text, stack="megatron-bridge", name="run.yaml").fields["grad_reduce_in_fp32"] is False
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("stack", "text"),
+    [
+        ("accelerate", f"mixed_precision: {LONG}"),
+        ("automodel", f"model: {{torch_dtype: {LONG}}}\nstep_scheduler: {{}}"),
+        ("lightning", f"trainer: {{precision: {LONG}}}"),
+        ("megatron-bridge", f"mixed_precision: {LONG}"),
+        ("megatron-bridge", f"mixed_precision: {{bf16: true, some_dtype: {LONG}}}\nddp: {{}}"),
+        ("deepspeed", f"data_types: {{grad_accum_dtype: {LONG}}}"),
+        ("deepspeed", f"fp16: {{enabled: true, hysteresis: {LONG}}}"),
+        ("deepspeed", f"{LONG}: 1"),
+        ("transformers", f"bf16: true\ntorch_dtype: {LONG}"),
+        ("transformers", f"bf16: true\ndeepspeed: {LONG}"),
+        ("torchtitan", f"training: {{mixed_precision_param: {LONG}}}"),
+        ("megatron-lm", f"MODEL_ARGS: {{--hysteresis: {LONG}}}"),
+        ("megatron-lm", f"MODEL_ARGS: {{--main-grads-dtype: {LONG}}}"),
+        ("megatron-lm", f"MODEL_ARGS: {{--{LONG}: 1}}"),
+    ],
+)
+def test_no_message_holds_the_whole_of_a_long_value(stack: str, text: str) -> None:
+    try:
+        found = read_text(text, stack=stack, name="f.yaml")
+    except MpbridgeError as error:
+        said = [str(error)]
+    else:
+        said = [*found.contradicts, *found.inert, *found.cannot_express, *found.unknown, *found.assumed]
+    assert said
+    assert not [line[:80] for line in said if LONG in line]
+
+
+WGRAD = "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config: {{backend: TE, override_linear_precision: [false, false, {}]}}\n"
+
+
+def test_weight_gradients_in_high_precision_are_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wg.yaml"
+    path.write_text("extends: bf16_with_fp8_delayed_scaling_mixed\nfp8_wgrad: false\n")
+    assert main(["compare", "bf16_with_fp8_delayed_scaling_mixed", str(path)]) == 0
+    assert "They compute differently" in capsys.readouterr().out
+    assert main(["export", str(path), "--to", "accelerate"]) in (0, 1)
+    assert "override_linear_precision=(False, False, True)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("high", [True, False])
+def test_accelerates_override_of_a_linears_precision_is_read(high: bool) -> None:
+    found = read_text(WGRAD.format(str(high).lower()), name="f.yaml")
+    quant = found.meaning.regions[-1].quant
+    assert quant is not None
+    assert quant.wgrad is not high
+    assert found.fields.get("fp8_wgrad", True) is not high
+
+
+def test_an_override_that_transformer_engine_refuses_is_refused() -> None:
+    with pytest.raises(MpbridgeError, match="override_linear_precision"):
+        read_text(WGRAD.replace("[false", "[true").format("false"), name="f.yaml")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bytes_"),
+    [
+        ("deepspeed_stage_1", "4 + 16/N"),
+        ("deepspeed", "2 + 18/N"),
+        ("deepspeed_stage_2", "2 + 18/N"),
+        ("deepspeed_stage_3", "20/N"),
+        ("deepspeed_stage_3_offload", "20/N"),
+        ("{class_path: lightning.pytorch.strategies.DeepSpeedStrategy, init_args: {stage: 3}}", "20/N"),
+    ],
+)
+def test_lightnings_deepspeed_strategy_divides_by_its_stage(strategy: str, bytes_: str) -> None:
+    found = read_text(f"trainer: {{precision: bf16-mixed, strategy: {strategy}}}", name="f.yaml")
+    assert found.meaning.bytes_text == bytes_
+
+
+@pytest.mark.parametrize(
+    ("stack", "text"),
+    [
+        ("transformers", "bf16: true\noptim: adamw_bnb_8bit"),
+        ("transformers", "bf16: true\noptim: adamw_torch_8bit"),
+        ("automodel", "model: {torch_dtype: bf16}\noptimizer: {_target_: bitsandbytes.optim.AdamW8bit}"),
+    ],
+)
+def test_moments_in_eight_bits_are_named(stack: str, text: str) -> None:
+    assert any("8-bit moments" in line for line in read_text(text, stack=stack, name="f.yaml").cannot_express)
+
+
+def test_another_stacks_file_holds_no_option_of_megatron_lm() -> None:
+    with pytest.raises(DataError, match="no option"):
+        read_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}', stack="megatron-lm", name="ds.json")
+
+
+def test_a_word_without_dashes_is_named() -> None:
+    found = read_args("bf16 --micro-batch-size 1")
+    assert found.unknown == ("bf16 (a stray word; nearest: --bf16)",)

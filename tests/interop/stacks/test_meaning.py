@@ -1,0 +1,37 @@
+"""What a policy means on an engine, however far its tensors are divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mpbridge.common.formats import DType
+from mpbridge.common.traits import engine_names
+from mpbridge.interop.stacks.meaning import Meaning, differences, of_policy
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+
+
+@pytest.mark.parametrize("engine", engine_names())
+@pytest.mark.parametrize("sharded", ["nothing", "optimizer", "gradients", "everything"])
+def test_weights_that_are_their_own_main_weights_have_no_fp32_copy_wherever_they_lie(engine, sharded) -> None:
+    meant = of_policy(resolve(get_mixed_precision_config("full_bf16")), engine=engine, sharded=sharded)
+    assert meant.main is None
+    assert meant.exp_avg.short == "bf16"
+
+
+def test_what_follows_from_a_set_up_is_in_force_though_nobody_states_it() -> None:
+    plain = Meaning(storage=DType.BF16, compute=DType.BF16, wire=DType.FP32, accumulator=DType.FP32)
+    assert [plain.in_force(name) for name in ("softmax_fp32", "residual_fp32", "pipeline")] == [None, None, None]
+    cast = replace(plain, storage=DType.FP32, autocast=DType.BF16)
+    assert (cast.in_force("softmax_fp32"), cast.in_force("residual_fp32")) == (True, True)
+    # parameters that are cast when they are gathered give embeddings, and so the stream, in the compute dtype
+    assert replace(cast, sharded="everything").in_force("residual_fp32") is None
+    whole = replace(plain, storage=DType.FP32, compute=DType.FP32, softmax_fp32=False)
+    assert (whole.in_force("softmax_fp32"), whole.in_force("residual_fp32")) == (True, True)
+    assert replace(plain, residual_fp32=True).in_force("pipeline") is DType.FP32
+    # what nobody states is no difference; what one side states is
+    assert "softmax_fp32" not in differences(plain, cast)
+    assert differences(replace(plain, softmax_fp32=True), plain)["softmax_fp32"] == ("true", "the model's own")
+    assert "softmax_fp32" not in differences(replace(plain, softmax_fp32=True), cast)

@@ -1,0 +1,70 @@
+"""The file of --te-precision-config-file, read by megatron-core's own matcher: every linear gets the rule that the policy gives it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from mpbridge import ConfigContainer, MixedPrecisionConfig, resolve
+from mpbridge.interop.stacks.exporters import export
+from mpbridge.precision.policy import PrecisionPolicy
+
+LAYERS = 12
+MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+FP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+CASES: dict[str, Mapping[str, Any]] = {
+    "bf16 exceptions in fp8": {**FP8, "modules": {"mlp.linear_fc2": "bf16"}},
+    "fp8 in bf16": {"modules": {"mlp.*": FP8}},
+    "layers from the start": {**FP8, "modules": {"mlp.*": {"layers": "1-3", "precision": "bf16"}}},
+    "two rules": {**FP8, "modules": {"mlp.linear_fc1": "tensorwise", "mlp.*": "bf16"}},
+    "edges and a rule": {**FP8, "first_last_layers_bf16": True, "modules": {"self_attention.linear_proj": "bf16"}},
+}
+LATE = {**FP8, "modules": {"mlp.*": {"layers": "last 2", "precision": "bf16"}}}
+
+
+def rule(text: str, policy: PrecisionPolicy, module: str, layer: int) -> str | None:
+    """The scaling that a linear runs in: by the file, else by the autocast around its block."""
+    from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
+
+    quant = policy.quant
+    opened = None if quant is None or layer in policy.bf16_layers(LAYERS) else quant.scaling
+    found = RecipeConfig.from_config_dict(yaml.safe_load(text)).match(
+        MatchContext(f"decoder.layers.{layer}.{module}", None)
+    )
+    if found is None:
+        return opened
+    own = found.config["training_recipe"]
+    if opened is None and not own.get("override_nonquantized_autocast", False):
+        return None
+    return own.get("fp8_quantization_recipe")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_without_a_depth_the_patterns_hold_for_any(fields: Mapping[str, Any]) -> None:
+    config = MixedPrecisionConfig(bf16=True, **fields)
+    policy, made = resolve(config), export(config, "megatron-lm")
+    assert not any(line.fact == "modules" and line.fidelity == "impossible" for line in made.lines)
+    text = next(piece.text for piece in made.pieces if piece.name == "precision.yaml")
+    for module, layer in itertools.product(MODULES, range(LAYERS)):
+        wanted = policy.at(module, layer, LAYERS)
+        assert rule(text, policy, module, layer) == (wanted and wanted.scaling), (module, layer)
+
+
+def test_layers_from_the_end_need_the_depth_and_are_in_the_file_where_a_run_gives_it() -> None:
+    config = MixedPrecisionConfig(bf16=True, **LATE)
+    assert any(line.fact == "modules" and line.fidelity == "impossible" for line in export(config, "megatron-lm").lines)
+    run = ConfigContainer(
+        mixed_precision={"recipe": "bf16_mixed", **LATE},
+        model={"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
+        data={"seq_length": 32},
+    ).resolved(1, training=False)
+    made = export("bf16_mixed", "megatron-lm", run=run)
+    text = next(piece.text for piece in made.pieces if piece.name == "precision.yaml")
+    for module, layer in itertools.product(MODULES, range(LAYERS)):
+        wanted = run.policy.at(module, layer, LAYERS)
+        assert rule(text, run.policy, module, layer) == (wanted and wanted.scaling), (module, layer)
+    assert not any(line.fidelity == "impossible" for line in made.lines)

@@ -1,0 +1,124 @@
+"""Whose arguments a command line holds: by the program that it starts and the names of its options, never Megatron-LM's without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpbridge import recipes
+from mpbridge.cli.main import main
+from mpbridge.common.errors import DataError
+from mpbridge.interop.stacks.importers import read_args, read_file, read_text
+from mpbridge.interop.stacks.nearest import Answer
+from mpbridge.interop.stacks.runs_here import refusals
+
+ARGUMENTS = {
+    "megatron-lm": "--bf16 --fp8-format hybrid --num-layers 2",
+    "lightning": "--precision bf16-mixed --strategy fsdp",
+    "torchtitan": "--training.dtype bfloat16",
+    "transformers": "--bf16 --output_dir out --do_train",
+    "megatron-bridge": "mixed_precision=bf16_mixed train.train_iters=10",
+    "accelerate": "--mixed_precision fp8 --use_fsdp",
+}
+
+
+@pytest.mark.parametrize("stack", ARGUMENTS)
+def test_arguments_are_read_as_those_of_the_stack_that_has_them(stack: str) -> None:
+    found = read_args(ARGUMENTS[stack])
+    assert found.stack == stack
+    assert not any("assumed, since" in line for line in found.assumed)
+    assert found.meaning == read_args(ARGUMENTS[stack], stack=stack).meaning
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("--bf16", "do not tell the stack"),
+        ("--num-layers 2 --a 1 --b 2 --c 3", "1 of the 4 options"),
+        ("--mine 3", "do not tell"),
+    ],
+)
+def test_what_the_options_leave_open_is_said(text: str, why: str) -> None:
+    found = read_args(text)
+    assert found.stack == "megatron-lm"
+    assert any("read as Megatron-LM's arguments: assumed" in line and why in line for line in found.assumed)
+    assert not any("assumed, since" in line for line in read_args(text, stack="megatron-lm").assumed)
+
+
+SCRIPTS = {
+    "accelerate": "accelerate launch --mixed_precision fp8 --use_fsdp train.py --bf16",
+    "transformers": "torchrun --nproc_per_node 8 run_clm.py --model_name_or_path gpt2 --bf16 --output_dir out --do_train",
+    "torchtitan": "torchrun -m torchtitan.train --module llama3 --config llama3_8b --training.dtype bfloat16",
+    "megatron-bridge": "torchrun scripts/run_recipe.py --recipe llama32_1b mixed_precision=bf16_with_fp8_current_scaling_mixed train.train_iters=10",
+    "lightning": "python train.py fit --trainer.precision bf16-mixed --trainer.strategy fsdp",
+    "megatron-lm": "torchrun pretrain_gpt.py --bf16 --num-layers 2 --micro-batch-size 1",
+}
+
+
+@pytest.mark.parametrize("stack", SCRIPTS)
+def test_a_launch_script_is_read_as_that_of_the_program_that_it_starts(stack: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/bash\n{SCRIPTS[stack]}\n")
+    found = read_file(script)
+    assert found.stack == stack
+    assert read_file(script, stack=stack).meaning == found.meaning
+    assert found.meaning.compute.short == "bf16"
+
+
+def test_accelerates_launcher_says_the_precision_and_the_scripts_options_are_named() -> None:
+    found = read_text(f"#!/bin/bash\n{SCRIPTS['accelerate']}", name="run.sh")
+    assert found.meaning.regions[-1].quant is not None
+    assert (found.meaning.sharded, found.fields["fp8"]) == ("everything", "hybrid")
+    assert any(line == "train.py has options of its own, which are not read: --bf16" for line in found.assumed)
+    more = read_args(
+        "--mixed_precision fp8 --fp8_backend TE --fp8_margin 2 --fp8_override_linear_precision false,false,true",
+        stack="accelerate",
+    )
+    assert (more.fields["fp8_margin"], more.fields["fp8_wgrad"]) == (2, False)
+
+
+def test_bridges_script_options_are_named_beside_its_overrides() -> None:
+    found = read_text(f"#!/bin/bash\n{SCRIPTS['megatron-bridge']}", name="run.sh")
+    assert found.fields["fp8_recipe"] == "tensorwise"
+    assert any("--recipe llama32_1b" in line for line in found.assumed)
+
+
+def test_deepspeeds_launcher_is_refused_by_the_file_that_decides() -> None:
+    with pytest.raises(DataError, match=r"DeepSpeed, whose settings stand in ds_config.json: pass that file"):
+        read_text("#!/bin/bash\ndeepspeed train.py --deepspeed --deepspeed_config ds_config.json --fp16", name="run.sh")
+    whole = "deepspeed pretrain_gpt.py --num-layers 2 --micro-batch-size 1 --deepspeed_config ds.json --bf16"
+    found = read_text(f"#!/bin/bash\n{whole}", name="run.sh")
+    assert found.stack == "megatron-lm"
+    assert any("ds.json decides" in line for line in found.assumed)
+
+
+def test_a_trainer_under_accelerates_launcher_says_what_is_not_read() -> None:
+    found = read_args(
+        "accelerate launch --mixed_precision fp8 run_clm.py --model_name_or_path gpt2 --bf16 --output_dir out"
+    )
+    assert found.stack == "transformers"
+    assert any("the options of accelerate launch before them are not read" in line for line in found.assumed)
+
+
+def test_half_a_script_that_breaks_off_after_a_continuation_is_said() -> None:
+    cut_off = read_text("torchrun pretrain_gpt.py --bf16 --num-layers \\\n", stack="megatron-lm")
+    assert any("ends in a line continuation" in line for line in cut_off.assumed)
+    whole = read_text("torchrun pretrain_gpt.py \\\n --bf16 # a \\\\", stack="megatron-lm")
+    assert not any("ends in a line continuation" in line for line in whole.assumed)
+
+
+def test_the_verb_recognizes_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "--args", "--precision bf16-mixed --strategy fsdp"]) in (0, 1)
+    assert capsys.readouterr().out.startswith("lightning ")
+
+
+def test_every_recipe_trains_on_its_own_engine_and_what_no_engine_takes_is_said() -> None:
+    assert {name: lines for name in recipes if (lines := refusals(Answer(recipe=name, overrides={})))} == {}
+    apart = refusals(
+        Answer(recipe="bf16_mixed", overrides={"grad_reduce_in_fp32": False, "grad_accumulation_dtype": "fp32"})
+    )
+    assert any("accumulator-apart-from-the-wire" in line for line in apart)
+    assert apart[-1].startswith("engine=megatron_fsdp allows it")
+    cast = refusals(Answer(recipe="fp32_params_bf16_compute", overrides={"autocast_enabled": True}))
+    assert any("fsdp2-casts-by-itself" in line for line in cast)

@@ -1,0 +1,189 @@
+"""The catalogue of planted faults: what each does, on which engines, and which row of the report has to name it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.observe.audit import compute_faults as c
+from tests.observe.audit import faults as f
+from tests.observe.audit import hostile_faults as h
+
+SHARDED = {"use_distributed_optimizer": True}
+AWARE = {"use_precision_aware_optimizer": True}
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+PLAIN = {"first_last_layers_bf16": False, "fp8_param": False}
+SCALED = {"recipe": "fp16_mixed", "initial_loss_scale": 1024.0}
+
+ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ddp": ("bf16", {}),
+    "dist": ("bf16", {"ddp": SHARDED}),
+    "aware": ("bf16", {"ddp": SHARDED, "optimizer": AWARE}),
+    "fp32": ("fp32", {}),
+    "fp16": (SCALED, {}),
+    "sum of tokens": ("bf16", {"model": {"calculate_per_token_loss": True}}),
+    "fp16 sum of tokens": (SCALED, {"model": {"calculate_per_token_loss": True}}),
+    "moe": ({"recipe": "bf16_mixed", "moe_router_dtype": "fp32"}, {"model": MOE}),
+    "wide softmax": ({"recipe": "bf16_mixed", "attention_softmax_in_fp32": True}, {"model": {"window_size": [15, 0]}}),
+    "residual": ({"recipe": "bf16_mixed", "fp32_residual_connection": True}, {}),
+    "logits": ({"recipe": "bf16_mixed", "logit_dtype": "fp32"}, {}),
+    "autocast": ({"recipe": "bf16_mixed", "autocast_enabled": True}, {}),
+    "norms kept": ({"recipe": "bf16_params_fp32_states", "keep_fp32": ["*layernorm*"]}, {"engine": "fsdp2"}),
+    "pipeline": ("bf16", {"parallel": {"pipeline_model_parallel_size": 2}}),
+    "fsdp2": ("fp32_params_bf16_compute", {"engine": "fsdp2"}),
+    "fsdp2 a": ("bf16_params_fp32_states", {"engine": "fsdp2"}),
+    "mfsdp": ("bf16_megatron_fsdp", {"engine": "megatron_fsdp"}),
+    "tensorwise": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **PLAIN}, {"emulate": True}),
+    "tensorwise ends": ("bf16_with_fp8_current_scaling_mixed", {"emulate": True, "model": {"num_layers": 3}}),
+    "tensorwise fsdp2": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **PLAIN}, {"emulate": True, "engine": "fsdp2"}),
+    "delayed": ("bf16_with_fp8_delayed_scaling_mixed", {"emulate": True}),
+    "mxfp8": ("bf16_with_mxfp8_mixed", {"emulate": True}),
+    "nvfp4": ("bf16_with_nvfp4_mixed", {"emulate": True}),
+}  # fmt: skip
+ALL = ("ddp", "dist", "fsdp2", "mfsdp")
+CORE = ("ddp", "dist")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault."""
+
+    name: str
+    plant: Callable[[Any], None]
+    engines: tuple[str, ...]
+    subjects: tuple[str, ...]
+    """Rows of the report that may name it; one of them must."""
+    offender: str = ""
+    """Part of an offender's name."""
+    quick: bool = False
+    """Whether the default suite plants it."""
+    early: bool = True
+    """False: it means something after the first update only."""
+    fatal: bool = False
+    """The first step with it raises: torch multiplies no factors of two dtypes."""
+
+
+ROUND = f.change_gradients(lambda grad: grad.bfloat16().float())
+CATALOGUE = (
+    Fault("model never refreshed", f.model_never_refreshed, (*CORE, "fp16", "moe", "mfsdp"), ("weights as read",), quick=True),
+    Fault("one weight never refreshed", f.one_weight_never_refreshed, CORE, ("weights as read",), "linear_fc1.weight"),
+    Fault("forward weight disturbed", f.weight_disturbed, CORE, ("weights as read",), "linear_fc1.weight"),
+    Fault("optimizer frozen", f.optimizer_frozen, (*ALL, "fsdp2 a", "aware"), ("weights moved",), quick=True),
+    Fault("one weight frozen", f.one_weight_frozen, ALL, ("weights moved",)),
+    Fault("dropped from the optimizer", f.dropped_from_the_optimizer, ALL, ("optimizer holds", "invariants"), quick=True),
+    Fault("a group's rate is 0", f.rate_of_a_group_zero, CORE, ("weights moved",)),
+    Fault("requires_grad off", f.requires_grad_off, ("ddp", "fsdp2"), ("optimizer holds",), "linear_fc1.weight", quick=True),
+    Fault("moment in BF16", f.cast_state("exp_avg", torch.bfloat16), (*ALL, "fsdp2 a"), ("exp_avg", "invariants")),
+    Fault("second moment in FP16", f.cast_state("exp_avg_sq", torch.float16), ("ddp", "fsdp2"), ("exp_avg_sq", "invariants")),
+    Fault("first moment rounded", f.round_state("exp_avg"), ("ddp", "fsdp2", "aware"), ("bits of states",), quick=True),
+    Fault("second moment rounded", f.round_state("exp_avg_sq"), ("dist", "mfsdp"), ("bits of states",)),
+    Fault("main weights rounded", f.main_weights_rounded, CORE, ("bits of states",), quick=True),
+    Fault("remainders zeroed", f.remainders_zeroed, ("aware", "fsdp2 a"), ("bits of states", "weights moved"), quick=True),
+    Fault("a second master copy", f.second_copy, ("ddp", "fsdp2", "mfsdp"), ("main_params", "invariants")),
+    Fault("main weights in BF16", f.main_weights_cast, CORE, ("main_params", "invariants")),
+    Fault("norm's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "0", "input_layernorm"), ("ddp",), ("params", "invariants"), "layernorm", fatal=True),
+    Fault("linear's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "1", "mlp", "linear_fc1"), ("ddp",), ("params", "invariants"), "linear_fc1", fatal=True),
+    Fault("embedding in FP32", f.stored_as(torch.float32, "embedding", "word_embeddings"), ("ddp",), ("params", "invariants"), "embedding", fatal=True),
+    Fault("router's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "1", "mlp", "router"), ("moe",), ("params", "invariants"), "router"),
+    Fault("norm that is kept in FP32 in BF16", f.stored_as(torch.bfloat16, "decoder", "layers", "0", "input_layernorm"), ("norms kept",), ("params", "invariants"), "layernorm", fatal=True),
+    Fault("gradient doubled", f.change_gradients(lambda grad: grad * 2), (*CORE, "mfsdp"), ("gradients",), "linear_fc1.weight", quick=True),
+    Fault("gradient lost", f.change_gradients(torch.zeros_like), CORE, ("gradients", "weights moved"), "linear_fc1.weight"),
+    Fault("gradient rounded to BF16", ROUND, (*CORE, "mfsdp", "fp32"), ("gradients",), "linear_fc1.weight", quick=True),
+    Fault("gradient's sign turned", f.change_gradients(torch.neg), ("ddp",), ("gradients",), "linear_fc1.weight"),
+    Fault("gradient transposed within", f.change_gradients(lambda grad: grad.flip(0)), ("ddp",), ("gradients",), "linear_fc1.weight"),
+    Fault("only the last micro-batch counts", f.last_microbatch_only, CORE, ("gradients",), quick=True),
+    Fault("loss not scaled", f.loss_unscaled, ("fp16",), ("loss scale", "gradients"), quick=True),
+    Fault("nothing scales the loss", f.no_scale_function, ("fp16",), ("derived flags", "loss scale")),
+    Fault("gradients unscaled twice", f.unscaled_twice, ("fp16", "fp16 sum of tokens"), ("gradients",), quick=True),
+    Fault("all gradients halved", h.all_gradients_times(0.5), ("sum of tokens", "ddp", "dist"), ("gradients",), quick=True),
+    Fault("all gradients tripled", h.all_gradients_times(3.0), ("sum of tokens", "ddp"), ("gradients",)),
+    Fault("scale of 1", f.scale_of_one, ("fp16",), ("loss scale", "loss scale adapts"), quick=True),
+    Fault("scaler's window", f.scaler_window, ("fp16",), ("derived flags", "invariants")),
+    Fault("scale drifts", f.scale_drifts, ("fp16",), ("loss scale adapts",)),
+    Fault("bf16 flag off", f.flip("model", "bf16", False), ("ddp",), ("derived flags", "invariants")),
+    Fault("params_dtype", f.flip("model", "params_dtype", torch.float32), ("ddp", "fsdp2 a"), ("derived flags", "invariants")),
+    Fault("reduction flag", f.flip("ddp", "grad_reduce_in_fp32", False), CORE, ("derived flags", "invariants")),
+    Fault("softmax flag", f.flip("model", "attention_softmax_in_fp32", False), ("ddp", "fsdp2"), ("derived flags", "invariants"), quick=True),
+    Fault("residual flag", f.flip("model", "fp32_residual_connection", True), ("ddp",), ("derived flags", "invariants")),
+    Fault("optimizer's bf16 flag", f.flip("optimizer", "bf16", False), ("ddp",), ("derived flags", "invariants")),
+    Fault("autocast flag", f.flip("model", "enable_autocast", True), ("ddp",), ("derived flags", "invariants")),
+    Fault("FP8 flag", f.flip("model", "fp8", "hybrid"), ("ddp",), ("derived flags", "invariants")),
+    Fault("linear in FP32", c.linear_in(torch.float32), ("ddp", "fsdp2", "mfsdp"), ("compute",), "linear_fc1", quick=True),
+    Fault("linear in FP16", c.linear_in(torch.float16), ("ddp",), ("compute",), "linear_fc1"),
+    Fault("attention in FP16", c.attention_in(torch.float16), ("ddp", "fsdp2"), ("attention",), "core_attention", quick=True),
+    Fault("attention in FP32", c.attention_in(torch.float32), ("ddp",), ("attention",), "core_attention"),
+    Fault("router in BF16", c.router_in_bf16, ("moe",), ("router", "derived flags"), quick=True),
+    Fault("router's logits rounded", c.router_logits_rounded, ("moe",), ("router",), "router", quick=True),
+    Fault("routed in BF16", c.routed_in_bf16, ("moe",), ("router",), "router", quick=True),
+    Fault("attention's softmax in BF16", c.softmax_flag_off, ("wide softmax",), ("softmax",), "scale_mask_softmax", quick=True),
+    Fault("residual stream rounded", c.stream_rounded, ("residual", "fp32"), ("residual stream",), quick=True),
+    Fault("residual stream rounded before a norm", c.stream_rounded_before_norm, ("fp32",), ("residual stream",)),
+    Fault("cross entropy in BF16", c.loss_in_bf16, ("ddp", "fsdp2"), ("loss",), quick=True),
+    Fault("logits narrow", c.logits_narrow, ("logits",), ("logits",), "output_layer", quick=True),
+    Fault("rotary angles in BF16", c.angles_in_bf16, ("ddp", "fp32"), ("rotary angles",), "inv_freq", quick=True),
+    Fault("rotary angles rounded", c.angles_rounded, ("ddp",), ("rotary angles",), "inv_freq"),
+    Fault("weights rounded in forward", c.weights_rounded_in_forward, ("fp32",), ("compute",), "linear_fc1", quick=True),
+    Fault("another layer's weight", c.another_layers_weight, ("ddp",), ("compute", "gradients", "weights moved"), "linear_fc1"),
+    Fault("activations rounded", c.activations_rounded, ("fp32",), ("residual stream",), "linear_fc2"),
+    Fault("autocast on", c.autocast_on, ("ddp", "fp32"), ("autocast",), quick=True),
+    Fault("autocast off", c.autocast_off, ("autocast",), ("autocast",)),
+    Fault("edge layer quantized", c.edge_quantized, ("tensorwise ends",), ("linears", "invariants", "quantized GEMMs"), "linear_fc1"),
+    Fault("MXFP8 becomes tensorwise", c.another_scaling("tensorwise"), ("mxfp8",), ("linears", "invariants", "quantized GEMMs")),
+    Fault("tensorwise becomes MXFP8", c.another_scaling("mxfp8"), ("tensorwise",), ("linears", "invariants", "quantized GEMMs")),
+    Fault("emulation paused", c.paused, ("tensorwise", "tensorwise fsdp2", "nvfp4"), ("quantized GEMMs",), quick=True),
+    Fault("linear unplugged", c.unplugged, ("tensorwise", "tensorwise fsdp2", "mxfp8"), ("linears", "invariants"), "linear_fc1"),
+    Fault("all linears unplugged", c.all_unplugged, ("tensorwise", "delayed"), ("linears", "invariants"), quick=True),
+    Fault("linear's forward swapped", c.forward_swapped, ("tensorwise", "mxfp8"), ("quantized GEMMs",), "linear_fc1", quick=True),
+    Fault("linear's class swapped", c.class_swapped, ("tensorwise",), ("quantized GEMMs", "linears"), "linear_fc1"),
+    Fault("E4M3 for E5M2 gradients", c.wrong_format("e4m3", gradient=True), ("tensorwise", "delayed"), ("quantized GEMMs",), "dy", quick=True),
+    Fault("E5M2 for E4M3 forward", c.wrong_format("e5m2", gradient=False), ("tensorwise", "mxfp8"), ("quantized GEMMs",), "fprop"),
+    Fault("wgrad's gradient unquantized", c.operand("wgrad", "dy", c.unquantized), ("tensorwise", "mxfp8", "nvfp4"), ("quantized GEMMs",), "wgrad dy", quick=True),
+    Fault("wgrad's input unquantized", c.operand("wgrad", "x", c.unquantized), ("mxfp8", "nvfp4"), ("quantized GEMMs",), "wgrad x"),
+    Fault("dgrad's gradient unquantized", c.operand("dgrad", "dy", c.unquantized), ("mxfp8",), ("quantized GEMMs",), "dgrad dy"),
+    Fault("dgrad's weight unquantized", c.operand("dgrad", "w", c.unquantized), ("mxfp8",), ("quantized GEMMs",), "dgrad w"),
+    Fault("fprop's weight unquantized", c.operand("fprop", "w", c.unquantized), ("tensorwise", "nvfp4"), ("quantized GEMMs",), "fprop w"),
+    Fault("fprop's input unquantized", c.operand("fprop", "x", c.unquantized), ("tensorwise", "mxfp8"), ("quantized GEMMs",), "fprop x"),
+    Fault("delayed scales frozen", c.scales_frozen, ("delayed",), ("delayed scales",), quick=True),
+    Fault("margin", c.detail(margin=2), ("delayed",), ("delayed scales",)),
+    Fault("amax algorithm", c.detail(amax_algo="most_recent"), ("delayed",), ("delayed scales", "linears"), early=False),
+    Fault("history cut short", c.history_cut, ("delayed",), ("delayed scales",)),
+    Fault("no Hadamard transform", c.not_rotated, ("nvfp4",), ("quantized GEMMs",), "Hadamard", quick=True),
+    Fault("rounded to nearest", c.rounded_to_nearest, ("nvfp4",), ("quantized GEMMs",), "stochastic", quick=True),
+    # every dtype, flag and hook is in place
+    Fault("first moment with FP16's bits", h.states_with(10, "exp_avg"), ("ddp", "fsdp2", "mfsdp", "aware"), ("bits of states",)),
+    Fault("main weights with TF32's bits", h.main_weights_with(10), ("ddp", "dist", "mfsdp", "fp32"), ("bits of states", "weights moved"), quick=True),
+    Fault("half of a weight frozen", h.half_of_a_weight_frozen, (*ALL, "fsdp2 a", "aware"), ("weights moved",), "update does not follow from its moments", quick=True),
+    Fault("updates rounded to BF16", h.update_in_bf16, ("ddp", "dist", "mfsdp"), ("weights moved",)),
+    Fault("frozen while nobody looks", h.frozen_while_nobody_looks, (*ALL, "fsdp2 a", "aware"), ("invariants",), "were applied", quick=True, early=False),
+    Fault("last step's gradients kept", h.gradients_kept, ("ddp", "dist", "mfsdp"), ("gradients",)),
+    Fault("a norm's gradient doubled", f.change_gradients(lambda grad: grad * 2, "input_layernorm.weight"), ALL, ("gradients",), "layernorm", quick=True),
+    Fault("the embedding's gradient doubled", f.change_gradients(lambda grad: grad * 2, "word_embeddings.weight"), ALL, ("gradients",), "embeddings"),
+    Fault("an expert's gradient doubled", f.change_gradients(lambda grad: grad * 2, "local_experts.1.linear_fc1.weight"), ("moe",), ("gradients",), "experts.1", quick=True),
+    Fault("the router's gradient doubled", f.change_gradients(lambda grad: grad * 2, "router.weight"), ("moe",), ("gradients",), "router"),
+    Fault("gradient rounded to E4M3", f.change_gradients(h.to_e4m3), ("ddp", "fsdp2", "fsdp2 a", "mfsdp"), ("gradients",), "linear_fc1"),
+    Fault("input gradients in FP16", h.backward_reads(dy=torch.Tensor.half, w=torch.Tensor.half), CORE, ("compute", "gradients"), "linear_fc1"),
+    Fault("input gradients by a rounded weight", h.backward_reads(w=h.to_e4m3), ("ddp", "fp32"), ("gradients",), "linear"),
+    Fault("TF32 allowed", h.tf32_allowed, ("fp32", "moe"), ("derived flags", "invariants"), "tf32", quick=True),
+    Fault("norm computes in BF16", h.norm_in_bf16, ("fp32",), ("norms", "residual stream"), "layernorm"),
+    Fault("norm computes in BF16, otherwise", h.norm_in_bf16_without_a_root, ("fp32", "ddp", "norms kept"), ("norms",), "layernorm", quick=True),
+    Fault("norm's variance in BF16", h.norm_in_bf16, ("ddp", "residual", "norms kept", "fsdp2"), ("norms",), "layernorm"),
+    Fault("output gradients rounded", h.output_gradients_rounded, ("fp32",), ("compute",), "linear_fc1", quick=True),
+    Fault("linear in FP16 by a batched product", h.linear_by_a_batched_product, ("ddp", "fp32", "fsdp2"), ("compute", "residual stream"), "linear_fc1"),
+    Fault("linear without a product", h.linear_without_a_product, ("ddp", "mfsdp"), ("compute",), "linear_fc1"),
+    Fault("attention without a product", h.attention_without_a_product, ("ddp",), ("attention",), "core_attention"),
+    Fault("rotary angles rounded on their way", h.angles_rounded_on_their_way, ("fp32", "ddp", "fsdp2"), ("rotary angles",), "rotary", quick=True),
+    Fault("logits rounded on their way", h.logits_rounded, ("logits", "fp32"), ("logits",), "output layer"),
+    Fault("range of a scale wasted", h.operands_of("fprop", "x", h.squeezed), ("tensorwise", "mxfp8", "nvfp4"), ("quantized GEMMs",), "fprop x", quick=True),
+    Fault("quantized after another rounding", h.operands_of("fprop", "x", h.coarse), ("tensorwise", "mxfp8", "delayed"), ("quantized GEMMs",), "fprop x"),
+    Fault("rounded twice to E2M1", h.operands_of("fprop", "x", h.coarse), ("nvfp4",), ("quantized GEMMs",), "fprop x"),
+    Fault("rounded to E4M3 before E2M1", h.operands_of("fprop", "x", h.through_e4m3), ("nvfp4",), ("quantized GEMMs",), "fprop x", quick=True),
+    Fault("weights rounded to E4M3 before E2M1", h.operands_of("fprop", "w", h.through_e4m3), ("nvfp4",), ("quantized GEMMs",), "fprop w"),
+    Fault("rotated inputs rounded to E4M3 before E2M1", h.operands_of("wgrad", "x", h.through_e4m3), ("nvfp4",), ("quantized GEMMs",), "wgrad x"),
+    Fault("gradients by way of E4M3", h.operands_of("dgrad", "dy", h.through_e4m3), ("tensorwise", "delayed"), ("quantized GEMMs",), "dgrad dy", quick=True),
+    Fault("gradients by way of E4M3 to their weights", h.operands_of("wgrad", "dy", h.through_e4m3), ("tensorwise", "delayed"), ("quantized GEMMs",), "wgrad dy"),
+    Fault("half of the gradient's rows lost", h.operands_of("wgrad", "dy", h.halved), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "wgrad dy", quick=True),
+    Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w"),
+)  # fmt: skip

@@ -1,0 +1,274 @@
+"""Faults to plant in what a step computes: dtypes of operations, and quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.observe.audit.faults import gpt, linear, nothing
+
+
+# --- compute -------------------------------------------------------------------------------------------------------------------------------
+def linear_in(dtype: torch.dtype) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        module = linear(engine)
+        real = module._forward_impl
+
+        def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            # the parameter's own dtype says nothing: Megatron-FSDP's is the main weight's before the first step
+            return real(input.to(dtype), weight.to(dtype), *args, **kwargs).to(input.dtype)
+
+        module._forward_impl = forward
+
+    return plant
+
+
+def attention_in(dtype: torch.dtype) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        attention = linear(engine, "self_attention.core_attention")
+        real = attention.forward
+
+        def forward(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            return real(query.to(dtype), key.to(dtype), value.to(dtype), *args, **kwargs).to(query.dtype)
+
+        attention.forward = forward
+
+    return plant
+
+
+def router_in_bf16(engine: Any) -> None:
+    for layer in gpt(engine).decoder.layers:
+        layer.mlp.router.config.moe_router_dtype = None
+
+
+def router_logits_rounded(engine: Any) -> None:
+    for layer in gpt(engine).decoder.layers:
+        router = layer.mlp.router
+        router.gating = lambda x, real=router.gating: real(x).bfloat16().float()
+
+
+def routed_in_bf16(engine: Any) -> None:
+    for layer in gpt(engine).decoder.layers:
+        router = layer.mlp.router
+        router.routing = lambda logits, *args, real=router.routing, **more: real(logits.bfloat16(), *args, **more)
+
+
+def softmax_flag_off(engine: Any) -> None:
+    for layer in gpt(engine).decoder.layers:
+        layer.self_attention.core_attention.scale_mask_softmax.softmax_in_fp32 = False
+
+
+def stream_rounded(engine: Any) -> None:
+    layer = gpt(engine).decoder.layers[0]
+
+    def narrow(module: Any, args: Any, output: Any) -> Any:
+        return tuple(o.bfloat16().to(o.dtype) if isinstance(o, torch.Tensor) else o for o in output)
+
+    layer.register_forward_hook(narrow)
+
+
+def stream_rounded_before_norm(engine: Any) -> None:
+    norm = gpt(engine).decoder.layers[1].input_layernorm
+    norm.register_forward_pre_hook(lambda module, args: tuple(a.bfloat16().to(a.dtype) for a in args))
+
+
+def loss_in_bf16(engine: Any) -> None:
+    model = gpt(engine)
+
+    def loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        flat = logits.transpose(0, 1).reshape(-1, logits.shape[-1]).bfloat16()
+        losses = torch.nn.functional.cross_entropy(flat, labels.reshape(-1), reduction="none")
+        return losses.view(labels.shape).clone()  # FSDP2 warns of a view
+
+    model.compute_language_model_loss = loss
+
+
+def logits_narrow(engine: Any) -> None:
+    layer = gpt(engine).output_layer
+    del layer._forward_impl
+    layer._forward_impl = type(layer)._forward_impl.__get__(layer) if hasattr(type(layer), "_forward_impl") else None
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as plain
+
+    layer._forward_impl = plain
+
+
+def angles_in_bf16(engine: Any) -> None:
+    rotary = gpt(engine).rotary_pos_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16()
+
+
+def angles_rounded(engine: Any) -> None:
+    rotary = gpt(engine).rotary_pos_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16().float()
+
+
+def weights_rounded_in_forward(engine: Any) -> None:
+    module = linear(engine)
+    real = module._forward_impl
+    module._forward_impl = lambda input, weight, *args, **kwargs: real(
+        input, weight.bfloat16().float(), *args, **kwargs
+    )
+
+
+def another_layers_weight(engine: Any) -> None:
+    module, other = linear(engine, layer=1), linear(engine, layer=0)
+    real = module._forward_impl
+    module._forward_impl = lambda input, weight, *args, **kwargs: real(input, other.weight, *args, **kwargs)
+
+
+def activations_rounded(engine: Any) -> None:
+    module = linear(engine, "mlp.linear_fc2")
+    module.register_forward_pre_hook(lambda module, args: (args[0].bfloat16().to(args[0].dtype), *args[1:]))
+
+
+def autocast_on(engine: Any) -> None:
+    real = engine.train_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return real(*args, **kwargs)
+
+    engine.train_step = step
+
+
+def autocast_off(engine: Any) -> None:
+    real = engine.train_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        enter = torch.autocast.__enter__
+
+        def disabled(self: Any) -> Any:
+            self._enabled = False
+            return enter(self)
+
+        torch.autocast.__enter__ = disabled
+        try:
+            return real(*args, **kwargs)
+        finally:
+            torch.autocast.__enter__ = enter
+
+    engine.train_step = step
+
+
+# --- quantization --------------------------------------------------------------------------------------------------------------------------
+def paused(engine: Any) -> None:
+    engine.emulation.is_paused = True
+
+
+def unplugged(engine: Any) -> None:
+    linear(engine).plug = None
+
+
+def all_unplugged(engine: Any) -> None:
+    for module in engine.emulation.plugged():
+        module.plug = None
+
+
+def edge_quantized(engine: Any) -> None:
+    """A linear of the first layer, which stays in BF16, gets what its twin in the middle has."""
+    edge, middle = linear(engine, layer=0), linear(engine, layer=1)
+    edge.__class__, edge.plug = type(middle), middle.plug
+
+
+def another_scaling(name: str) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        import dataclasses
+
+        from mpbridge.precision.scalings import SCALINGS
+
+        for quantizer in engine.emulation.quantizers.values():
+            quantizer.quant = dataclasses.replace(quantizer.quant, scaling=name)
+            quantizer.rule = SCALINGS[name].emulation
+
+    return plant
+
+
+def forward_swapped(engine: Any) -> None:
+    module = linear(engine)
+    module._forward_impl = lambda input, weight, *args, **kwargs: torch.nn.functional.linear(input, weight)
+
+
+def class_swapped(engine: Any) -> None:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    linear(engine).__class__ = ColumnParallelLinear
+
+
+def operand(role: str, side: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Replaces one operand of every quantized linear on its way to the GEMM."""
+
+    def plant(engine: Any) -> None:
+        for quantizer in engine.emulation.quantizers.values():
+            real = quantizer.operand
+
+            def make(x: Any, *, gemm: Any, side: Any, real: Any = real, wanted: Any = (role, side), **more: Any) -> Any:
+                made = real(x, gemm=gemm, side=side, **more)
+                return change(x) if (gemm, side) == wanted else made
+
+            quantizer.operand = make
+            if hasattr(quantizer, "shares_copies"):
+                quantizer.shares_copies = lambda side: False
+
+    return plant
+
+
+def unquantized(x: torch.Tensor) -> Any:
+    from mpbridge.numerics.quantizer import Operand
+
+    return Operand(x.bfloat16(), None)
+
+
+def wrong_format(number: str, *, gradient: bool) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        from mpbridge.common.formats import FORMATS
+
+        for quantizer in engine.emulation.quantizers.values():
+            setattr(quantizer, "gradient_format" if gradient else "forward_format", FORMATS[number])
+
+    return plant
+
+
+def scales_frozen(engine: Any) -> None:
+    for quantizer in engine.emulation.quantizers.values():
+        quantizer.end_forward = quantizer.end_backward = nothing
+
+
+def detail(**changes: Any) -> Callable[[Any], None]:
+    """Other details of the rule, in the quantizer and its tables, under the same name."""
+
+    def plant(engine: Any) -> None:
+        import dataclasses
+
+        for quantizer in engine.emulation.quantizers.values():
+            for table in (quantizer.forward_table, quantizer.backward_table):
+                table.quant = dataclasses.replace(table.quant, **changes)
+
+    return plant
+
+
+def history_cut(engine: Any) -> None:
+    for quantizer in engine.emulation.quantizers.values():
+        for table in (quantizer.forward_table, quantizer.backward_table):
+            table.history = table.history[:4].clone()
+
+
+def not_rotated(engine: Any) -> None:
+    import mpbridge.numerics.nvfp4 as module
+
+    engine.undo.append(SimpleNamespace(owner=module, name="rotate", value=module.rotate))
+    module.rotate = lambda x, **options: x
+
+
+def rounded_to_nearest(engine: Any) -> None:
+    import mpbridge.numerics.nvfp4 as module
+
+    engine.undo.append(SimpleNamespace(owner=module, name="values_stochastic", value=module.values_stochastic))
+    from mpbridge.common.formats import E2M1
+
+    def nearest(view: Any, multiplier: Any, factor: Any, random: Any, out: Any) -> Any:
+        return module.values(view, multiplier, factor, E2M1, out)
+
+    module.values_stochastic = nearest

@@ -1,0 +1,54 @@
+"""The engines' tiny runs, for the audit's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def build() -> Iterator[Callable[..., Any]]:
+    """Makes a tiny megatron-core engine on the CPU, as tests/backend/engines/tiny.py describes it; closed at the end of the test."""
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.backend.engines.registry import build_engine
+    from tests.backend.engines import tiny
+
+    made: list[Any] = []
+    mine = start_process_group(False)
+
+    def make(kind: str = "bf16", **changes: Any) -> Any:
+        with device_layer(False):
+            engine = build_engine(tiny.run(kind, **changes))
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+    if mine:
+        stop_process_group()
+
+
+@pytest.fixture
+def drive() -> Callable[..., list[Any]]:
+    """Steps an engine under an AuditHook as the training loop does."""
+    from tests.backend.engines import tiny
+
+    def go(engine: Any, hook: Any, *, steps: int = 1, before: Callable[[int], None] = lambda step: None) -> list[Any]:
+        training, batches, results = SimpleNamespace(engine=engine), tiny.batches(), []
+        hook.built(training)
+        hook.started(training)
+        for step in range(steps):
+            before(step)
+            hook.stepping(training)
+            results.append(engine.train_step(batches, microbatches=2))
+            hook.stepped(training, results[-1])
+        hook.finished(training)
+        hook.closed()
+        return results
+
+    return go

@@ -1,0 +1,286 @@
+"""Faults to plant in a healthy engine: in weights, states, gradients, the loss scale and flags; those of what a step computes stand in compute_faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+# --- ways in -------------------------------------------------------------------------------------------------------------------------------
+def gpt(engine: Any) -> Any:
+    model = engine.model[0]
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def linear(engine: Any, path: str = "mlp.linear_fc1", layer: int = 1) -> Any:
+    module = gpt(engine).decoder.layers[layer]
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def inner(engine: Any) -> Any:
+    from mpbridge.observe.audit.flags import inner_optimizers
+
+    return inner_optimizers(engine.optimizer)[0]
+
+
+def parts(engine: Any) -> list[Any]:
+    return list(engine.optimizer.chained_optimizers)
+
+
+def after(owner: Any, name: str, then: Callable[..., Any]) -> None:
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        then()
+        return result
+
+    setattr(owner, name, call)
+
+
+def stepping(engine: Any, then: Callable[[], None]) -> None:
+    """`then` right after the inner optimizer's update, before anything is copied."""
+    after(inner(engine), "step", then)
+
+
+def states(engine: Any) -> list[dict[str, Any]]:
+    return [state for state in inner(engine).state.values() if state]
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+# --- weights -------------------------------------------------------------------------------------------------------------------------------
+def model_never_refreshed(engine: Any) -> None:
+    if engine.name == "megatron_fsdp":
+        engine.model[0].param_and_grad_buffer.copy_main_weights_to_model_weights = nothing
+        return
+    for part in parts(engine):
+        part._copy_main_params_to_model_params = nothing
+
+
+def one_weight_never_refreshed(engine: Any) -> None:
+    weight = linear(engine).weight
+    for part in parts(engine):
+        kept = weight.detach().clone()
+        after(part, "_copy_main_params_to_model_params", lambda kept=kept: weight.data.copy_(kept))
+
+
+def weight_disturbed(engine: Any) -> None:
+    """A forward weight gets noise that its main weight knows nothing of."""
+    weight = linear(engine).weight
+
+    def disturb() -> None:
+        weight.data.view(-1)[5] += 0.125
+
+    after(engine, "train_step", disturb)
+
+
+def optimizer_frozen(engine: Any) -> None:
+    if hasattr(engine.optimizer, "step_with_ready_grads"):
+        engine.optimizer.step_with_ready_grads = lambda: True
+    for part in parts(engine):
+        getattr(part, "optimizer", part).step = nothing
+
+
+def one_weight_frozen(engine: Any) -> None:
+    optimizer = inner(engine)
+    # the largest: its update is never below rounding
+    target = max((p for group in optimizer.param_groups for p in group["params"]), key=lambda p: p.numel())
+    real = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        kept = target.detach().clone()
+        result = real(*args, **kwargs)
+        target.data.copy_(kept)
+        return result
+
+    optimizer.step = step
+
+
+def dropped_from_the_optimizer(engine: Any) -> None:
+    inner(engine).param_groups[0]["params"].pop()
+
+
+def rate_of_a_group_zero(engine: Any) -> None:
+    inner(engine).param_groups[-1]["lr"] = 0.0
+
+
+def requires_grad_off(engine: Any) -> None:
+    linear(engine).weight.requires_grad_(False)
+
+
+def cast_state(name: str, dtype: torch.dtype) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        def cast() -> None:
+            for state in states(engine)[:1]:
+                state[name] = state[name].to(dtype)
+
+        after(engine, "train_step", cast)
+
+    return plant
+
+
+def round_state(name: str) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        def narrow() -> None:
+            for state in states(engine):
+                state[name].copy_(state[name].bfloat16().float())
+
+        stepping(engine, narrow)
+
+    return plant
+
+
+def main_weights_rounded(engine: Any) -> None:
+    def narrow() -> None:
+        for group in inner(engine).param_groups:
+            for p in group["params"]:
+                p.data.copy_(p.data.bfloat16().float())
+
+    stepping(engine, narrow)
+
+
+def remainders_zeroed(engine: Any) -> None:
+    def zero() -> None:
+        for state in states(engine):
+            state["master_param"].zero_()
+
+    stepping(engine, zero)
+
+
+def second_copy(engine: Any) -> None:
+    def add() -> None:
+        for p, state in inner(engine).state.items():
+            state["master_param"] = p.detach().float().clone()
+
+    after(engine, "train_step", add)
+
+
+def main_weights_cast(engine: Any) -> None:
+    """What the optimizer updates becomes BF16 after its first update."""
+
+    def cast() -> None:
+        for group in inner(engine).param_groups:
+            for p in group["params"]:
+                p.data = p.data.bfloat16()
+
+    after(engine, "train_step", cast)
+
+
+def stored_as(dtype: torch.dtype, *path: str) -> Callable[[Any], None]:
+    """The parameters of one module rest in another dtype."""
+
+    def plant(engine: Any) -> None:
+        module = gpt(engine)
+        for name in path:
+            module = module[int(name)] if name.isdigit() else getattr(module, name)
+        for parameter in module.parameters():
+            getattr(parameter, "_local_tensor", parameter).data = getattr(
+                parameter, "_local_tensor", parameter
+            ).data.to(dtype)
+
+    return plant
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------------------------------
+def change_gradients(
+    change: Callable[[torch.Tensor], torch.Tensor], name: str = "linear_fc1.weight"
+) -> Callable[[Any], None]:
+    """Changes accumulated gradients right before the optimizer looks at them."""
+
+    def plant(engine: Any) -> None:
+        def act(*args: Any, **kwargs: Any) -> None:
+            for full, p in engine.named_parameters():
+                if not full.endswith(name):
+                    continue
+                grad = getattr(p, "main_grad", None)
+                grad = p.grad if grad is None else grad
+                grad = getattr(grad, "_local_tensor", grad)
+                grad.copy_(change(grad))
+
+        config = engine.configs.model
+        real = config.finalize_model_grads_func
+
+        def finalize(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            act()
+            return result
+
+        config.finalize_model_grads_func = finalize
+
+    return plant
+
+
+def last_microbatch_only(engine: Any) -> None:
+    from mpbridge.backend.engines import steps
+
+    model = engine.model[0]
+    model.register_forward_pre_hook(lambda *_: model.zero_grad_buffer())
+    assert steps
+
+
+def clipping_lost(engine: Any) -> None:
+    for part in parts(engine):
+        part.config.clip_grad = 0.0
+    engine.configs.optimizer.clip_grad = 1.0 if engine.configs.optimizer is not parts(engine)[0].config else 0.0
+
+
+# --- loss scale ----------------------------------------------------------------------------------------------------------------------------
+def loss_unscaled(engine: Any) -> None:
+    engine.configs.model.grad_scale_func = lambda loss: loss
+
+
+def no_scale_function(engine: Any) -> None:
+    engine.configs.model.grad_scale_func = None
+
+
+def unscaled_twice(engine: Any) -> None:
+    for part in parts(engine):
+        real = part._unscale_main_grads_and_check_for_nan
+
+        def twice(real: Any = real) -> Any:
+            real()
+            return real()
+
+        part._unscale_main_grads_and_check_for_nan = twice
+
+
+def scale_of_one(engine: Any) -> None:
+    for part in parts(engine):
+        part.grad_scaler._scale.fill_(1.0)
+
+
+def scaler_window(engine: Any) -> None:
+    for part in parts(engine):
+        part.grad_scaler.growth_interval = 7
+
+
+def scale_drifts(engine: Any) -> None:
+    def halve() -> None:
+        for part in parts(engine):
+            part.grad_scaler._scale.mul_(0.5)
+
+    after(engine, "train_step", halve)
+
+
+# --- flags ---------------------------------------------------------------------------------------------------------------------------------
+def flip(target: str, field: str, value: Any) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        from mpbridge.observe.audit.flags import configs
+
+        setattr(configs(engine)[target], field, value)
+
+    return plant
+
+
+def decoupled_flag(engine: Any) -> None:
+    inner(engine).use_decoupled_grad = True
+    type(inner(engine))

@@ -1,0 +1,314 @@
+"""Faults that leave every dtype, flag and hook in place, or hide in one corner of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.observe.audit.faults import gpt, inner, linear, nothing, states, stepping
+
+
+# --- weights and states --------------------------------------------------------------------------------------------------------------------
+def narrowed(bits: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """FP32 numbers with so many bits of mantissa."""
+    drop = 23 - bits
+
+    def narrow(wide: torch.Tensor) -> torch.Tensor:
+        whole = wide.detach().contiguous().view(torch.int32)
+        return (((whole + (1 << (drop - 1))) >> drop) << drop).view(torch.float32)
+
+    return narrow
+
+
+def states_with(bits: int, name: str) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        narrow = narrowed(bits)
+
+        def act() -> None:
+            for state in states(engine):
+                state[name].copy_(narrow(state[name]))
+
+        stepping(engine, act)
+
+    return plant
+
+
+def main_weights_with(bits: int) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        narrow = narrowed(bits)
+
+        def act() -> None:
+            for group in inner(engine).param_groups:
+                for p in group["params"]:
+                    own = getattr(p, "_local_tensor", p)
+                    own.data.copy_(narrow(own.data))
+
+        stepping(engine, act)
+
+    return plant
+
+
+def half_of_a_weight_frozen(engine: Any) -> None:
+    optimizer = inner(engine)
+    target = max((p for group in optimizer.param_groups for p in group["params"]), key=lambda p: p.numel())
+    own = getattr(target, "_local_tensor", target)
+    real = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        flat = own.detach().view(-1)
+        kept = flat[: flat.numel() // 2].clone()
+        result = real(*args, **kwargs)
+        own.detach().view(-1)[: kept.numel()].copy_(kept)
+        return result
+
+    optimizer.step = step
+
+
+def frozen_while_nobody_looks(engine: Any) -> None:
+    """The inner optimizer takes its steps under a dispatch mode only."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
+
+    optimizer = inner(engine)
+    real = optimizer.step
+    optimizer.step = lambda *args, **kwargs: real(*args, **kwargs) if modes() else None
+
+
+def update_in_bf16(engine: Any) -> None:
+    """The update is rounded to BF16 before it is added to FP32 weights."""
+    optimizer = inner(engine)
+    real = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        owned = [getattr(p, "_local_tensor", p) for p in owned]
+        kept = [p.detach().clone() for p in owned]
+        result = real(*args, **kwargs)
+        for p, old in zip(owned, kept, strict=True):
+            p.data.copy_(old + (p.detach() - old).bfloat16().float())
+        return result
+
+    optimizer.step = step
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------------------------------
+def gradients_kept(engine: Any) -> None:
+    """The last step's gradients are still there when the next ones are added."""
+    for chunk in engine.model:
+        chunk.zero_grad_buffer = nothing
+
+
+def all_gradients_times(factor: float) -> Callable[[Any], None]:
+    """Every gradient alike, behind the division by the number of tokens."""
+
+    def plant(engine: Any) -> None:
+        config = engine.configs.model
+        real = config.finalize_model_grads_func
+
+        def finish(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            for _, parameter in engine.named_parameters():
+                parameter.main_grad.mul_(factor)
+            return result
+
+        config.finalize_model_grads_func = finish
+        engine.undo.append(SimpleNamespace(owner=config, name="finalize_model_grads_func", value=real))
+
+    return plant
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to E4M3 under a scale of the whole tensor."""
+    factor = 448.0 / values.abs().amax().clamp_min(1e-30).float()
+    return ((values.float() * factor).to(torch.float8_e4m3fn).float() / factor).to(values.dtype)
+
+
+class _Backward(torch.autograd.Function):
+    """A linear whose backward pass is changed: what it reads of dy, and of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, dy: Any, w: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.ways = dy, w
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        change_dy, change_w = ctx.ways
+        flat = change_dy(grad.reshape(-1, grad.shape[-1]))
+        read = change_w(weight)
+        dx = (flat.to(read.dtype) @ read).to(x.dtype).view(x.shape)
+        dw = flat.t() @ x.reshape(-1, x.shape[-1]).to(flat.dtype)
+        return dx, dw.to(weight.dtype), None, None
+
+
+def backward_reads(
+    *, dy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t, w: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
+) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        linear(engine)._forward_impl = lambda input, weight, *args, **kwargs: _Backward.apply(input, weight, dy, w)
+
+    return plant
+
+
+# --- compute -------------------------------------------------------------------------------------------------------------------------------
+def tf32_allowed(engine: Any) -> None:
+    before = torch.get_float32_matmul_precision()
+    engine.undo.append(SimpleNamespace(owner=_Precision(), name="value", value=before))
+    torch.set_float32_matmul_precision("high")
+
+
+class _Precision:
+    @property
+    def value(self) -> str:
+        return torch.get_float32_matmul_precision()
+
+    @value.setter
+    def value(self, name: str) -> None:
+        torch.set_float32_matmul_precision(name)
+
+
+def norm_in_bf16(engine: Any) -> None:
+    norm = gpt(engine).decoder.layers[1].input_layernorm
+    real = norm.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        wide = x.bfloat16()
+        mean = wide.mean(-1, keepdim=True)
+        centred = wide - mean
+        scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + 1e-5)
+        out = centred * scale * norm.weight.bfloat16()
+        bias = getattr(norm, "bias", None)
+        return (out if bias is None else out + bias.bfloat16()).to(real(x).dtype)
+
+    norm.forward = forward
+
+
+def norm_in_bf16_without_a_root(engine: Any) -> None:
+    """The same by other operations: nothing of it is a norm's kernel or a reciprocal root."""
+    norm = gpt(engine).decoder.layers[1].input_layernorm
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        wide = x.bfloat16()
+        centred = wide - wide.mean(-1, keepdim=True)
+        out = centred / ((centred * centred).mean(-1, keepdim=True) + 1e-5).sqrt()
+        return (out * norm.weight.bfloat16() + norm.bias.bfloat16()).to(x.dtype)
+
+    norm.forward = forward
+
+
+def output_gradients_rounded(engine: Any) -> None:
+    """What a linear's backward pass is given is rounded to BF16 on its way."""
+    linear(engine).register_full_backward_pre_hook(
+        lambda module, grads: tuple(g if g is None else g.bfloat16().to(g.dtype) for g in grads)
+    )
+
+
+def linear_by_a_batched_product(engine: Any) -> None:
+    """A linear in FP16, whose product has three dimensions."""
+    module = linear(engine)
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        turned = weight.half().t().expand(input.shape[0], *weight.shape[::-1])
+        return torch.bmm(input.half(), turned).to(input.dtype)
+
+    module._forward_impl = forward
+
+
+def linear_without_a_product(engine: Any) -> None:
+    """A linear that multiplies and adds element by element, in FP16."""
+    module = linear(engine)
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return (input.half().unsqueeze(-2) * weight.half()).sum(-1).to(input.dtype)
+
+    module._forward_impl = forward
+
+
+def attention_without_a_product(engine: Any) -> None:
+    """Core attention hands its values on, by no product at all."""
+    attention = linear(engine, "self_attention.core_attention")
+    attention.forward = lambda query, key, value, *args, **kwargs: value.reshape(*value.shape[:2], -1).clone()
+
+
+def angles_rounded_on_their_way(engine: Any) -> None:
+    rotary = gpt(engine).rotary_pos_emb
+    real = rotary.forward
+    rotary.forward = lambda *args, **kwargs: real(*args, **kwargs).bfloat16().float()
+
+
+def logits_rounded(engine: Any) -> None:
+    layer = gpt(engine).output_layer
+    real = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out, *rest = real(*args, **kwargs)
+        return out.bfloat16().to(out.dtype), *rest
+
+    layer.forward = forward
+
+
+# --- quantization --------------------------------------------------------------------------------------------------------------------------
+def operands_of(role: str, side: str, change: Callable[..., Any]) -> Callable[[Any], None]:
+    """change(real, x, gemm, side, more) makes one operand of every quantized linear."""
+
+    def plant(engine: Any) -> None:
+        for quantizer in engine.emulation.quantizers.values():
+            real = quantizer.operand
+
+            def make(x: Any, *, gemm: Any, side: Any, real: Any = real, **more: Any) -> Any:
+                if (gemm, side) == wanted:
+                    return change(real, x, gemm=gemm, side=side, **more)
+                return real(x, gemm=gemm, side=side, **more)
+
+            quantizer.operand = make
+            if hasattr(quantizer, "shares_copies"):
+                quantizer.shares_copies = lambda side: False
+
+    wanted = (role, side)
+    return plant
+
+
+def squeezed(real: Any, x: torch.Tensor, **how: Any) -> Any:
+    """Quantized as if the largest value were a thousand times as large: most of the range is lost to underflow."""
+    wide = x.detach().clone()
+    wide.view(-1)[0] = wide.abs().amax() * 1024
+    return real(wide, **how)
+
+
+def coarse(real: Any, x: torch.Tensor, **how: Any) -> Any:
+    return real(to_coarse(x), **how)
+
+
+def to_coarse(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to two bits of mantissa before it is quantized by its rule."""
+    whole = values.detach().float().contiguous().view(torch.int32)
+    return (((whole + (1 << 20)) >> 21) << 21).view(torch.float32).to(values.dtype)
+
+
+def halved(real: Any, x: torch.Tensor, **how: Any) -> Any:
+    """Half of the rows are left out."""
+    wide = x.detach().clone()
+    wide[::2] = 0
+    return real(wide, **how)
+
+
+def stale() -> Callable[..., Any]:
+    """The first copy of every weight is read for good."""
+    kept: dict[Any, Any] = {}
+
+    def make(real: Any, x: torch.Tensor, **how: Any) -> Any:
+        key = real, how["slot"]
+        if key not in kept:
+            kept[key] = real(x, **how)
+        return kept[key]
+
+    return make
+
+
+def through_e4m3(real: Any, x: torch.Tensor, **how: Any) -> Any:
+    """Rounded to E4M3 before it is quantized by its rule."""
+    return real(to_e4m3(x.detach()), **how)

@@ -1,0 +1,119 @@
+"""What happens between two steps, where no audit looks: the next one compares with what the last one left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.observe.audit import AuditHook
+from mpbridge.observe.audit.flags import inner_optimizers
+from mpbridge.observe.audit.holdings import holdings
+
+Between = Callable[[Any, int], None]
+
+
+def faults(engine: Any, between: Between, *, steps: int = 3, batches: Any = None) -> list[str]:
+    """What the audits of every step find; `between` runs after each of them."""
+    from tests.backend.engines import tiny
+
+    hook, training = AuditHook(mode="warn", every=1, invariants=1), SimpleNamespace(engine=engine)
+    batches = batches or tiny.batches()
+    try:
+        hook.built(training)
+        hook.started(training)
+        for step in range(steps):
+            hook.stepping(training)
+            hook.stepped(training, engine.train_step(batches, microbatches=2))
+            between(engine, step)
+    finally:
+        hook.closed()
+    return [text for one in hook.history for text in one.get("faults", ())]
+
+
+def putting_back(engine: Any) -> Between:
+    kept = {
+        held.name: (held.updated.detach().clone(), None if held.part is None else held.part.clone())
+        for held in holdings(engine)
+        if held.updated is not None
+    }
+
+    @torch.no_grad()
+    def put_back(engine: Any, step: int) -> None:
+        for held in holdings(engine):
+            if held.name in kept:
+                main, part = kept[held.name]
+                held.updated.data.copy_(main)
+                if held.part is not None:
+                    held.part.copy_(part)
+
+    return put_back
+
+
+def zeroed(engine: Any, step: int) -> None:
+    for optimizer in inner_optimizers(engine.optimizer):
+        for state in optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in state:
+                    state[key].zero_()
+
+
+def nothing(engine: Any, step: int) -> None:
+    """A healthy run."""
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_weights_that_are_put_back_between_steps_are_named(build: Any, kind: str) -> None:
+    engine = build(kind)
+    found = faults(engine, putting_back(engine))
+    assert any("restored after the update" in text for text in found), found
+    assert not any("embedding" in text and "bits of states" in text for text in found)
+
+
+def test_moments_that_are_zeroed_between_steps_are_named(build: Any) -> None:
+    found = faults(build("bf16"), zeroed)
+    assert any("emptied after the update" in text for text in found), found
+
+
+def test_another_rate_than_the_groups_is_named(build: Any) -> None:
+    engine = build("bf16")
+    for optimizer in inner_optimizers(engine.optimizer):
+        real = optimizer.step
+
+        def step(*args: Any, real: Any = real, optimizer: Any = optimizer, **kwargs: Any) -> Any:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] *= 30
+            done = real(*args, **kwargs)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            return done
+
+        optimizer.step = step
+    found = faults(engine, nothing)
+    assert any("not by what its moments give" in text or "moments" in text for text in found), found
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_a_block_that_begins_at_zero_is_healthy(build: Any, kind: str) -> None:
+    """LLaMA-Pro's block expansion, or projections of zeros from a converted folder: nothing before them gets a gradient in the first step."""
+    engine = build(kind)
+    with torch.no_grad():
+        for held in holdings(engine):
+            if held.name.endswith(("layers.1.self_attention.linear_proj.weight", "layers.1.mlp.linear_fc2.weight")):
+                held.updated.data.zero_()
+                held.part.zero_()
+    assert faults(engine, nothing, steps=2) == []
+
+
+def test_a_block_whose_gradient_stays_zero_is_named(build: Any) -> None:
+    """What begins at zero has a gradient in the next step; what is multiplied by zero never has one."""
+    engine = build("bf16")
+    (block,) = [module for name, module in engine.model[0].named_modules() if name.endswith("layers.1.mlp")]
+    block.register_forward_hook(lambda module, args, out: tuple(None if one is None else one * 0 for one in out))
+    found = faults(engine, nothing, steps=2)
+    # weight decay moves the rest
+    assert any("layers.1.pre_mlp_layernorm.bias" in text and "no gradient" in text for text in found), found

@@ -1,0 +1,185 @@
+"""Healthy, unusual runs: the audit lets them be. A hundred of them by combination, and those that once were stopped by name."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.common.errors import Contradiction, Refused
+from mpbridge.observe.audit import AuditHook
+
+SHARDED = {"use_distributed_optimizer": True}
+PLAIN = {"first_last_layers_bf16": False, "fp8_param": False}
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+
+RECIPES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bf16": ("bf16_mixed", {}),
+    "fp32": ("fp32", {}),
+    "fp16": ({"recipe": "fp16_mixed", "initial_loss_scale": 4096.0}, {}),
+    "BF16 wire": ({"recipe": "bf16_mixed", "grad_reduce_in_fp32": False}, {}),
+    "full BF16": ("full_bf16", {}),
+    "sharded": ("bf16_mixed", {"ddp": SHARDED}),
+    "overlapped": ("bf16_mixed", {"ddp": SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
+    "aware": ("bf16_mixed_bf16_moments", {"ddp": SHARDED}),
+    "FP32 residual": ({"recipe": "bf16_mixed", "fp32_residual_connection": True}, {}),
+    "FP32 logits": ({"recipe": "bf16_mixed", "logit_dtype": "fp32"}, {}),
+    "kept norms": ({"recipe": "bf16_mixed", "keep_fp32": ["*layernorm*"]}, {}),
+    "fsdp2": ("fp32_params_bf16_compute", {"engine": "fsdp2"}),
+    "fsdp2 a": ("bf16_params_fp32_states", {"engine": "fsdp2"}),
+    "mfsdp": ("bf16_megatron_fsdp", {"engine": "megatron_fsdp"}),
+    "tensorwise": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **PLAIN}, {"emulate": True}),
+    "delayed": ("bf16_with_fp8_delayed_scaling_mixed", {"emulate": True}),
+    "mxfp8": ("bf16_with_mxfp8_mixed", {"emulate": True}),
+    "nvfp4": ("bf16_with_nvfp4_mixed", {"emulate": True}),
+    "tensorwise fsdp2": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **PLAIN}, {"emulate": True, "engine": "fsdp2"}),
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "untied": {"share_embeddings_and_output_weights": False},
+    "gated RMS": {"normalization": "RMSNorm", "gated_linear_unit": True},
+    "biases, learned positions": {"add_bias_linear": True, "position_embedding_type": "learned_absolute"},
+    "grouped queries": {"num_query_groups": 2},
+    "query norms": {"qk_layernorm": True},
+    "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "experts": MOE,
+    "sum of tokens": {"calculate_per_token_loss": True},
+    "one layer": {"num_layers": 1},
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "no clipping": {"clip_grad": 0.0},
+    "no decay, no memory": {"weight_decay": 0.0, "adam_beta1": 0.0},
+    "tiny rate": {"lr": 1e-8},
+    "large rate": {"lr": 3e-2, "clip_grad": 100.0},
+    "sgd": {"optimizer": "sgd"},
+}
+BATCHES = ("whole", "first masked", "half masked", "one micro-batch", "four micro-batches", "one token")
+
+
+def masked(batches: Iterator[dict[str, torch.Tensor]], kind: str, micro: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches in which some tokens, or all of the first step's, count for nothing."""
+    for number, batch in enumerate(batches):
+        mask = torch.ones_like(batch["loss_mask"])
+        if kind == "first masked" and number < micro:
+            mask.zero_()
+        if kind == "half masked" and number % 2 == 0:
+            mask.zero_()
+        if kind == "one token":
+            mask.zero_()
+            mask[0, 3] = 1.0
+        yield batch | {"loss_mask": mask}
+
+
+def audited(build: Any, recipe: str, model: str, optimizer: str, batch: str) -> AuditHook:
+    """The hook behind three steps, each audited."""
+    from tests.backend.engines import tiny
+
+    kind, sections = RECIPES[recipe]
+    both = {"model": MODELS[model], "optimizer": OPTIMIZERS[optimizer]}
+    sections = sections | {name: sections.get(name, {}) | more for name, more in both.items()}
+    engine = build(kind, **sections)
+    micro = {"one micro-batch": 1, "four micro-batches": 4}.get(batch, 2)
+    stream = masked(tiny.batches(), batch, micro)
+    hook, training = AuditHook(mode="warn", every=1, invariants=1), SimpleNamespace(engine=engine)
+    hook.built(training)
+    hook.started(training)
+    for _ in range(3):
+        hook.stepping(training)
+        hook.stepped(training, engine.train_step(stream, microbatches=micro))
+    hook.finished(training)
+    hook.closed()
+    return hook
+
+
+def faults(hook: AuditHook) -> list[str]:
+    return [text for one in hook.history for text in one.get("faults", ())]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "fsdp2", "mfsdp"])
+def test_a_first_batch_without_a_token_to_learn_from_only_defers_the_audit(build: Any, recipe: str) -> None:
+    hook = audited(build, recipe, "plain", "adam", "first masked")
+    assert faults(hook) == []
+    assert [one["step"] for one in hook.history if "weights moved" in one["facts"]] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "optimizer", "batch"),
+    [
+        ("nvfp4", "experts", "large rate", "four micro-batches"),
+        ("fsdp2 a", "untied", "tiny rate", "half masked"),
+        ("overlapped", "sum of tokens", "no decay, no memory", "four micro-batches"),
+        ("FP32 residual", "recomputed", "sgd", "whole"),
+    ],
+)
+def test_an_unusual_run_is_healthy(build: Any, recipe: str, model: str, optimizer: str, batch: str) -> None:
+    assert faults(audited(build, recipe, model, optimizer, batch)) == []
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "sharded", "fsdp2"])  # Megatron-FSDP refuses a model with frozen parameters
+def test_frozen_parts_are_no_fault(build: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpbridge.backend.models import gpt
+
+    real = gpt.gpt_model
+
+    def frozen(*args: Any, **kwargs: Any) -> Any:
+        model = real(*args, **kwargs)
+        for name, parameter in model.named_parameters():
+            if "layers.0" in name or "embedding" in name:
+                parameter.requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(gpt, "gpt_model", frozen)
+    hook = audited(build, recipe, "untied", "adam", "whole")
+    assert faults(hook) == []
+
+
+def _hundred() -> list[tuple[str, str, str, str]]:
+    """A hundred combinations, the same ones every time, each value of each axis among them."""
+    rows = list(itertools.product(RECIPES, MODELS, OPTIMIZERS, BATCHES))
+    rows.sort(key=lambda row: zlib.crc32("/".join(row).encode()))
+    return rows[:130]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)  # five minutes of an idle core
+def test_a_hundred_healthy_runs_raise_no_alarm(build: Any) -> None:
+    import gc
+
+    from mpbridge.backend.engines import registry
+
+    alarms, ran, refused = [], 0, 0
+    for row in _hundred():
+        made: list[Any] = []
+
+        def once(kind: Any, made: list[Any] = made, **sections: Any) -> Any:
+            from mpbridge.backend.devices import device_layer
+            from tests.backend.engines import tiny
+
+            with device_layer(False):
+                made.append(registry.build_engine(tiny.run(kind, **sections)))
+            return made[0]
+
+        try:
+            found = faults(audited(once, *row))
+        except (Contradiction, Refused):
+            if made:  # what stops a run that stands is no rule
+                raise
+            refused += 1
+            continue
+        finally:
+            for engine in made:
+                engine.close()
+            gc.collect()
+        ran += 1
+        if found:
+            alarms.append((row, found))
+    print(f"{ran} healthy runs, {len(alarms)} alarms; {refused} combinations were refused by a rule")
+    assert alarms == []
+    assert ran >= 100, f"{ran} ran, {refused} were refused"

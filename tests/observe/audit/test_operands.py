@@ -1,0 +1,62 @@
+"""What the audit reads out of an operand's values, beside quantization written out here from the format's definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.observe.audit.operands import is_nearest_e2m1, is_rounded_from, is_rounded_with
+
+CODES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nvfp4(source: torch.Tensor) -> torch.Tensor:
+    """Codes times E4M3 block scales, to nearest: the factor of the whole tensor is left out."""
+    blocks = (source * (2688.0 / source.abs().amax())).view(source.shape[0], -1, 16)
+    scale = (blocks.abs().amax(2, keepdim=True) / 6.0).to(torch.float8_e4m3fn).float()
+    ratio = blocks / scale.clamp_min(1e-30)
+    near = CODES[(ratio.abs().clamp_max(6.0).unsqueeze(-1) - CODES).abs().argmin(-1)] * ratio.sign()
+    return (near * scale).view(source.shape)
+
+
+def judged(values: torch.Tensor, source: torch.Tensor) -> bool:
+    return is_rounded_from(values, source, E2M1, amax=float(source.abs().amax()), along=16, fitted=True)
+
+
+@pytest.mark.parametrize("small", [1.0, 1e-4, 3e-6, 1e-6, 1e-7, 1e-20])
+def test_blocks_far_below_the_tensors_largest_element_are_no_fault(small: float) -> None:
+    source = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    source[8:] *= small  # a gradient that spikes in a few tokens
+    assert judged(nvfp4(source), source)
+
+
+def test_other_values_are_a_fault_beside_such_blocks() -> None:
+    source = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    source[8:] *= 1e-7
+    wrong = source.clone()
+    wrong[0] = wrong[0].roll(1)
+    assert not judged(nvfp4(wrong), source)
+
+
+@pytest.mark.parametrize("small", [1.0, 1e-3, 1e-4, 3e-6, 1e-7])
+def test_the_nearest_codes_are_no_fault_and_codes_by_way_of_e4m3_are(small: float) -> None:
+    source = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    source[8:] *= small
+    scale = 448.0 / source.abs().amax()
+    through = (source * scale).to(torch.float8_e4m3fn).float() / scale
+    assert is_nearest_e2m1(nvfp4(source), source, across=1)
+    assert not is_nearest_e2m1(nvfp4(through), source, across=1)
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 64, torch.neg, torch.zeros_like])
+def test_one_element_that_is_far_off_is_a_fault(change: Any) -> None:
+    source = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    amax = float(source.abs().amax())
+    codes = (source * (448.0 / amax)).to(torch.float8_e4m3fn).float()
+    assert is_rounded_with(codes, source, E4M3, amax=amax, current=True)
+    where = int(codes.abs().view(-1).sub(4.0).abs().argmin())
+    codes.view(-1)[where] = change(codes.view(-1)[where])
+    assert not is_rounded_with(codes, source, E4M3, amax=amax, current=True)

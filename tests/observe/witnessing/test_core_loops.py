@@ -1,0 +1,92 @@
+"""megatron-core's own objects in a hand-written loop under a witness, with and without the distributed optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.evidence.witness_megatron import megatron
+from tests.worlds import one_process, reported
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with one_process():
+        yield
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["DDP", "distributed optimizer"])
+def test_bf16_in_megatrons_loop_is_bf16_mixed(distributed: bool) -> None:
+    seen = megatron(wrapper="distributed" if distributed else "ddp", policy="bf16_mixed")
+    assert seen.ok, seen.report.faults
+    assert str(seen.nearest) == "bf16_mixed, exactly"
+    found = seen.as_data()["described"]
+    assert (found["storage"], found["main"], found["accumulator"], found["exp_avg"]) == ("bf16", "fp32", "fp32", "fp32")
+    assert found["sharded"] == ("optimizer" if distributed else "nothing")
+    assert found["bytes_per_parameter"] == pytest.approx(18.0, abs=0.1)
+    subjects = {one.subject for one in seen.report.findings}
+    assert {"derived flags", "weights as read", "gradients", "residual stream", "attention"} <= subjects
+
+
+def test_a_model_that_main_weights_never_reach_is_named() -> None:
+    def spoil(wrapped: Any, optimizer: Any) -> None:
+        for part in optimizer.chained_optimizers:
+            part._copy_main_params_to_model_params = lambda *a, **k: None
+
+    seen = megatron(spoil=spoil)
+    assert [fault.subject for fault in seen.report.faults] == ["weights as read"]
+
+
+def test_gradients_doubled_on_their_way_are_named() -> None:
+    def spoil(wrapped: Any, optimizer: Any) -> None:
+        real = wrapped.config.finalize_model_grads_func
+
+        def finalize(chunks: Any, *rest: Any, **how: Any) -> None:
+            real(chunks, *rest, **how)
+            wrapped.module.module.decoder.layers[0].mlp.linear_fc1.weight.main_grad.mul_(2)
+
+        wrapped.config.finalize_model_grads_func = finalize
+
+    seen = megatron(policy="bf16_mixed", spoil=spoil)
+    (fault,) = seen.report.faults
+    assert fault.subject == "gradients"
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in str(fault)
+
+
+def test_a_config_flag_that_the_recipe_decides_is_read_from_the_live_objects() -> None:
+    def spoil(wrapped: Any, optimizer: Any) -> None:
+        wrapped.ddp_config.grad_reduce_in_fp32 = False
+
+    seen = megatron(policy="bf16_mixed", spoil=spoil)
+    assert [fault.subject for fault in seen.report.faults] == ["derived flags"]
+    assert "grad_reduce_in_fp32" in str(seen.report.faults[0])
+
+
+def test_nothing_is_left_on_megatrons_optimizer() -> None:
+    kept: list[Any] = []
+    megatron(spoil=lambda wrapped, optimizer: kept.extend((wrapped, optimizer)))
+    wrapped, optimizer = kept
+    assert "step" not in vars(optimizer)
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not any(module._forward_pre_hooks for module in wrapped.modules())
+
+
+EXAMPLE = os.environ.get("MPBRIDGE_MEGATRON_LM", "")
+
+
+@pytest.mark.skipif(
+    not EXAMPLE,
+    reason="Megatron-LM's example: MPBRIDGE_MEGATRON_LM=its checkout (and what its core needs, after a colon)",
+)
+def test_megatron_lms_own_example_loop_updates_nothing(tmp_path: Path) -> None:
+    program = str(Path(__file__).with_name("example_loop.py"))
+    found = reported(2, program, tmp_path / "out.json")
+    faults = {one["subject"]: one for one in found["audit"]["findings"] if not one["ok"] and "not_observed" not in one}
+    assert set(faults) == {"weights moved", "gradients"}
+    assert faults["weights moved"]["found"].startswith("0 of ")
+    assert reported(2, program, tmp_path / "mended.json", "--mended")["ok"]

@@ -1,0 +1,343 @@
+"""Layouts that a search proposes are legal, fit and are the ones that were asked for; calibration and own runs feed predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shlex
+
+import pytest
+
+from mpbridge.cli.main import main
+from mpbridge.common.errors import BadValue
+from mpbridge.common.machines import machine
+from mpbridge.planning.estimate.candidates import families, placement
+from mpbridge.planning.estimate.layouts import line, nearest, search
+from mpbridge.planning.estimate.machine_file import read_machine
+from mpbridge.planning.estimate.predict import estimate
+from mpbridge.planning.estimate.timing import timing
+from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.memory.by_role import memory, verdict
+from mpbridge.planning.memory.ranks import parse_layout
+from mpbridge.planning.rules.table import broken
+from mpbridge.settings.container import ConfigContainer
+
+H100 = machine("h100")
+
+
+def facts_of(config, world, *overrides):
+    run = ConfigContainer.load(f"configs/{config}.yaml", list(overrides), check=False).resolved(
+        world, machine=H100, versions=ASSUMED, training=False
+    )
+    return run.policy, dataclasses.replace(run.facts, environment={})
+
+
+@pytest.mark.parametrize(("config", "world"), [("llama3_8b", 16), ("moe_tiny", 4)])
+def test_found_layouts_are_legal_and_fit_and_their_line_says_them(config, world):
+    policy, facts = facts_of(config, world)
+    found = search(policy, facts, H100, most=3)
+    assert found
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    for one in found:
+        assert verdict(memory(policy, one.run), H100.memory_bytes) != "does not fit"
+        assert not [v for v in broken(policy, one.run) if v.severity == "error"]
+        again = facts_of(config, world, *shlex.split(one.line))[1]
+        assert again.parallel == one.run.parallel
+        assert again.micro_batch_size == one.run.micro_batch_size
+
+
+def exhaustive(policy, facts, target):
+    """Every candidate priced on its own, with the memory of every stage."""
+    found = []
+    for run in itertools.chain(*families(policy, facts, target)):
+        every = run.parallel.world_size // run.parallel.pipeline
+        held = [memory(policy, run, rank=stage * every) for stage in range(run.parallel.pipeline)]
+        full = max(held, key=lambda one: one.needed)
+        if verdict(full, target.memory_bytes) == "does not fit":
+            continue
+        if any(violation.severity == "error" for violation in broken(policy, run)):
+            continue
+        found.append((estimate(policy, run, target).seconds, full.needed))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "gib", "fitting"),
+    [
+        ("gpt_tiny", 4, 80, "all"),
+        ("moe_tiny", 2, 80, "all"),
+        ("gpt_tiny", 4, 0.65, "some"),
+        ("gpt_tiny", 2, 0.5, "none"),
+    ],
+    ids=["dense", "experts", "little room", "no room"],
+)
+def test_the_search_finds_what_looking_at_every_candidate_finds(config, world, gib, fitting):
+    target = dataclasses.replace(H100, memory_bytes=int(gib * 2**30))
+    policy, facts = facts_of(config, world)
+    facts = dataclasses.replace(facts, machine=target)
+    every = exhaustive(policy, facts, target)
+    found = [(one.seconds, one.needed) for one in search(policy, facts, target, most=6)]
+    assert found == [pytest.approx(pair) for pair in every[:6]]
+    count = sum(map(len, families(policy, facts, target)))
+    assert ("none" if not every else "all" if len(every) == count else "some") == fitting
+
+
+@pytest.mark.parametrize(("layers", "ahead", "chunks"), [(61, 1, 16), (61, 1, 8), (61, 0, 32), (61, 1, 2), (7, 1, 4)])
+def test_layers_that_do_not_divide_are_placed_so_that_no_chunk_holds_more_than_its_share(layers, ahead, chunks):
+    (text,) = placement(layers, ahead, chunks).values()
+    rows = parse_layout(text)
+    held = [row.count("decoder") for row in rows]
+    assert len(rows) == chunks
+    assert sum(held) == layers
+    assert max(held) == -(-layers // chunks)
+    assert (rows[0][0], rows[-1][-1], rows[-1].count("mtp")) == ("embedding", "loss", ahead)
+
+
+def test_few_layers_are_not_spread_over_many_chunks():
+    assert placement(61, 1, 64) is None
+    assert placement(126, 0, 64) == {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    }
+
+
+def test_deepseek_v3_gets_layouts_whose_layers_do_not_divide():
+    policy, facts = facts_of(
+        "deepseek_v3_671b", 1024, "train.global_batch_size=4096", "parallel.expert_model_parallel_size=64"
+    )
+    wide = machine("gb200")
+    (best,) = search(policy, dataclasses.replace(facts, machine=wide), wide, most=1)
+    assert best.run.parallel.pipeline > 1
+    again = facts_of("deepseek_v3_671b", 1024, "train.global_batch_size=4096", *shlex.split(best.line))[1]
+    assert again.model["pipeline_model_parallel_layout"] == best.run.model["pipeline_model_parallel_layout"]
+    assert again.model.get("recompute_modules") == best.run.model.get("recompute_modules")
+
+
+def test_llama_405b_on_16384_gpus_gets_its_published_kind_of_layout():
+    policy, facts = facts_of("llama3_405b", 16384, "train.global_batch_size=2048")
+    best = search(policy, facts, H100, most=1)[0].run.parallel
+    assert best.tensor == 8
+    assert best.pipeline >= 8
+
+
+def test_the_nearest_layout_that_fits_may_need_more_gpus():
+    policy, facts = facts_of("llama3_8b", 2)
+    assert verdict(memory(policy, facts), H100.memory_bytes) == "does not fit"
+    found = nearest(policy, facts, H100)
+    assert found is not None
+    assert verdict(memory(policy, found), H100.memory_bytes) == "fits"
+    assert "parallel.tensor_model_parallel_size=" in line(found)
+    policy, facts = facts_of("llama3_70b", 32)
+    small = dataclasses.replace(H100, memory_bytes=24 * 2**30)
+    wider = nearest(policy, dataclasses.replace(facts, machine=small), small)
+    assert wider is not None
+    assert wider.parallel.world_size > 32
+
+
+def test_the_verb_prints_lines_to_paste(capsys):
+    assert (
+        main(
+            [
+                "layouts",
+                "--config",
+                "llama3_8b",
+                "--target",
+                "h100",
+                "--world-size",
+                "16",
+                "--most",
+                "1",
+                "--recipes",
+                "bf16_mixed,nvfp4",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["recipe"] == "bf16_mixed"  # an H100 cannot run the other
+    assert one["answer"] in ("fits", "tight")
+
+
+MACHINE = """\
+machine: cpu
+name: here
+peak: {fp32: 0.05, bf16: 0.2}
+bandwidth: 1.0e+10
+nvlink: 1.0e+9
+constants: {gemm_bf16: 1.0, memory: 1.0, host: 0.5}
+"""
+
+
+def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
+    path = tmp_path / "m.yaml"
+    path.write_text(MACHINE)
+    made, held = read_machine(path)
+    assert made.flops("bf16") == 0.2e12
+    assert held.of("gemm_bf16") == 1.0
+    assert held.of("attention") > 2
+    assert main(["estimate", "--config", "gpt_tiny", "--machine-file", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "here: a prediction" in said
+    assert "TFLOP/s 0 a GPU" not in said
+    assert "calibrate measured" in said
+    assert "published" not in said
+    faster = tmp_path / "f.yaml"
+    faster.write_text(MACHINE.replace("bf16: 0.2", "bf16: 2.0"))
+    seconds = []
+    for name in (path, faster):
+        main(["estimate", "--config", "gpt_tiny", "--machine-file", str(name), "--json"])
+        seconds.append(json.loads(capsys.readouterr().out)["seconds"])
+    assert seconds[1] < seconds[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "expected the mapping"),
+        ("machine: cpu\npeak: {bf16: -1}", "peak.bf16=-1"),
+        ("machine: cpu\npeak: {int3: 1}", "unknown peak.int3"),
+        ("machine: cpu\npeak: {bf16: 1}\ndomain: 0.5", "domain=0.5, expected at least 1"),
+        ("machine: cpu\npeak: {bf16: 1}\nspeed: 3", "unknown speed"),
+        ("machine: cpu\npeak: {bf16: 1}\nconstants: {nope: 1}", "unknown constants.nope"),
+        ("machine: ht100\npeak: {bf16: 1}", "ht100"),
+        ("a: [", "not YAML"),
+        ("x" * 70000, "more than"),
+    ],
+    ids=[
+        "list",
+        "negative",
+        "unknown format",
+        "no whole number",
+        "unknown key",
+        "unknown constant",
+        "unknown machine",
+        "no YAML",
+        "too large",
+    ],
+)
+def test_a_wrong_machine_file_is_named(tmp_path, text, said):
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    with pytest.raises(Exception, match=said) as error:
+        read_machine(path)
+    assert type(error.value).__module__ == "mpbridge.common.errors"
+
+
+def test_a_measured_run_stands_beside_its_prediction(tmp_path, capsys):
+    (tmp_path / "m.yaml").write_text(MACHINE)
+    config = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).as_data()
+    data = {
+        "recipe": "bf16_mixed",
+        "seconds": 0.5,
+        "tokens_per_second": 4096.0,
+        "steps": 10,
+        "world_size": 1,
+        "config": config,
+    }
+    (tmp_path / "timing.json").write_text(json.dumps(data))
+    assert timing(tmp_path).seconds == 0.5
+    assert main(["estimate", "--against", str(tmp_path), "--machine-file", str(tmp_path / "m.yaml")]) == 0
+    assert "measured: 0.5 s (median of 10 steps)" in capsys.readouterr().out
+    (tmp_path / "timing.json").write_text("{}")
+    with pytest.raises(BadValue, match="not the timing of a run"):
+        timing(tmp_path)
+
+
+def test_recommend_sorts_by_what_is_asked_and_prefers_what_was_measured(tmp_path, capsys):
+    data = {
+        "recipe": "bf16_mixed",
+        "seconds": 0.001,
+        "tokens_per_second": 1e6,
+        "steps": 10,
+        "world_size": 8,
+        "config": {},
+    }
+    (tmp_path / "timing.json").write_text(json.dumps(data))
+    orders = {}
+    for by in ("time", "memory"):
+        assert (
+            main(["recommend", "--config", "llama3_8b", "--target", "h100", "--world-size", "8", "--by", by, "--json"])
+            == 0
+        )
+        rows = [
+            row
+            for row in json.loads(capsys.readouterr().out)["recipes"]
+            if row["legal"] and row["fit"] != "does not fit"
+        ]
+        key = "seconds" if by == "time" else "bytes"
+        assert [row[key] for row in rows] == sorted(row[key] for row in rows)
+        assert all(row["speed_known"] == "predicted" for row in rows)
+        orders[by] = [row["recipe"] for row in rows]
+    assert orders["time"] != orders["memory"]
+    assert (
+        main(
+            [
+                "recommend",
+                "--config",
+                "llama3_8b",
+                "--target",
+                "h100",
+                "--world-size",
+                "8",
+                "--by",
+                "time",
+                "--runs",
+                str(tmp_path),
+                "--json",
+            ]
+        )
+        == 0
+    )
+    first = json.loads(capsys.readouterr().out)["recipes"][0]
+    assert (first["recipe"], first["seconds"]) == ("bf16_mixed", 0.001)
+    assert first["speed_known"].startswith("measured in")
+
+
+def test_fewer_than_one_layout_is_refused(capsys):
+    policy, facts = facts_of("gpt_tiny", 1)
+    for most in (0, -1):
+        with pytest.raises(BadValue, match="expected at least 1"):
+            search(policy, facts, H100, most=most)
+        assert main(["layouts", "--target", "h100", "--most", str(most)]) == 2
+        assert f"--most {most}: expected at least 1" in capsys.readouterr().err
+
+
+def test_a_machine_of_unknown_memory_refuses_no_layout(tmp_path, capsys):
+    path = tmp_path / "m.yaml"
+    path.write_text(MACHINE)
+    assert main(["layouts", "--machine-file", str(path), "--most", "1"]) == 0
+    assert "that of here is unknown" in capsys.readouterr().out
+
+
+def test_the_optimizer_is_looked_at_both_ways_unless_the_file_says_which(capsys):
+    policy, facts = facts_of("gpt_tiny", 4)
+    pairs = {
+        stated: {run.optimizer.distributed for run in itertools.chain(*families(policy, facts, H100, stated=stated))}
+        for stated in (False, True)
+    }
+    assert pairs == {False: {False, True}, True: {False}}
+    start = ["layouts", "--target", "h100", "--world-size", "4", "--most", "40", "--json"]
+    for said, ways in (((), {"true", "false"}), (("ddp.use_distributed_optimizer=false",), {"false"})):
+        assert main([*start, *said]) == 0
+        found = {one["settings"].rpartition("=")[2] for one in json.loads(capsys.readouterr().out)}
+        assert found == ways
+
+
+@pytest.mark.parametrize("more", [["--recipes", "full_bf16"], ["--engine", "fsdp2"]], ids=lambda more: more[1])
+def test_what_cannot_distribute_the_optimizer_has_layouts_without_it(more, capsys):
+    assert main(["layouts", "--target", "h100", "--world-size", "4", "--json", *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["settings"].rpartition("=")[2] for one in found} == {"false"}
+
+
+def test_a_recipe_of_the_list_that_is_not_there_is_named_and_one_that_is_twice_counts_once(capsys):
+    for more in ([], ["--json"]):
+        assert main(["layouts", "--target", "h100", "--recipes", "bf16_mixed,nope", *more]) == 2
+        said = capsys.readouterr()
+        assert "nope" in said.err
+        assert said.out == ""
+    assert main(["layouts", "--target", "h100", "--recipes", "bf16_mixed,bf16_mixed", "--json"]) == 0
+    lines = [one["settings"] for one in json.loads(capsys.readouterr().out)]
+    assert len(lines) == len(set(lines))

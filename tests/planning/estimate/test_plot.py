@@ -1,0 +1,70 @@
+"""`estimate --plot`: the picture exists, and its bars add up to what the tables say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpbridge.cli.main import main
+
+RUN = ["--config", "configs/gpt_125m.yaml", "--recipe", "bf16_with_fp8_current_scaling_mixed", "--target", "h100"]
+
+
+def test_the_picture_holds_the_step_and_the_memory_of_both_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import mpbridge.common.report.pictures as bars
+
+    seen: list[Any] = []
+    draw = bars.stacked_bars
+    monkeypatch.setattr(bars, "stacked_bars", lambda path, panels: (seen.extend(panels), draw(path, panels)))
+    monkeypatch.chdir(Path(__file__).parents[3])
+    assert main(["estimate", *RUN, "--json", "--plot", str(tmp_path / "x.png")]) == 0
+    said = json.loads(capsys.readouterr().out)
+    main(["memory", *RUN, "--json"])
+    held = json.loads(capsys.readouterr().out)
+    time, memory = seen
+    assert sum(time.bars[said["recipe"]].values()) == pytest.approx(said["seconds"])
+    assert sum(time.bars["bf16_mixed"].values()) == pytest.approx(said["reference"]["seconds"])
+    beside = sum(part["bytes"] for part in held["beside"])
+    wanted = held["states"] + held["estimates"]["activations"] + beside
+    assert sum(memory.bars[said["recipe"]].values()) * 2**30 == pytest.approx(wanted)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(Path(__file__).parents[3] / "configs" / "gpt_125m.yaml")
+    where = str(tmp_path / "no" / "x.png")
+    assert main(["estimate", "--config", config, "--recipe", "bf16_mixed", "--target", "h100", "--plot", where]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"--plot {where}: folder {tmp_path / 'no'} does not exist")
+
+
+def test_without_matplotlib_only_the_picture_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["estimate", *RUN, "--plot", str(tmp_path / "x.png")]) == 0
+    out, err = capsys.readouterr()
+    assert "where the time goes" in out
+    assert err.startswith(
+        "no picture: matplotlib is not installed (pip install -e '.[plot]' in a checkout of mpbridge)"
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_picture_without_room_costs_the_picture_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    assert main(["estimate", *RUN, "--plot", str(tmp_path / "full.png")]) == 2
+    out, err = capsys.readouterr()
+    assert "where the time goes" in out
+    assert str(tmp_path / "full.png") in err

@@ -1,0 +1,197 @@
+"""Predictions against published runs, and what a prediction says about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+
+import pytest
+
+from mpbridge.cli.main import main
+from mpbridge.common.errors import BadValue
+from mpbridge.common.machines import machine, machines
+from mpbridge.planning.estimate.constants import DATA, constants
+from mpbridge.planning.estimate.predict import estimate
+from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.memory.by_role import memory as bytes_of
+from mpbridge.planning.memory.uncounted import left_out_of_memory
+from mpbridge.settings.container import ConfigContainer
+from scripts.evidence.published import LATER, UNUSUAL, priced, run_of, unfitted
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    return [(row, estimate((run := run_of(row)).policy, run.facts)) for row in priced()]
+
+
+def errors(predicted, usual=True):
+    return [
+        one.tokens_per_second / row["tokens"] - 1 for row, one in predicted if (row["model"] not in UNUSUAL) == usual
+    ]
+
+
+def test_published_speeds_are_met_in_sample(predicted):
+    off = sorted(abs(e) for e in errors(predicted))
+    assert statistics.median(off) <= 0.06
+    assert off[int(0.9 * len(off))] <= 0.16
+
+
+def test_the_band_holds_nine_of_ten(predicted):
+    inside = [abs(row["tokens"] ** -1 * one.tokens_per_second - 1) <= one.band for row, one in predicted]
+    assert sum(inside) >= 0.9 * len(inside)
+    odd = [one for row, one in predicted if row["model"] in UNUSUAL]
+    assert all("attention sinks" in one.because for one in odd)
+    assert all(one.span[0] == one.seconds < one.span[1] for one in odd)
+    longer = [one.tokens_per_second / row["tokens"] for row, one in predicted if row["model"] in UNUSUAL]
+    assert sum(1 <= times <= 1 + odd[0].band for times in longer) >= 0.9 * len(longer)
+
+
+def test_parts_sum_to_the_step(predicted):
+    for _, one in predicted:
+        assert sum(one.parts.values()) == pytest.approx(one.seconds)
+        assert min(one.parts.values()) > 0
+
+
+def test_shipped_constants_say_what_they_were_fitted_to():
+    data = json.loads(DATA.read_text())
+    usual = {row["id"] for row in priced() if row["model"] not in UNUSUAL}
+    assert set(data["rows"]) == usual
+    free = [name for name, entry in data["shared"].items() if entry["free"]]
+    assert len(free) == 7  # more are not identified by the rows
+    assert set(data["machines"]) == {row["machine"] for row in priced()}
+
+
+def test_a_machine_without_rows_has_the_wider_band(predicted):
+    row, one = predicted[6]
+    run = run_of(row)
+    other = estimate(run.policy, run.facts, machine("h200"))
+    assert one.because == "published runs on H100"
+    assert other.band > one.band
+    assert "H200" in other.because
+
+
+def test_speeds_that_nobody_fitted_are_met():
+    found = [
+        abs(estimate((run := run_of(row)).policy, run.facts).tokens_per_second / row["tokens"] - 1)
+        for row in unfitted()
+        if row["release"] >= LATER and row["model"] not in UNUSUAL
+    ]
+    assert len(found) == 30
+    assert statistics.median(found) < 0.08
+    assert statistics.quantiles(found, n=10)[-1] < 0.22
+
+
+def test_what_is_not_priced_is_named():
+    run = run_of(priced()[6])
+    missing = dataclasses.replace(machine("rtx4090"), name="X")
+    one = estimate(run.policy, dataclasses.replace(run.facts, machine=missing))
+    assert any("no network in the table" in line and "slower" in line for line in one.left_out)
+    with pytest.raises(BadValue, match="no rates"):
+        estimate(run.policy, run.facts, machine("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "time", "memory", "exact"),
+    [
+        ({"is_hybrid_model": True}, "state-space layers (Mamba)", "faster", "smaller", False),
+        ({"linear_attention_freq": 4}, "linear attention", "faster", "larger", False),
+        ({"variable_seq_lengths": True}, "packed sequences", "faster", "at most as large", True),
+        ({}, "", "", "", True),
+    ],
+    ids=["hybrid", "linear attention", "packed", "plain"],
+)
+def test_what_is_counted_as_something_else_is_named_with_the_sign_of_the_error(settings, what, time, memory, exact):
+    run = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).resolved(
+        1, machine=machine("h100"), versions=ASSUMED, training=False
+    )
+    facts = dataclasses.replace(run.facts, model={**run.facts.model, **settings})
+    for said, sign in ((estimate(run.policy, facts).left_out, time), (left_out_of_memory(facts), memory)):
+        assert len(said) == bool(what)
+        assert all(what in line and sign in line for line in said)
+    assert bytes_of(run.policy, facts).exact is exact
+
+
+def test_faster_links_memory_and_products_never_slow_a_step_down():
+    run = run_of(priced()[8])
+    base = machine("gb200")
+    whole = estimate(run.policy, run.facts, base).seconds
+    for change in (
+        {"nvlink": base.nvlink * 2},
+        {"network": base.network * 2},
+        {"bandwidth": base.bandwidth * 2},
+        {"peak": tuple((f, 2 * p) for f, p in base.peak)},
+    ):
+        assert estimate(run.policy, run.facts, dataclasses.replace(base, **change)).seconds <= whole
+
+
+def test_the_verb_prints_a_band_and_json(capsys):
+    assert main(["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "gb200", "--price", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "a prediction" in text
+    assert "published runs on GB200" in text
+    assert (
+        main(
+            ["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "gb200", "--price", "2", "--json"]
+        )
+        == 0
+    )
+    data = json.loads(capsys.readouterr().out)
+    assert data["predicted"]
+    assert data["price_per_billion_tokens"] == pytest.approx(2 * data["gpu_hours_per_billion_tokens"])
+    assert data["reference"]["seconds"] > data["seconds"]
+
+
+def test_a_recipe_that_the_machine_cannot_run_is_refused(capsys):
+    assert (
+        main(["estimate", "--config", "llama3_70b", "--recipe", "nvfp4", "--world-size", "64", "--target", "h100"]) == 1
+    )
+    assert "NVFP4" in capsys.readouterr().err
+
+
+def test_every_machine_has_a_price_for_bf16():
+    run = run_of(priced()[6])
+    plain = dataclasses.replace(run.container, mixed_precision="bf16_mixed").resolved(64, training=False)
+    for where in machines.values():
+        if where.gpu and where.flops("bf16"):
+            assert estimate(plain.policy, plain.facts, where).seconds > 0
+    assert constants().machine("no such") == 1.0
+
+
+@pytest.mark.parametrize("verb", ["estimate", "recommend", "layouts", "memory"])
+def test_no_verb_makes_up_a_world(verb, capsys):
+    assert main([verb, "--config", "gpt_tiny", "--target", "h100", "--world-size", "0"]) == 2
+    assert "--world-size 0: expected at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["estimate", "recommend"])
+@pytest.mark.parametrize("price", ["-1", "nan", "inf", "two"])
+def test_a_price_is_a_number_of_zero_or_more(verb, price, capsys):
+    assert main([verb, "--config", "gpt_tiny", "--target", "h100", f"--price={price}"]) == 2
+    assert "not a price: expected a number of 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["estimate", "recommend", "layouts"])
+def test_every_verb_that_predicts_names_what_it_leaves_out(verb, capsys):
+    asked = [verb, "--config", "gpt_tiny", "--target", "l40s", "train.global_batch_size=16", "--world-size"]
+    assert main([*asked, "16"]) == 0
+    assert "left out: traffic between hosts: L40S has no network" in capsys.readouterr().out
+    assert main([*asked, "4"]) == 0
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_sizes_that_fit_no_recipe_are_said_once(capsys):
+    assert main(["recommend", "--config", "llama3_8b", "--target", "h100", "--world-size", "7"]) == 2
+    assert capsys.readouterr().err.count("7 processes cannot be divided into tensor 2") == 1
+    assert main(["layouts", "--config", "llama3_8b", "--target", "h100", "--world-size", "7"]) == 1
+    assert "sizes must divide 7 GPUs" in capsys.readouterr().out
+
+
+def test_unusual_kernels_are_said_to_take_longer_in_one_direction(capsys):
+    where = ["--config", "gpt_oss_120b", "--target", "gb200", "--world-size", "64"]
+    assert main(["estimate", *where, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["span"] == [data["seconds"], pytest.approx(2.26 * data["seconds"])]
+    for verb in ("estimate", "layouts", "recommend"):
+        assert main([verb, *where]) == 0
+        assert "published runs of such a model take longer than predicted" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,117 @@
+"""Every cure that is written as settings cures: the rule is silent afterwards, nothing contradicts, and no new error sends one back."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import yaml
+
+from mpbridge.common.facts import OptimizerFacts
+from mpbridge.common.traits import traits
+from mpbridge.planning.rules.table import broken
+from tests.planning.rules.test_rules import OVERLAP, SHAPE, TABLE, case, ids, machine
+
+SETTING = re.compile(r"(?:(mixed_precision|model|optimizer|ddp|parallel)\.)?(\w+)=(\S+)")
+SIZES = {
+    "sequence_parallel": "sequence",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "expert_tensor_parallel_size": "expert_tensor",
+}
+SHAPED = {"add_bias_linear": "linear_bias", "share_embeddings_and_output_weights": "tied"}
+DECIDES = {
+    "grad_reduce_in_fp32": ("reduce",),
+    "grad_accumulation_dtype": ("accumulate",),
+    "params_dtype": ("params", "compute"),
+    "use_precision_aware_optimizer": ("precision_aware",),
+    "store_param_remainders": ("remainders",),
+    "main_params_dtype": ("main_params",),
+    "main_grads_dtype": ("main_grads",),
+}
+"""Field of a recipe -> the facts of a case's policy that it decides."""
+CIRCLES = {
+    "full 16 bits, overlapped": {"recipe": "full_bf16", "ddp": OVERLAP},
+    "full 16 bits, plain": {"recipe": "full_bf16", "ddp": OVERLAP, "optimizer": OptimizerFacts()},
+    "bf16 main weights beside mxfp8": {
+        "recipe": "mxfp8", "machine": machine("b200"), "ddp": OVERLAP,
+        "config": {"main_params_dtype": "bf16", "use_precision_aware_optimizer": None, "grad_reduce_in_fp32": False},
+    },
+    "bf16 main weights, not aware": {"recipe": "mxfp8", "machine": machine("b200"), "ddp": OVERLAP, "policy": {"main_params": "bf16"}},
+    "sgd on shards": {"optimizer": OptimizerFacts(distributed=True, name="sgd"), "ddp": OVERLAP},
+    "delayed weight gradients alone": {"model": {"delay_wgrad_compute": True}},
+    "mxfp8 for single modules": {"machine": machine("b200"), "config": {"modules": {"mlp.*": "mxfp8"}}, "ddp": OVERLAP},
+    "mxfp8 gathers 16 bits": {
+        "recipe": "mxfp8", "machine": machine("b200"), "ddp": OVERLAP,
+        "config": {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False},
+    },
+    "fp32 storage under pipelines": {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(), "parallel": TABLE["sharded-engines-do-data-parallelism"][0]["parallel"]},
+}  # fmt: skip
+
+
+def applied(one, settings):
+    """The case with the settings of a cure."""
+    one = {"config": {}, "model": {}, "ddp": {}, **one}
+    one |= {name: dict(one[name]) for name in ("config", "model", "ddp")}
+    held = one.get("optimizer", OptimizerFacts(distributed=True))
+    for section, name, text in settings:
+        value = yaml.safe_load(text)
+        if section == "mixed_precision":
+            one["config"].pop(name.removesuffix("_gather"), None)  # another spelling of the same field
+            one["config"][name] = value
+            one["policy"] = {k: v for k, v in one.get("policy", {}).items() if k not in DECIDES.get(name, name)}
+            one["model"] |= {name: value} if name == "moe_router_dtype" else {}
+        elif section == "model":
+            one["model"][name] = value
+            if name in SHAPED:
+                one["shape"] = dataclasses.replace(one.get("shape", SHAPE), **{SHAPED[name]: value})
+        elif (section, name) == ("ddp", "use_distributed_optimizer"):
+            held = dataclasses.replace(held, distributed=value)
+        elif section == "ddp":
+            one["ddp"][name] = value
+        elif (section, name) == ("optimizer", "optimizer"):
+            held = dataclasses.replace(held, name=value)
+        elif name == "overlap_param_gather_with_optimizer_step":
+            held = dataclasses.replace(held, overlap_param_gather_with_step=value)
+        elif section == "optimizer":
+            held = dataclasses.replace(held, settings={**held.settings, name: value})
+        elif section == "parallel":
+            one["parallel"] = dataclasses.replace(one["parallel"], **{SIZES[name]: value})
+        elif name == "emulate":
+            one["realization"] = "emulated" if value else "native"
+        else:
+            assert name == "engine", name
+            one["engine"] = value
+            held = dataclasses.replace(
+                held, distributed=traits(value).distributed_optimizer != "never" and held.distributed
+            )
+    return one | {"optimizer": held}
+
+
+def alternatives(cure):
+    """The alternatives of a cure that are settings and nothing else, as (section, name, value)."""
+    section, found = "", []
+    for part in cure.split(", or "):
+        words = [SETTING.fullmatch(word) for word in part.split()]
+        if all(words):
+            settings = []
+            for match in words:
+                section = match[1] or ("" if match[2] in ("engine", "emulate") else section)
+                settings.append((section, match[2], match[3]))
+            found.append(settings)
+    return found
+
+
+@pytest.mark.parametrize("name", [*TABLE, *CIRCLES])
+def test_every_cure_cures(name):
+    one = CIRCLES[name] if name in CIRCLES else TABLE[name][0]
+    if isinstance(one.get("policy", {}).get("main_params"), str):
+        one = one | {"policy": {"main_params": case("bf16")[0].params}}
+    before = broken(*case(**one))
+    for violation in before:
+        if violation.rule == name or (name in CIRCLES and violation.severity == "error"):
+            for settings in alternatives(violation.cure):
+                after = broken(*case(**applied(one, settings)))
+                assert violation.rule not in ids(after), (violation, settings)
+                new = [v for v in after if v.severity == "error" and v.rule not in ids(before)]
+                assert not new, (str(violation), settings, [str(v) for v in new])

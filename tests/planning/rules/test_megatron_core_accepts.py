@@ -1,0 +1,192 @@
+"""What `check` passes megatron-core's own config classes accept: random settings out of its schema, judged by the real classes."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mpbridge.backend.megatron.targets import build
+from mpbridge.common.errors import MpbridgeError, UpstreamRefused
+from mpbridge.common.facts import Versions
+from mpbridge.common.machines import machine
+from mpbridge.common.probe import installed
+from mpbridge.planning.rules.table import broken
+from mpbridge.precision.registry import recipes
+from mpbridge.settings.container import ConfigContainer
+from mpbridge.settings.limits import LIMITS
+from mpbridge.settings.schema import Setting, settings
+
+NOW = Versions(
+    torch="2.11.0", megatron_core=installed().megatron_core, transformer_engine="2.11.0", cuda="12.9", cublaslt="12.9.1"
+)
+_DENSE = {
+    "num_layers": 8,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 512,
+    "max_sequence_length": 256,
+}
+_EXPERTS = {
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 128,
+    "add_bias_linear": False,
+    "moe_token_dispatcher_type": "alltoall",
+}
+_LATENT = {"multi_latent_attention": True, "q_lora_rank": 64, "kv_lora_rank": 64}
+MODELS = (
+    _DENSE,
+    _DENSE | {"gated_linear_unit": True, "activation_func": "silu"},
+    _DENSE | _EXPERTS,
+    _DENSE | _EXPERTS | _LATENT,
+    _DENSE | _LATENT,
+)
+SIZES = ({}, {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2},
+         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2},
+         {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True})  # fmt: skip
+NUMBERS = (-1, 0, 1, 2, 3, 4, 8, 64)
+WORDS = {
+    "model.recompute_modules": ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "nothing"],
+    "model.offload_modules": ["core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear", "nothing"],
+    "model.cuda_graph_scope": ["full", "full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "attn,mlp", "nothing"],
+    "model.cp_comm_type": ["p2p", "a2a"],
+}  # fmt: skip
+TOGETHER = (
+    "moe_",
+    "recompute",
+    "cuda_graph",
+    "overlap_",
+    "num_layers_in",
+    "account_for",
+    "rotary",
+    "offload",
+    "pipeline",
+    "moe_router",
+    "defer",
+)
+"""Settings whose refusals are about each other: drawn several at a time."""
+
+
+def value(rng: random.Random, section: str, name: str, setting: Setting) -> Any:
+    """A legal value of the schema: every kind that the field may have."""
+    words = WORDS.get(f"{section}.{name}")
+    kind = rng.choice([kind for kind in setting.types if kind not in ("object", "list", "null")] or ["null"])
+    if kind.startswith("list["):
+        item = kind.removeprefix("list[").removesuffix("]")
+        count = rng.choice((0, 1, 2, 8))
+        return [_plain(rng, item, setting, words) for _ in range(count)]
+    return _plain(rng, kind, setting, words)
+
+
+def _plain(rng: random.Random, kind: str, setting: Setting, words: list[str] | None) -> Any:
+    if kind == "bool":
+        return rng.random() < 0.7
+    if kind == "int":
+        return rng.choice(NUMBERS)
+    if kind == "float":
+        return rng.choice((-1.0, 0.0, 0.1, 1.0, 2.0))
+    if kind == "choice":
+        return rng.choice(setting.choices)
+    if kind == "activation":
+        return rng.choice(("gelu", "silu", "relu", "squared_relu", "quick_gelu"))
+    return {"dtype": "bf16", "null": None}.get(kind) or rng.choice(words or ["nothing"])
+
+
+def drawn(rng: random.Random) -> dict[str, Any]:
+    """One random configuration: a model, parallel sizes, a recipe, and up to six further settings."""
+    tree: dict[str, Any] = {
+        "mixed_precision": rng.choice(("bf16_mixed", "bf16_mixed", "fp16_mixed", "fp32", rng.choice(list(recipes)))),
+        "model": dict(rng.choice(MODELS)) | {"masked_softmax_fusion": False},
+        "parallel": dict(rng.choice(SIZES)),
+        "optimizer": {"lr": 1e-3},
+        "ddp": {"use_distributed_optimizer": True} if rng.random() < 0.5 else {},
+        "train": {"train_iters": 1, "global_batch_size": 8, "micro_batch_size": 1},
+    }
+    sections = {
+        section: settings(section, latent="q_lora_rank" in tree["model"]) for section in ("model", "optimizer", "ddp")
+    }
+    for _ in range(rng.randint(1, 3)):
+        section = rng.choice(("model", "model", "model", "model", "optimizer", "ddp"))
+        known = sorted(
+            name for name in sections[section] if f"{section}.{name}" not in ("model.num_layers", "optimizer.lr")
+        )
+        first = rng.choice(known)
+        group = next((stem for stem in TOGETHER if first.startswith(stem)), None)
+        family = [name for name in known if group and name.startswith(group)]
+        names = [first, *(rng.sample(family, min(2, len(family))) if rng.random() < 0.7 else ())]
+        for name in names:
+            picked = value(rng, section, name, sections[section][name])
+            limit = LIMITS.get(f"{section}.{name}")
+            if limit is None or not isinstance(picked, (int, float)) or limit.holds(picked):
+                tree[section][name] = picked
+    return tree
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """megatron-core asks for Transformer Engine's version and for its fused kernels; both are there on the machine that is meant."""
+    import megatron.core.models.common.embeddings.rope_utils as rope
+    import megatron.core.optimizer.optimizer_config as optimizer
+    import megatron.core.transformer.moe.moe_utils as moe
+    import megatron.core.transformer.transformer_config as model
+
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.optimizers import CpuFusedAdam
+
+    for module in (model, optimizer):
+        monkeypatch.setattr(module, "is_te_min_version", lambda *args, **kwargs: True)
+    monkeypatch.setattr(rope, "fused_apply_rotary_pos_emb", print)
+    for name in (
+        "permute",
+        "permute_with_probs",
+        "unpermute",
+        "sort_chunks_by_index",
+        "sort_chunks_by_index_with_probs",
+    ):
+        monkeypatch.setattr(moe, f"fused_{name}", print, raising=False)
+    with device_layer(False, fused_adam=CpuFusedAdam), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def judged(numbers: range, seed: int) -> tuple[int, list[str]]:
+    """(configurations that `check` passed and megatron-core was asked about, those that it refused)."""
+    asked, refused = 0, []
+    for number in numbers:
+        tree = drawn(random.Random(f"{seed}/{number}"))
+        try:
+            box = ConfigContainer(**tree)
+            run = box.resolved(box.smallest_world(), machine=machine("gb200"), versions=NOW)
+        except MpbridgeError:
+            continue
+        if any(violation.severity == "error" for violation in broken(run.policy, run.facts)):
+            continue
+        asked += 1
+        inputs = dict(run.inputs)
+        if run.engine != "mcore":
+            # these engines say so to megatron-core, which accepts state dtypes only beside its distributed optimizer
+            inputs["optimizer"] = inputs["optimizer"] | {"use_distributed_optimizer": bool(run.policy.precision_aware)}
+        try:
+            build(inputs, run.plan, machine=machine("gb200"), versions=NOW)
+        except UpstreamRefused as error:
+            refused.append(f"{seed}/{number}: {error} {tree}")
+    return asked, refused
+
+
+@pytest.mark.usefixtures("library")
+def test_what_the_rules_pass_the_config_classes_accept() -> None:
+    asked, refused = judged(range(400), 11)
+    assert refused == []
+    assert asked > 120
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("library")
+def test_what_the_rules_pass_the_config_classes_accept_many_times() -> None:
+    asked, refused = judged(range(20_000), 20260911)
+    assert refused == []
+    assert asked > 5_000

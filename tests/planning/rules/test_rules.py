@@ -1,0 +1,441 @@
+"""Each rule fires on one case and is silent on its neighbour; versions retire rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpbridge.common.errors import Refused
+from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
+from mpbridge.common.formats import DType
+from mpbridge.common.machines import machine
+from mpbridge.planning.rules.table import broken, require, rules
+from mpbridge.precision.policy import Region
+from mpbridge.precision.registry import recipes
+from mpbridge.precision.resolve import resolve
+from tests.planning.rules.config_cases import CASES
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+    num_query_groups=4,
+    kv_channels=16,
+    vocab_size=128,
+    seq_length=32,
+)
+MOE = dataclasses.replace(SHAPE, experts=4, expert_ffn_hidden_size=64, expert_layers=(True,) * 4, expert_topk=2)
+LATENT = dataclasses.replace(
+    SHAPE,
+    latent_attention={
+        "q_lora_rank": 0,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+    },
+)
+MANY = dataclasses.replace(MOE, experts=32)
+NOW = Versions(torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", torchao="0.18.0", cuda="12.9")
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+SHARDED = OptimizerFacts(distributed=True)
+CPU = machine("cpu")
+
+
+def case(recipe="bf16", config=None, policy=None, **run):
+    """(policy, facts): recipe with changed config fields, then changed policy fields; run fields over a small H100 run."""
+    made = resolve(recipes[recipe].make().derive(**(config or {})))
+    facts = RunFacts(**({"shape": SHAPE, "machine": machine("h100"), "versions": NOW, "optimizer": SHARDED} | run))
+    return dataclasses.replace(made, **(policy or {})), facts
+
+
+def te(version, **more):
+    return dataclasses.replace(NOW, transformer_engine=version, **more)
+
+
+def opt(**changes):
+    return dataclasses.replace(SHARDED, **changes)
+
+
+B200 = {"machine": machine("b200")}
+MX = {"recipe": "mxfp8", **B200}
+AWARE = {"use_precision_aware_optimizer": True}
+PP2 = Parallel(world_size=2, pipeline=2)
+CUSTOM = {"fp8": "hybrid", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"}
+WHOLE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+PADDED = {"moe_router_padding_for_quantization": True, "moe_token_dispatcher_type": "alltoall"}
+GRAPH = {
+    "moe_router_padding_for_fp8": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_scope": ["moe_router", "moe_preprocess"],
+}
+VPP = Parallel(world_size=2, pipeline=2, virtual_pipeline=2)
+
+# id -> (a case that breaks it, the neighbour that does not)
+TABLE = {
+    "quantization-without-transformer-engine": ({"recipe": "fp8_cs", "versions": te(None)}, {"recipe": "bf16", "versions": te(None)}),
+    "quantization-with-local-layers": ({"recipe": "fp8_cs", "model": {"transformer_impl": "local"}}, {"recipe": "fp8_cs", "model": {"transformer_impl": "transformer_engine"}}),
+    "scaling-of-a-library-that-the-engine-does-not-use": (
+        {"recipe": "fp8_rowwise"}, {"recipe": "fp8_rowwise", "engine": "fsdp2", "optimizer": OptimizerFacts()},
+    ),
+    "machine-cannot-run-it": ({"recipe": "mxfp8"}, MX),
+    "transformer-engine-too-old": ({"recipe": "fp8_sc", "machine": None, "versions": te("2.2")}, {"recipe": "fp8_sc", "machine": None, "versions": te("2.3")}),
+    "transformer-engine-untested": ({"recipe": "fp8_cs", "versions": te("2.21.0")}, {"recipe": "fp8_cs", "versions": te("2.20.2")}),
+    "fp32-products-in-tf32": ({"recipe": "fp32"}, {"recipe": "fp32", "environment": {"NVIDIA_TF32_OVERRIDE": "0"}}),
+    "edge-layers-with-delayed-scaling": ({"recipe": "fp8_ds", "config": {"first_last_layers_bf16": True}}, {"recipe": "fp8_cs", "config": {"first_last_layers_bf16": True}}),
+    "edge-layers-beyond-a-stage": (
+        {"recipe": "fp8_cs", "config": {"num_layers_at_start_in_bf16": 3, "num_layers_at_end_in_bf16": 0}, "parallel": PP2},
+        {"recipe": "fp8_cs", "config": {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 0}, "parallel": PP2},
+    ),
+    "edge-layers-leave-nothing": ({"recipe": "nemotron_3_super_bf16_with_nvfp4_mixed", **B200}, {"recipe": "nvfp4", **B200}),
+    "module-rule-in-stored-layer": (
+        {"recipe": "fp8_cs", "config": {"modules": {"mlp.linear_fc2": "bf16"}}},
+        {"recipe": "fp8_cs", "config": {"modules": {"mlp.linear_fc2": "bf16"}, "fp8_param_gather": False}},
+    ),
+    "module-rule-matches-nothing": (
+        {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc3": "bf16"}}}, {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc*": "bf16"}}},
+    ),
+    "module-rule-never-decides": (
+        {"recipe": "fp8_sc", "config": {"modules": {"mlp.*": "bf16", "mlp.linear_fc1": "tensorwise"}}},
+        {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc1": "tensorwise", "mlp.*": "bf16"}}},
+    ),
+    "module-rule-beyond-the-model": (
+        {"recipe": "fp8_sc", "config": {"modules": {"mlp.*": {"layers": "2-29", "precision": "bf16"}}}},
+        {"recipe": "fp8_sc", "config": {"modules": {"mlp.*": {"layers": "2-3", "precision": "bf16"}}}},
+    ),
+    "gemms-of-one-linear-in-several-formats": (
+        {"config": {"modules": {"mlp.*": {"fprop": "tensorwise", "dgrad": "tensorwise", "wgrad": "bf16"}}}},
+        {"config": {"modules": {"mlp.*": {"fprop": "tensorwise", "dgrad": "tensorwise", "wgrad": "tensorwise"}}}},
+    ),
+    "gemm-sizes": ({"recipe": "fp8_ds", "shape": dataclasses.replace(SHAPE, ffn_hidden_size=260)}, {"recipe": "fp8_ds"}),
+    "inert-outside-delayed-scaling": ({"recipe": "fp8_cs", "config": {"fp8_amax_history_len": 16}}, {"recipe": "fp8_ds", "config": {"fp8_amax_history_len": 16}}),
+    "wgrad-switch-has-no-effect": ({"recipe": "fp8_ds", "config": {"fp8_wgrad": False}}, {"recipe": "fp8_ds"}),
+    "attention-switch-has-no-effect": ({"recipe": "fp8_sc", "config": {"fp8_dot_product_attention": True}}, {"recipe": "fp8_cs", "config": {"fp8_dot_product_attention": True}}),
+    "mxfp8-with-e5m2-gradients": ({**MX, "config": {"fp8": "hybrid"}}, MX),
+    "nvfp4-around-fp16": ({"recipe": "fp16", "config": {"fp4": "e2m1"}, **B200}, {"recipe": "nvfp4", **B200}),
+    "fp4-weights-stored": ({"recipe": "nvfp4", "config": {"fp4_param_gather": True}, **B200}, {"recipe": "nvfp4", **B200}),
+    "delayed-scaling-with-selective-recompute": ({"recipe": "fp8_ds", "model": SELECTIVE}, {"recipe": "fp8_cs", "model": SELECTIVE}),
+    "fp8-recompute-needs-newer-engine": ({"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.5")}, {"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.6")}),
+    "nvfp4-recompute-needs-newer-engine": ({"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.11")}, {"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.12")}),
+    "interval-has-no-effect": ({"recipe": "fp8_cs", "model": {"fp8_interval": 4}}, {"recipe": "fp8_cs", "model": {"fp8_interval": 1}}),
+    "amax-group-has-no-effect": ({"recipe": "fp8_cs", "model": {"tp_only_amax_red": True}}, {"recipe": "fp8_ds", "model": {"tp_only_amax_red": True}}),
+    "parameter-gather-without-distributed-optimizer": ({"recipe": "fp8_ds", "optimizer": OptimizerFacts()}, {"recipe": "fp8_ds"}),
+    "mxfp8-gather-without-reused-buffer": ({**MX, "config": {"reuse_grad_buf_for_mxfp8_param_ag": False}}, MX),
+    "mxfp8-gather-without-overlap-gives-nan": (MX, {**MX, "ddp": OVERLAP}),
+    "mxfp8-gather-evaluates-stale-weights": ({**MX, "ddp": OVERLAP}, {**MX, "ddp": OVERLAP, "config": {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False}}),
+    "mxfp8-without-gather-costs-memory": ({**MX, "config": {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False}}, MX),
+    "reused-buffer-with-overlapped-step": ({**MX, "optimizer": opt(overlap_param_gather_with_step=True)}, MX),
+    "reused-buffer-under-megatron-fsdp": ({**MX, "engine": "megatron_fsdp"}, MX),
+    "sharded-engines-do-data-parallelism": ({"engine": "fsdp2", "parallel": PP2, "optimizer": OptimizerFacts()}, {"engine": "mcore", "parallel": PP2}),
+    "fsdp2-shards-by-itself": ({"engine": "fsdp2"}, {"engine": "fsdp2", "optimizer": OptimizerFacts()}),
+    "fsdp2-casts-by-itself": ({"engine": "fsdp2", "config": {"autocast_enabled": True}}, {"engine": "mcore", "config": {"autocast_enabled": True}}),
+    "stored-weights-under-sharded-engines": ({"recipe": "fp8_ds", "engine": "megatron_fsdp"}, {"recipe": "fp8_ds", "config": {"fp8_param_gather": False}, "engine": "fsdp2"}),
+    "megatron-fsdp-unsharded": ({"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "no_shard"}}, {"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "optim"}}),
+    "fsdp2-storage-under-wider-compute": (
+        {"engine": "fsdp2", "policy": {"compute": DType.FP32}, "optimizer": OptimizerFacts()}, {"engine": "fsdp2", "policy": {"params": DType.FP32}, "optimizer": OptimizerFacts()},
+    ),
+    "latent-attention-softmax-on-a-cpu": (
+        {"machine": CPU, "shape": LATENT, "model": {"attention_softmax_in_fp32": False}}, {"shape": LATENT, "model": {"attention_softmax_in_fp32": False}},
+    ),
+    "megatron-fsdp-instances": ({"engine": "megatron_fsdp", "ddp": {"num_distributed_optimizer_instances": 2}}, {"engine": "mcore", "ddp": {"num_distributed_optimizer_instances": 2}}),
+    "megatron-fsdp-keeps-one-dtype": ({"engine": "megatron_fsdp", "config": {"keep_fp32": ["*layernorm*"]}}, {"engine": "fsdp2", "config": {"keep_fp32": ["*layernorm*"]}}),
+    "accumulator-apart-from-the-wire": ({"policy": {"accumulate": DType.BF16}}, {"policy": {"accumulate": None}}),
+    "accumulator-before-its-field": (
+        {"engine": "megatron_fsdp", "policy": {"accumulate": DType.BF16}},
+        {"engine": "megatron_fsdp", "policy": {"accumulate": DType.BF16}, "versions": dataclasses.replace(NOW, megatron_core="0.20.0")},
+    ),
+    "megatron-fsdp-main-gradients": ({"engine": "megatron_fsdp", "policy": {"main_grads": DType.BF16}}, {"engine": "megatron_fsdp", "policy": {"main_grads": DType.FP32}}),
+    "other-models-are-not-built": ({"model": {"heterogeneous_block_specs": True, "use_kitchen": True}}, {"model": {"heterogeneous_block_specs": False}}),
+    "megatron-fsdp-settings-elsewhere": ({"ddp": {"data_parallel_sharding_strategy": "optim_grads"}}, {"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "optim_grads"}}),
+    "biased-experts-on-local-layers": ({"shape": MOE, "machine": CPU}, {"shape": MOE}),
+    "experts-under-tensor-parallelism-need-sequence-parallelism": (
+        {"shape": MOE, "parallel": Parallel(world_size=2, tensor=2)}, {"shape": MOE, "parallel": Parallel(world_size=2, tensor=2, sequence=True)},
+    ),
+    "overlapped-step-needs-interleaving": (
+        {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP}, {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": VPP},
+    ),
+    "library-versions-untested": ({"versions": dataclasses.replace(NOW, torch="2.3", megatron_core="0.12.0")}, {}),
+    "optimizer-that-the-engine-does-not-build": ({"engine": "megatron_fsdp", "optimizer": opt(name="muon")}, {"engine": "megatron_fsdp", "optimizer": opt(name="sgd")}),
+    "switch-that-the-engine-cannot-use": (
+        {"engine": "fsdp2", "model": {"gradient_accumulation_fusion": True}, "optimizer": OptimizerFacts()}, {"model": {"gradient_accumulation_fusion": True}},
+    ),
+    "fused-adam-keeps-no-bf16-main-weights": (
+        {**MX, "config": AWARE | {"main_params_dtype": "bf16"}}, {**MX, "config": AWARE | {"main_params_dtype": "fp16"}},
+    ),
+    "emulation-without-fused-accumulation": (
+        {"recipe": "fp8_cs", "realization": "emulated", "model": {"gradient_accumulation_fusion": True}}, {"recipe": "fp8_cs", "model": {"gradient_accumulation_fusion": True}},
+    ),
+    "per-token-loss-on-sharded-engines": ({"engine": "fsdp2", "model": {"calculate_per_token_loss": True}}, {"model": {"calculate_per_token_loss": True}}),
+    "needs-cuda": ({"machine": CPU, "model": {"gradient_accumulation_fusion": True}}, {"machine": machine("h100"), "model": {"gradient_accumulation_fusion": True}}),
+    "keep-fp32-matches-nothing": ({"config": {"keep_fp32": ["*routre*"]}}, {"config": {"keep_fp32": ["*layernorm*"]}}),
+    "keep-fp32-of-a-tied-embedding": (
+        {"config": {"keep_fp32": ["embedding.*"]}}, {"config": {"keep_fp32": ["embedding.*"]}, "shape": dataclasses.replace(SHAPE, tied=False)},
+    ),
+    "fp32-storage-under-16-bit-compute": ({"recipe": "fsdp_adamw"}, {"recipe": "fsdp_adamw", "engine": "fsdp2"}),
+    "fp16-parameters-alone": ({"recipe": "fp16", "config": {"main_params_dtype": "fp16"}}, {"recipe": "full_bf16"}),
+    "full-16-bit-with-distributed-optimizer": ({"recipe": "full_bf16"}, {"recipe": "full_bf16", "optimizer": OptimizerFacts()}),
+    "full-16-bit-with-fp32-reduction": (
+        {"recipe": "full_bf16", "policy": {"reduce": DType.FP32}, "optimizer": OptimizerFacts()}, {"recipe": "full_bf16", "optimizer": OptimizerFacts()},
+    ),
+    "fp32-accumulation-has-no-effect": (
+        {"ddp": {"reduce_scatter_with_fp32_accumulation": True}}, {"ddp": {"reduce_scatter_with_fp32_accumulation": True}, "config": {"grad_reduce_in_fp32": False}},
+    ),
+    "fp32-accumulation-with-optimizer-instances": (
+        {"ddp": {"reduce_scatter_with_fp32_accumulation": True, "num_distributed_optimizer_instances": 2}}, {"ddp": {"reduce_scatter_with_fp32_accumulation": True}},
+    ),
+    "fatal-nan-check-with-dynamic-loss-scale": ({"recipe": "fp16", "ddp": {"check_for_nan_in_grad": True}}, {"recipe": "fp16", "config": {"loss_scale": 1024.0}, "ddp": {"check_for_nan_in_grad": True}}),
+    "precision-aware-needs-adam": ({"config": AWARE, "optimizer": opt(name="sgd")}, {"config": AWARE}),
+    "precision-aware-needs-distributed-optimizer": ({"config": AWARE, "optimizer": OptimizerFacts()}, {"config": AWARE}),
+    "precision-aware-needs-fused-adam": ({"config": AWARE, "versions": te(None)}, {"config": AWARE, "versions": te(None), "machine": CPU}),
+    "states-need-precision-aware": ({"policy": {"exp_avg": DType.BF16, "precision_aware": False}}, {"policy": {"exp_avg": DType.BF16, "precision_aware": True}}),
+    "optimizer-section-states-need-precision-aware": (
+        {"optimizer": opt(settings={"exp_avg_sq_dtype": "bf16"})}, {"optimizer": opt(settings={"exp_avg_sq_dtype": "bf16", "use_precision_aware_optimizer": True})},
+    ),
+    "precision-aware-with-fp8": ({"recipe": "fp8_cs", "config": AWARE | {"exp_avg_dtype": "bf16"}}, {"recipe": "fp8_ds", "config": AWARE}),
+    "precision-aware-does-nothing": ({"recipe": "fp8_cs", "config": AWARE}, {"recipe": "fp8_cs", "config": AWARE | {"exp_avg_dtype": "bf16"}}),
+    "fp8-recipe-leaks-into-the-optimizer": (
+        {"config": AWARE, "optimizer": opt(settings={"fp8_recipe": "tensorwise"})}, {"config": AWARE, "optimizer": opt(settings={"fp8_recipe": "delayed"})},
+    ),
+    "main-gradients-that-nothing-reads": (
+        {"config": AWARE, "policy": {"main_grads": DType.BF16, "reduce": DType.FP32}}, {"config": AWARE, "policy": {"main_grads": DType.BF16, "reduce": DType.BF16}},
+    ),
+    "remainders-of-fp8-weights": (
+        {"recipe": "fp8_ds", "config": AWARE}, {"recipe": "fp8_ds", "config": AWARE | {"store_param_remainders": False}},
+    ),
+    "remainders-need-newer-engine": ({"config": AWARE | {"store_param_remainders": True}, "versions": te("2.0")}, {"config": AWARE | {"store_param_remainders": True}}),
+    "duplicate-main-weights": ({"recipe": "fp32", "config": AWARE}, {"recipe": "fp32", "config": AWARE, "engine": "fsdp2", "optimizer": OptimizerFacts()}),
+    "moments-follow-16-bit-parameters": (
+        {"engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")},
+    ),
+    "fsdp2-sgd-keeps-no-main-weights": (
+        {"engine": "fsdp2", "optimizer": OptimizerFacts(name="sgd")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="sgd")},
+    ),
+    "torch-adamw-cannot-keep-states": (
+        {"engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw", settings={"optimizer": "torch_adamw"})},
+        {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw", settings={"optimizer": "torch_adamw"})},
+    ),
+    "offload-needs-precision-aware": ({"optimizer": opt(cpu_offload=True)}, {"optimizer": opt(cpu_offload=True), "config": AWARE}),
+    "offload-with-stored-weights": (
+        {"recipe": "fp8_cs", "config": AWARE, "optimizer": opt(cpu_offload=True)}, {"recipe": "fp8_ds", "config": AWARE, "optimizer": opt(cpu_offload=True)},
+    ),
+    "distributed-optimizer-is-adam-only": ({"optimizer": opt(name="sgd")}, {"optimizer": OptimizerFacts(name="sgd")}),
+    "overlapped-gather-needs-distributed-optimizer": (
+        {"ddp": {"overlap_param_gather": True}, "optimizer": OptimizerFacts()},
+        {"ddp": {"overlap_param_gather": True}, "optimizer": opt()},
+    ),
+    "megatron-fsdp-main-weights": ({"engine": "megatron_fsdp", "policy": {"main_params": DType.FP16}}, {"engine": "megatron_fsdp", "policy": {"main_params": DType.FP32}}),
+    "muon-under-mxfp8": ({**MX, "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
+    "moments-with-custom-scale-need-newer-engine": (
+        {"config": AWARE | {"exp_avg_dtype": "fp8"}, "versions": te("1.13")}, {"config": AWARE | {"exp_avg_dtype": "fp8"}},
+    ),
+    "sizes-do-not-divide": ({"parallel": Parallel(world_size=3, tensor=3)}, {"parallel": Parallel(world_size=4, tensor=4)}),
+    "layers-do-not-divide": ({"parallel": Parallel(world_size=3, pipeline=3)}, {"parallel": PP2}),
+    "router-dtype-is-ignored": ({"shape": MOE, "model": {"moe_router_dtype": "bf16"}}, {"shape": MOE, "model": {"moe_router_dtype": "fp32"}}),
+    "router-dtype-without-experts": ({"config": {"moe_router_dtype": "fp32"}}, {"shape": MOE, "config": {"moe_router_dtype": "fp32"}}),
+    "many-experts-route-in-16-bits": ({"shape": MANY}, {"shape": MANY, "config": {"moe_router_dtype": "fp32"}}),
+    "router-padding-without-quantization": ({"shape": MOE, "model": PADDED}, {"recipe": "fp8_cs", "shape": MOE, "model": PADDED}),
+    "router-padding-dispatcher": ({"recipe": "fp8_cs", "shape": MOE, "model": PADDED | {"moe_token_dispatcher_type": "allgather"}}, {"recipe": "fp8_cs", "shape": MOE, "model": PADDED}),
+    "router-padding-in-a-graph": ({"recipe": "fp8_cs", "shape": MOE, "model": GRAPH}, {"recipe": "fp8_cs", "shape": MOE, "model": GRAPH | {"cuda_graph_scope": ["moe_router"]}}),
+    "nan-check-in-a-graph": (
+        {"model": {"cuda_graph_scope": "full_iteration"}, "ddp": {"check_for_nan_in_grad": True}}, {"model": {"cuda_graph_scope": "attn"}, "ddp": {"check_for_nan_in_grad": True}},
+    ),
+    "experts-in-fp8-need-newer-engine": (
+        {"recipe": "fp8_ds", "shape": dataclasses.replace(MOE, grouped_gemm=True), "versions": te("1.10")}, {"recipe": "fp8_ds", "shape": MOE, "versions": te("1.10")},
+    ),
+    "expert-overlap-needs-16-bits": ({"recipe": "fp32", "model": {"overlap_moe_expert_parallel_comm": True}}, {"model": {"overlap_moe_expert_parallel_comm": True}}),
+    "pipeline-dtype-is-what-is-sent": (
+        {"config": {"fp32_residual_connection": True}, "parallel": PP2}, {"config": {"fp32_residual_connection": True, "pipeline_dtype": "fp32"}, "parallel": PP2},
+    ),
+    "fp32-residual-in-fp32": ({"recipe": "fp32", "model": {"fp32_residual_connection": True}}, {"model": {"fp32_residual_connection": True}}),
+    "fp16-cross-entropy": ({"model": {"fp16_lm_cross_entropy": True}}, {"recipe": "fp16", "model": {"fp16_lm_cross_entropy": True}}),
+    "fused-cross-entropy-by-engine": (
+        {"model": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}}, {"model": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}},
+    ),
+    "softmax-under-layer-scaling": (
+        {"config": {"attention_softmax_in_fp32": False}, "model": {"apply_query_key_layer_scaling": True}}, {"model": {"apply_query_key_layer_scaling": True}},
+    ),
+    "activation-store-needs-swiglu": (
+        {"model": {"activation_func_fp8_input_store": True, "activation_func": "gelu"}},
+        {"shape": dataclasses.replace(SHAPE, gated=True), "model": {"activation_func_fp8_input_store": True, "activation_func": "torch.nn.functional.silu"}},
+    ),
+    "batch-invariance-needs-bf16": (
+        {"recipe": "fp16", "model": {"batch_invariant_mode": True}, "versions": dataclasses.replace(NOW, megatron_core="0.17.0")},
+        {"model": {"batch_invariant_mode": True}, "versions": dataclasses.replace(NOW, megatron_core="0.17.0")},
+    ),
+    "reduced-precision-switch-is-process-wide": ({"model": {"disable_bf16_reduced_precision_matmul": True}}, {"recipe": "fp16", "model": {"disable_bf16_reduced_precision_matmul": True}}),
+    "interleaved-pipeline-on-gloo": (
+        {"machine": CPU, "parallel": VPP}, {"machine": CPU, "parallel": VPP, "model": {"overlap_p2p_comm": True, "batch_p2p_comm": False}},
+    ),
+    "fp32-block-scales-on-blackwell": (
+        {"recipe": "fp8_sc", **B200, "environment": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}}, {"recipe": "fp8_sc", **B200, "environment": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}},
+    ),
+    "fp32-block-scales-elsewhere": (
+        {"recipe": "fp8_sc", "environment": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}}, {"recipe": "bf16", "environment": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}},
+    ),
+    "nvfp4-switched-off-from-outside": (
+        {"recipe": "nvfp4", **B200, "environment": {"NVTE_NVFP4_DISABLE_RHT": "1"}},
+        {"recipe": "nvfp4", "machine": machine("rtx5090"), "environment": {"NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1"}},
+    ),
+    "scaling-switched-from-outside": (
+        {"recipe": "nvfp4", "environment": {"NVTE_BACKWARD_OVERRIDE": "dequantized"}}, {"recipe": "bf16", "environment": {"NVTE_BACKWARD_OVERRIDE": "dequantized"}},
+    ),
+    "option-not-in-the-environment": (
+        {"recipe": "nvfp4", "config": {"fp4_options": {"four_over_six": "weights"}}},
+        {"recipe": "nvfp4", "config": {"fp4_options": {"four_over_six": "weights"}}, "environment": {"NVTE_NVFP4_4OVER6": "weights"}},
+    ),
+    "options-exclude-each-other": (
+        {"recipe": "nvfp4", "config": {"fp4_options": {"four_over_six": "all"}}, "versions": te("2.20.2")},
+        {"recipe": "nvfp4", "config": {"fp4_options": {"four_over_six": "all", "hadamard": False}}, "versions": te("2.20.2")},
+    ),
+    "power-of-two-current-scales": (
+        {"recipe": "fp8_cs", "environment": {"NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1"}}, {"recipe": "fp8_ds", "environment": {"NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1"}},
+    ),
+    "unfused-scale-update": ({"recipe": "fp8_ds", "environment": {"NVTE_UNFUSED_FP8_UPDATE": "1"}}, {"recipe": "fp8_cs", "environment": {"NVTE_UNFUSED_FP8_UPDATE": "1"}}),
+    "fp8-attention-without-its-backend": (
+        {"recipe": "fp8_ds", "config": {"fp8_dot_product_attention": True}, "environment": {"NVTE_FUSED_ATTN": "0"}}, {"recipe": "fp8_ds", "environment": {"NVTE_FUSED_ATTN": "0"}},
+    ),
+    "attention-recipe-without-fp8-attention": (
+        {"recipe": "fp8_ds", "environment": {"NVTE_DPA_FP8_RECIPE": "F16"}}, {"recipe": "fp8_ds", "config": {"fp8_dot_product_attention": True}, "environment": {"NVTE_DPA_FP8_RECIPE": "F16"}},
+    ),
+    "megatron-fsdp-connections": (
+        {"engine": "megatron_fsdp", "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}, {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
+    ),
+    "user-buffers-with-expandable-segments": (
+        {"ddp": {"nccl_ub": True}, "environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, {"ddp": {"nccl_ub": True}, "environment": {}},
+    ),
+}  # fmt: skip
+TABLE |= CASES
+
+
+def ids(found):
+    return {violation.rule for violation in found}
+
+
+def test_every_rule_has_its_two_cases_and_its_papers():
+    known = [rule.id for rule in rules()]
+    assert len(known) == len(set(known))
+    assert set(TABLE) == set(known)
+    assert all(rule.expected and rule.cure and rule.source for rule in rules())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_rule_fires_on_its_case_and_not_on_the_neighbour(name):
+    breaks, holds = (case(**one) for one in TABLE[name])
+    found = [violation for violation in broken(*breaks) if violation.rule == name]
+    assert len(found) == 1
+    assert found[0].found
+    assert name not in ids(broken(*holds))
+
+
+RETIRING = [rule for rule in rules() if rule.holds]
+
+
+@pytest.mark.parametrize("rule", RETIRING, ids=lambda rule: rule.id)
+def test_a_rule_with_an_end_is_silent_on_a_version_outside(rule):
+    policy, run = case(**TABLE[rule.id][0])
+    window = rule.holds[0]
+    outside = window.until or "0.1"
+    assert rule.id in ids(broken(policy, run))
+    assert rule.id not in ids(
+        broken(
+            policy, dataclasses.replace(run, versions=dataclasses.replace(run.versions, **{window.package: outside}))
+        )
+    )
+
+
+def test_an_unknown_version_keeps_the_row():
+    policy, run = case(**MX, versions=dataclasses.replace(NOW, megatron_core=None))
+    assert "mxfp8-gather-without-overlap-gives-nan" in ids(broken(policy, run))
+
+
+def test_errors_come_first_and_all_at_once():
+    policy, run = case("mxfp8", {"fp8": "hybrid"}, optimizer=OptimizerFacts(), model={"transformer_impl": "local"})
+    found = broken(policy, run)
+    kinds = [violation.severity for violation in found]
+    assert kinds == sorted(kinds, key=lambda kind: kind != "error")
+    assert {
+        "machine-cannot-run-it",
+        "parameter-gather-without-distributed-optimizer",
+        "quantization-with-local-layers",
+        "mxfp8-with-e5m2-gradients",
+    } <= ids(found)
+    assert found[0].versions == "" or "megatron core" in found[0].versions
+
+
+def test_emulation_hears_warnings_where_only_the_native_path_would_break():
+    policy, run = case("fp8_ds", optimizer=OptimizerFacts(), versions=te(None), machine=CPU)
+    assert {"quantization-without-transformer-engine", "machine-cannot-run-it"} <= ids(broken(policy, run))
+    emulated = broken(policy, dataclasses.replace(run, realization="emulated"))
+    assert [violation.severity for violation in emulated] == ["warning"] * len(emulated)
+    assert "parameter-gather-without-distributed-optimizer" in ids(emulated)
+
+
+def test_a_rule_of_the_recipe_itself_also_binds_its_emulation():
+    policy, run = case("fp8_ds", {"first_last_layers_bf16": True}, realization="emulated", machine=CPU)
+    assert [v.severity for v in broken(policy, run) if v.rule == "edge-layers-with-delayed-scaling"] == ["error"]
+
+
+def test_require_refuses_with_every_error_and_returns_the_warnings():
+    policy, run = case("mxfp8", optimizer=OptimizerFacts())
+    with pytest.raises(Refused) as refused:
+        require(policy, run)
+    for name in ("machine-cannot-run-it", "parameter-gather-without-distributed-optimizer"):
+        assert name in str(refused.value)
+    policy, run = case("fp8_cs", {"fp8_margin": 1})
+    assert ids(require(policy, run)) == {"inert-outside-delayed-scaling"}
+
+
+class Untouchable(dict):
+    """Settings that nobody may write to."""
+
+    def _refuse(self, *_, **__):
+        raise AssertionError("a rule writes to a setting")
+
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = clear = _refuse
+
+
+@pytest.mark.parametrize("name", recipes)
+def test_checking_writes_to_no_setting_and_answers_the_same_again(name):
+    settings = {
+        "ddp": OVERLAP,
+        "model": {"recompute_granularity": "selective"},
+        "environment": {"NVTE_FLASH_ATTN": "1"},
+    }
+    policy, run = case(
+        name,
+        {"fp8_margin": 1},
+        engine=recipes[name].engine or "mcore",
+        optimizer=opt(settings=Untouchable(AWARE)),
+        **{section: Untouchable(values) for section, values in settings.items()},
+    )
+    before, first = policy.fingerprint(), broken(policy, run)
+    assert broken(policy, run) == first
+    assert policy.fingerprint() == before
+    assert {section: getattr(run, section) for section in settings} == settings
+
+
+@pytest.mark.parametrize("name", recipes)
+@pytest.mark.parametrize("gpu", ["h100", "b200", "cpu"])
+def test_every_recipe_on_its_engine_breaks_only_what_the_machine_forbids(name, gpu):
+    engine = recipes[name].engine or "mcore"
+    shape = dataclasses.replace(SHAPE, num_layers=32)
+    optimizer = OptimizerFacts(
+        distributed=engine != "fsdp2" and name != "full_bf16",
+        name="torch_adamw" if name == "fp32_params_bf16_compute" else "adam",
+    )
+    ddp = OVERLAP if optimizer.distributed else OVERLAP | {"overlap_param_gather": False}
+    policy, run = case(name, engine=engine, shape=shape, machine=machine(gpu), ddp=ddp, optimizer=optimizer)
+    allowed = {"machine-cannot-run-it"} if gpu != "b200" else set()
+    assert {v.rule for v in broken(policy, run) if v.severity == "error"} <= allowed
+
+
+def test_custom_regions_of_one_policy_are_all_asked():
+    policy, run = case("fp8_cs", {"fp8_param_gather": False})
+    mixed = dataclasses.replace(
+        policy, regions=(Region(modules="mlp.*", quant=resolve(recipes["mxfp8"].make()).quant), *policy.regions)
+    )
+    assert "machine-cannot-run-it" in ids(broken(mixed, run))

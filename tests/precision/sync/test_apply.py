@@ -1,0 +1,262 @@
+"""Writing a plan into somebody else's objects: all or nothing, never as something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import types
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, facts_of, fresh, live, planned
+
+from mpbridge import apply
+from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UpstreamRefused
+from mpbridge.precision.sync.apply import commit
+from mpbridge.precision.sync.plan import plan
+
+BF16, CURRENT = POLICIES["bf16_mixed"], POLICIES["bf16_with_fp8_current_scaling_mixed"]
+
+
+@dataclasses.dataclass
+class Provider(TransformerConfig):
+    """A model provider: defaults of its own, post-init deferred until finalize()."""
+
+    vocab_size: int = 100
+    attention_softmax_in_fp32: bool = False
+    num_layers: int = 4
+    hidden_size: int = 64
+    num_attention_heads: int = 4
+
+    def __post_init__(self) -> None:
+        pass
+
+    def finalize(self) -> None:
+        TransformerConfig.__post_init__(self)
+
+
+def test_a_provider_with_deferred_post_init_is_written_and_can_be_finalized() -> None:
+    provider = Provider()
+    made = plan(CURRENT, model=provider)
+    assert made.conflicts == ()  # its own defaults are nobody's word
+    apply(made, machine=GPU, versions=HERE)
+    assert provider.ffn_hidden_size is None  # still not finalized
+    provider.finalize()
+    assert (provider.bf16, provider.fp8, provider.autocast_dtype, provider.attention_softmax_in_fp32) == (
+        True,
+        "hybrid",
+        torch.bfloat16,
+        False,
+    )
+
+
+@pytest.mark.parametrize("carried_as", ["transformer", "config"])
+def test_an_object_that_carries_its_config_is_written_there_and_nothing_lands_on_it(carried_as: str) -> None:
+    inner = TransformerConfig(**INPUTS["dense"]["model"])
+    outer = types.SimpleNamespace(**{carried_as: inner})
+    before = set(vars(outer))
+    apply(plan(BF16, model=outer))
+    assert inner.params_dtype is torch.bfloat16
+    assert set(vars(outer)) == before
+    assert plan(BF16, model=outer).writes == ()
+
+
+def test_a_plain_namespace_is_written() -> None:
+    bag = types.SimpleNamespace(**{field.name: None for field in dataclasses.fields(OptimizerConfig)})
+    apply(plan(BF16, optimizer=bag))
+    assert bag.params_dtype is torch.bfloat16
+
+
+def test_upstreams_own_validation_runs_on_the_final_values_and_a_no_leaves_everything_as_it_was() -> None:
+    inputs = {
+        **INPUTS["dense"],
+        "model": INPUTS["dense"]["model"] | {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.float32},
+    }
+    objects = live(inputs)
+    before = facts_of(objects)
+    with pytest.raises(
+        UpstreamRefused,
+        match=r"megatron-core refuses the model config: num_layers_at_start_in_bf16 \(2\) must be between 0 and",
+    ):
+        applied(objects, POLICIES["nemotron_h_bf16_with_fp8_current_scaling_mixed"])
+    assert facts_of(objects) == before
+
+
+def test_a_fault_of_one_target_takes_the_writes_of_all_back() -> None:
+    objects = live(INPUTS["dense"])
+    objects.optimizer.use_distributed_optimizer = False  # a precision-aware optimizer is the distributed one
+    before = facts_of(objects)
+    with pytest.raises(UpstreamRefused, match=r"only supported with distributed optimizer|requires FusedAdam"):
+        commit(planned(objects, POLICIES["bf16_mixed_bf16_moments"]))
+    assert facts_of(objects) == before
+
+
+def test_without_transformer_engine_megatron_cores_type_error_reaches_the_user_in_words() -> None:
+    objects = types.SimpleNamespace(
+        model=None, optimizer=OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), ddp=None
+    )
+    with pytest.raises(
+        UpstreamRefused, match=r"Transformer Engine, which is not installed|requires FusedAdam from TransformerEngine"
+    ):
+        apply(planned(objects, POLICIES["bf16_mixed_bf16_moments"]))  # outside of the device layer
+
+
+def test_a_fault_that_was_there_before_is_noted_and_not_ours() -> None:
+    config = TransformerConfig(**INPUTS["dense"]["model"])
+    config.num_attention_heads, config.tensor_model_parallel_size = (
+        4,
+        3,
+    )  # its second post-init raises, whatever we write
+    receipt = apply(plan(BF16, model=config))
+    assert config.bf16 is True
+    assert receipt.unchecked
+    assert "num_attention_heads (4) must be a multiple" in receipt.unchecked[0]
+
+
+def test_the_check_changes_nothing_but_the_plans_fields() -> None:
+    provider = Provider(
+        num_moe_experts=2, moe_layer_recompute=True, recompute_granularity="selective", recompute_modules=["core_attn"]
+    )
+    lists = provider.recompute_modules
+    apply(plan(BF16, model=provider))
+    assert provider.recompute_modules is lists
+    assert lists == ["core_attn"]  # megatron-core's post-init appends to it
+    provider.finalize()
+    assert lists == ["core_attn", "moe"]
+
+
+def test_a_target_that_changed_after_the_plan_is_a_stale_plan() -> None:
+    objects = live(INPUTS["dense"])
+    made = planned(objects, BF16)
+    objects.model.bf16 = objects.model.fp16 = True
+    before = facts_of(objects)
+    with pytest.raises(StalePlan, match=r"model\.bf16: false when planned, true now"):
+        apply(made)
+    assert facts_of(objects) == before
+
+
+def test_on_conflict_error_refuses_and_warn_tells(caplog: pytest.LogCaptureFixture) -> None:
+    objects = live({**INPUTS["dense"], "optimizer": {"lr": 1e-3, "loss_scale": 128.0}})
+    with pytest.raises(
+        Conflict, match=r"optimizer\.loss_scale: was 128\.0, becomes none .*mixed_precision\.loss_scale=128\.0"
+    ):
+        apply(planned(objects, BF16), on_conflict="error")
+    assert objects.optimizer.loss_scale == 128.0
+    with caplog.at_level(logging.WARNING, logger="mpbridge"):
+        apply(planned(objects, BF16))
+    assert "optimizer.loss_scale: was 128.0" in caplog.text
+    with pytest.raises(BadValue, match="expected 'warn' or 'error'"):
+        apply(planned(objects, BF16), on_conflict="fatal")  # type: ignore[arg-type]
+
+
+def test_inputs_cannot_be_applied_to() -> None:
+    with pytest.raises(BadValue, match="mapping of inputs"):
+        apply(plan(BF16, ddp={"grad_reduce_in_fp32": False}))
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.quantized])
+def test_quantization_is_refused_on_a_machine_that_would_train_it_in_16_bits(name: str) -> None:
+    from mpbridge.common.machines import machine
+
+    objects = live(INPUTS["dense"])
+    before = facts_of(objects)
+    with pytest.raises(Refused, match="cannot run this recipe"):
+        apply(planned(objects, POLICIES[name]), machine=machine("cpu"))
+    with pytest.raises(
+        Refused, match=r"Transformer Engine|torchao"
+    ):  # the right GPU without it: megatron-core would train in 16 bits, silently
+        apply(
+            planned(objects, POLICIES[name]), machine=GPU, versions=dataclasses.replace(HERE, transformer_engine=None)
+        )
+    assert facts_of(objects) == before
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_scaling_that_megatron_core_has_no_word_for_is_refused_where_it_could_run(name: str) -> None:
+    objects = live(INPUTS["dense"])
+    before = facts_of(objects)
+    with pytest.raises(Refused, match=r"megatron-core has no setting for rowwise.*would train in 16 bits"):
+        apply(planned(objects, FOREIGN[name]), machine=GPU, versions=HERE)
+    assert facts_of(objects) == before
+
+
+def test_a_plan_for_emulation_wants_to_hear_that_somebody_emulates() -> None:
+    objects = live(INPUTS["dense"])
+    made = planned(objects, CURRENT, realization="emulated")
+    with pytest.raises(Refused, match="emulated=True"):
+        apply(made)
+    apply(made, emulated=True)
+    assert (objects.model.bf16, objects.model.fp8) == (True, None)
+    with pytest.raises(BadValue, match="native plan"):
+        apply(planned(objects, CURRENT), emulated=True)
+    applied(objects, BF16, realization="emulated")  # nothing to emulate, nothing to ask
+
+
+@pytest.mark.usefixtures("core")
+def test_the_receipt_holds_what_was_there_before_any_recipe() -> None:
+    objects = live(INPUTS["dense"])
+    first = applied(objects, POLICIES["fp16_mixed"])
+    second = applied(objects, BF16, first)
+    assert first.fields["model", "fp16"] == (False, True)
+    assert second.fields["model", "fp16"] == (False, False)
+    assert second.fields["model", "params_dtype"] == (torch.float32, torch.bfloat16)
+    assert applied(objects, None, second).fields == {}
+
+
+@pytest.mark.usefixtures("core")
+def test_derived_flags_follow_a_live_object() -> None:
+    # OptimizerConfig computes it in post-init, which is over on a live object
+    objects = live(INPUTS["dense"])
+    receipt = applied(objects, POLICIES["bf16_mixed_bf16_moments"])
+    flag = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+    assert getattr(objects.optimizer, flag) is True
+    applied(objects, BF16, receipt)
+    assert getattr(objects.optimizer, flag) is False
+
+
+@pytest.mark.usefixtures("core")
+def test_remainders_that_an_old_transformer_engine_switched_off_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.optimizer.optimizer_config.is_te_min_version", lambda *a, **k: False)
+    objects = live(INPUTS["dense"])
+    receipt = applied(objects, POLICIES["bf16_megatron_fsdp"])
+    assert objects.optimizer.store_param_remainders is False
+    applied(objects, BF16, receipt)
+    assert objects.optimizer.store_param_remainders is True
+
+
+@pytest.mark.usefixtures("te_version")
+def test_padding_that_megatron_core_refuses_without_fp8_is_cleared_and_given_back() -> None:
+    section = INPUTS["moe"]["model"] | {
+        "fp8": "hybrid",
+        "moe_router_padding_for_fp8": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    inputs = {**INPUTS["moe"], "model": section}
+    objects = live(inputs)
+    assert objects.model.moe_router_padding_for_quantization is True  # the alias that post-init fills
+    made = planned(objects, BF16)
+    assert "moe_router_padding_for_quantization" not in {w.field for w in made.conflicts}
+    receipt = applied(objects, BF16)
+    assert facts_of(objects) == facts_of(fresh(inputs, BF16))
+    applied(objects, None, receipt)
+    assert facts_of(objects) == facts_of(live(inputs))
+
+
+def test_the_ddp_config_alone_can_be_planned_for() -> None:
+    ddp = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    apply(plan(POLICIES["fp16_mixed"], ddp=ddp))
+    assert ddp.check_for_nan_in_grad is False
+
+
+def test_a_recipe_file_changes_a_run_of_somebody_elses_script(tmp_path: Any) -> None:
+    from mpbridge import get_mixed_precision_config, resolve
+
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: bf16_mixed\ngrad_reduce_in_fp32: false\n")
+    objects = live(INPUTS["dense"])
+    apply(planned(objects, resolve(get_mixed_precision_config(path))))
+    assert (objects.model.bf16, objects.ddp.grad_reduce_in_fp32) == (True, False)

@@ -1,0 +1,256 @@
+"""Module rules as megatron-core matches them: by stage-local layer numbers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from sync_kit import POLICIES, applied, built, live
+
+from mpbridge.backend.megatron import quant_recipe
+from mpbridge.common.errors import BadValue, Refused
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.megatron_spec.precision_field import ModuleRules
+from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant, Region
+from mpbridge.precision.resolve import resolve
+from mpbridge.precision.sync.apply import commit
+from mpbridge.precision.sync.plan import plan
+from tests.worlds import start
+
+MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+MXFP8 = Quant(format="e4m3", scaling="mxfp8")
+BASE = Quant(format="hybrid", scaling="tensorwise")
+SHAPES = {
+    "fp8 around, one module in BF16": (Region(modules="mlp.linear_fc2"), Region(quant=BASE)),
+    "edges before rules": (Region(first=1, last=2), Region(modules="mlp.*", quant=MXFP8), Region(quant=BASE)),
+    "a rule for some layers": (
+        Region(modules="*.linear_fc1", first=3, quant=MXFP8),
+        Region(modules="mlp.*"),
+        Region(quant=BASE),
+    ),
+    "16 bits around, one module in FP8": (Region(modules="mlp.linear_fc1", quant=MXFP8), Region()),
+    "a layer with a rule of its own": (Region(first=1, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
+    "some layers by number": (
+        Region(modules="mlp.*", layers=((2, 3), (-2, -1))),
+        Region(modules="*.linear_qkv", layers=((0, 0),), quant=MXFP8),
+        Region(quant=BASE),
+    ),
+    "whole paths": (
+        Region(modules="decoder.layers.[25].mlp.*", quant=MXFP8),
+        Region(modules="*.6.*.linear_qkv"),
+        Region(modules="decoder.*.linear_proj", layers=((1, 4),)),
+        Region(quant=BASE),
+    ),
+    "edge layers, 16 bits around": (Region(first=1, last=1), Region(modules="mlp.*", quant=MXFP8), Region()),
+    "a layer in 16 bits": (Region(layers=((3, 3),)), Region(modules="mlp.*", quant=MXFP8), Region(quant=BASE)),
+    "FP4 around": (Region(modules="self_attention.*", quant=BASE), Region(quant=Quant(format="e2m1", scaling="nvfp4"))),
+}
+
+
+def seen(recipe: RecipeConfig, policy: PrecisionPolicy, path: str, layer: int, layers: int) -> tuple[Any, ...]:
+    """(FP8 recipe, format, FP4 recipe) that a module runs in: its own parameters if they take effect, else the block's."""
+    base = None if layer in policy.bf16_layers(layers) else policy.quant
+    around = (None, None, None) if base is None else spell(base)
+    found = recipe.match(MatchContext(path, None))
+    if found is None:
+        return around
+    own = found.config["training_recipe"]
+    # TEQuantizationRecipe: a module overrides a quantized block by default, and a block in high precision only if it says so
+    if base is None and not own.get("override_nonquantized_autocast", False):
+        return around
+    return own.get("fp8_quantization_recipe"), own.get("fp8_format"), own.get("fp4_quantization_recipe")
+
+
+def spell(quant: Quant | None) -> tuple[Any, ...]:
+    if quant is None:
+        return None, None, None
+    return (quant.scaling, quant.format, None) if quant.bits == 8 else (None, None, quant.scaling)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("regions", SHAPES.values(), ids=SHAPES)
+def test_every_module_of_every_stage_gets_the_rule_that_the_policy_gives_it(
+    regions: tuple[Region, ...], stages: int
+) -> None:
+    policy = PrecisionPolicy(
+        **{k: getattr(POLICIES["bf16_mixed"], k) for k in ("compute", "params", "pipeline", "output")},
+        reduce=POLICIES["bf16_mixed"].reduce,
+        regions=regions,
+    )
+    layers, per_stage = 8, 8 // stages
+    for stage in range(stages):
+        chunk = range(stage * per_stage, (stage + 1) * per_stage)
+        recipe = RecipeConfig.from_config_dict(quant_recipe.as_dict(ModuleRules(regions=regions), chunk, layers))
+        for local, layer in enumerate(chunk):
+            for module in MODULES:
+                found = seen(recipe, policy, f"decoder.layers.{local}.{module}", layer, layers)
+                assert found == spell(policy.at(module, layer, layers)), (stage, layer, module)
+        assert recipe.match(MatchContext("output_layer", None)) is None
+
+
+@pytest.mark.parametrize("base", [BASE, Quant(format="e2m1", scaling="nvfp4"), None], ids=["fp8", "fp4", "bf16"])
+def test_multi_token_prediction_is_matched_by_the_same_rules(base: Quant | None) -> None:
+    regions = (
+        Region(first=1),
+        Region(modules="mtp.*.linear_fc2"),
+        Region(modules="mlp.*", quant=MXFP8),
+        Region(modules="self_attention.*", layers=((3, 3),), quant=MXFP8),
+        Region(modules="eh_proj"),
+        Region(quant=base),
+    )
+    policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=regions)
+    recipe = RecipeConfig.from_config_dict(quant_recipe.as_dict(ModuleRules(regions=regions), range(4), 4, ahead=2))
+    for depth in range(2):
+        names = [f"mtp.layers.{depth}.transformer_layer.{module}" for module in MODULES] + [
+            f"mtp.layers.{depth}.eh_proj"
+        ]
+        for path in names:
+            # megatron-core opens a context of eight bits there, and none of four
+            around = None if base is None or base.bits == 4 else base
+            found = recipe.match(MatchContext(path, None))
+            own = None if found is None else found.config["training_recipe"]
+            takes_effect = own is not None and (around is not None or own.get("override_nonquantized_autocast", False))
+            said = (
+                (own.get("fp8_quantization_recipe"), own.get("fp8_format"), own.get("fp4_quantization_recipe"))
+                if takes_effect
+                else spell(around)
+            )
+            assert said == spell(policy.of_path(path, 4).fprop), path
+
+
+def test_a_whole_path_is_looked_for_in_its_own_layer_only() -> None:
+    regions = (
+        Region(modules="decoder.layers.1.self_attention.linear_qkv", quant=MXFP8),
+        Region(modules="mtp.*.linear_fc2"),
+        Region(quant=BASE),
+    )
+    first, second = (
+        quant_recipe.as_dict(ModuleRules(regions=regions), chunk, 4, ahead=ahead)
+        for chunk, ahead in ((range(2), 0), (range(2, 4), 1))
+    )
+    patterns = [[matcher["pattern"] for matcher in made["matchers"].values()] for made in (first, second)]
+    assert patterns[0] == ["decoder.layers.1.self_attention.linear_qkv"]
+    assert patterns[1] == [
+        f"mtp.layers.0.{layer}.{rest}linear_fc2"
+        for layer in ("transformer_layer", "mtp_model_layer")
+        for rest in ("*.", "")
+    ]
+    for made in (first, second):
+        assert set(made["configs"]) == {matcher["config"] for matcher in made["matchers"].values()}
+        RecipeConfig.from_config_dict(made)
+
+
+def test_formats_that_differ_by_gemm_have_no_word_in_megatron_core() -> None:
+    regions = (
+        Region(modules="mlp.*", quant=MXFP8, gemms=Gemms(fprop=MXFP8, dgrad=None, wgrad=None)),
+        Region(quant=BASE),
+    )
+    with pytest.raises(Refused, match=r"Transformer Engine supports that only since 2\.19"):
+        quant_recipe.as_dict(ModuleRules(regions=regions), range(4), 4)
+
+
+def test_transformer_engine_params_are_what_megatron_core_parses() -> None:
+    from megatron.core.extensions import transformer_engine as te
+
+    if not hasattr(te, "TEQuantizationParams"):
+        pytest.skip("this megatron-core defines them only with Transformer Engine")
+    recipe = RecipeConfig.from_config_dict(
+        quant_recipe.as_dict(ModuleRules(regions=SHAPES["edges before rules"]), range(8), 8)
+    )
+    params = te.TEQuantizationParams.parse_from_config(
+        recipe.match(MatchContext("decoder.layers.3.mlp.linear_fc1", None))
+    )
+    assert params.training_recipe.fp8_quantization_recipe == "mxfp8"
+
+
+@pytest.mark.usefixtures("core")
+def test_module_rules_reach_the_config_and_leave_it_again() -> None:
+    inputs = {"model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}, "optimizer": {}, "ddp": {}}
+    made = built(inputs, POLICIES["module_rules"]).model.quant_recipe
+    assert made.match(MatchContext("decoder.layers.1.mlp.linear_fc2", None)).config["training_recipe"] == {}
+    objects = live(inputs)
+    theirs = objects.model.quant_recipe = RecipeConfig.from_config_dict({})
+    receipt = applied(objects, POLICIES["module_rules"])
+    assert objects.model.quant_recipe == made
+    receipt = applied(objects, POLICIES["bf16_mixed"], receipt)
+    assert objects.model.quant_recipe is None
+    applied(objects, None, receipt)
+    assert objects.model.quant_recipe is theirs
+
+
+def test_rules_for_a_pipeline_do_not_answer_before_the_stage_is_known() -> None:
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+    )
+    recipe = quant_recipe.compile_rules(ModuleRules(regions=SHAPES["edges before rules"]), config)
+    assert not recipe.compiled
+    with pytest.raises(Refused, match="enter_chunk"):
+        recipe.match(MatchContext("decoder.layers.0.mlp.linear_fc1", None))
+    assert copy.deepcopy(recipe) == recipe
+
+
+def test_rules_for_a_pipeline_are_compiled_when_ranks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+    )
+    recipe = quant_recipe.compile_rules(
+        ModuleRules(regions=(Region(first=3), Region(modules="mlp.*"), Region(quant=BASE))), config
+    )
+    monkeypatch.setattr(quant_recipe.parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(quant_recipe.parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+    assert [
+        recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) is not None for local in (0, 1)
+    ] == [False, True]
+
+
+def test_a_stage_is_entered_with_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+    )
+    config.quant_recipe = quant_recipe.compile_rules(
+        ModuleRules(regions=(Region(first=1), Region(modules="mlp.*"), Region(quant=BASE))), config
+    )
+    monkeypatch.setattr(quant_recipe.parallel_state, "model_parallel_is_initialized", lambda: True)
+    for rank, expected in ((0, [None, {}]), (1, [{}, {}])):
+        monkeypatch.setattr(quant_recipe.parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
+        quant_recipe.enter_chunk(config)
+        matches = [
+            config.quant_recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) for local in (0, 1)
+        ]
+        assert [m and m.config["training_recipe"] for m in matches] == expected
+    plain = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
+    quant_recipe.enter_chunk(plain)
+    assert plain.quant_recipe is None
+
+
+def test_writing_module_rules_without_somebody_who_spells_them_is_refused() -> None:
+    policy = resolve(MixedPrecisionConfig(bf16=True, fp8="hybrid", modules={"mlp.*": "bf16"}))
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
+    with pytest.raises(BadValue, match=r"mpbridge\.apply"):
+        commit(plan(policy, model=config))
+    assert (config.bf16, config.fp8, config.quant_recipe) == (False, None, None)
+
+
+@pytest.mark.parametrize("chunks", [1, 2], ids=["plain", "interleaved"])
+def test_two_stages_of_a_real_model_get_their_own_layers_rules(chunks: int) -> None:
+    said = start(2, str(Path(__file__).with_name("pipeline_worker.py")), str(chunks))
+    # two processes write to one pipe: their lines may meet
+    assert all(f"stage {n}: 16 linears as the policy says" in said for n in (0, 1))

@@ -1,0 +1,176 @@
+"""The shipped configurations and recipe files: legal here, and legal to the real megatron-core."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mpbridge.backend.megatron.targets import build
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.settings.container import ConfigContainer
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+PARAMETERS = {
+    "gpt_tiny": (4.3e6, 4.4e6),
+    "gpt_125m": (1.6e8, 1.7e8),
+    "llama3_8b": (8.02e9, 8.04e9),
+    "moe_tiny": (1.9e6, 2.1e6),
+}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_configuration_builds_megatron_cores_configs(path):
+    c = ConfigContainer.load(path, ["mixed_precision=bf16_mixed"])
+    run = c.resolved(c.smallest_world() * 2)
+    made = build(run.inputs, run.plan)
+    assert made.model.num_layers == run.facts.shape.num_layers
+    assert made.model.ffn_hidden_size == run.facts.shape.ffn_hidden_size
+    assert (
+        made.ddp.use_distributed_optimizer
+        == run.facts.optimizer.distributed
+        == made.optimizer.use_distributed_optimizer
+    )
+    assert made.gpt["vocab_size"] == run.facts.shape.vocab_size
+
+
+def parameters(shape) -> int:
+    """Of a dense or mixture-of-experts GPT with rotary positions and without biases."""
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    attention = hidden * shape.kv_channels * (heads + 2 * shape.num_query_groups) + heads * shape.kv_channels * hidden
+    count = 2 * shape.vocab_size * hidden + hidden
+    for layer in range(shape.num_layers):
+        count += attention + 2 * hidden
+        if shape.is_expert_layer(layer):
+            count += (
+                shape.experts * (3 * hidden * shape.expert_ffn_hidden_size + hidden)
+                + 3 * hidden * shape.shared_expert_size
+            )
+        else:
+            count += 3 * hidden * shape.ffn_hidden_size
+    return count
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shipped_models_have_the_size_that_they_are_called_by(name):
+    c = ConfigContainer.load(ROOT / "configs" / f"{name}.yaml")
+    low, high = PARAMETERS[name]
+    assert low <= parameters(c.resolved(c.smallest_world(), training=False).facts.shape) <= high
+
+
+def test_deepseek_has_the_depth_and_experts_of_its_report():
+    c = ConfigContainer.load(ROOT / "configs" / "deepseek_v3_671b.yaml")
+    run = c.resolved(c.smallest_world())
+    shape = run.facts.shape
+    assert shape.expert_layers.count(False) == 3
+    routed = shape.expert_layers.count(True) * shape.experts * 3 * shape.hidden_size * shape.expert_ffn_hidden_size
+    assert 6.5e11 < routed < 6.6e11
+    assert (
+        sum(
+            [
+                run.inputs["model"]["num_layers_in_first_pipeline_stage"],
+                run.inputs["model"]["num_layers_in_last_pipeline_stage"],
+                6 * 8,
+            ]
+        )
+        == 61
+    )
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_file_resolves(path):
+    assert resolve(get_mixed_precision_config(path), layers=8) != resolve(
+        get_mixed_precision_config("bf16_mixed"), layers=8
+    )
+
+
+def test_the_recipe_files_mean_what_their_comments_say():
+    def policy(name):
+        return resolve(get_mixed_precision_config(ROOT / "configs" / "recipes" / f"{name}.yaml"), layers=8)
+
+    assert policy("bf16_grads").reduce.short == "bf16"
+    assert policy("fp8_current_two_edges").bf16_layers(8) == (0, 1, 6, 7)
+    assert not policy("fp8_current_two_edges").stored
+    assert policy("fp8_mlp_only").at("mlp.linear_fc1", 3, 8).format == "hybrid"
+    assert policy("fp8_mlp_only").at("self_attention.linear_qkv", 3, 8) is None
+    assert [getattr(policy("bf16_small_states"), role).bytes for role in ("exp_avg", "exp_avg_sq")] == [1, 2]
+
+
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1e30,
+    float("nan"),
+    "",
+    "bf16",
+    "x" * 200,
+    [],
+    [1],
+    {},
+    {"a": 1},
+    [[]],
+    "null",
+    "2**3",
+    3.5,
+    10**20,
+    ["a", None],
+]
+
+
+def mutated(data, rng):
+    """`data` with one to three nodes replaced, removed, renamed or added."""
+    data = yaml.safe_load(yaml.safe_dump(data))
+    for _ in range(rng.randint(1, 3)):
+        section = rng.choice(list(data) or ["model"])
+        inner = data.get(section)
+        act = rng.randrange(5)
+        if act == 0:
+            data[section] = copy.deepcopy(rng.choice(ODD))
+        elif act == 1:
+            data.pop(section, None)
+        elif isinstance(inner, dict) and inner:
+            key = rng.choice(list(inner))
+            if act == 2:
+                inner[key] = copy.deepcopy(rng.choice(ODD))
+            elif act == 3:
+                inner[rng.choice(["", 3, None, key[::-1] if isinstance(key, str) else "k"])] = inner.pop(key)
+            else:
+                inner[rng.choice(["fp8", "fp8_recipe", "recipe", "until", "sequence_parallel", "num_moe_experts"])] = (
+                    copy.deepcopy(rng.choice(ODD))
+                )
+    return data
+
+
+def survives(tmp_path, rounds, seed):
+    rng, path, outcomes = random.Random(seed), tmp_path / "c.yaml", set()
+    originals = [yaml.safe_load(config.read_text(encoding="utf-8")) for config in CONFIGS]
+    for _ in range(rounds):
+        data = mutated(rng.choice(originals), rng)
+        path.write_text(yaml.safe_dump(data), encoding="utf-8")
+        try:
+            ConfigContainer.load(path, check=False).resolved(rng.choice([1, 2, 512]), training=rng.random() < 0.5)
+            outcomes.add("fine")
+        except MpbridgeError as error:
+            outcomes.add(type(error).__name__ if str(error) else "an error without words")
+    assert {"fine", "Contradiction"} <= outcomes
+    assert "an error without words" not in outcomes
+
+
+def test_mutated_configurations_end_in_success_or_in_an_error_of_ours(tmp_path):
+    survives(tmp_path, 300, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_very_many_mutated_configurations(tmp_path):
+    survives(tmp_path, 10_000, seed=2)

@@ -1,0 +1,404 @@
+"""Interrupted and resumed is uninterrupted, to the bit; and every verdict is true of the run that follows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpbridge.common.errors import CheckpointError, Contradiction, Refused
+from mpbridge.observe.diagnose.diagnosis import diagnose
+from mpbridge.precision.registry import get_mixed_precision_config, recipes
+from mpbridge.training.checkpoint import io as checkpoint
+from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.plain import decoded
+from mpbridge.training.checkpoint.verdict import read_fingerprint, verdict
+from tests.training.survival import Hook, Loses, go, job, run
+
+DIST = {"use_distributed_optimizer": True}
+FP16 = {"recipe": "fp16_mixed", "initial_loss_scale": 4096.0}
+DELAYED = {"recipe": "bf16_with_fp8_delayed_scaling_mixed", "fp8_param_gather": False, "fp8_amax_history_len": 4}
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
+STILL = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def broken_off(folder: Path, recipe, at=3, **sections):
+    """The uninterrupted run, and the same one saved behind step `at` and resumed."""
+    kept = {"save": str(folder), "load": str(folder)} | sections.pop("checkpoint", {})
+    whole = go(run(recipe, **sections))
+    first = go(run(recipe, checkpoint=kept, train={"exit_interval": at}, **sections))
+    second = go(run(recipe, checkpoint=kept, **sections))
+    return whole, first, second
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sections"),
+    [
+        pytest.param("fp32", {}, id="fp32"),
+        pytest.param("bf16_mixed", {}, id="bf16"),
+        pytest.param(FP16, {}, id="fp16"),
+        pytest.param("fp16_mixed", {}, id="fp16 while every step is skipped"),
+        pytest.param("fp32", {"ddp": DIST}, id="fp32 distributed"),
+        pytest.param("bf16_mixed", {"ddp": DIST}, id="bf16 distributed"),
+        pytest.param(FP16, {"ddp": DIST}, id="fp16 distributed"),
+        pytest.param("bf16_mixed_bf16_moments", {"ddp": DIST}, id="bf16 moments and remainders"),
+        pytest.param(
+            "bf16_mixed",
+            {"checkpoint": {"async_save": True, "save_interval": 1, "keep_last": 1}},
+            id="in the background",
+        ),
+        pytest.param(DELAYED, {"emulate": True}, id="fp8 delayed emulated"),
+        pytest.param("bf16_with_nvfp4_mixed", {"emulate": True, "ddp": DIST}, id="nvfp4 emulated, stochastic rounding"),
+        pytest.param("bf16_params_fp32_states", {"engine": "fsdp2"}, id="fsdp2"),
+        pytest.param("bf16_megatron_fsdp", {"engine": "megatron_fsdp"}, id="megatron-fsdp"),
+        pytest.param("bf16_mixed", {"optimizer": SGD}, id="sgd"),
+        pytest.param("fp32", {"optimizer": SGD, "engine": "fsdp2"}, id="sgd on fsdp2"),
+    ],
+)
+def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
+    whole, first, second = broken_off(tmp_path, recipe, **sections)
+    assert whole.losses == first.losses | second.losses
+    assert whole.scales == first.scales | second.scales
+    assert "optimizer states" not in second.summary.notes, "no moment was lost"
+    assert sorted(second.losses) == [4, 5, 6]
+    assert whole.digest == second.digest
+    assert len(set(whole.losses.values())) == 6
+
+
+def values(training):
+    """'role name' -> FP32 values of main weights (the parameters themselves where there are none) and moments."""
+    from mpbridge.backend.engines.optimizers import join
+
+    live = list(training.engine.tensors())
+    found = {}
+    for one in live:
+        if one.role == "params":
+            found.setdefault(f"main {one.parameter}", one.tensor.detach().float().flatten().clone())
+    params = {one.parameter: one.tensor.detach() for one in live if one.role == "params"}
+    for one in live:
+        if one.role == "main_params":
+            halves = one.tensor.dtype is torch.int16
+            whole = (
+                join(params[one.parameter].flatten(), one.tensor.flatten())
+                if halves
+                else one.tensor.detach().float().flatten()
+            )
+            found[f"main {one.parameter}"] = whole.clone()
+        elif one.role in ("exp_avg", "exp_avg_sq"):
+            found[f"{one.role} {one.parameter}"] = one.tensor.detach().float().flatten().clone()
+    return found
+
+
+class Grab(Hook):
+    """Values behind step 3 of the run that is saved, or as they are after loading."""
+
+    def started(self, training):
+        self.loaded = values(training)
+
+    def stepped(self, training, result):
+        if training.counters.iteration == 3:
+            self.saved = values(training)
+
+
+EXACT = {"main", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "exact"),
+    [
+        pytest.param("fp32", "bf16_mixed", "safe", EXACT, id="fp32 to bf16"),
+        pytest.param("bf16_mixed", "fp32", "safe", EXACT, id="bf16 to fp32"),
+        pytest.param("bf16_mixed", FP16, "safe", EXACT, id="bf16 to fp16"),
+        pytest.param(FP16, "bf16_mixed", "lossy", EXACT, id="fp16 to bf16: the scaler is lost"),
+        pytest.param("bf16_mixed", "bf16_mixed+", "safe", EXACT, id="to the distributed optimizer"),
+        pytest.param("bf16_mixed+", "fp32", "safe", EXACT, id="from the distributed optimizer"),
+        pytest.param(
+            "bf16_mixed_bf16_moments+", "bf16_mixed", "safe", EXACT, id="remainders and narrow moments to wide"
+        ),
+        pytest.param(
+            "bf16_mixed", "bf16_mixed_bf16_moments+", "lossy", {"main"}, id="moments narrowed, main weights kept"
+        ),
+        pytest.param("fp32", "full_bf16", "lossy", set(), id="main weights narrowed"),
+        pytest.param("full_bf16", "fp32", "safe", EXACT, id="everything widened"),
+        pytest.param("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "safe", EXACT, id="bf16 to blockwise fp8"),
+        pytest.param("bf16_with_nvfp4_mixed", "bf16_mixed+", "safe", EXACT, id="nvfp4 to bf16"),
+        pytest.param(DELAYED, "bf16_mixed", "lossy", EXACT, id="delayed to bf16: the history is lost"),
+        pytest.param(
+            DELAYED, DELAYED | {"fp8_amax_history_len": 8}, "lossy", EXACT, id="another length of the history"
+        ),
+        pytest.param(
+            "fp32_params_bf16_compute", "bf16_params_fp32_states", "safe", EXACT, id="fsdp2: torch's Adam to FusedAdam"
+        ),
+        pytest.param("fp32_params_bf16_compute", "bf16_megatron_fsdp", "safe", EXACT, id="fsdp2 to megatron-fsdp"),
+    ],
+)
+def test_verdicts_are_true_of_the_run(tmp_path, before, after, kind, exact):
+    def made(spec, **sections):
+        plus = isinstance(spec, str) and spec.endswith("+")
+        name = spec.removesuffix("+") if isinstance(spec, str) else spec
+        return run(name, iters=5, model=STILL, emulate=True, **({"ddp": DIST} if plus else {}), **sections)
+
+    first, second = Grab(), Grab()
+    go(made(before, checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}), first)
+    resumed = made(after, checkpoint={"load": str(tmp_path)})
+    said = verdict(read_fingerprint(store.locate(tmp_path)), checkpoint.of_run(resumed))
+    assert said.kind == kind
+    watch = go(resumed, second)
+    worst = {}
+    for name, value in first.saved.items():
+        role = name.partition(" ")[0]
+        worst[role] = max(worst.get(role, 0.0), float((value - second.loaded[name]).abs().max()))
+    assert {role for role, difference in worst.items() if difference == 0.0} == exact
+    # goes on where it was: a run that lost its place would start at the first loss, log 64 = 4.16
+    reference = go(made(before)).losses
+    for step, loss in watch.losses.items():
+        assert abs(loss - reference[step]) < 0.03, (watch.losses, reference)
+
+
+def test_moments_that_are_lost_behind_a_resume_are_said_by_the_run_and_named_by_its_diagnosis(tmp_path):
+    kept = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
+    log = {"log_dir": str(tmp_path / "run"), "precision_every": 0}
+    go(run("bf16_mixed", checkpoint=kept, train={"exit_interval": 3}, logger=log))
+    second = go(run("bf16_mixed", checkpoint=kept, logger=log), Loses())
+    assert second.summary.notes["optimizer states"] == "lost at the resume"
+    found = diagnose(tmp_path / "run")
+    assert [one.cause for one in found.suspects] == ["bad-resume"]
+    assert "states were lost between the file and the first step" in found.suspects[0].evidence[-1]
+
+
+def test_weights_only_needs_to_be_asked_for(tmp_path):
+    go(run("bf16_mixed", checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}))
+    with pytest.raises(Refused, match="--reset-optimizer"):
+        go(run("bf16_mixed", checkpoint={"load": str(tmp_path)}, optimizer=SGD))
+    watch = go(run("bf16_mixed", checkpoint={"load": str(tmp_path), "reset_optimizer": True}, optimizer=SGD))
+    assert sorted(watch.losses) == [4, 5, 6]
+    assert watch.losses[4] < 4.0  # the weights were taken over
+
+
+def test_weights_alone_are_said_where_they_were_asked_for(tmp_path):
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+    made = run("bf16_mixed", checkpoint={"load": str(tmp_path)})
+    saved = read_fingerprint(store.locate(tmp_path))
+    assert checkpoint.judge(saved, made, tmp_path, reset=False).kind == "same"
+    asked = checkpoint.judge(saved, made, tmp_path, reset=True)
+    assert (asked.kind, asked.lost) == ("weights only", ("optimizer states and their step count",))
+
+
+def names(folder):
+    return sorted(entry.name.partition("-")[0] for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path):
+    kept = {"save": str(tmp_path), "save_interval": 1, "keep_last": 3}
+    go(run("bf16_mixed", iters=6, checkpoint=kept))
+    older = kept | {"load": str(tmp_path / "step_00000004"), "keep_last": 1}
+    go(run("bf16_mixed", iters=6, checkpoint=older, train={"exit_interval": 5}))
+    assert names(tmp_path) == ["aside", "aside", "latest", "step_00000005"]
+    # and what was set aside still is a checkpoint
+    aside = next(tmp_path.glob("aside-step_00000005-*"))
+    assert sorted(go(run("bf16_mixed", iters=6, checkpoint={"load": str(aside)})).losses) == [6]
+
+
+def test_a_run_from_elsewhere_does_not_write_into_the_folder_of_another(tmp_path):
+    for name in ("one", "two"):
+        go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path / name)}))
+    with pytest.raises(Contradiction, match=r"two already has a run"):
+        go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path / "one"), "save": str(tmp_path / "two")}))
+
+
+def test_another_model_is_refused_before_anything_is_read(tmp_path):
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+    with pytest.raises(Refused, match="hidden_size is 64 in the checkpoint and 32 in the run"):
+        go(run("bf16_mixed", checkpoint={"load": str(tmp_path)}, model={"hidden_size": 32}))
+
+
+def test_another_schedule_is_an_error_that_names_the_cure(tmp_path):
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+    with pytest.raises(CheckpointError, match=r"scheduler\.override_opt_param_scheduler=true"):
+        go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path)}, scheduler={"lr_decay_iters": 50}))
+    assert go(
+        run(
+            "bf16_mixed",
+            iters=2,
+            checkpoint={"load": str(tmp_path)},
+            scheduler={"lr_decay_iters": 50, "override_opt_param_scheduler": True},
+        )
+    ).losses
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+    with pytest.raises(Contradiction, match="already has a run"):
+        go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+
+
+def test_the_config_and_the_fingerprint_are_inside(tmp_path):
+    from mpbridge.settings.container import ConfigContainer
+
+    made = run("bf16_mixed_bf16_moments", iters=1, ddp=DIST, checkpoint={"save": str(tmp_path)})
+    go(made)
+    place = store.locate(tmp_path)
+    assert ConfigContainer.load(place / checkpoint.CONFIG) == made.container
+    assert read_fingerprint(place).stored == {
+        "exp_avg": "float32", "exp_avg_sq": "float32", "main_params": "float32", "params": "bfloat16",
+    }  # fmt: skip
+
+
+PAIRS = {
+    "fp32": ("fp32", {}),
+    "bf16 in the background": ("bf16_mixed", {"checkpoint": {"async_save": True, "save_interval": 1}}),
+    "fp16": (FP16, {}),
+    "moments and remainders": ("bf16_mixed_bf16_moments", {}),
+    "fp8 delayed emulated": (DELAYED, {"emulate": True}),
+}
+RESHARD = {"model": STILL | {"num_layers": 2}}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Name -> what two ranks saw of each run; one job for all, since starting one costs more than its steps."""
+    folder = tmp_path_factory.mktemp("two")
+    specs = {}
+    for name, (recipe, spec) in PAIRS.items():
+        place = str(folder / name.replace(" ", "_"))
+        kept = {"checkpoint": {"save": place, "load": place} | spec.get("checkpoint", {})}
+        base = {"recipe": recipe, "ddp": DIST} | {key: value for key, value in spec.items() if key != "checkpoint"}
+        specs |= {
+            (name, "whole"): base,
+            (name, "first"): base | kept | {"train": {"exit_interval": 3}},
+            (name, "second"): base | kept,
+        }
+    third = {"checkpoint": {"load": str(folder / "fp32" / "step_00000003")}}
+    specs["fp32", "lost"] = {"recipe": "fp32", "ddp": DIST, "hooks": [Loses()]} | third
+    base, load = {"recipe": "fp32"} | RESHARD, {"checkpoint": {"load": str(folder / "tensor")}}
+    tensor, pipeline = (
+        {"parallel": {"tensor_model_parallel_size": 2}},
+        {"parallel": {"pipeline_model_parallel_size": 2}},
+    )
+    specs |= {
+        ("reshard", "whole"): base | tensor,
+        ("reshard", "first"): base
+        | tensor
+        | {"checkpoint": {"save": str(folder / "tensor")}, "train": {"exit_interval": 3}},
+        ("reshard", "pipeline"): base | pipeline | load,
+        ("reshard", "data"): base | {"ddp": DIST} | load,
+    }
+    return folder, dict(zip(specs, job(2, folder, *specs.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_ranks_with_the_distributed_optimizer_resume_to_the_bit(two, name):
+    whole, first, second = (two[1][name, part] for part in ("whole", "first", "second"))
+    assert whole["losses"] == first["losses"] | second["losses"]
+    assert sorted(second["losses"]) == ["4", "5", "6"]
+    assert whole["digests"] == second["digests"]
+    assert len(set(whole["digests"])) == 2  # each rank has its own shard
+    assert "optimizer states" not in second["notes"], "no moment was lost"
+
+
+def test_two_ranks_say_that_their_moments_are_lost_by_the_mean_of_both_shards(two):
+    folder, seen = two
+    notes = seen["fp32", "lost"]["notes"]
+    assert notes["optimizer states"] == "lost at the resume"
+    state = decoded(json.loads((folder / "fp32" / "step_00000003" / "state.json").read_text()))
+    assert state["run"]["second_moment"] == pytest.approx(notes["mean second moment"], rel=1e-12)
+
+
+def test_a_tensor_parallel_checkpoint_goes_on_in_any_layout(two):
+    folder, seen = two
+    alone = go(run("fp32", checkpoint={"load": str(folder / "tensor")}, **RESHARD)).losses
+    whole = seen["reshard", "whole"]["losses"]
+    for losses in (
+        seen["reshard", "pipeline"]["losses"],
+        seen["reshard", "data"]["losses"],
+        {str(step): loss for step, loss in alone.items()},
+    ):
+        assert sorted(losses) == ["4", "5", "6"]
+        # fp32 sums in another order: a few units in the last place of losses near 4
+        assert all(abs(loss - whole[step]) < 1e-6 for step, loss in losses.items()), (losses, whole)
+
+
+class Payload:
+    """Stands for a class that no optimizer is of."""
+
+
+def test_bare_remainders_as_transformer_engine_hands_them_out_are_kept_whole(tmp_path, monkeypatch):
+    from mpbridge.backend.engines.optimizers import CpuFusedAdam
+    from mpbridge.training.checkpoint import state
+
+    whole_get, whole_set = CpuFusedAdam.get_unscaled_state, CpuFusedAdam.set_scaled_state
+
+    def get(self, param, name):  # fused_adam.py 2.11: int16 as it is
+        stored = self.state[param][name]
+        return stored if stored.dtype is torch.int16 else whole_get(self, param, name)
+
+    def put(self, param, name, value):  # and int16 is all that is taken back
+        assert value.dtype is (torch.int16 if self._is_remainder(param, name) else torch.float32)
+        whole_set(self, param, name, value)
+
+    monkeypatch.setattr(CpuFusedAdam, "get_unscaled_state", get)
+    monkeypatch.setattr(CpuFusedAdam, "set_scaled_state", put)
+    monkeypatch.setattr(state, "CpuFusedAdam", Payload)
+    whole, first, second = broken_off(tmp_path, "bf16_mixed_bf16_moments", ddp=DIST)
+    assert whole.losses == first.losses | second.losses
+    assert whole.digest == second.digest
+
+
+ALL = [name for name in recipes if recipes[name].engine is None and not name.startswith("nemotron_3")]
+"""(Nemotron 3's 14 BF16 layers need a deeper model than these.)"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_pair_of_recipes_goes_on_as_its_verdict_says(tmp_path):
+    def made(name, **sections):
+        wide = {"num_layers": 6, "ffn_hidden_size": 256} | STILL
+        changes = {"fp8_param_gather": False} if get_mixed_precision_config(name).fp8_param_gather else {}
+        changes |= {"reuse_grad_buf_for_mxfp8_param_ag": False, "fp8_amax_history_len": 4} if changes else {}
+        changes |= {"initial_loss_scale": 4096.0} if name.startswith("fp16") else {}
+        dist = {"ddp": DIST} if name == "bf16_mixed_bf16_moments" else {}
+        return run({"recipe": name} | changes, iters=4, model=wide, emulate=True, **dist, **sections)
+
+    seen = set()
+    saved = {}
+    for name in ALL:
+        grab = Grab()
+        go(made(name, checkpoint={"save": str(tmp_path / name)}, train={"exit_interval": 3}), grab)
+        saved[name] = grab.saved
+    for before in ALL:
+        for after in ALL:
+            resumed = made(after, checkpoint={"load": str(tmp_path / before)})
+            said = verdict(read_fingerprint(store.locate(tmp_path / before)), checkpoint.of_run(resumed))
+            grab = Grab()
+            losses = go(resumed, grab).losses
+            seen.add(said.kind)
+            assert said.goes_on
+            assert list(losses) == [4]
+            lost = " ".join(said.lost)
+            for role, text in (
+                ("main", "main weights"),
+                ("exp_avg", "first moments"),
+                ("exp_avg_sq", "second moments"),
+            ):
+                same = all(
+                    (value == grab.loaded[key]).all()
+                    for key, value in saved[before].items()
+                    if key.startswith(f"{role} ")
+                )
+                assert same == (text not in lost), (before, after, role, said)
+    assert seen == {"same", "safe", "lossy"}
+
+
+def test_one_command_begins_with_the_weights_of_another_run_and_goes_on_with_its_own(tmp_path):
+    first = go(run("bf16_mixed", iters=2, checkpoint={"save": str(tmp_path / "first")}))
+    own = {
+        "pretrained_checkpoint": str(tmp_path / "first"),
+        "save": str(tmp_path / "own"),
+        "load": str(tmp_path / "own"),
+    }
+    begun = go(run("bf16_mixed", iters=1, checkpoint=own))
+    assert sorted(begun.losses) == [1]  # steps count from 0
+    assert begun.losses[1] != first.losses[1]
+    assert sorted(go(run("bf16_mixed", iters=2, checkpoint=own)).losses) == [2]

@@ -1,0 +1,189 @@
+"""Checkpoint folders: whole or not there, damage named, the one before offered."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mpbridge.common.errors import CheckpointError
+from mpbridge.training.checkpoint import store
+
+
+def make(folder, step, text="weights"):
+    partial = store.begin(folder, step)
+    (partial / "data.distcp").write_text(f"{text} {step}")
+    (partial / "sub").mkdir()
+    (partial / "sub" / "shard_0_1.pt").write_text("object")
+    return store.seal(partial, step)
+
+
+def test_a_sealed_checkpoint_is_found_and_whole(tmp_path):
+    made = make(tmp_path, 7)
+    assert made == tmp_path / "step_00000007" == store.locate(tmp_path) == store.locate(made)
+    assert (tmp_path / store.LATEST).read_text() == "step_00000007\n"
+    assert set(store.check(made)["files"]) == {"data.distcp", "sub/shard_0_1.pt"}
+
+
+def test_what_is_not_sealed_is_not_a_checkpoint_and_goes_with_the_next_save(tmp_path):
+    make(tmp_path, 1)
+    left = store.begin(tmp_path, 2)
+    (left / "data.distcp").write_text("half")
+    assert [s.step for s in store.saved(tmp_path)] == [1]
+    make(tmp_path, 3)
+    assert not left.exists()
+    assert [s.step for s in store.saved(tmp_path)] == [3, 1]
+
+
+CLAIM = """
+import sys, pathlib, time
+from mpbridge.training.checkpoint import store
+held = store.claim(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_writers_are_one_too_many_until_the_first_is_gone(tmp_path):
+    other = subprocess.Popen([sys.executable, "-c", CLAIM, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(
+            CheckpointError, match=rf"process {other.pid} on {re.escape(socket.gethostname())} is saving its run"
+        ):
+            store.claim(tmp_path)
+    finally:
+        other.kill()
+        other.communicate(timeout=10)
+    # a killed process holds nothing, though its name is still in the file
+    with store.claim(tmp_path):
+        assert (tmp_path / store.WRITER).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+@pytest.mark.parametrize(
+    "name", [".partial-step_00000001-aa", ".dropped-step_00000001-aa", ".switch-aa", ".converted-aa", ".latest-aa"]
+)
+def test_leavings_of_a_killed_run_go_with_the_next_save(tmp_path, name):
+    (tmp_path / name).mkdir()
+    make(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
+
+
+def test_the_same_step_can_be_saved_again(tmp_path):
+    make(tmp_path, 1, "old")
+    assert (make(tmp_path, 1, "new") / "data.distcp").read_text() == "new 1"
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "stay"),
+    [
+        pytest.param(None, None, [5, 4, 3, 2, 1], id="all"),
+        pytest.param(2, None, [5, 4], id="last"),
+        pytest.param(1, 2, [5, 4, 2], id="last and every"),
+    ],
+)
+def test_old_ones_are_removed(tmp_path, keep_last, keep_every, stay):
+    for step in range(1, 6):
+        make(tmp_path, step)
+    store.prune(tmp_path, keep_last=keep_last, keep_every=keep_every)
+    assert [s.step for s in store.saved(tmp_path)] == stay
+
+
+def test_pruning_follows_no_link(tmp_path):
+    outside = make(tmp_path / "elsewhere", 1)
+    here = tmp_path / "here"
+    make(here, 5)
+    make(here, 6)
+    (here / "step_00000001").symlink_to(outside, target_is_directory=True)
+    store.prune(here, keep_last=1, keep_every=None)
+    assert (outside / "data.distcp").exists()
+    assert [s.step for s in store.saved(here)] == [6]
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        pytest.param(truncate, "data.distcp has 8 bytes, expected 9", id="truncated"),
+        pytest.param(flip, "data.distcp differs from its checksum", id="bit flipped"),
+        pytest.param(lambda file: file.unlink(), "data.distcp is missing", id="missing"),
+        pytest.param(
+            lambda file: (file.parent / store.MANIFEST).unlink(), "manifest.json is missing", id="no manifest"
+        ),
+        pytest.param(
+            lambda file: (file.parent / store.MANIFEST).write_text("{"),
+            "manifest.json cannot be read",
+            id="broken manifest",
+        ),
+    ],
+)
+def test_damage_is_named_and_the_one_before_offered(tmp_path, damage, said):
+    before, made = make(tmp_path, 1), make(tmp_path, 2)
+    damage(made / "data.distcp")
+    with pytest.raises(CheckpointError) as told:
+        store.check(made)
+    assert said in str(told.value)
+    assert f"checkpoint.load={before}" in str(told.value)
+    assert store.newest_whole(tmp_path).path == before
+
+
+def test_damage_of_the_only_one_is_said_too(tmp_path):
+    made = make(tmp_path, 2)
+    truncate(made / "data.distcp")
+    with pytest.raises(CheckpointError, match="no earlier complete checkpoint"):
+        store.check(made)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a//b", "a/../b", "..\\x", ""])
+def test_a_manifest_that_points_outside_is_refused(tmp_path, name):
+    made = make(tmp_path, 1)
+    manifest = json.loads((made / store.MANIFEST).read_text())
+    manifest["files"][name] = {"bytes": 0, "sha256": "0"}
+    (made / store.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        store.check(made)
+
+
+KILLED = """
+import sys, pathlib, random, time
+from mpbridge.training.checkpoint import store
+folder = pathlib.Path(sys.argv[1])
+print("ready", flush=True)
+for step in range(1, 10**6):
+    partial = store.begin(folder, step)
+    (partial / "data").write_bytes(bytes(200_000))
+    store.seal(partial, step)
+    store.prune(folder, keep_last=2, keep_every=None)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_newest(tmp_path):
+    seen = 0
+    for attempt in range(12):
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.02 + 0.0137 * attempt)
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
+        newest = store.saved(tmp_path)
+        if newest:
+            seen += 1
+            store.check(newest[0].path)
+    assert seen >= 6

@@ -1,0 +1,307 @@
+"""Fingerprints and verdicts; the table over all pairs of recipes is in golden/resume_verdicts.txt (run this file as a script to write it anew)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpbridge.cli import resume_check
+from mpbridge.common.errors import CheckpointError
+from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
+from mpbridge.precision.registry import get_mixed_precision_config, recipes
+from mpbridge.precision.resolve import resolve
+from mpbridge.settings.container import ConfigContainer
+from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, fingerprint, read_fingerprint, verdict
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "resume_verdicts.txt"
+LETTER = {"same": "=", "safe": "s", "lossy": "L", "weights only": "w", "refused": "X"}
+SHAPE = ModelShape(
+    num_layers=32,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+    num_query_groups=4,
+    kv_channels=16,
+    vocab_size=320,
+    seq_length=64,
+)
+FACTS = RunFacts(
+    shape=SHAPE,
+    optimizer=OptimizerFacts(distributed=True),
+    model={"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    versions=Versions(torch="2.13.0", megatron_core="0.16.1"),
+)
+
+
+def made(name: str, facts: RunFacts = FACTS, **optimizer) -> Fingerprint:
+    return fingerprint(name, resolve(get_mixed_precision_config(name)), facts, optimizer)
+
+
+def table() -> str:
+    names = [name for name in recipes if recipes[name].engine is None]
+    prints = {name: made(name) for name in names}
+    width = max(map(len, names))
+    legend = "rows: the checkpoint; columns: the run, in the same order. " + ", ".join(
+        f"{letter} {kind}" for kind, letter in LETTER.items()
+    )
+    rows = [f"{a:<{width}}  {' '.join(LETTER[verdict(prints[a], prints[b]).kind] for b in names)}" for a in names]
+    return "\n".join([legend, *rows]) + "\n"
+
+
+def test_the_table_of_all_pairs_is_as_written():
+    assert table() == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("name", list(recipes))
+def test_a_fingerprint_survives_json_and_is_the_same_as_itself(name):
+    one = made(name)
+    again = Fingerprint.from_data(json.loads(json.dumps(one.as_data())))
+    assert again == one
+    assert verdict(one, again).kind == "same"
+
+
+@pytest.mark.parametrize("name", list(recipes))
+@pytest.mark.parametrize("engine", ["mcore", "fsdp2"])
+def test_another_recipe_has_the_optimizer_that_a_run_of_its_own_would_have(name, engine):
+    sizes = {"num_layers": 16, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 32}
+    run = ConfigContainer(mixed_precision=name, engine=engine, model=sizes).resolved(training=False)
+    other = made("fp32").with_policy(resolve(get_mixed_precision_config(name)), name, engine)
+    assert other.optimizer == run.facts.optimizer.name
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "lost"),
+    [
+        pytest.param("bf16_mixed", "bf16_with_fp8_current_scaling_mixed", "safe", "", id="quantize"),
+        pytest.param("bf16_with_nvfp4_mixed", "bf16_mixed", "safe", "", id="nvfp4 to bf16"),
+        pytest.param("bf16_mixed", "bf16_with_fp8_delayed_scaling_mixed", "safe", "", id="history starts empty"),
+        pytest.param(
+            "bf16_with_fp8_delayed_scaling_mixed",
+            "bf16_mixed",
+            "lossy",
+            r"amax history of delayed scaling \(1024 steps\)",
+            id="history lost",
+        ),
+        pytest.param(
+            "bf16_mixed", "bf16_mixed_bf16_moments", "lossy", "first moments: fp32 -> bf16", id="moments narrowed"
+        ),
+        pytest.param("bf16_mixed_bf16_moments", "bf16_mixed", "safe", "", id="moments widened"),
+        pytest.param("bf16_mixed_bf16_moments", "full_bf16", "lossy", "16 remainder bits", id="remainders lost"),
+        pytest.param("fp16_mixed", "bf16_mixed", "lossy", "loss scale", id="scaler lost"),
+        pytest.param("fp32", "bf16_mixed", "safe", "", id="fp32 parameters become main weights"),
+        pytest.param("fp32", "full_bf16", "lossy", "main weights: fp32 -> bf16", id="main weights narrowed"),
+    ],
+)
+def test_what_a_change_of_recipe_costs(before, after, kind, lost):
+    found = verdict(made(before), made(after))
+    assert found.kind == kind
+    assert bool(found.lost) == bool(lost)
+    if lost:
+        import re
+
+        assert re.search(lost, "\n".join(found.lost))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        pytest.param({"engine": "fsdp2"}, "refused", "keep engine=mcore", id="engine"),
+        pytest.param(
+            {"optimizer": OptimizerFacts(name="sgd")}, "weights only", "optimizer.optimizer=adam", id="optimizer"
+        ),
+        pytest.param(
+            {"shape": dataclasses.replace(SHAPE, hidden_size=128)},
+            "refused",
+            "hidden_size is 64 in the checkpoint and 128",
+            id="model",
+        ),
+        pytest.param(
+            {"shape": dataclasses.replace(SHAPE, seq_length=128)},
+            "safe",
+            "sequence length 64 -> 128",
+            id="sequence length",
+        ),
+        pytest.param(
+            {"versions": Versions(torch="2.14.0", megatron_core="0.16.1")},
+            "safe",
+            "torch 2.13.0 -> 2.14.0",
+            id="versions",
+        ),
+        pytest.param({"parallel": Parallel(world_size=2)}, "safe", "world_size 1 -> 2", id="reshard"),
+        pytest.param(
+            {"parallel": Parallel(world_size=2), "model": {"hidden_dropout": 0.1}},
+            "lossy",
+            "random states",
+            id="reshard with dropout",
+        ),
+        pytest.param({"realization": "emulated"}, "safe", "native -> emulated", id="realization"),
+    ],
+)
+def test_what_a_change_of_the_run_costs(change, kind, said):
+    found = verdict(made("bf16_mixed"), made("bf16_mixed", dataclasses.replace(FACTS, **change)))
+    assert found.kind == kind
+    assert said in "\n".join(found.lines())
+
+
+def test_the_same_weights_in_another_model_are_said():
+    wider = dataclasses.replace(FACTS, model={**FACTS.model, "rotary_base": 500000, "activation_func": "gelu"})
+    before = dataclasses.replace(FACTS, model={**FACTS.model, "rotary_base": 10000, "activation_func": "gelu"})
+    found = verdict(made("bf16_mixed", before), made("bf16_mixed", wider))
+    assert (found.kind, found.notes) == ("safe", ("the same weights in another model: rotary_base 10000 -> 500000",))
+
+
+def test_narrower_moments_are_lost_between_two_adams_too():
+    engines = [
+        dataclasses.replace(FACTS, engine="fsdp2", optimizer=OptimizerFacts(name=name))
+        for name in ("torch_adamw", "adam")
+    ]
+    aware = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    found = verdict(made("bf16_mixed", engines[0]), made("bf16_mixed", engines[1], **aware))
+    assert (found.kind, found.lost) == ("lossy", ("bits of the first moments: fp32 -> bf16",))
+
+
+def test_learned_positions_pin_the_sequence_length():
+    long = dataclasses.replace(FACTS, shape=dataclasses.replace(SHAPE, learned_positions=True, seq_length=128))
+    short = dataclasses.replace(FACTS, shape=dataclasses.replace(SHAPE, learned_positions=True))
+    assert verdict(made("bf16_mixed", short), made("bf16_mixed", long)).kind == "refused"
+
+
+def test_the_history_is_lost_between_emulation_and_transformer_engine():
+    emulated = dataclasses.replace(FACTS, realization="emulated")
+    name = "bf16_with_fp8_delayed_scaling_mixed"
+    assert verdict(made(name, emulated), made(name)).kind == "lossy"
+
+
+def test_the_optimizer_section_settles_both_sides():
+    aware = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    assert verdict(made("bf16_mixed", **aware), made("bf16_mixed")).kind == "safe"
+    assert verdict(made("bf16_mixed"), made("bf16_mixed", **aware)).kind == "lossy"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    partial = store.begin(tmp_path, 12)
+    (partial / FILE).write_text(json.dumps(made("bf16_with_fp8_delayed_scaling_mixed").as_data()))
+    for name in ("index.json", "state.json", "__0_0.distcp"):
+        (partial / name).write_text("{}")
+    return store.seal(partial, 12)
+
+
+def _is_fifo(folder):
+    (folder / store.MANIFEST).unlink()
+    os.mkfifo(folder / store.MANIFEST)
+
+
+def _states(step):
+    def change(folder):
+        store.write_whole(
+            folder / store.MANIFEST, json.dumps(json.loads((folder / store.MANIFEST).read_text()) | {"step": step})
+        )
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        pytest.param(lambda folder: (folder / store.MANIFEST).write_text("[" * 200_000), store.MANIFEST, id="brackets"),
+        pytest.param(_is_fifo, store.MANIFEST, id="a pipe"),
+        pytest.param(_states(-6), store.MANIFEST, id="negative step"),
+        pytest.param(lambda folder: (folder / store.MANIFEST).unlink(), store.MANIFEST, id="no manifest"),
+        pytest.param(lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing", id="no tensors"),
+        pytest.param(
+            lambda folder: (folder / "__0_0.distcp").write_text("{"), "__0_0.distcp has 1 bytes", id="cut off"
+        ),
+    ],
+)
+def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage, named):
+    damage(checkpoint)
+    parser = argparse.ArgumentParser()
+    resume_check.add_arguments(parser)
+    with pytest.raises(CheckpointError, match=named):
+        resume_check.run(parser.parse_args([str(checkpoint)]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        pytest.param([], 0, "same", id="own recipe"),
+        pytest.param(["--recipe", "bf16_mixed"], 0, "lossy", id="another"),
+        pytest.param(["--recipe", "fsdp_adamw"], 1, "with engine=fsdp2: refused", id="another engine"),
+        pytest.param(["--recipe", "bf16", "--json"], 0, '"kind": "lossy"', id="json"),
+    ],
+)
+def test_the_verb_says_it(checkpoint, capsys, arguments, code, said):
+    parser = argparse.ArgumentParser()
+    resume_check.add_arguments(parser)
+    for where in (checkpoint, checkpoint.parent):
+        assert resume_check.run(parser.parse_args([str(where), *arguments])) == code
+        assert said in capsys.readouterr().out
+
+
+def test_weights_alone_are_a_yes_only_where_they_were_asked_for():
+    found = verdict(
+        made("bf16_mixed"), made("bf16_mixed", dataclasses.replace(FACTS, optimizer=OptimizerFacts(name="sgd")))
+    )
+    assert [resume_check.exit_code(found, reset=reset) for reset in (False, True)] == [1, 0]
+
+
+def test_the_fsdp_engines_read_each_other():
+    one, other = (dataclasses.replace(FACTS, engine=engine) for engine in ("fsdp2", "megatron_fsdp"))
+    torchs = dataclasses.replace(one, optimizer=OptimizerFacts(name="torch_adamw"))
+    assert verdict(made("bf16_mixed", torchs), made("bf16_mixed", other)).kind == "safe"
+    assert verdict(made("bf16_mixed", one), made("bf16_mixed")).kind == "refused"
+
+
+def test_the_verb_needs_no_framework(checkpoint):
+    script = (
+        "import argparse, sys; from mpbridge.cli import resume_check; p = argparse.ArgumentParser(); resume_check.add_arguments(p);"
+        f"code = resume_check.run(p.parse_args([{str(checkpoint)!r}, '--recipe', 'bf16_mixed']));"
+        "loaded = {'torch', 'megatron', 'numpy'} & set(sys.modules); sys.exit(f'loaded {loaded}' if loaded else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "lossy" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param("{", "cannot be read", id="no json"),
+        pytest.param("[]", "schema 'list'", id="a list"),
+        pytest.param('{"schema": 99}', "schema 99", id="from the future"),
+        pytest.param('{"schema": 1}', "KeyError", id="incomplete"),
+    ],
+)
+def test_a_damaged_fingerprint_is_named(tmp_path, text, said):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=said) as told:
+        read_fingerprint(tmp_path)
+    assert FILE in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["shape", "parallel", "versions", "stored", "function", "optimizer_section"])
+def test_a_forged_fingerprint_is_one_line(tmp_path, name):
+    (tmp_path / FILE).write_text(json.dumps(made("bf16_mixed").as_data() | {name: ["x"]}))
+    with pytest.raises(CheckpointError, match=f"{name}: expected a table"):
+        read_fingerprint(tmp_path)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    parser = argparse.ArgumentParser()
+    resume_check.add_arguments(parser)
+    with pytest.raises(CheckpointError, match="without checkpoints"):
+        resume_check.run(parser.parse_args([str(tmp_path)]))
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(table())
+    print(table())

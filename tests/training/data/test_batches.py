@@ -1,0 +1,177 @@
+"""Batches: order, resuming, sharing among ranks, streams without a length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.common.errors import BadValue, DataError
+from mpbridge.training.data.batches import FIELDS, Feed, batches
+
+SEQ = 16
+
+
+def _run(tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, **train: Any) -> Any:
+    """The attributes of a Run that the data room reads."""
+    source = tmp_path / "a.txt"
+    if not source.exists():
+        source.write_text("".join(f"line number {n}\n" for n in range(2000)))
+    return SimpleNamespace(
+        train={
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "train_iters": 6,
+            "eval_iters": 1,
+            "eval_interval": 3,
+            "seed": 1,
+            **train,
+        },
+        data={
+            "corpus": corpus or str(source),
+            "tokenizer": "byte",
+            "seq_length": SEQ,
+            "split": "90,10",
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        facts=SimpleNamespace(shape=SimpleNamespace(vocab_size=vocab_size, seq_length=SEQ)),
+    )
+
+
+def _take(stream: Iterator[Any], count: int) -> list[torch.Tensor]:
+    return [batch["tokens"] for batch in islice(stream, count)]
+
+
+class Endless:
+    """A user's iterable: knows no length and says so loudly."""
+
+    asked = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for start in range(20):
+            yield {"tokens": torch.arange(start, start + SEQ + 1)}
+
+    def __len__(self) -> int:
+        Endless.asked += 1
+        raise TypeError("no length")
+
+
+def test_batch_is_what_the_contract_says(tmp_path: Path) -> None:
+    batch = next(batches(_run(tmp_path), "train"))
+    assert set(batch) == set(FIELDS)
+    assert {name: value.dtype for name, value in batch.items()} == {
+        "tokens": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "loss_mask": torch.float32,
+    }  # fmt: skip
+    assert all(value.shape == (2, SEQ) for value in batch.values())
+    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+
+
+def test_resuming_continues_with_the_next_sample(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    whole = _take(batches(run, "train"), 12)
+    resumed = _take(batches(run, "train", consumed=8), 8)
+    assert all(torch.equal(a, b) for a, b in zip(whole[4:], resumed, strict=True))
+    assert not torch.equal(whole[0], whole[4])
+
+
+def test_two_ranks_share_the_samples_of_one(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    one = _take(batches(run, "train"), 6)
+    shared = [_take(batches(run, "train", 0, rank, 2), 3) for rank in (0, 1)]
+    assert all(torch.equal(one[2 * step + rank], shared[rank][step]) for step in range(3) for rank in (0, 1))
+
+
+def test_validation_text_is_not_training_text(tmp_path: Path) -> None:
+    run = _run(tmp_path, train_iters=400)
+    seen = {row.numpy().tobytes() for tokens in _take(batches(run, "train"), 800) for row in tokens}
+    held_out = {row.numpy().tobytes() for tokens in _take(batches(run, "valid"), 2) for row in tokens}
+    assert held_out
+    assert not seen & held_out
+
+
+def test_empty_split_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="leaves nothing for 'test'"):
+        next(batches(_run(tmp_path), "test"))
+
+
+def test_stream_without_length_is_never_asked_for_one(tmp_path: Path) -> None:
+    run = _run(tmp_path, eval_interval=None)
+    feed = Feed(run, dataset=Endless())
+    assert feed.corpus is None
+    stream = feed.batches("train", consumed=4, dp_rank=1, dp_size=2)
+    # samples 6 and 7, then 10 and 11, then over the end of the 20 into the next round
+    assert [tokens[:, 0].tolist() for tokens in _take(stream, 5)] == [[6, 7], [10, 11], [14, 15], [18, 19], [2, 3]]
+    assert Endless.asked == 0
+
+
+def test_stream_that_cannot_start_again_says_so(tmp_path: Path) -> None:
+    feed = Feed(_run(tmp_path, eval_interval=None), dataset=iter([{"tokens": torch.arange(SEQ + 1)}] * 3))
+    with pytest.raises(DataError, match="ended after 3 samples"):
+        _take(feed.batches("train"), 2)
+
+
+def test_sample_of_another_length_is_named(tmp_path: Path) -> None:
+    feed = Feed(_run(tmp_path, eval_interval=None), dataset=[{"tokens": torch.arange(5)}] * 4)
+    with pytest.raises(DataError, match=r"shape \(4,\), expected \(16,\)"):
+        _take(feed.batches("train"), 1)
+
+
+def test_missing_train_iters_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadValue, match=r"train\.train_iters is missing"):
+        next(batches(_run(tmp_path, train_iters=None), "train"))
+
+
+def test_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"vocab_size=258 is too small.*259"):
+        next(batches(_run(tmp_path, vocab_size=258), "train"))
+
+
+def test_foreign_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = str(tmp_path / "pair")
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.int32)
+    for _ in range(20):
+        builder.add_document(np.full(40, 5000, dtype=np.int32), [40])
+    builder.finalize(prefix + ".idx")
+    with pytest.raises(DataError, match="token 5000 in the data"):
+        next(batches(_run(tmp_path, corpus=prefix), "train"))
+
+
+def test_several_prefixes_are_blended_for_as_long_as_the_run_lasts(tmp_path: Path) -> None:
+    from mpbridge.training.data.prepare import prepare
+
+    pairs = []
+    for letter in "ab":
+        source = tmp_path / f"{letter}.txt"
+        source.write_text(f"{letter * 30}\n" * 100)
+        pairs.append(prepare([source], cache=tmp_path / "pairs").prefixes[0])
+    tokens = torch.cat(_take(batches(_run(tmp_path, corpus=pairs, train_iters=300), "train"), 600))
+    share = (tokens == ord("a")).sum() / ((tokens == ord("a")).sum() + (tokens == ord("b")).sum())
+    assert 0.4 < share < 0.6
+
+
+def test_half_an_index_is_named_and_not_used(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    next(batches(run, "train"))
+    (index,) = (tmp_path / "cache" / "indices").glob("*shuffle_index.npy")
+    index.write_bytes(index.read_bytes()[:40])
+    with pytest.raises(DataError, match="delete that folder"):
+        next(batches(run, "train"))
+
+
+def test_a_disk_without_room_for_the_index_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(numpy, "save", full)
+    with pytest.raises(DataError, match=r"cannot be used \(.*No space left on device\); make room there"):
+        next(batches(_run(tmp_path), "train"))

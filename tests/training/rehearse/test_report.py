@@ -1,0 +1,127 @@
+"""Verdicts of a rehearsal: each limit on its own, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpbridge.training.rehearse.page import page
+from mpbridge.training.rehearse.report import NO_RANKING, Rehearsal, Rehearsed, by_layer, complaints, tables
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """A tensor with nothing wrong."""
+    harmless: dict[str, Any] = {
+        "tensor": "decoder.layers.1.mlp.linear_fc1.x",
+        "slot": "decoder.layers.1.mlp.linear_fc1",
+        "side": "x",
+        "copy": "row",
+        "gemms": ["fprop"],
+        "format": "e4m3",
+        "scaling": "mxfp8",
+        "samples": 1,
+        "relative_error": 0.026,
+        "row_error": 0.026,
+        "flushed": 0.0,
+        "saturated": 0.0,
+        "sqnr": 31.0,
+        "nonfinite": 0,
+        "staleness": None,
+        "amax": [[1, 3.0]],
+        "ranges": [0] * 49,
+    }
+    return harmless | changes
+
+
+FP4 = {"format": "e2m1", "scaling": "nvfp4", "row_error": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        pytest.param({}, "sound", id="nothing-wrong"),
+        pytest.param({"row_error": 0.06}, "look closer", id="twice-the-formats-error"),
+        pytest.param({"row_error": 0.06, "format": "e5m2", "side": "dy"}, "sound", id="e5m2-costs-more"),
+        pytest.param({"row_error": 0.3}, "damage", id="a-quarter-of-the-norm"),
+        pytest.param({"flushed": 0.06}, "look closer", id="some-flushed"),
+        pytest.param({"flushed": 0.3}, "damage", id="many-flushed"),
+        pytest.param({"saturated": 0.002}, "look closer", id="few-saturated"),
+        pytest.param({"saturated": 0.02}, "damage", id="many-saturated"),
+        pytest.param({"staleness": -1.5}, "look closer", id="stale"),
+        pytest.param({"staleness": 3.0}, "sound", id="three-binades-unused"),
+        pytest.param({"staleness": 5.0}, "look closer", id="much-range-wasted"),
+        pytest.param({"nonfinite": 1}, "damage", id="nonfinite"),
+        pytest.param(FP4 | {"flushed": 0.1, "saturated": 0.034}, "sound", id="nvfp4-on-gaussian-data"),
+        pytest.param(FP4 | {"row_error": 0.6}, "damage", id="nvfp4-lost"),
+    ],
+)
+def test_each_limit_decides(changes: dict[str, Any], word: str) -> None:
+    recipe = Rehearsed(recipe="r", losses=[1.0], tensors=[row(**changes)])
+    assert recipe.verdict()[0] == word
+    assert bool(complaints(row(**changes))) == (word != "sound")
+
+
+def test_a_loss_that_is_not_finite_and_a_refusal_fail() -> None:
+    assert Rehearsed(recipe="r", losses=[2.0, math.nan], tensors=[row()]).verdict() == (
+        "failed",
+        ["the loss of step 2 is not finite"],
+    )
+    assert Rehearsed(recipe="r", failure="no").verdict() == ("failed", ["no"])
+    assert Rehearsed(recipe="r", losses=[2.0]).verdict()[0] == "high precision"
+
+
+def test_reasons_name_tensors_and_the_worst_come_first() -> None:
+    tensors = [
+        row(),
+        row(tensor="a.x", slot="a", row_error=0.3),
+        row(tensor="b.dy", slot="b", side="dy", format="e5m2", row_error=0.4),
+    ]
+    recipe = Rehearsed(recipe="r", tensors=tensors)
+    word, reasons = recipe.verdict()
+    assert word == "damage"
+    assert reasons[0] == "2 of 3 operands damaged"
+    assert any(reason.startswith("a.x (row): its median row is off by 30%") for reason in reasons)
+    # relative to what the format costs, E4M3 at 0.3 suffers more than E5M2 at 0.4
+    assert [r["tensor"] for r in recipe.worst[:2]] == ["a.x", "b.dy"]
+    assert Rehearsed(recipe="r", tensors=[*tensors, row(tensor="nan.x", nonfinite=3)]).worst[0]["tensor"] == "nan.x"
+
+
+def test_layers_are_counted_as_the_model_counts_them() -> None:
+    found = by_layer([row(), row(slot="head", tensor="head.x")])
+    assert found["1"] == {"mlp.linear_fc1.x row": 0.026}
+    assert "head.x row" in found[""]
+
+
+def test_the_report_is_json_whatever_the_numbers(tmp_path: Path) -> None:
+    rehearsal = Rehearsal(
+        title="t",
+        made={},
+        recipes=[Rehearsed(recipe="r", losses=[math.inf], tensors=[row(sqnr=math.inf, amax=[[1, math.inf]])])],
+    )
+    rehearsal.write(tmp_path / "report.json")
+    data = json.loads(
+        (tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
+    )
+    assert data["recipes"][0]["losses"] == [None]
+    assert data["remark"] == NO_RANKING
+
+
+def test_tables_and_page_take_every_kind_of_recipe_and_escape_names() -> None:
+    recipes = [
+        Rehearsed(recipe="<b>", losses=[1.0], tensors=[row(staleness=0.5)]),
+        Rehearsed(recipe="x", failure="because <i>"),
+    ]
+    rehearsal = Rehearsal(title="A & B", made={"steps": 1}, recipes=recipes)
+    assert len(tables(rehearsal)) == 2
+    html = page(rehearsal)
+    # names are data of the page: no markup, and nothing that ends the element they stand in
+    data = html.partition('<script id="data" type="application/json">')[2].partition("</script>")[0]
+    found = json.loads(data)
+    assert found["title"] == "A & B"
+    assert [block["title"] for block in found["blocks"] if block["kind"] == "heading"] == ["<b>", "x"]
+    assert "because <i>" in data
+    assert "<title>A &amp; B</title>" in html

@@ -1,0 +1,33 @@
+"""Calibration on this CPU, in real time: what it writes is what predictions read."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import torch
+
+from mpbridge.cli.main import main
+from mpbridge.planning.estimate.machine_file import read_machine
+
+
+def test_this_cpu_is_measured_and_predictions_follow(tmp_path, capsys):
+    path = tmp_path / "machine.yaml"
+    assert main(["calibrate", "--seconds", "2", "--out", str(path)]) == 0
+    made, held = read_machine(path)
+    assert not made.gpu
+    assert held.of("gemm_fp32") == held.of("memory") == 1
+    # a product of this moment; the machine may be busier or idler than it was
+    a = torch.randn(512, 512)
+    start = time.perf_counter()
+    for _ in range(5):
+        a @ a
+    rate = 5 * 2 * 512**3 / (time.perf_counter() - start)
+    assert 1 / 50 < rate / (made.flops("fp32") or 0) < 50
+    capsys.readouterr()
+    seconds = []
+    for size in (64, 256):
+        arguments = ["estimate", "--config", "gpt_tiny", "--machine-file", str(path), "--recipe", "fp32", "--json"]
+        assert main([*arguments, f"data.seq_length={size}", f"model.max_sequence_length={size}"]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["seconds"])
+    assert seconds[1] > 2 * seconds[0]

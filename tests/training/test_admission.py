@@ -1,0 +1,166 @@
+"""What `train` refuses before it builds anything, `check` and `launch` refuse too, in the same words, all at once, and without torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpbridge.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ["launch", "--nodes", "1", "--gpus-per-node", "1", "--cpu", "--", "train", "checkpoint.save=run"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # dev brings tokenizers, an environment without extras does not
+    monkeypatch.setattr("mpbridge.training.data.look.find_spec", lambda name: name)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "other.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.bin").write_bytes(bytes(4))
+    (tmp_path / "cut.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1000, 1001))
+    (tmp_path / "two.bin").write_bytes(bytes(4))
+    (tmp_path / "two.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 1, 1, 0, 2, 0, 1, 2))
+    (tmp_path / "tok").mkdir()
+    words = {"a": 0, "b": 1, "c": 700}
+    (tmp_path / "tok" / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": words}}))
+    return tmp_path
+
+
+FAULTS = [
+    pytest.param(["model.vocab_size=100"], "the tokenizer has 259 tokens", id="vocabulary below the bytes"),
+    pytest.param(["data.tokenizer=tok", "data.end_of_text=a", "model.vocab_size=700"], "has 701 tokens", id="vocabulary below the files'"),
+    pytest.param(["data.tokenizer=tok"], "does not say which token ends a text", id="no end of text"),
+    pytest.param(["data.tokenizer=tok", "data.end_of_text=zz"], "no such token", id="another end of text"),
+    pytest.param(["data.end_of_text=5"], "data.tokenizer=byte always ends a text with 256", id="end of bytes"),
+    pytest.param(["data.tokenizer=nowhere/x"], "data.tokenizer='nowhere/x'", id="no tokenizer"),
+    pytest.param(["logger.trackers=[nope]"], "expected a list of csv, tensorboard, wandb, mlflow", id="unknown tracker"),
+    pytest.param(["data.corpus=nope"], "data.corpus=nope: nope: no such file", id="no corpus"),
+    pytest.param(["data.corpus=[]"], "at least one file", id="a corpus of nothing"),
+    pytest.param(["checkpoint.pretrained_checkpoint=file"], "file: a file", id="weights in a file"),
+    pytest.param(["data.corpus=empty"], "a folder without", id="empty folder"),
+    pytest.param(["data.corpus=blank.txt"], "no usable text (1 empty)", id="blank text"),
+    pytest.param(["data.corpus=other.jsonl"], "no usable text (1 key missing)", id="another key"),
+    pytest.param(["data.corpus=cut"], "it is truncated", id="damaged pair"),
+    pytest.param(["data.corpus=two", "data.seq_length=4"], "leaves nothing for 'valid'", id="nothing left for a part"),
+    pytest.param(["data.corpus=[two, other.jsonl]"], "are mixed", id="mixed kinds"),
+    pytest.param(["data.valid=nope"], "data.valid=nope: nope: no such file", id="no validation text"),
+    pytest.param(["data.weights=[1, 2]"], "for each entry of data.corpus, which has 1", id="too many weights"),
+    pytest.param(["data.weights=[0]"], "expected a number above 0", id="weight of nothing"),
+    pytest.param(["data.split=1,x"], "expected up to three weights", id="no split"),
+    pytest.param(["data.split='0,1,1'"], "nothing to train on", id="split without training"),
+    pytest.param(["logger.log_dir=file"], "file is a file, expected a folder", id="log folder"),
+    pytest.param(["checkpoint.save=file/in"], "file is a file, expected a folder", id="checkpoints below a file"),
+    pytest.param(["data.cache_dir=file"], "file is a file, expected a folder", id="cache"),
+    pytest.param(["checkpoint.pretrained_checkpoint=nope"], "nope: no such folder", id="no weights to begin with"),
+    pytest.param(["logger.precision_every=-1"], "expected a number at least 0", id="negative interval"),
+    pytest.param(["train.nonfinite=often"], "'rollback N'", id="what follows NaN"),
+    pytest.param(["scheduler.lr_warmup_iters=10", "scheduler.lr_decay_iters=5"], "does not end before", id="schedule"),
+]  # fmt: skip
+
+
+VERBS = {"train": ["train"], "check": ["check"], "launch": LAUNCH}
+CASES = [pytest.param(verb, *fault.values, id=f"{verb}: {fault.id}") for fault, verb in zip(FAULTS, itertools.cycle(VERBS), strict=False)]  # fmt: skip
+"""Each fault in one verb; that all verbs ask the same is the next test's."""
+
+
+@pytest.mark.parametrize(("verb", "settings", "said"), CASES)
+def test_every_fault_is_refused_in_its_words(
+    verb: str, settings: list[str], said: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*VERBS[verb], *settings]) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert not out
+    assert len(err.splitlines()) == 2, err
+
+
+def test_every_verb_says_all_faults_at_once_in_the_same_words(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["data.split=x", "logger.precision_every=-1", "data.corpus=nope", "model.vocab_size=9", "logger.log_dir=file", "optimizer.lr=x"]  # fmt: skip
+    said = set()
+    for words in VERBS.values():
+        assert main([*words, *settings]) == 2
+        said.add(capsys.readouterr().err)
+    assert len(said) == 1
+    assert len(said.pop().splitlines()) == 7
+
+
+def test_it_is_asked_without_torch(place: Path) -> None:
+    code = "import sys\nfrom mpbridge.cli.main import main\nassert main(['train', 'data.corpus=nope']) == 2\nassert main(['check', 'data.corpus=other.jsonl']) == 2\nassert not {'torch', 'megatron', 'numpy'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_from_python_is_asked_the_same(place: Path) -> None:
+    from mpbridge import ConfigContainer, pretrain
+    from mpbridge.common.errors import Contradiction
+
+    run = ConfigContainer.load("gpt_tiny", ["data.corpus=nope", "logger.log_dir=file"]).resolved()
+    with pytest.raises(Contradiction) as found:
+        pretrain(run, quiet=True)
+    assert len(found.value.faults) == 2
+
+
+def test_what_only_this_machine_lacks_is_a_note_about_another(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--target", "h100", "data.corpus=nope"]) == 0
+    assert "note   on this machine: data.corpus=nope" in capsys.readouterr().out
+    assert main(["check", "--target", "h100", "model.vocab_size=9"]) == 2
+
+
+def test_check_says_what_training_would_still_need(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "bare.yaml").write_text(
+        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 1}\ndata: {seq_length: 8}"
+    )
+    assert main(["check", "--config", "bare.yaml", "--recipe", "bf16"]) == 0
+    out = capsys.readouterr().out
+    assert "to train: train.train_iters is missing" in out
+    assert "to train: optimizer.lr is missing" in out
+
+
+def test_a_tracker_that_is_not_installed_is_a_note(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpbridge.common.report.trackers.find_spec", lambda name: None)
+    assert main(["check", "logger.trackers=[csv, wandb]", "logger.log_dir=run"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert said == [
+        "note   tracker wandb: is not installed (pip install -e '.[wandb]' in a checkout of mpbridge); the run continues without it"
+    ]
+    assert main(["check", "logger.trackers=[csv]"]) == 0
+    assert "nothing is written without logger.log_dir" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("trackers", [["csv"], ["tensorboard"], ["wandb"], ["mlflow"], ["jsonl"]], ids=" ".join)
+def test_every_tracker_is_a_legal_word(trackers: list[str]) -> None:
+    from mpbridge.common.report.trackers import TRACKERS
+    from mpbridge.settings.schema import settings
+
+    assert set(settings("logger")["trackers"].choices) == {*TRACKERS, "jsonl"}
+    assert trackers[0] in settings("logger")["trackers"].choices
+
+
+def test_a_link_to_nothing_is_no_place(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "link").symlink_to(place / "gone")
+    assert main(["check", "logger.log_dir=link"]) == 2
+    assert "is a broken link" in capsys.readouterr().err
+
+
+def test_a_package_that_is_not_installed_is_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpbridge.training.data.look.find_spec", lambda name: None)
+    (place / "t.parquet").write_bytes(b"PAR1")
+    wanted = {"data.tokenizer=tok": "tokenizers", "data.corpus=t.parquet": "pyarrow", "data.corpus=hf:a/b": "datasets"}
+    for setting, package in wanted.items():
+        assert main(["check", setting, "data.end_of_text=a"] if "tok=" in setting else ["check", setting]) == 2
+        assert f"needs the package {package}" in capsys.readouterr().err.replace("need the", "needs the")

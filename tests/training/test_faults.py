@@ -1,0 +1,258 @@
+"""What goes wrong, and how the run ends then: signals, non-finite numbers, damaged or unwritable checkpoints, a rank that is gone."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
+from mpbridge.common.report.metrics import EVENTS
+from mpbridge.training.checkpoint import store
+from mpbridge.training.faults import parse_nonfinite
+from tests.forked import forked
+from tests.training.survival import Hook, go, run
+
+
+class Poison(Hook):
+    """Makes the gradients of the given steps NaN; each step once."""
+
+    def __init__(self, *steps):
+        self.steps, self.hook = list(steps), None
+
+    def started(self, training):
+        self._next(training)
+
+    def stepped(self, training, result):
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        self._next(training)
+
+    def _next(self, training):
+        if training.counters.iteration + 1 in self.steps:
+            self.steps.remove(training.counters.iteration + 1)
+            _, parameter = next(iter(training.engine.named_parameters()))
+            self.hook = parameter.register_hook(lambda grad: grad * float("nan"))
+
+
+def events(folder):
+    return [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("recipe", ["bf16_mixed", "fp32"])
+def test_a_nonfinite_step_is_skipped_counted_and_logged(tmp_path, recipe):
+    watch = go(run(recipe, logger={"log_dir": str(tmp_path)}), Poison(3, 4))
+    assert sorted(watch.losses) == [1, 2, 3, 4, 5, 6]
+    assert watch.summary.nonfinite == watch.summary.skipped == 2
+    assert [(event["iteration"], event["event"]) for event in events(tmp_path)] == [(3, "nonfinite"), (4, "nonfinite")]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["nonfinite_steps"] for row in rows] == [0, 0, 1, 2, 2, 2]
+    assert watch.losses[6] < watch.losses[1]
+
+
+def test_a_nonfinite_step_stops_the_run(tmp_path):
+    watch = go(
+        run(
+            train={"nonfinite": "stop"}, checkpoint={"save": str(tmp_path / "kept")}, logger={"log_dir": str(tmp_path)}
+        ),
+        Poison(3),
+    )
+    assert sorted(watch.losses) == [1, 2, 3]
+    assert watch.summary.stopped == "step 3 is not finite"
+    assert store.saved(tmp_path / "kept")[0].step == 3
+
+
+def test_a_nonfinite_step_goes_back_and_on_behind_its_data(tmp_path):
+    kept = {"save": str(tmp_path / "kept"), "save_interval": 2}
+    watch = go(run(train={"nonfinite": "rollback 1"}, checkpoint=kept, logger={"log_dir": str(tmp_path)}), Poison(4))
+    assert watch.summary.iterations == 6
+    assert watch.summary.nonfinite == 1
+    # steps 1, 2, 3, 4 (not finite), then 3, 4, 5, 6 again, all on samples of their own
+    assert watch.summary.consumed_samples == 8 * 4
+    back = events(tmp_path)[0]
+    assert (back["event"], back["iteration"]) == ("rollback", 2)
+    assert "0 rollbacks left" in back["text"]
+
+
+def test_no_more_rollbacks_than_allowed(tmp_path):
+    kept = {"save": str(tmp_path / "kept"), "save_interval": 2}
+    watch = go(run(train={"nonfinite": "rollback 1"}, checkpoint=kept), Poison(4, 5))
+    assert watch.summary.stopped == "not finite, and no rollback is left"
+
+
+@pytest.mark.parametrize("setting", ["rollback", "rollback 0", "rollback -1", "ignore", "", 3])
+def test_nonfinite_settings_that_mean_nothing_are_refused(setting):
+    with pytest.raises(BadValue, match=r"train.nonfinite=.*expected 'skip', 'stop' or 'rollback N'"):
+        parse_nonfinite(setting)
+
+
+def test_rollback_without_checkpoints_is_refused():
+    with pytest.raises(Contradiction, match=r"checkpoint\.save"):
+        go(run(train={"nonfinite": "rollback 2"}))
+
+
+class Signal(Hook):
+    """Sends this process a signal while a step is under way."""
+
+    def __init__(self, number, at):
+        self.number, self.at = number, at
+
+    def stepped(self, training, result):
+        if training.counters.iteration == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path, number):
+    kept = {"save": str(tmp_path / "kept"), "load": str(tmp_path / "kept")}
+    before = signal.getsignal(number)
+    watch = go(run(checkpoint=kept, logger={"log_dir": str(tmp_path)}, iters=4), Signal(number, 1))
+    # the hook speaks behind step 1, so the step that is finished is the second
+    assert sorted(watch.losses) == [1, 2]
+    assert watch.summary.stopped == number.name
+    assert f"checkpoint.load={tmp_path / 'kept'}" in watch.summary.notes["go on with"]
+    assert signal.getsignal(number) is before
+    assert store.saved(tmp_path / "kept")[0].step == 2
+    if number == signal.SIGTERM:
+        assert go(run(checkpoint=kept, iters=4)).losses.keys() == {3, 4}
+
+
+class Slow(Hook):
+    """Tells each step, and takes its time."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def stepped(self, training, result):
+        print("step", training.counters.iteration, flush=True)
+        time.sleep(self.seconds)
+
+
+def train(kept, iters, seconds=0.0, largest=None, **section):
+    """What a process of its own does. largest: bytes of a file that it may write."""
+    if largest is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+    watch = go(run(iters=iters, checkpoint={"save": str(kept), "load": str(kept)} | section), Slow(seconds))
+    print("done", watch.summary.stopped)
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    with forked(train, tmp_path, 1000, 3.0) as process:
+        process.wait_for("step 1")
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.5)  # the hook sleeps on: the first signal does not break a step
+        assert process.process.is_alive()
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(30) == -signal.SIGTERM
+        assert time.monotonic() - began < 2.0
+
+
+def test_a_signal_to_a_process_ends_it_with_exit_code_0(tmp_path):
+    with forked(train, tmp_path, 1000, 0.05) as process:
+        process.wait_for("step 2")
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait() == 0, process.text
+    assert "done SIGTERM" in process.text
+    assert store.saved(tmp_path)
+
+
+def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_path):
+    kept = {"save": str(tmp_path), "load": str(tmp_path)}
+    with forked(train, tmp_path, 1000, 0.05, None) as first:
+        first.wait_for("step 1")
+        with pytest.raises(
+            CheckpointError, match=rf"process {first.pid} on {re.escape(socket.gethostname())} is saving its run"
+        ):
+            go(run(checkpoint=kept))
+        os.kill(first.pid, signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+    # its name is still in the file, and blocks nobody
+    assert f"process {first.pid}" in (tmp_path / store.WRITER).read_text()
+    assert sorted(go(run(iters=2, checkpoint=kept)).losses) == [1, 2]
+
+
+def damaged(tmp_path):
+    """A run's folder with checkpoints behind steps 2 and 4."""
+    go(run(iters=4, checkpoint={"save": str(tmp_path), "save_interval": 2}))
+    return tmp_path / "step_00000004"
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        pytest.param("__0_0.distcp", lambda file: file.write_bytes(file.read_bytes()[:-100]), id="truncated"),
+        pytest.param("__0_0.distcp", flip, id="bit flipped"),
+        pytest.param("__0_0.distcp", lambda file: file.unlink(), id="missing shard"),
+        pytest.param("index.json", flip, id="index flipped"),
+        pytest.param("state.json", flip, id="counters flipped"),
+        pytest.param("precision.json", flip, id="fingerprint flipped"),
+    ],
+)
+def test_damage_is_named_and_the_one_before_goes_on(tmp_path, name, harm):
+    newest = damaged(tmp_path)
+    harm(newest / name)
+    with pytest.raises(CheckpointError) as told:
+        go(run(iters=6, checkpoint={"load": str(tmp_path)}))
+    assert str(newest / name) in str(told.value)
+    offered = str(told.value).rpartition("checkpoint.load=")[2]
+    assert offered == str(tmp_path / "step_00000002")
+    assert sorted(go(run(iters=4, checkpoint={"load": offered})).losses) == [3, 4]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_said_and_leaves_no_half(tmp_path, background):
+    # a limit on the size of files stands for the disk: the same writes fail, with EFBIG in place of ENOSPC
+    kept = tmp_path / "kept"
+    with forked(functools.partial(train, kept, 4, largest=300_000, save_interval=2, async_save=background)) as process:
+        assert process.wait() == 1, process.text
+    assert "CheckpointError: a checkpoint could not be written to" in process.text
+    assert "iB free there" in process.text
+    assert "file system is full (disk" in process.text
+    assert os.listdir(kept) == [store.WRITER]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MiB: room for one checkpoint of 1.2 MiB, not for two."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    try:
+        mounted = (
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False
+            ).returncode
+            == 0
+        )
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no right to mount a file system here; the limit on file sizes above stands for it")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_fills_up_keeps_the_checkpoint_before(small_disk, background):
+    kept = {"save": str(small_disk / "kept"), "save_interval": 2, "async_save": background}
+    with pytest.raises(CheckpointError, match="could not be written") as told:
+        go(run("fp32", iters=6, checkpoint=kept))
+    assert "file system is full (disk" in str(told.value)
+    assert f"the latest complete one is {small_disk / 'kept' / 'step_00000002'}" in str(told.value)
+    assert sorted(os.listdir(small_disk / "kept")) == [store.WRITER, "latest", "step_00000002"]
+    assert sorted(go(run("fp32", iters=4, checkpoint={"load": str(small_disk / "kept")})).losses) == [3, 4]

@@ -1,0 +1,122 @@
+"""A job of two ranks of which one dies or stops answering, the same run twice, and where a run writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+
+import pytest
+
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.training.checkpoint import store
+from mpbridge.training.loop import pretrain
+from tests.forked import codes, forked, ranks, said
+from tests.training.survival import Hook, Text, go, run
+
+
+class Fault(Hook):
+    """Sends the second of two ranks a signal behind step 2."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def stepped(self, training, result):
+        print("step", training.counters.iteration, flush=True)
+        if training.counters.iteration == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), self.number)
+
+
+def train(number, minutes, save):
+    """What each rank does."""
+    made = run(world=2, iters=50, train={"timeout_minutes": minutes}, checkpoint={"save": save} if save else {})
+    try:
+        pretrain(made, dataset=Text(), hooks=[Fault(number)], quiet=True)
+    except MpbridgeError as error:
+        print(type(error).__name__, error, flush=True)
+        os._exit(error.exit_code)
+
+
+@pytest.mark.parametrize(
+    ("number", "minutes"),
+    [pytest.param(signal.SIGKILL, 10, id="dies"), pytest.param(signal.SIGSTOP, 0.1, id="does not answer")],
+)
+def test_the_other_rank_ends_with_a_message(number, minutes):
+    with ranks(2, train, number, minutes, None) as (first, _):
+        assert first.wait() == 1, first.text
+    assert first.text.split("\n")[:2] == ["step 1", "step 2"]
+    assert "LostRank rank 0: another rank of the job died or does not answer" in first.text
+    assert "checkpoint.load" in first.text
+
+
+def test_a_signal_to_one_rank_stops_both_behind_the_same_step(tmp_path):
+    with ranks(2, train, signal.SIGTERM, 10, str(tmp_path)) as both:
+        assert not any(codes(both)), said(both)
+        for one in both:
+            # the hook speaks behind step 2, so the step that is finished is the third
+            assert one.text.split("\n")[:-1] == ["step 1", "step 2", "step 3"]
+    assert [saved.step for saved in store.saved(tmp_path)] == [3]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16_mixed"])
+def test_the_same_run_twice_has_the_same_losses_to_the_bit(recipe):
+    first, second = (go(run(recipe, train={"deterministic": True})) for _ in range(2))
+    assert first.losses == second.losses
+    assert first.digest == second.digest
+    other = go(run(recipe, train={"deterministic": True, "seed": 5}))
+    assert other.losses != first.losses
+
+
+def write(folder):
+    """Trains, saves, prunes and resumes in `folder`/run, and prints every path that was opened for writing, made, renamed or removed."""
+    opened = set()
+
+    def note(event, args):
+        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
+            path, _, flags = args
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                opened.add(os.path.realpath(os.fsdecode(path)))
+        elif event in (
+            "os.mkdir",
+            "os.rename",
+            "os.symlink",
+            "shutil.rmtree",
+        ):  # what rmtree removes is named by its folder
+            opened.update(
+                os.path.realpath(os.fsdecode(part)) for part in args[:2] if isinstance(part, (str, bytes, os.PathLike))
+            )
+
+    sys.dont_write_bytecode = True
+    # the first to ask where temporary files go makes Python try the place out, and torch's compiler asks when it is loaded
+    tempfile.gettempdir()
+    sys.addaudithook(note)
+    os.chdir(folder)
+    stages = [{"recipe": "fp32", "until": 2}, {"recipe": "bf16_mixed"}]
+    kept = {"save": "run/kept", "load": "run/kept", "save_interval": 1, "keep_last": 2}
+    for steps, background in ((3, False), (6, True)):
+        go(
+            run(
+                stages,
+                train={"exit_interval": steps},
+                checkpoint=kept | {"async_save": background},
+                logger={"log_dir": "run"},
+            )
+        )
+    print(json.dumps(sorted(opened)))
+
+
+def test_nothing_is_written_outside_of_the_runs_folder(tmp_path, tmp_path_factory):
+    # (torch's compiler keeps a cache where its own variable says)
+    compiler = str(tmp_path_factory.mktemp("compiler").resolve())
+    with forked(write, tmp_path, environment=os.environ | {"TORCHINDUCTOR_CACHE_DIR": compiler}) as process:
+        assert process.wait() == 0, process.text
+    opened = json.loads(process.text.splitlines()[-1])
+    inside = str((tmp_path / "run").resolve())
+    assert any(path.startswith(inside) for path in opened)
+    outside = [
+        path for path in opened if not path.startswith(inside) and not path.startswith(("/dev/", "/proc/", compiler))
+    ]
+    assert not outside
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]

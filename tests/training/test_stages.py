@@ -1,0 +1,157 @@
+"""A schedule of recipes in one run: rules before step 0, the switch at its step, resumed on either side of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpbridge.common.errors import Contradiction, Refused
+from mpbridge.common.report.metrics import EVENTS
+from mpbridge.training import stages
+from mpbridge.training.checkpoint import store
+from tests.training.checkpoint.test_resume import values
+from tests.training.survival import Hook, go, job, run
+
+STILL = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+LIST = [{"recipe": "bf16_with_nvfp4_mixed", "until": 3}, {"recipe": "bf16_mixed"}]
+"""Emulated NVFP4, then BF16."""
+NAMES = ["bf16_with_nvfp4_mixed"] * 3 + ["bf16_mixed"] * 3
+
+
+class Around(Hook):
+    """Main weights and moments behind the last step of a stage, and in the engine that follows."""
+
+    def __init__(self):
+        self.before, self.after, self.calls = {}, {}, []
+
+    def built(self, training):
+        self.calls.append(training.run.recipe)
+
+    def stepped(self, training, result):
+        if training.counters.iteration == 3:
+            self.before = values(training)
+
+    def started(self, training):
+        if training.counters.iteration == 3:
+            self.after = values(training)
+
+
+def test_the_switch_is_at_its_step_and_loses_nothing(tmp_path):
+    around = Around()
+    watch = go(run(LIST, emulate=True, logger={"log_dir": str(tmp_path)}), around)
+    assert watch.recipes == NAMES
+    assert around.calls == [
+        "bf16_with_nvfp4_mixed",
+        "bf16_mixed",
+    ]  # hooks, the audit among them, see the new engine too
+    assert around.before.keys() == around.after.keys()
+    assert all((around.before[name] == around.after[name]).all() for name in around.before)
+    event = json.loads((tmp_path / EVENTS).read_text())
+    assert (event["event"], event["iteration"], event["before"], event["after"], event["verdict"]) == (
+        "recipe",
+        3,
+        NAMES[0],
+        NAMES[-1],
+        "safe",
+    )
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".switch")]
+
+
+def test_a_stage_is_the_recipe_alone_from_the_same_state(tmp_path):
+    # what follows the switch is what a run in that recipe, resumed from that state, does
+    watch = go(run(LIST, emulate=True, model=STILL))
+    go(
+        run(
+            "bf16_with_nvfp4_mixed",
+            emulate=True,
+            model=STILL,
+            checkpoint={"save": str(tmp_path)},
+            train={"exit_interval": 3},
+        )
+    )
+    alone = go(run("bf16_mixed", emulate=True, model=STILL, checkpoint={"load": str(tmp_path)}))
+    assert {step: watch.losses[step] for step in (4, 5, 6)} == alone.losses
+
+
+@pytest.mark.parametrize("at", [2, 3, 5], ids=["before the switch", "at the switch", "behind the switch"])
+def test_a_scheduled_run_is_resumed_on_either_side_to_the_bit(tmp_path, at):
+    whole = go(run(LIST, emulate=True))
+    kept = {"save": str(tmp_path), "load": str(tmp_path)}
+    first = go(run(LIST, emulate=True, checkpoint=kept, train={"exit_interval": at}))
+    second = go(run(LIST, emulate=True, checkpoint=kept))
+    assert whole.losses == first.losses | second.losses
+    assert whole.digest == second.digest
+    assert first.recipes + second.recipes == NAMES
+
+
+def test_a_checkpoint_may_be_renamed(tmp_path):
+    parts = [{"recipe": "fp32", "until": 2}, {"recipe": "bf16_mixed"}]
+    go(run(parts, iters=4, checkpoint={"save": str(tmp_path / "kept")}, train={"exit_interval": 3}))
+    store.locate(tmp_path / "kept").rename(tmp_path / "best")
+    assert go(run(parts, iters=4, checkpoint={"load": str(tmp_path / "best")})).recipes == ["bf16_mixed"]
+
+
+def test_a_switch_between_layouts_keeps_main_weights():
+    around = Around()
+    watch = go(run([{"recipe": "fp32", "until": "50%"}, {"recipe": "bf16_mixed"}]), around)
+    assert watch.recipes == ["fp32"] * 3 + ["bf16_mixed"] * 3
+    assert all((around.before[name] == around.after[name]).all() for name in around.before)
+
+
+def test_delayed_scaling_comes_and_goes(tmp_path):
+    part = {"recipe": "bf16_with_fp8_delayed_scaling_mixed", "fp8_param_gather": False, "fp8_amax_history_len": 4}
+    watch = go(
+        run(
+            [{"recipe": "bf16_mixed", "until": 2}, part | {"until": 4}, {"recipe": "bf16_mixed"}],
+            emulate=True,
+            logger={"log_dir": str(tmp_path)},
+        )
+    )
+    assert [json.loads(line)["verdict"] for line in (tmp_path / EVENTS).read_text().splitlines()] == ["safe", "lossy"]
+    assert watch.losses[6] < watch.losses[1]
+
+
+def test_two_ranks_switch_together(tmp_path):
+    spec = {"recipe": LIST, "emulate": True, "ddp": {"use_distributed_optimizer": True}}
+    kept = {"checkpoint": {"save": str(tmp_path / "kept"), "load": str(tmp_path / "kept")}}
+    whole, first, second = job(2, tmp_path, spec, spec | kept | {"train": {"exit_interval": 3}}, spec | kept)
+    assert whole["recipes"] == NAMES
+    assert whole["losses"] == first["losses"] | second["losses"]
+    assert whole["digests"] == second["digests"]
+
+
+def test_every_stage_is_checked_before_step_0(tmp_path):
+    bad = run(
+        [{"recipe": "fp32", "until": 2}, {"recipe": "full_bf16"}],
+        ddp={"use_distributed_optimizer": True},
+        checkpoint={"save": str(tmp_path)},
+    )
+    with pytest.raises(Refused, match=r"(?s)stage 2 \(full_bf16\).*distributed"):
+        go(bad)
+    assert not store.saved(tmp_path)
+
+
+def test_a_later_stage_that_this_machine_cannot_run_is_refused_at_start():
+    with pytest.raises(Refused, match=r"(?s)stage 2 \(bf16_with_nvfp4_mixed\).*emulate"):
+        go(run([{"recipe": "bf16_mixed", "until": 2}, {"recipe": "bf16_with_nvfp4_mixed"}]))
+
+
+def test_stages_that_do_not_fit_the_run_are_refused():
+    with pytest.raises(Contradiction, match="after the run's last step"):
+        go(run([{"recipe": "fp32", "until": 200}, {"recipe": "bf16_mixed"}]))
+
+
+def test_each_transition_is_told():
+    made = run(
+        [
+            {"recipe": "bf16_with_fp8_delayed_scaling_mixed", "fp8_param_gather": False, "until": 4},
+            {"recipe": "bf16_mixed"},
+        ],
+        emulate=True,
+    )
+    assert stages.check_stages(made) == [
+        "stage 1: bf16_with_fp8_delayed_scaling_mixed, steps 1 to 4",
+        "stage 2: bf16_mixed, steps 5 to 6",
+        "  then bf16_with_fp8_delayed_scaling_mixed -> bf16_mixed: lossy (lost: amax history of delayed scaling (1024 steps))",
+    ]
