@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -24,12 +24,12 @@ class Limit:
     size: int
     """Bytes."""
     steps: int = 0
-    """Instructions or values; 0: the size bounds them."""
+    """Instructions, values or bytes of a line; 0: the size bounds them."""
 
 
 LIMITS: Mapping[str, Limit] = {
     "json": Limit(1 << 28),  # the index of a checkpoint with a million shards has a quarter of that
-    "json lines": Limit(1 << 30),  # one line of some 300 bytes for each step
+    "json lines": Limit(1 << 34, 1 << 20),  # a line of some 300 bytes for each step; a line has at most `steps` bytes
     "text": Limit(1 << 26),  # configurations, scripts and logs
     "safetensors header": Limit(100_000_000),  # the format's own limit
     "pickle": Limit(1 << 30, 50_000_000),  # a checkpoint's table of a thousand ranks has a tenth of that
@@ -128,6 +128,23 @@ def text_of(file: Path | str, *, errors: str = "strict", kind: str = "text") -> 
     if len(data) > largest:
         raise OSError(errno.EFBIG, f"it has more than {largest:,} bytes, the limit for {kind}", os.fspath(file))
     return data.decode("utf-8", errors)
+
+
+def lines_of(file: Path | str) -> Iterator[str]:
+    """The lines of a file with a record a line, with their ends, one at a time; bytes that are not UTF-8 are replaced.
+
+    Raises as `regular` does, and OSError for a longer line than LIMITS has (a sparse file is one) or a larger file.
+    """
+    limit, at = LIMITS["json lines"], 0
+    with regular(file) as stream:
+        while line := stream.readline(limit.steps + 1):
+            at += len(line)
+            if len(line) > limit.steps or at > limit.size:
+                what = (
+                    f"a line of more than {limit.steps:,}" if len(line) > limit.steps else f"more than {limit.size:,}"
+                )
+                raise OSError(errno.EFBIG, f"it has {what} bytes, the limit for records", os.fspath(file))
+            yield line.decode("utf-8", "replace")
 
 
 def why(error: Exception) -> str:

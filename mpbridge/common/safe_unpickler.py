@@ -54,6 +54,21 @@ class _StackMark:
 
 
 _MARK = _StackMark()
+
+
+class Budget:
+    """What reading may cost, in opcodes and in the elements that they touch; pickles inside of one another share it."""
+
+    def __init__(self, most: int = LIMITS["pickle"].steps) -> None:
+        self.most = self.left = most
+
+    def spend(self, cost: int) -> None:
+        """Raises CheckpointError once nothing is left."""
+        self.left -= cost
+        if self.left < 0:
+            raise CheckpointError(f"a pickle of more than {self.most} opcodes, or of values as many")
+
+
 Call = Callable[[Name, tuple[Any, ...]], Any]
 Storage = Callable[[Any], Any]
 
@@ -64,15 +79,15 @@ def any_call(name: Name, args: tuple[Any, ...]) -> UnpickledCall:
 
 
 def read(
-    data: bytes, call: Call, storage: Storage | None = None, start: int = 0, *, most: int = LIMITS["pickle"].steps
+    data: bytes, call: Call, storage: Storage | None = None, start: int = 0, *, budget: Budget | None = None
 ) -> tuple[Any, int]:
     """The value that a pickle in `data` describes, and the byte after its end.
 
     call: returns the value for a name and arguments (raises CheckpointError for an unknown name); storage: returns the value of a persistent id.
-    most: opcodes. Raises CheckpointError for everything else.
+    budget: None: LIMITS' own. Raises CheckpointError for everything else.
     """
     try:
-        return _Reader(call, storage).read(data, start, most)
+        return _Reader(call, storage, budget or Budget()).read(data, start)
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, UnicodeError, OverflowError) as error:
@@ -82,15 +97,14 @@ def read(
 
 
 class _Reader:
-    def __init__(self, call: Call, storage: Storage | None) -> None:
-        self.call, self.storage = call, storage
+    def __init__(self, call: Call, storage: Storage | None, budget: Budget) -> None:
+        self.call, self.storage, self.budget = call, storage, budget
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
-    def read(self, data: bytes, start: int, most: int) -> tuple[Any, int]:
-        for count, (opcode, argument, at) in enumerate(pickletools.genops(data[start:])):
-            if count > most:
-                raise CheckpointError(f"a pickle of more than {most} opcodes")
+    def read(self, data: bytes, start: int) -> tuple[Any, int]:
+        for opcode, argument, at in pickletools.genops(data[start:]):
+            self.budget.spend(1)
             if opcode.name == "STOP":
                 if self.stack[-1] is _MARK:
                     raise CheckpointError("a pickle that ends with a mark")
@@ -134,6 +148,8 @@ class _Reader:
         args, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, Name) or not isinstance(args, tuple):
             raise CheckpointError("a call of something that is not a name")
+        # a call may copy its arguments, of which a pickle can name one again and again
+        self.budget.spend(sum(len(one) for one in args if isinstance(one, (list, tuple, dict))))
         self.stack.append(self.call(name, args))
 
     def reduce_with_keywords(self, _: Any) -> None:
@@ -144,13 +160,13 @@ class _Reader:
 
     def set_of(self, kind: str, items: tuple[Any, ...]) -> None:
         # a record as well: whether a set is plain data is the caller's word
-        self.stack.append(self.call(Name("builtins", kind), (items,)))
+        self.stack.append(self.call(Name("builtins", kind), (list(items),)))
 
     def add_items(self, _: Any) -> None:
-        items, made = tuple(self.marked()), self.stack[-1]
+        items, made = self.marked(), self.stack[-1]
         if not isinstance(made, UnpickledCall) or made.name != Name("builtins", "set"):
             raise CheckpointError("items added to something that is not a set")
-        made.args = (made.args[0] + items,)
+        made.args[0].extend(items)
 
     def build(self, _: Any) -> None:
         state, made = self.stack.pop(), self.stack[-1]
@@ -162,7 +178,15 @@ class _Reader:
     def persistent(self, _: Any) -> None:
         if self.storage is None:
             raise CheckpointError("a persistent id without storages")
-        self.stack.append(self.storage(_flat(self.stack.pop(), "persistent id")))
+        self.stack.append(self.storage(self.flat(self.stack.pop(), "persistent id")))
+
+    def flat(self, value: Any, what: str) -> Any:
+        """A key or id whose parts are few and not nested: hashing and printing it costs what is spent here."""
+        self.budget.spend(_parts(value, what))
+        return value
+
+    def paired(self, items: list[Any]) -> dict[Any, Any]:
+        return dict(zip((self.flat(key, "key") for key in items[::2]), items[1::2], strict=True))
 
     def append(self, _: Any) -> None:
         item = self.stack.pop()
@@ -179,11 +203,11 @@ class _Reader:
 
     def set_item(self, _: Any) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._dict()[_flat(key, "key")] = value
+        self._dict()[self.flat(key, "key")] = value
 
     def set_items(self, _: Any) -> None:
         items = self.marked()
-        self._dict().update(_paired(items))
+        self._dict().update(self.paired(items))
 
     def _dict(self) -> dict[Any, Any]:
         top = self.stack[-1]
@@ -219,25 +243,18 @@ _ACTS: dict[str, Callable[[_Reader, Any], Any]] = {
     "TUPLE": lambda self, _: self.stack.append(tuple(self.marked())), "TUPLE1": lambda self, _: self.tuple(1),
     "TUPLE2": lambda self, _: self.tuple(2), "TUPLE3": lambda self, _: self.tuple(3),
     "LIST": lambda self, _: self.stack.append(self.marked()),
-    "DICT": lambda self, _: self.stack.append(_paired(self.marked())),
+    "DICT": lambda self, _: self.stack.append(self.paired(self.marked())),
     "NEWOBJ_EX": _Reader.reduce_with_keywords, "EMPTY_SET": lambda self, _: self.set_of("set", ()), "ADDITEMS": _Reader.add_items,
     "FROZENSET": lambda self, _: self.set_of("frozenset", tuple(self.marked())),
 }  # fmt: skip
 
 
-def _paired(items: list[Any]) -> dict[Any, Any]:
-    return dict(zip((_flat(key, "key") for key in items[::2]), items[1::2], strict=True))
-
-
 _SINGLE = (str, bytes, int, float, bool, type(None), Name, UnpickledCall)
 
 
-def _flat(value: Any, what: str, depth: int = 2) -> Any:
-    """`value`, if it is a name, a number, text, or a tuple of those, or of tuples of those. Raises CheckpointError: deeply nested shared tuples take forever
-    to hash or to print."""
-    parts = value if type(value) is tuple else ()
+def _parts(value: Any, what: str, depth: int = 2) -> int:
+    """How many parts a name, a number, text, or a tuple of those, or of tuples of those, has. Raises CheckpointError for anything else: deeply nested
+    shared tuples take forever to hash or to print."""
     if not (type(value) in _SINGLE or (type(value) is tuple and depth)):
         raise CheckpointError(f"a {what} that is a {type(value).__name__}, or tuples nested too deeply")
-    for part in parts:
-        _flat(part, what, depth - 1)
-    return value
+    return 1 + sum(_parts(part, what, depth - 1) for part in value) if type(value) is tuple else 1

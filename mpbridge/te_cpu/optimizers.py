@@ -31,7 +31,7 @@ def _rule(
 
 def _new(rule: Scalars, grad: torch.Tensor, weight: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The updated weight in FP32; m and v are updated in place."""
-    new, exp_avg, exp_avg_sq = (one.detach().to(torch.float32, copy=True).view(-1) for one in (weight, m, v))
+    new, exp_avg, exp_avg_sq = (one.detach().to(torch.float32, copy=True).reshape(-1) for one in (weight, m, v))
     update(new, grad.detach().float().reshape(-1), exp_avg, exp_avg_sq, rule)
     m.copy_(exp_avg.view(m.shape))
     v.copy_(exp_avg_sq.view(v.shape))

@@ -35,3 +35,16 @@ def test_weights_and_both_moments_are_those_of_the_formula(mode: int, decay: flo
                 np.abs(found.double().numpy() - expected) <= step * 4 * 2.0**-24 * np.maximum(np.abs(expected), size)
             )
         assert np.all(np.abs(weight.double().numpy() - before[0]) <= step * 8 * 2.0**-24 * (np.abs(before[0]) + 1))
+
+
+def test_a_transposed_weight_is_updated_as_its_copy_is() -> None:
+    results = []
+    for plain in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(5, 3, generator=generator).t() for _ in range(2)] + [
+            torch.zeros(5, 3).t() for _ in range(2)
+        ]
+        weight, grad, m, v = (one.contiguous() if plain else one for one in tensors)
+        optimizers.multi_tensor_adam(0, None, [[grad], [weight], [m], [v]], LR, *BETAS, EPS, 1, 1, 1, 0.1)
+        results.append((weight, m, v))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

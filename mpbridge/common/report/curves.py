@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.files import text_of
+from mpbridge.common.files import lines_of
 
 METRICS = "metrics.jsonl"
 CURVES: Mapping[str, tuple[str, bool]] = {
@@ -46,27 +46,26 @@ class Curves:
 def read_curves(folder: Path) -> Curves:
     """The run in `folder`, or in a metrics file. Raises BadValue if there is no file, or no complete line in it."""
     path = folder / METRICS if folder.is_dir() else folder
+    made = Curves((folder if folder.is_dir() else folder.parent).resolve().name)
+    rows: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
+    number = 0
     try:
-        text = text_of(path, errors="replace")
+        for number, line in enumerate(lines_of(path), start=1):
+            row = _row(line)
+            if row is None:
+                kind = "unreadable" if line.endswith("\n") else "truncated"
+                made.faults.append(f"{METRICS}, line {number}: {kind}, skipped")
+            elif "eval_loss" in row:
+                evaluations[row["iteration"]] = row
+            else:
+                rows[row["iteration"]] = row
     except OSError as error:
         raise BadValue(
             f"{path}: {error.strerror or error} (expected the folder of a run: `mpbridge train ... logger.log_dir=DIR`)"
         ) from None
-    made = Curves((folder if folder.is_dir() else folder.parent).resolve().name)
-    rows: dict[int, dict[str, Any]] = {}
-    evaluations: dict[int, dict[str, Any]] = {}
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
-        row = _row(line)
-        if row is None:
-            cut = number == len(lines) and not text.endswith("\n")
-            made.faults.append(f"{METRICS}, line {number}: {'truncated' if cut else 'unreadable'}, skipped")
-        elif "eval_loss" in row:
-            evaluations[row["iteration"]] = row
-        else:
-            rows[row["iteration"]] = row
     if not rows and not evaluations:
-        raise BadValue(f"{path} has no readable step ({len(lines)} lines)")
+        raise BadValue(f"{path} has no readable step ({number} lines)")
     made.rows = [rows[step] for step in sorted(rows)]
     made.evaluations = [evaluations[step] for step in sorted(evaluations)]
     return made
@@ -104,12 +103,13 @@ def terminal(
     for x, y in good:
         at = (
             round((x - left) / (right - left) * (2 * width - 1)),
-            round((high - y) / (high - low) * (4 * height - 1)),
+            # halves, since the difference of two large numbers may be none
+            round((high / 2 - y / 2) / (high / 2 - low / 2) * (4 * height - 1)),
         )
         for column, row in _between(last or at, at):
             cells[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
         last = at
-    shown = [_number(10**value if log else value) for value in (high, (high + low) / 2, low)]
+    shown = [_number(10**value if log else value) for value in (high, high / 2 + low / 2, low)]
     margin = max(map(len, shown))
     labels = {0: shown[0], height // 2: shown[1], height - 1: shown[2]}
     lines = [
@@ -121,7 +121,8 @@ def terminal(
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    room = max(0.5, abs(low) * 1e-9)  # around one value, however large
+    return (low, high) if high > low else (low - room, high + room)
 
 
 def _between(first: tuple[int, int], last: tuple[int, int]) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     """The audits of the run in `folder`, oldest first. Raises BadValue if there are none."""
     path = folder / PRECISION if folder.is_dir() else folder
     try:
-        section = json.loads(text_of(path))["audit"]
+        section = json.loads(text_of(path, kind="json"))["audit"]
         history = [_audit(one) for one in (section["history"] if "history" in section else _reported(section))]
         if not history:
             raise ValueError("no audit")

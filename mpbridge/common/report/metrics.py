@@ -6,11 +6,11 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from mpbridge.common.files import opened_to_write, text_of
+from mpbridge.common.files import lines_of, opened_to_write
 from mpbridge.common.report.console import rank, warn
 from mpbridge.common.report.trackers import TrackedRun, names_of, numbers, opened
 
@@ -103,26 +103,29 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [row for row in _rows(path) if row is not None]
 
 
-def _rows(path: Path) -> list[dict[str, Any] | None]:
+def _rows(path: Path) -> Iterator[dict[str, Any] | None]:
     """Each line's object; None for a line that is not a step's."""
-    rows: list[dict[str, Any] | None] = []
-    for line in text_of(path, errors="replace").splitlines():
+    for line in lines_of(path):
         try:
             row = json.loads(line)
             known = isinstance(row, dict) and isinstance(row.get("iteration", 0), int)
         except (ValueError, RecursionError):
             known = False
-        rows.append(row if known else None)
-    return rows
+        yield row if known else None
 
 
-def _lines_until(path: Path, after: int) -> list[str]:
+def _lines_until(path: Path, after: int) -> Iterator[str]:
+    """The lines of steps up to `after`, one at a time: a long run's file need not fit into memory."""
     if not after or not path.is_file():
-        return []
-    rows = _rows(path)
-    if lost := rows.count(None):
-        warn(f"{path}: {lost} of {len(rows)} lines cannot be read and are skipped; the run continues after the others")
-    return [json.dumps(row) + "\n" for row in rows if row is not None and row.get("iteration", 0) <= after]
+        return
+    lost = count = 0
+    for row in _rows(path):
+        count += 1
+        lost += row is None
+        if row is not None and row.get("iteration", 0) <= after:
+            yield json.dumps(row) + "\n"
+    if lost:
+        warn(f"{path}: {lost} of {count} lines cannot be read and are skipped; the run continues after the others")
 
 
 def record(training: Any, event: str, text: str, *, say: bool = True, **facts: Any) -> None:

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from mpbridge.common.errors import CheckpointError, DataError, brief, cut
 from mpbridge.common.files import LIMITS, Limit
-from mpbridge.common.safe_unpickler import COMMON_OBJECT, LEGACY_MAGIC, Name, UnpickledCall, any_call, read
+from mpbridge.common.safe_unpickler import COMMON_OBJECT, LEGACY_MAGIC, Budget, Name, UnpickledCall, any_call, read
 
 METADATA = ".metadata"
 """torch's table of a checkpoint: file, first byte and bytes of each tensor and object."""
@@ -107,7 +107,9 @@ def _unpickled(file: IO[bytes]) -> Any:
 
 
 def _read(data: bytes, limit: Limit, start: int = 0) -> tuple[Any, int]:
-    return read(data, any_call, lambda key: UnpickledCall(Name("torch", "storage"), ()), start, most=limit.steps)
+    return read(
+        data, any_call, lambda key: UnpickledCall(Name("torch", "storage"), ()), start, budget=Budget(limit.steps)
+    )
 
 
 def _pickle_in(file: IO[bytes]) -> IO[bytes]:

@@ -123,14 +123,20 @@ def read_values(given: Mapping[str, Any], *, version: str, assumed: tuple[str, .
     """The meaning of a checkpoint's namespace: Megatron-LM's `args`, by its own names, after validate_args."""
     by_dest = _by_dest()
     words: list[str] = []
+    faults: list[str] = []
     stated = {option for name, option in by_dest.items() if name in given}
     for name, value in given.items():
         option = by_dest.get(name)
         if option is None or value is None or value is False:
             continue
+        if option in _SWITCHES and value is not True:
+            faults.append(f"{name}={cut(repr(value))}: expected True or False")
+            continue
         text = _spelled(value)
         if value is True or text != str(_VALUES[option][1]):
             words += [option] if value is True else [option, text]
+    if faults:
+        raise BadValue("\n".join(["these arguments cannot be read:", *(f"  - {fault}" for fault in faults)]))
     found = read(words, version=version, assumed=assumed)
     # what a namespace holds is said, also where it is the parser's own value
     rest = tuple(line for line in found.in_force if stated.isdisjoint(word.rstrip(":") for word in line.split()))

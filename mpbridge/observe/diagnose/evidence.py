@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.files import text_of, why
+from mpbridge.common.files import lines_of, text_of, why
 from mpbridge.common.report.curves import Curves, read_curves
 from mpbridge.common.report.history import PRECISION, read_history
 from mpbridge.common.report.metrics import EVENTS
@@ -162,7 +162,7 @@ def _few(gaps: list[str], most: int = 4) -> list[str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(text_of(path))
+        found = json.loads(text_of(path, kind="json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -172,19 +172,17 @@ def _events(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
     """Events besides steps; the file exists only if there were any."""
     found: list[dict[str, Any]] = []
     try:
-        text = text_of(path, errors="replace")
+        for number, line in enumerate(lines_of(path), start=1):
+            try:
+                row = json.loads(line)
+                event = str(row["event"])
+                found.append({**row, "iteration": int(row["iteration"]), "event": event, "text": str(row.get("text") or event)})  # fmt: skip
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                gaps.append(f"{EVENTS}, line {number}: unreadable, skipped")
     except FileNotFoundError:
         return found
     except OSError as error:
         gaps.append(f"{EVENTS}: {why(error)}")
-        return found
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            event = str(row["event"])
-            found.append({**row, "iteration": int(row["iteration"]), "event": event, "text": str(row.get("text") or event)})  # fmt: skip
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            gaps.append(f"{EVENTS}, line {number}: unreadable, skipped")
     return found
 
 

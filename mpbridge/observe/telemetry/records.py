@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpbridge.common.files import text_of
+from mpbridge.common.files import lines_of
 
 FILE = "statistics.jsonl"
 """Its name in the run's folder."""
@@ -95,18 +95,19 @@ def kept(path: Path, after: int) -> list[str]:
     """The lines of a file that belong to steps up to `after`; none if it is 0. Unreadable lines are omitted with a warning."""
     if not after or not path.is_file():
         return []
-    found, lines = [], text_of(path, errors="replace").splitlines()
-    lost = 0
-    for raw in lines:
+    found: list[str] = []
+    lost = count = 0
+    for raw in lines_of(path):
+        count += 1
         try:
             if int(json.loads(raw)["iteration"]) <= after:
-                found.append(raw + "\n")
+                found.append(raw.rstrip("\n") + "\n")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             lost += 1
     if lost:
         from mpbridge.common.report.console import warn  # imports rich, which readers do not need
 
-        warn(f"{path}: {lost} of {len(lines)} lines cannot be read and are skipped")
+        warn(f"{path}: {lost} of {count} lines cannot be read and are skipped")
     return found
 
 

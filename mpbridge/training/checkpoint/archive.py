@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import LIMITS
-from mpbridge.common.safe_unpickler import LEGACY_MAGIC, Name, UnpickledCall, read
+from mpbridge.common.safe_unpickler import LEGACY_MAGIC, Budget, Name, UnpickledCall, read
 from mpbridge.training.checkpoint.plain import WIDTHS, elements
 
 LARGEST_PICKLE = LIMITS["pickle"].size
@@ -25,6 +25,8 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8",
 }  # fmt: skip
 """torch's typed storages -> dtype of their elements; an untyped one counts bytes."""
+MOST_SIDES = 64
+"""Dimensions of a tensor; torch has no more."""
 DEEPEST = 3
 """Maximum nesting of archives within pickles within archives."""
 
@@ -139,7 +141,7 @@ def tensor(held: Any, offset: Any, size: Any, stride: Any, dtype: str) -> Tensor
     return Tensor(held, dtype, tuple(sides), tuple(steps), offset)
 
 
-def load(stream: IO[bytes], start: int, stop: int, depth: int = 0) -> Any:
+def load(stream: IO[bytes], start: int, stop: int, depth: int = 0, budget: Budget | None = None) -> Any:
     """An archive's contents: plain values, Tensors, and UnpickledCall for the records in `plain_call`. Raises CheckpointError."""
     if depth > DEEPEST:
         raise CheckpointError("archives nested too deeply")
@@ -158,7 +160,8 @@ def load(stream: IO[bytes], start: int, stop: int, depth: int = 0) -> Any:
         place, room = inside[name]
         return StorageSlice(stream, place, room, _storage_dtype(kind))
 
-    return read(stream.read(size), plain_call(depth), storage)[0]
+    budget = budget or Budget()
+    return read(stream.read(size), plain_call(depth, budget=budget), storage, budget=budget)[0]
 
 
 def _storage_dtype(kind: Any) -> str:
@@ -180,18 +183,12 @@ def _shown(value: Any) -> str:
 
 
 def plain_call(
-    depth: int = 0, records: Callable[[Name], bool] = lambda name: False
+    depth: int = 0, records: Callable[[Name], bool] = lambda name: False, *, budget: Budget | None = None
 ) -> Callable[[Name, tuple[Any, ...]], Any]:
-    """The value of a call: tensors, sizes and dicts; an UnpickledCall if the name is in `records`. Raises CheckpointError for any other."""
-    inside = 0
+    """The value of a call: tensors, sizes and dicts; an UnpickledCall if the name is in `records`. Raises CheckpointError for any other.
 
-    def nested(data: Any) -> Any:
-        # a pickle may name the same bytes again and again: they are read once each time
-        nonlocal inside
-        inside += len(data) if isinstance(data, (bytes, bytearray)) else 0
-        if inside > LARGEST_PICKLE:
-            raise CheckpointError(f"archives of more than {LARGEST_PICKLE} bytes in one pickle")
-        return _from_bytes(data, depth + 1)
+    budget: of the pickle that calls, which archives inside of it share."""
+    shared = budget or Budget()
 
     def call(name: Name, args: tuple[Any, ...]) -> Any:
         match (name.module, name.name):
@@ -203,8 +200,8 @@ def plain_call(
                 return tensor(held, offset, size, stride, dtype_of(dtype))
             # megatron-core 0.20 puts the second in the place of the first when it is imported, so pickles written after that name it
             case ("torch.storage", "_load_from_bytes") | ("megatron.core.safe_globals", "safe_load_from_bytes"):
-                return nested(args[0])
-            case ("torch", "Size"):
+                return _from_bytes(args[0], depth + 1, shared)
+            case ("torch", "Size") if len(args[0]) <= MOST_SIDES:
                 return tuple(args[0])
             case ("collections", "OrderedDict") if not args:
                 return {}
@@ -217,13 +214,14 @@ def plain_call(
     return call
 
 
-def _from_bytes(data: Any, depth: int) -> Any:
+def _from_bytes(data: Any, depth: int, budget: Budget) -> Any:
     """A storage saved in its own bytes, as an archive or in torch's older format."""
     if not isinstance(data, (bytes, bytearray)) or depth > DEEPEST:
         raise CheckpointError("archives nested too deeply")
     raw = bytes(data)
+    budget.spend(len(raw) // 64 + 1000)  # a pickle may name the same bytes again and again; opening an archive costs as much as that
     if raw[:2] == b"PK":
-        return load(BytesIO(raw), 0, len(raw), depth)
+        return load(BytesIO(raw), 0, len(raw), depth, budget)
     at, kept = 0, {}
 
     def storage(key: Any) -> StorageSlice:
@@ -236,7 +234,7 @@ def _from_bytes(data: Any, depth: int) -> Any:
 
     values = []
     for _ in range(5):  # magic number, protocol, the writer's machine, the object, its storages' keys
-        value, at = read(raw, plain_call(depth), storage, at)
+        value, at = read(raw, plain_call(depth, budget=budget), storage, at, budget=budget)
         values.append(value)
     if values[0] != LEGACY_MAGIC or len(values[4]) != 1 or len(kept) != 1:
         raise CheckpointError("not a storage that torch saved")

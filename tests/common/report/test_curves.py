@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from mpbridge.cli.main import main
+from mpbridge.common.errors import BadValue
 from mpbridge.common.report.curves import read_curves, terminal
+from mpbridge.common.report.metrics import MetricsLog
 
 
 def run(folder: Path, losses: list[float], tail: str = "") -> Path:
@@ -86,3 +88,23 @@ def test_a_step_done_again_counts_as_it_was_done_last(tmp_path: Path) -> None:
     found = read_curves(folder)
     assert found.series("loss") == [(1, 4.0), (2, 2.5)]
     assert [row["eval_loss"] for row in found.evaluations] == [3.5]
+
+
+def test_numbers_near_the_largest_are_drawn(tmp_path):
+    rows = [{"iteration": 1, "loss": 1e308}, {"iteration": 2, "loss": -1e308}, {"iteration": 10**15, "loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curves = read_curves(tmp_path)
+    assert terminal(curves.series("loss"))
+    assert terminal([(1, 1e308), (2, 1e308)])
+
+
+def test_a_long_run_is_read_and_a_sparse_file_is_refused(tmp_path):
+    line = json.dumps({"iteration": 1, "loss": 2.0, "pad": "x" * 1000}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(line * 80_000)  # 82 MB, more than a configuration may have
+    assert read_curves(tmp_path).series("loss") == [(1, 2.0)]
+    MetricsLog(tmp_path, after=1).close()
+    assert sum(1 for _ in (tmp_path / "metrics.jsonl").open()) == 80_000
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(256 << 30)
+    with pytest.raises(BadValue, match="a line of more than 1,048,576 bytes"):
+        read_curves(tmp_path)

@@ -580,3 +580,9 @@ def test_arguments_without_an_end_are_refused_at_once(tmp_path, value):
     with pytest.raises(DataError, match=r"nested too deep|more than 100000 values"):
         read_file(tmp_path / "common.pt")
     assert time.process_time() - started < 10
+
+
+def test_switches_of_a_checkpoint_that_are_no_truth_values_are_one_error(tmp_path):
+    torch.save({"args": argparse.Namespace(bf16="x", fp16=1)}, tmp_path / "common.pt")
+    with pytest.raises(BadValue, match=r"(?s)bf16='x': expected True or False.*fp16=1"):
+        read_file(tmp_path / "common.pt")

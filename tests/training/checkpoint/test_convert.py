@@ -10,16 +10,18 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from mpbridge.common import safe_unpickler
 from mpbridge.common.errors import CheckpointError, Refused
 from mpbridge.common.safe_unpickler import UnpickledCall, read
 from mpbridge.training.checkpoint import convert, extra_state, io, state, store
-from mpbridge.training.checkpoint.archive import plain_call
+from mpbridge.training.checkpoint.archive import load, plain_call
 from mpbridge.training.checkpoint.plain import decoded, encoded
 from mpbridge.training.checkpoint.verdict import FILE
 from tests import megatron_checkpoints
@@ -411,10 +413,43 @@ TWICE = b")" + b"2\x86" * 60
     ],
 )
 def test_tuples_of_one_another_are_one_error_at_once(pickled):
-    from mpbridge.common import safe_unpickler
-
     with pytest.raises(CheckpointError, match="tuples nested too deep"):
         safe_unpickler.read(pickled, lambda name, args: safe_unpickler.UnpickledCall(name, args), lambda key: None)
+
+
+def archive(pickled):
+    made = streams.BytesIO()
+    with zipfile.ZipFile(made, "w") as inside:
+        inside.writestr("a/data.pkl", pickled)
+    return made.getvalue()
+
+
+def nested(calls):
+    """Archives inside of one another, each named so many times."""
+    made = archive(b"\x80\x02N.")
+    for _ in range(3):
+        head = b"\x80\x02B" + len(made).to_bytes(4, "little") + made
+        made = archive(head + b"\x85q\x00ctorch.storage\n_load_from_bytes\nq\x01" + b"h\x01h\x00R0" * calls + b"N.")
+    return made
+
+
+KEY = b"\x80\x02(" + b"N" * 3000 + b"tq\x00(" + b"h\x00" * 3000 + b"tq\x01}" + b"h\x01Ns" * 200 + b"."
+SIZES = b"\x80\x02(](" + b"N" * 4000 + b"etq\x00ctorch\nSize\nq\x01" + b"h\x01h\x00R" * 4000 + b"0" * 4000 + b"0."
+
+
+@pytest.mark.parametrize(
+    ("pickled_thing", "message"),
+    [
+        pytest.param(lambda: safe_unpickler.read(KEY, safe_unpickler.any_call), "more than 50000000 opcodes", id="a key of many shared parts"),
+        pytest.param(lambda: safe_unpickler.read(SIZES, plain_call()), "torch.Size", id="sizes of thousands of sides"),
+        pytest.param(lambda: load(streams.BytesIO(nested(40)), 0, len(nested(40))), "more than 50000000 opcodes", id="archives named again and again"),
+    ],
+)  # fmt: skip
+def test_opcodes_that_cost_more_than_one_are_paid_for(pickled_thing, message):
+    started = time.process_time()
+    with pytest.raises(CheckpointError, match=message):
+        pickled_thing()
+    assert time.process_time() - started < 60  # minutes without a budget
 
 
 def test_such_a_table_ends_the_conversion_with_one_line(tmp_path):
