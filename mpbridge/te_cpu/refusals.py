@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import Refused
+from mpbridge.common.transformer_engine import GEMM_ENTRIES
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
 
@@ -93,9 +94,7 @@ REASONS: Mapping[str, str] = {
             "nvfp4_group_quantize_with_amax",
             "nvfp4_quantize_with_amax",
             "grouped_swizzle_for_gemm",
-            "te_general_grouped_gemm_for_grouped_tensor",
-            "te_general_grouped_gemm_for_discrete_in",
-            "te_general_grouped_gemm_for_discrete_out",
+            *(name for name in GEMM_ENTRIES if name.startswith("te_general_grouped_gemm_for_")),
         ),
         _GROUPED,
     ),

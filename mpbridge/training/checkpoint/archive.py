@@ -219,7 +219,9 @@ def _from_bytes(data: Any, depth: int, budget: Budget) -> Any:
     if not isinstance(data, (bytes, bytearray)) or depth > DEEPEST:
         raise CheckpointError("archives nested too deeply")
     raw = bytes(data)
-    budget.spend(len(raw) // 64 + 1000)  # a pickle may name the same bytes again and again; opening an archive costs as much as that
+    budget.spend(
+        len(raw) // 64 + 1000
+    )  # a pickle may name the same bytes again and again; opening an archive costs as much as that
     if raw[:2] == b"PK":
         return load(BytesIO(raw), 0, len(raw), depth, budget)
     at, kept = 0, {}
