@@ -30,7 +30,12 @@ class Limit:
 LIMITS: Mapping[str, Limit] = {
     "json": Limit(1 << 28),  # the index of a checkpoint with a million shards has a quarter of that
     "json lines": Limit(1 << 34, 1 << 20),  # a line of some 300 bytes for each step; a line has at most `steps` bytes
-    "text": Limit(1 << 26),  # configurations, scripts and logs
+    "text": Limit(1 << 26),
+    "configuration": Limit(
+        4_000_000
+    ),  # of this and other stacks, scripts and Python files too; real ones are a hundred times smaller
+    "vocabulary": Limit(1 << 28),  # a tokenizer of a million tokens has a tenth of that
+    "note": Limit(4096),  # a name, a number or a few facts
     "safetensors header": Limit(100_000_000),  # the format's own limit
     "pickle": Limit(1 << 30, 50_000_000),  # a checkpoint's table of a thousand ranks has a tenth of that
     "arguments": Limit(1 << 26, 2_000_000),  # they take kilobytes; tensors stand outside of their pickle
@@ -122,12 +127,17 @@ def text_of(file: Path | str, *, errors: str = "strict", kind: str = "text") -> 
     Raises as `regular` does, OSError for a file above the limit (a sparse one of terabytes costs nothing to make), and UnicodeDecodeError unless `errors` is
     'replace'.
     """
+    return bytes_of(file, kind=kind).decode("utf-8", errors)
+
+
+def bytes_of(file: Path | str, *, kind: str) -> bytes:
+    """The whole content of such a file. Raises as `text_of` does."""
     largest = LIMITS[kind].size
     with regular(file) as stream:
         data = stream.read(largest + 1)
     if len(data) > largest:
-        raise OSError(errno.EFBIG, f"it has more than {largest:,} bytes, the limit for {kind}", os.fspath(file))
-    return data.decode("utf-8", errors)
+        raise OSError(errno.EFBIG, f"it has more than {largest:,} bytes, the limit for a {kind}", os.fspath(file))
+    return data
 
 
 def lines_of(file: Path | str) -> Iterator[str]:

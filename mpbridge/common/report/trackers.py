@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpbridge.common.errors import UnknownName
+from mpbridge.common.files import lines_of, text_of
 from mpbridge.common.report.console import warn
 from mpbridge.common.shipped import install
 
@@ -64,7 +65,7 @@ class TrackedRun:
 
     def _known(self) -> dict[str, str]:
         try:
-            found = json.loads((self.folder / "trackers.json").read_text(encoding="utf-8"))
+            found = json.loads(text_of(self.folder / "trackers.json"))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -91,7 +92,7 @@ class Csv:
     def _fill(self, rows: dict[int, dict[str, str]], place: TrackedRun) -> None:
         """Adds steps that are missing here (the process was killed, the disk was full) from metrics.jsonl."""
         path, known = place.folder / "metrics.jsonl", frozenset(rows)
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        for line in lines_of(path) if path.is_file() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 values = json.loads(line)
                 step = int(values["iteration"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mpbridge.common.errors import CheckpointError, DataError, brief, cut
-from mpbridge.common.files import LIMITS, Limit
+from mpbridge.common.files import LIMITS, Limit, regular, text_of
 from mpbridge.common.safe_unpickler import COMMON_OBJECT, LEGACY_MAGIC, Budget, Name, UnpickledCall, any_call, read
 
 METADATA = ".metadata"
@@ -28,7 +28,7 @@ def read_arguments(path: Path) -> Mapping[str, Any]:
         if path.name == METADATA:
             found = _beside(path)
         else:
-            with path.open("rb") as file:
+            with regular(path) as file:
                 found = _unpickled(file)
     except (DataError, CheckpointError) as error:
         raise DataError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
@@ -53,7 +53,7 @@ def arguments_file(folder: Path) -> Path:
     latest = folder / "latest_checkpointed_iteration.txt"
     inside = folder
     if latest.is_file():
-        text = latest.read_text(encoding="utf-8", errors="replace")[:40].strip()
+        text = text_of(latest, errors="replace", kind="note")[:40].strip()
         if text != "release" and not (text.isascii() and text.isdigit()):
             raise DataError(f"{latest} contains {brief(text)}, expected an iteration's number or 'release'")
         inside = folder / (text if text == "release" else f"iter_{int(text):07d}")
@@ -72,7 +72,7 @@ def arguments_file(folder: Path) -> Path:
 
 def _beside(metadata: Path) -> Any:
     """What the file that holds the arguments, or everything that no rank shards, says of them: {'args': ...}. Found by torch's table."""
-    with metadata.open("rb") as file:
+    with regular(metadata) as file:
         table, _ = _read(file.read(_TABLE.size), _TABLE)
     stored = _state(table, "storage_data")
     places = {_state(index, "fqn"): info for index, info in stored.items()} if isinstance(stored, dict) else {}
@@ -84,7 +84,7 @@ def _beside(metadata: Path) -> Any:
         raise DataError(f"names no file beside it that holds the object {key}")
     if type(start) is not int or start < 0 or type(size) is not int or not 0 < size <= _LIMIT.size:
         raise DataError(f"gives the object {key} no place in {name}, or more than {_LIMIT.size} bytes of it")
-    with (metadata.parent / name).open("rb") as file:
+    with regular(metadata.parent / name) as file:
         file.seek(start)
         found = _unpickled(io.BytesIO(file.read(size)))
     if key == _ARGS:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import MOST_SHOWN, BadValue, DataError, cut
+from mpbridge.common.files import text_of as read_bounded
 from mpbridge.interop.stacks.accelerate_launch import launch_options
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
@@ -18,8 +19,6 @@ from mpbridge.interop.stacks.recognized import TITLES, Recognized, recognize_wor
 from mpbridge.interop.stacks.versions import version_for
 from mpbridge.precision.yaml_loader import of_bounded_size
 
-MOST = 4_000_000
-"""Maximum size of a configuration file in bytes."""
 LONGEST = 2000
 """Maximum length of one line about a file, regardless of its contents."""
 _LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "in_force", "assumed")
@@ -52,13 +51,9 @@ def read_file(
 def text_of(path: Path) -> str:
     """A configuration file's text; bytes that are not UTF-8 (in a comment) are replaced. Raises DataError for a file that is not text, or too large."""
     try:
-        with path.open("rb") as stream:
-            raw = stream.read(MOST + 1)
+        text = read_bounded(path, errors="replace", kind="configuration")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(raw) > MOST:
-        raise DataError(f"{path}: larger than {MOST} bytes, too large for a configuration")
-    text = raw.decode("utf-8", errors="replace")
     if "\0" in text or text.count("\ufffd") > len(text) // 10:
         raise DataError(f"{path}: a binary file, expected a configuration in text (UTF-8)")
     return text

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import DataError
+from mpbridge.common.files import text_of
 from mpbridge.interop.stacks.python_values import Dotted, SourceFunction
 
 if TYPE_CHECKING:
     from mpbridge.interop.stacks.python_expressions import Expressions
-
-LARGEST = 1_000_000
-"""Maximum size of a file in bytes; real configurations are far smaller."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -112,10 +110,9 @@ class Files:
     def _load(self, path: Path, name: str) -> Module | None:
         if path not in self._modules:
             self._modules[path] = None  # for files that import each other
-            if path.stat().st_size <= LARGEST:
-                try:
-                    text = path.read_text(encoding="utf-8", errors="replace")
-                    self._modules[path] = Module(text, path, name, self._reading)
-                except (OSError, DataError):
-                    self._reading.notes.append(f"{path.name}: cannot be read")
+            try:
+                text = text_of(path, errors="replace", kind="configuration")
+                self._modules[path] = Module(text, path, name, self._reading)
+            except (OSError, DataError):
+                self._reading.notes.append(f"{path.name}: cannot be read")
         return self._modules[path]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.common.files import regular, why
+from mpbridge.common.files import LIMITS, regular, why
 
 PREFIX = "hf:"
 """How such a folder is named where a file is also accepted: hf:models/llama."""
@@ -124,11 +124,11 @@ def _header(folder: Path, name: str) -> dict[str, FolderTensor]:
     try:
         with regular(file) as stream:
             size = int.from_bytes(stream.read(8), "little")
-            text = stream.read(min(size, LARGEST_JSON + 1))
+            text = stream.read(min(size, LIMITS["safetensors header"].size + 1))
             room = file.stat().st_size - 8 - size
     except OSError as error:
         raise BadValue(f"{file} cannot be read: {why(error)}") from None
-    data = _parsed(text, file) if 0 < size <= LARGEST_JSON and len(text) == size else None
+    data = _parsed(text, file) if 0 < size <= LIMITS["safetensors header"].size and len(text) == size else None
     if not isinstance(data, dict):
         raise BadValue(f"{file} is not a safetensors file, or is truncated")
     found = {}

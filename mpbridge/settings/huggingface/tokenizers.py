@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue
+from mpbridge.common.files import text_of
 from mpbridge.settings.huggingface.folder import CONFIG, PREFIX, read_json_file
 from mpbridge.settings.huggingface.vocabulary import ENDS, TokenizerKind, Vocabulary, is_ranks, trained, vocabulary
 
@@ -123,8 +124,8 @@ def cached(name: str) -> Path | None:
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     repository = hub / f"models--{name.replace('/', '--')}"
     try:
-        revision = (repository / "refs" / "main").read_text().strip()
-    except OSError:
+        revision = text_of(repository / "refs" / "main", kind="note").strip()
+    except (OSError, UnicodeDecodeError):
         return None
     place = repository / "snapshots" / revision
     return place if place.is_dir() else None

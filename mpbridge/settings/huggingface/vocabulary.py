@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue
+from mpbridge.common.files import bytes_of, regular
 from mpbridge.settings.huggingface.folder import read_json_file
 
 TokenizerKind = Literal["json", "sentencepiece", "tiktoken", "parts"]
@@ -42,7 +43,7 @@ def vocabulary(kind: TokenizerKind, file: Path) -> Vocabulary:
 
 def is_ranks(file: Path) -> bool:
     """Whether a file has tiktoken's lines: base64, blank, rank. (Llama 3's tokenizer.model is one.)"""
-    with file.open("rb") as stream:
+    with regular(file) as stream:
         token, blank, rank = stream.readline(4096).partition(b" ")
     try:
         base64.b64decode(token, validate=True)
@@ -88,11 +89,10 @@ def _of_parts(file: Path) -> Vocabulary:
 def _of_ranks(file: Path) -> Vocabulary:
     """tiktoken's ranks; the end-of-text token gets the id after the last."""
     largest = -1
-    with file.open("rb") as stream:
-        for line in stream:
-            rank = line.rpartition(b" ")[2].strip()
-            if rank.isdigit():
-                largest = max(largest, int(rank))
+    for line in bytes_of(file, kind="vocabulary").splitlines():
+        rank = line.rpartition(b" ")[2].strip()
+        if rank.isdigit():
+            largest = max(largest, int(rank))
     # (special tokens are not in the file: as many more ids may be theirs)
     return Vocabulary(
         size=largest + 2, tokens={ENDS[0]: largest + 1}, special=frozenset(range(largest + 1, 2 * largest + 4))
@@ -110,7 +110,7 @@ def _of_sentencepiece(file: Path) -> Vocabulary:
     if file.stat().st_size > LARGEST:
         raise BadValue(f"{file} cannot be read: larger than {LARGEST} bytes")
     try:
-        pieces = [_piece(piece) for number, piece in _fields(file.read_bytes()) if number == 1]
+        pieces = [_piece(piece) for number, piece in _fields(bytes_of(file, kind="vocabulary")) if number == 1]
         padding = trained(file, 48, "<pad>") if pieces else ""
     except (IndexError, ValueError):
         pieces, padding = [], ""
@@ -127,7 +127,7 @@ def _of_sentencepiece(file: Path) -> Vocabulary:
 
 def trained(file: Path, field: int, default: str) -> str:
     """A piece named by the model's TrainerSpec (field 2 of ModelProto): 47 is end of text, 48 padding. Raises ValueError, IndexError."""
-    found = [_texts(spec, field) for number, spec in _fields(file.read_bytes()) if number == 2]
+    found = [_texts(spec, field) for number, spec in _fields(bytes_of(file, kind="vocabulary")) if number == 2]
     return next((text for texts in found for text in texts), default)
 
 

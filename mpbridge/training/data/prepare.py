@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import DataError
-from mpbridge.common.files import ProgressCallback
+from mpbridge.common.files import ProgressCallback, text_of
 from mpbridge.common.locks import lock
 from mpbridge.common.report.console import without_chatter
 from mpbridge.settings.huggingface.tokenizers import BYTE
@@ -135,7 +135,7 @@ def _key(files: Sequence[Path], tok: Any, keys: Sequence[str]) -> str:
 
 
 def _read(home: Path, *, cached: bool) -> Prepared:
-    facts = json.loads((home / "prepared.json").read_text())
+    facts = json.loads(text_of(home / "prepared.json"))
     if not facts["documents"]:
         raise DataError(no_text(facts["skipped"], facts["keys"]))
     keys = tuple(facts["keys"])
@@ -272,7 +272,7 @@ def _share_name(number: int) -> str:
 def _done(share: Path) -> RecordCounts | None:
     """The tally of a share that was finished before."""
     try:
-        facts = json.loads((share / "done.json").read_text())
+        facts = json.loads(text_of(share / "done.json"))
         return RecordCounts(facts["documents"], facts["tokens"], Counter(facts["skipped"]))
     except (OSError, ValueError, KeyError):
         return None

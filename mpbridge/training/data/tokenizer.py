@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpbridge.common.errors import DataError, MpbridgeError
+from mpbridge.common.files import bytes_of
 from mpbridge.common.shipped import install
 from mpbridge.settings.huggingface.tokenizers import (
     BYTE,
@@ -140,7 +141,7 @@ def _tiktoken(files: TokenizerFiles) -> Callable[[str], list[int]]:
 
     from tiktoken import Encoding
 
-    lines = (line.split() for line in files.file.read_bytes().splitlines() if line.strip())
+    lines = (line.split() for line in bytes_of(files.file, kind="vocabulary").splitlines() if line.strip())
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     encode: Callable[[str], list[int]] = Encoding(
         files.file.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={}

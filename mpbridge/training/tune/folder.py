@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import BadValue, DataError, Refused
+from mpbridge.common.files import text_of
 from mpbridge.common.shipped import install
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.settings.huggingface.folder import read_config, read_json_file, tensors
@@ -122,6 +123,6 @@ def _loaded(folder: Path, say: Callable[[str], None]) -> tuple[torch.nn.Module, 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return text_of(path)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--text {path}: {error} (expected a UTF-8 text file)") from None

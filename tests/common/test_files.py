@@ -1,0 +1,68 @@
+"""Somebody's files are opened by the bounded readers of common/files.py and by nobody else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import mpbridge
+from mpbridge.common.files import LIMITS, bytes_of, lines_of, text_of
+
+ROOT = Path(mpbridge.__file__).parent
+OTHERS = {
+    "common/files.py": "the readers",
+    "common/pages/document.py": "this package's own files",
+    "common/probe.py": "installed packages' own files",
+    "common/report/trackers.py": "the table that this run wrote, row by row",
+    "interop/stacks/known_keys.py": "this package's own files",
+    "interop/stacks/megatron_lm_options.py": "this package's own files",
+    "observe/audit/record.py": "what this run's audits wrote",
+    "planning/estimate/constants.py": "this package's own files",
+    "precision/megatron_spec/schema.py": "this package's own files",
+    "te_cpu/cuda_names.py": "the kernel's /proc",
+    "training/checkpoint/store.py": "a digest, by blocks",
+    "training/data/pairs.py": "an index of fixed width and the bytes that it names",
+    "training/data/prepare.py": "a digest, by blocks",
+    "training/data/records.py": "corpora, whose size is the user's",
+    "training/data/tokenizer.py": "a digest, by blocks",
+}
+"""File -> why it may open files by itself."""
+
+
+def reads(file: Path) -> list[int]:
+    """Lines that open a file for reading without the readers."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        called, text = node.func, ast.unparse(node)
+        name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+        owner = ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
+        writes = any(mode in text for mode in ("'w", "'x", "'a"))
+        method = isinstance(called, ast.Attribute) and name in ("read_text", "read_bytes")
+        if method or (name == "open" and not writes and owner != "os"):
+            found.append(node.lineno)
+    return found
+
+
+def test_nobody_else_opens_a_file_for_reading() -> None:
+    places = {file.relative_to(ROOT).as_posix(): reads(file) for file in ROOT.rglob("*.py")}
+    assert {name: lines for name, lines in places.items() if lines and name not in OTHERS} == {}
+    assert [name for name in OTHERS if not places.get(name)] == [], "an exception that is no longer needed"
+
+
+@pytest.mark.parametrize("kind", ["configuration", "note"])
+def test_a_file_above_its_limit_is_refused_with_its_size(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "large"
+    with file.open("wb") as stream:
+        stream.truncate(1 << 40)  # sparse: it costs nothing
+    for read in (text_of, bytes_of):
+        with pytest.raises(OSError, match=f"more than {LIMITS[kind].size:,} bytes"):
+            read(file, kind=kind)
+    with pytest.raises(OSError, match="a line of more than"):
+        list(lines_of(file))
+    file.write_text("one\ntwo")
+    assert text_of(file, kind=kind) == "one\ntwo"
+    assert list(lines_of(file)) == ["one\n", "two"]
