@@ -12,7 +12,6 @@ from mpbridge.common.files import LIMITS, bytes_of, lines_of, text_of
 
 ROOT = Path(mpbridge.__file__).parent
 OTHERS = {
-    "common/files.py": "the readers",
     "common/pages/document.py": "this package's own files",
     "common/probe.py": "installed packages' own files",
     "common/report/trackers.py": "the table that this run wrote, row by row",
