@@ -196,3 +196,17 @@ def test_the_loss_scale_does_not_depend_on_how_long_a_run_is() -> None:
     runs = [ConfigContainer.load("gpt_tiny", ["mixed_precision=fp16_mixed", f"train.train_iters={n}"]).resolved() for n in (1, 12, 10**6)]  # fmt: skip
     assert {run.policy.loss_scale for run in runs} == {runs[0].policy.loss_scale}
     assert {run.plan.of("optimizer").get("initial_loss_scale") for run in runs} == {runs[0].plan.of("optimizer").get("initial_loss_scale")}  # fmt: skip
+
+
+def test_a_floor_at_the_start_is_legal():
+    scale = resolve(MixedPrecisionConfig(fp16=True, min_loss_scale=4, initial_loss_scale=4)).loss_scale
+    assert scale is not None
+    assert (scale.minimum, scale.initial) == (4, 4)
+
+
+def test_fp8_gemms_over_weights_that_are_not_stored_leave_bf16_weights_their_own_main_copy():
+    states = {f"{name}_dtype": "bf16" for name in ("main_params", "exp_avg", "exp_avg_sq")}
+    plain = {"bf16": True, "grad_reduce_in_fp32": False, **states}
+    assert resolve(MixedPrecisionConfig(**plain)).precision_aware is False
+    assert resolve(MixedPrecisionConfig(**plain, fp8="hybrid")).precision_aware is False
+    assert resolve(MixedPrecisionConfig(**plain, fp8="hybrid", fp8_param_gather=True)).precision_aware is True
