@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("rehearsal"),
         metavar="DIR",
-        help="folder for report.json, the pictures and index.html",
+        help="folder for report.json and index.html, a page with every chart",
     )
     parser.add_argument(
         "--suggest",
@@ -67,19 +67,15 @@ def run(args: argparse.Namespace) -> int:
     without_chatter()
     from mpbridge.common.pages.document import writable
     from mpbridge.common.report.console import console, rank, tell
-    from mpbridge.common.report.pictures import MISSING, drawable
     from mpbridge.training.rehearse.report import caveats, tables
 
     writable(args.out, folder=True)
     out = console(speaks=rank() == 0)
-    pictures = drawable()
-    if not pictures:
-        tell(out, f"no pictures: {MISSING}; the page has its own charts")
     result = _rehearsed(args)
     if args.suggest:
         _suggest(args, result)
     if rank() == 0:
-        page = _write(result, args.out, pictures=pictures)
+        page = _write(result, args.out)
     for table in tables(result):
         out.print(table)
     tell(out, caveats(result))
@@ -112,8 +108,7 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     from mpbridge.common.report.console import rank
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.settings.container import ConfigContainer
-    from mpbridge.training.tune.evidence import moved, write
-    from mpbridge.training.tune.report import lines
+    from mpbridge.training.tune.report import lines, moved, write
     from mpbridge.training.tune.run import tune
     from mpbridge.training.tune.tuning import prepared
 
@@ -140,15 +135,12 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     result.suggestion = ["suggestion: none, since no recipe that ran can be tuned (quantized, without delayed scaling)"]
 
 
-def _write(result: Rehearsal, folder: Path, *, pictures: bool) -> Path:
-    """Writes report.json first, then index.html and the pictures in `folder`. Returns the page's path."""
+def _write(result: Rehearsal, folder: Path) -> Path:
+    """Writes report.json, then index.html in `folder`. Returns the page's path."""
     from mpbridge.training.rehearse.page import page
-    from mpbridge.training.rehearse.plots import draw
 
     folder.mkdir(parents=True, exist_ok=True)
     result.write(folder / "report.json")
     path = folder / "index.html"
     path.write_text(page(result), encoding="utf-8")
-    if pictures:
-        draw(result, folder)
     return path

@@ -12,8 +12,8 @@ from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
 
 if TYPE_CHECKING:
+    from mpbridge.training.tune.expressible import Where
     from mpbridge.training.tune.tuning import Tuned
-    from mpbridge.training.tune.where import Where
 
 SUMMARY = "find which linears of this model can run in low precision under a budget, and write the recipe"
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes, prints the result and writes the recipe. Returns 1 if a simple rule is no worse, and names it."""
-    from mpbridge.training.tune.budget import budget_of
+    from mpbridge.training.tune.costs import budget_of
 
     _check(args)
     budget = budget_of(args.budget)
@@ -76,22 +76,22 @@ def run(args: argparse.Namespace) -> int:
 
     without_chatter()
     from mpbridge.common.report.console import rank
-    from mpbridge.training.tune.arms import TUNED
-    from mpbridge.training.tune.evidence import write
+    from mpbridge.training.tune.choices import TUNED
+    from mpbridge.training.tune.report import write
 
     levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
     first = rank() == 0
     speak = print_line if first and not args.json else _silent
     if args.hf is not None:
-        result, content, recipe = _of_folder(args, levels, budget, speak)
+        result, content = _of_folder(args, levels, budget, speak)
     else:
-        result, content, recipe = _of_configuration(args, levels, budget, speak)
+        result, content = _of_configuration(args, levels, budget, speak)
     if first:
         write(args.out, content)
         if args.json:
             print_json(content)
         else:
-            _print(result, recipe, args.out, of_folder=args.hf is not None)
+            _print(result, str(content.get("extends", "")), args.out, of_folder=args.hf is not None)
     return 0 if result.verdict.take == TUNED else 1
 
 
@@ -115,32 +115,28 @@ def _check(args: argparse.Namespace) -> None:
         find_config(args.config)
 
 
-def _of_configuration(
-    args: argparse.Namespace, levels: Any, budget: Any, say: Any
-) -> tuple[Tuned, dict[str, Any], str]:
+def _of_configuration(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> tuple[Tuned, dict[str, Any]]:
     from mpbridge.training.tune.run import tune
 
     box = container(args)
     if args.checkpoint:
         box.checkpoint["load"] = args.checkpoint
-    result, content = tune(
+    return tune(
         box, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen, where=_where(args), say=say
     )
-    return result, content, str(content.get("extends", ""))
 
 
-def _of_folder(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> tuple[Tuned, dict[str, Any], str]:
+def _of_folder(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> tuple[Tuned, dict[str, Any]]:
     from mpbridge.training.tune.folder import tune_folder
 
-    result, content = tune_folder(
+    return tune_folder(
         args.hf, args.text, args.recipe, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen,
         seq_length=args.seq_length, batch_size=args.batch_size, where=_where(args), say=say,
     )  # fmt: skip
-    return result, content, str(content.get("extends", ""))
 
 
 def _where(args: argparse.Namespace) -> Where:
-    from mpbridge.training.tune.where import Where
+    from mpbridge.training.tune.expressible import Where
 
     if args.target is None and getattr(args, "machine_file", None) is None:
         return Where(stack=args.stack)
@@ -151,7 +147,7 @@ def _where(args: argparse.Namespace) -> Where:
 def _print(result: Tuned, recipe: str, out: Path, *, of_folder: bool) -> None:
     from mpbridge.training.tune.report import lines, sections
 
-    for title, columns, rows in sections(result, recipe):
+    for title, columns, rows in sections(result):
         print_line()
         print_table(columns, rows, title=title)
     print_line()

@@ -45,10 +45,10 @@ def main() -> None:
 def late(args: argparse.Namespace) -> dict[str, Any]:
     from mpbridge.precision.resolve import resolve
     from mpbridge.settings.container import ConfigContainer
-    from mpbridge.training.tune.damage import rank_correlation
     from mpbridge.training.tune.decision_units import LOW
     from mpbridge.training.tune.proof import prove
     from mpbridge.training.tune.run import tune
+    from mpbridge.training.tune.scores import rank_correlation
 
     results = {}
     for name, checkpoint in (("early", args.early), ("late", args.late)):
@@ -98,7 +98,7 @@ def gaps(args: argparse.Namespace) -> dict[str, Any]:
 def told(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Prints and returns each score's rank correlation with the arms' gaps: by seed; with all low's gap replaced by that of its repetition with other random
     bits, which shows the noise of these figures; and of means over seeds."""
-    from mpbridge.training.tune.damage import rank_correlation
+    from mpbridge.training.tune.scores import rank_correlation
 
     arms = rows[0]["arms"]
     twins = [
@@ -135,8 +135,8 @@ def _seed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from mpbridge.precision.modules import rule_of_word
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
-    from mpbridge.training.tune.damage import damages, joint
     from mpbridge.training.tune.decision_units import LOW
+    from mpbridge.training.tune.scores import damages, joint
 
     done = {row["arm"]: row for row in (json.loads(path.read_text()) for path in folder.glob("*.json"))}
     arms = [name for name in yaml.safe_load((folder / "arms.yaml").read_text()) if name in done]

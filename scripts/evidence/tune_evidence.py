@@ -54,7 +54,7 @@ def opened(args: argparse.Namespace) -> Any:
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.settings.container import ConfigContainer
     from mpbridge.training.machine import process_group
-    from mpbridge.training.tune.proposal import base_of
+    from mpbridge.training.tune.choices import base_of
     from mpbridge.training.tune.run import opened
 
     box = ConfigContainer.load(Path(args.config), [f"mixed_precision={RECIPE}", *args.overrides], check=False)
@@ -110,9 +110,9 @@ def candidates(some: Any, scores: Any, level: Any) -> dict[str, list[float]]:
 
 def ranks(args: argparse.Namespace) -> dict[str, Any]:
     from mpbridge.precision.regions import Region
-    from mpbridge.training.tune.damage import damages, joint, rank_correlation
     from mpbridge.training.tune.decision_units import LOW
     from mpbridge.training.tune.proof import prove
+    from mpbridge.training.tune.scores import damages, joint, rank_correlation
 
     stack, subject = opened(args)
     with stack:
@@ -154,8 +154,8 @@ def planted(args: argparse.Namespace) -> dict[str, Any]:
     """Outlier channels in the input of one fc2, compensated in the weight that reads them: one channel alone, then one in every block of 16."""
     import torch
 
-    from mpbridge.training.tune.damage import damages, joint
     from mpbridge.training.tune.decision_units import LOW
+    from mpbridge.training.tune.scores import damages, joint
 
     stack, subject = opened(args)
     target, factor, found = "decoder.layers.1.mlp.linear_fc2", 64.0, {}

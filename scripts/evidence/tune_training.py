@@ -74,7 +74,7 @@ def _seed(args: argparse.Namespace, seed: int) -> None:
     import yaml
 
     from mpbridge.training.loop import pretrain
-    from mpbridge.training.tune.evidence import fields, write
+    from mpbridge.training.tune.report import fields, write
     from mpbridge.training.tune.run import tune
 
     folder = args.out / f"seed{seed}"

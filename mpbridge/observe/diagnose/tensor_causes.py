@@ -1,13 +1,18 @@
-"""Causes visible in individual tensors: scales, main weights, one channel. Each function returns a suspect, or None."""
+"""Causes visible in individual tensors: scales, main weights, one channel, weights, moments. Each function returns a suspect, or None."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from mpbridge.common.facts import ADAMS, least_left
+from mpbridge.observe.diagnose.evidence import finite, median
 from mpbridge.observe.diagnose.signals import Odd, gradient_jumps
 from mpbridge.observe.diagnose.suspects import Suspect, Symptoms, flushed_operands
 from mpbridge.observe.telemetry.reading import TensorRow
+from mpbridge.settings.schema import defaults
 
 SATURATES, WASTED, MUCH_WASTED = -3, 8, 12
 """Staleness (log2) below which a scale is wrong, above which it wastes range, and above which no spike explains it."""
@@ -150,4 +155,219 @@ def _channel(case: Symptoms, odd: Odd) -> int | None:
     """Which channel of the linear's input was the largest at that step."""
     rows = (row for one in case.run.measured if one.step == odd.step for row in one.tables["linears"])
     found: int | None = next(row for row in rows if row["linear"] == odd.tensor).get("x_channel")
+    return found
+
+
+def weights(case: Symptoms) -> Suspect | None:
+    """Parameters whose values were written by something other than the optimizer."""
+    return one_weight(case) or many_weights(case)
+
+
+def one_weight(case: Symptoms) -> Suspect | None:
+    """One parameter, and no other, has elements of another magnitude than before."""
+    jumps = [one for one in case.odd if one.number == "amax" and "norm" not in one.tensor]
+    if not jumps:
+        return None
+    step = jumps[0].step
+    here = [one for one in jumps if one.step == step]
+    gains = [one for one in case.odd if one.number == "amax" and "norm" in one.tensor and one.step < step]
+    if len(here) > 2 or gains:
+        return None
+    odd = max(here, key=lambda one: one.factor)
+    rms = dict(case.run.series("weights", odd.tensor, "rms", key="parameter")).get(step, math.nan)
+    peak = dict(case.run.series("weights", odd.tensor, "peak", key="parameter")).get(step)
+    # a row or a column of a matrix is a channel of its product: many large elements, none of which dominates
+    spread = peak is not None and peak < 0.2
+    held = (
+        f": {peak:.0%} of its sum of squares is in one element"
+        if peak is not None
+        else ": a few elements dominate it"
+        if odd.after > 20 * rms
+        else ""
+    )
+    return Suspect(
+        cause="weight-corrupted", step=step, score=0.65 if spread else 0.95,
+        sentence=f"elements of {odd.tensor} have another magnitude than before, unlike those of any other parameter",
+        evidence=[str(odd), f"its RMS there is {rms:.3g}{held}"],
+        tensors=[one.tensor for one in here],
+        advice=["a flipped bit in memory or in a file: compare the tensor with the last checkpoint's", "go back to that checkpoint; check the machine's memory errors (ECC)"],
+    )  # fmt: skip
+
+
+def many_weights(case: Symptoms) -> Suspect | None:
+    """Several parameters changed at once, where the run goes wrong, by more than the updates between two measurements can move them."""
+    steps = [one.step for one in case.onsets]
+    changed: dict[int, list[tuple[str, float, float]]] = {}
+    for name in case.run.names("weights", "parameter"):
+        points = case.run.series("weights", name, "rms", key="parameter")
+        for (begin, one), (end, two) in itertools.pairwise(points):
+            if any(begin < step <= end + 2 for step in steps) and abs(two - one) > 2 * moved(case, begin, end):
+                changed.setdefault(end, []).append((name, one, two))
+    step = min((at for at, found in changed.items() if len(found) >= 3), default=None)
+    if step is None:
+        return None
+    here = sorted(changed[step], key=lambda one: -abs(one[2] - one[1]))
+    return Suspect(
+        cause="weight-corrupted", step=step, score=0.7,
+        sentence=f"{len(here)} parameters changed at once by more than their updates can account for",
+        evidence=[f"step {step}: {name}: RMS {one:.3g} -> {two:.3g}" for name, one, two in here[:4]],
+        tensors=[name for name, _, _ in here[:4]],
+        advice=["look at what writes weights besides the optimizer: a reload, an averaged copy, a merge, a script between steps", "compare them with the last checkpoint's, and go back to it"],
+    )  # fmt: skip
+
+
+def moved(case: Symptoms, begin: int, end: int) -> float:
+    """How far Adam moves an element between two steps: by about the learning rate in each."""
+    rates = [value for step, value in finite(case.run.curves.series("lr")) if begin < step <= end]
+    return max(sum(rates), 1e-12) if rates else math.inf
+
+
+FALLEN = 0.7
+"""Second moments below this share of what must remain of them were written by something other than the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fall:
+    """Second moments that fell faster than beta2 allows between two measurements."""
+
+    before: int
+    step: int
+    factor: float
+    """Ratio of after to before, for the median parameter."""
+    least: float
+    """The smallest share of a second moment that can remain after the steps in between."""
+    fallen: int
+    """Number of parameters below that."""
+    of: int
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: second moments of {self.fallen} of {self.of} parameters fell to {self.factor:.2g} times those of step {self.before} "
+            f"(median), and {self.step - self.before} steps reduce them to no less than {self.least:.3g} times"
+        )
+
+
+def falls(case: Symptoms) -> list[Fall]:
+    """Falls of second moments; excludes steps at which states were dropped on purpose or moved to another layout."""
+    beta2 = _beta2(case)
+    if beta2 is None:
+        return []
+    found: dict[tuple[int, int], list[float]] = {}
+    for name in case.run.names("weights", "parameter"):
+        for (before, one), (step, two) in itertools.pairwise(case.run.series("weights", name, "exp_avg_sq_mean", key="parameter")):  # fmt: skip
+            if one > 0 and math.isfinite(one) and math.isfinite(two):
+                found.setdefault((before, step), []).append(two / one)
+    made = []
+    for (before, step), factors in sorted(found.items()):
+        least, factor = least_left(beta2, step - before), median(factors)
+        if len(factors) >= 3 and factor < FALLEN * least and not _moved_on_purpose(case, before, step):
+            fallen = sum(one < FALLEN * least for one in factors)
+            made.append(Fall(before=before, step=step, factor=factor, least=least, fallen=fallen, of=len(factors)))
+    return made
+
+
+def _beta2(case: Symptoms) -> float | None:
+    """The optimizer's beta2; None if the run's settings are unknown or it has none."""
+    settings = dict(case.run.settings())
+    if not settings or str(settings.get("optimizer.optimizer", "adam")) not in ADAMS:
+        return None
+    value = settings.get("optimizer.adam_beta2", defaults("optimizer").get("adam_beta2"))
+    return value if isinstance(value, float) and 0 < value < 1 else None
+
+
+def _moved_on_purpose(case: Symptoms, before: int, step: int) -> bool:
+    """Whether states were dropped, restored or resharded between two measurements."""
+    # steps after a rollback may have been measured twice
+    if any(event["iteration"] <= step for event in case.events("rollback")):
+        return True
+    between = [event for event in case.run.events if before <= event["iteration"] <= step]
+    anew = any(event["event"] == "recipe" or event.get("optimizer_reset") for event in between)
+    other_layout = ("parallel: ", "engine: ", "distributed: ")
+    return anew or any(
+        word in event["text"] for event in between if event["event"] == "resumed" for word in other_layout
+    )
+
+
+def moments(case: Symptoms) -> Suspect | None:
+    """Second moments that are suddenly a fraction of what they were, or one update that moves every weight at once although the rate is unchanged."""
+    ratios = _ratios(case)
+    for step, found in sorted(ratios.items()):
+        if len(found) >= 3 and median(found) > 4 and case.near(step - case.every):
+            fall = next((str(one) for one in falls(case) if one.step == step), None)
+            return Suspect(
+                cause="moments-lost", step=step, score=0.93,
+                sentence="the optimizer's second moments were lost while the first ones stayed: updates are far too large",
+                evidence=[f"step {step}: the ratio of the first moment to the root of the second grew {median(found):.1f}-fold in the median parameter since the previous measurement", *([fall] if fall else [])],
+                advice=_ADVICE,
+            )  # fmt: skip
+    return _fallen(case) or _update_of_all(case, ratios)
+
+
+_ADVICE = [
+    "look at what touches the optimizer's state (a reload, an offload, a cast to a format that flushes small numbers)",
+    "go back to the last checkpoint: a warm-up after a reset of moments avoids the same jump",
+]
+
+
+def _fallen(case: Symptoms) -> Suspect | None:
+    """Second moments that fell although there was no resume in between; with one, the resume is the cause."""
+    resumed = [int(event["iteration"]) for event in case.events("resumed")]
+    fall = next((one for one in falls(case) if not any(one.before <= at < one.step for at in resumed)), None)
+    if fall is None:
+        return None
+    return Suspect(
+        cause="moments-lost", step=fall.step, score=0.93,
+        sentence="the optimizer's second moments fell faster than any gradients allow: its states were lost",
+        evidence=[str(fall)], advice=_ADVICE,
+    )  # fmt: skip
+
+
+def _ratios(case: Symptoms) -> dict[int, list[float]]:
+    """Step -> growth of (first moment / root of the second) in each parameter since the previous measurement."""
+    ratios: dict[int, list[float]] = {}
+    for name in case.run.names("weights", "parameter"):
+        points = case.run.series("weights", name, "exp_avg_sq_mean", key="parameter")
+        firsts = dict(case.run.series("weights", name, "exp_avg_rms", key="parameter"))
+        for (before, low), (step, value) in itertools.pairwise(points):
+            # the ratio of the moments, not their size: gradients grow and shrink
+            if low > 0 and value > 0 and firsts.get(before) and firsts.get(step):
+                ratios.setdefault(step, []).append(
+                    (firsts[step] / math.sqrt(value)) / (firsts[before] / math.sqrt(low))
+                )
+    return ratios
+
+
+def _update_of_all(case: Symptoms, ratios: Mapping[int, list[float]]) -> Suspect | None:
+    """Most weights jump between two measurements although rate and clipped gradients are unchanged.
+
+    ratios: step -> growth of (first moment / root of the second) in each parameter; without growth, the optimizer did not cause the move.
+    """
+    loss, names = case.onset("loss") or case.onset("grad_norm"), case.run.names("weights", "parameter")
+    if loss is None:
+        return None
+    rates = {row["iteration"]: row.get("lr") or 0.0 for row in case.run.curves.rows}
+    for step in [one.step for one in case.run.measured][1:]:
+        # an update shows in the loss of the next step: weights that grew earlier did no harm
+        if not loss.step - 1 <= step <= loss.step + 2:
+            continue
+        grew = _growth(case, names, step)
+        steady = rates.get(step, 0.0) <= 1.05 * rates.get(loss.step - 2, math.inf)
+        same = bool(ratios.get(step)) and median(ratios[step]) < 1.2
+        if len(grew) >= 4 and median(grew) > 1.5 and steady and loss.step > 1 and not same:
+            return Suspect(
+                cause="moments-lost", step=step, score=0.75,
+                sentence="one update moved every weight far although the rate is unchanged: the optimizer's second moments are wrong",
+                evidence=[f"step {step}: RMS of the median weight {median(grew):.2g} times that of the previous measurement", f"step {loss.step}: {loss.what}"],
+                advice=["look at what touches the optimizer's state", "go back to the last checkpoint"],
+            )  # fmt: skip
+    return None
+
+
+def _growth(case: Symptoms, names: list[str], step: int) -> list[float]:
+    """RMS of each weight relative to the previous measurement."""
+    found = []
+    for name in names:
+        points = case.run.series("weights", name, "rms", key="parameter")
+        if "norm" not in name:
+            found += [two / one for (_, one), (at, two) in itertools.pairwise(points) if at == step and one > 0]
     return found

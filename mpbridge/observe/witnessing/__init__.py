@@ -1,5 +1,5 @@
 """The audit in any training loop: observes what a few steps of Megatron-LM, torch, Hugging Face, Lightning or DeepSpeed training actually do.
 
-`witness` observes, `loops` identifies the kind of loop, `core`, `plain` and `zero` read each kind's tensors, `describe` puts them into words,
-`callbacks` attaches a witness to other projects' trainers.
+`witness` observes, `kinds` finds the kind of loop, `core`, `core_sharded`, `plain`, `sharded` and `deepspeed` read each kind's tensors, `universal_checks`
+judges what holds in every precision, `describe` puts a loop into words, `callbacks` attaches a witness to other projects' trainers.
 """

@@ -12,9 +12,10 @@ from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.facts import OptimizerFacts, Parallel
 from mpbridge.common.formats import plain
+from mpbridge.common.replacement import Replacement
 from mpbridge.common.traits import traits
 from mpbridge.interop.stacks.meaning import Sharded
-from mpbridge.observe.witnessing.loops import Loop, LoopFacts, LoopRun, Update, neutral, shape_of
+from mpbridge.observe.witnessing.loops import Loop, LoopFacts, LoopRun, Update, neutral, shape_of, together
 from mpbridge.settings.read_back import as_mapping
 
 
@@ -125,12 +126,7 @@ class CoreLoop(Loop):
         undo = [before_call(self.outer, "step", begins), after_call(self.outer, "step", stepped)]
         if hasattr(self.outer, "step_with_ready_grads"):
             undo.append(after_call(self.outer, "step_with_ready_grads", ready))
-
-        def off() -> None:
-            for one in reversed(undo):
-                one()
-
-        return off
+        return together(*undo)
 
 
 class _Chain:
@@ -168,16 +164,9 @@ def before_call(owner: Any, name: str, then: Callable[[], None]) -> Callable[[],
 
 
 def _replaced(owner: Any, name: str, call: Callable[..., Any]) -> Callable[[], None]:
-    before = owner.__dict__.get(name)
-    setattr(owner, name, call)
-
-    def undo() -> None:
-        if before is None:
-            owner.__dict__.pop(name, None)
-        else:
-            setattr(owner, name, before)
-
-    return undo
+    replacement = Replacement(lambda: [(owner, name, call)])
+    replacement.enter()
+    return replacement.leave
 
 
 def _fields(shape: Any) -> dict[str, Any]:

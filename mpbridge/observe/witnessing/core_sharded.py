@@ -19,8 +19,8 @@ from mpbridge.observe.audit.stored import local
 from mpbridge.observe.audit.traffic import Traffic, elements_into
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.core import CoreLoop, before_call
-from mpbridge.observe.witnessing.loops import Update
-from mpbridge.observe.witnessing.plain import FSDP, states
+from mpbridge.observe.witnessing.loops import Update, together
+from mpbridge.observe.witnessing.plain import FSDP, NOBODY, Owned, copies_of, states
 from mpbridge.observe.witnessing.sharded import first_element, row_of
 
 
@@ -29,12 +29,8 @@ class _Sharded(CoreLoop):
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
         """Shard sizes, and digests of what the forward pass read."""
-        seen = Copies()
-        for name, parameter in self.named_parameters():
-            seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()))
-            if read is not None and name in read:
-                seen.whole[name, 0, 0] = read[name]
-        return seen
+        named = self.named_parameters()
+        return copies_of({name: (int(local(one).numel()), int(one.numel())) for name, one in named}, read)
 
     def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
         """Messages checked by number of elements."""
@@ -65,14 +61,14 @@ class CoreFsdpLoop(_Sharded):
     def audit_holdings(self) -> Iterator[Held]:
         """Main shards and the model's own weights."""
         owned = {
-            id(parameter): (part.optimizer, group)
+            id(parameter): Owned(part.optimizer, group)
             for part in self._parts()
             for group in part.optimizer.param_groups
             for parameter in group["params"]
         }
         resting = {name: tensor for role, name, tensor in inside_fsdp.held(self.model[0]) if role == "params"}
         for name, parameter in self.named_parameters():
-            inner, group = owned.get(id(parameter), (None, None))
+            mine = owned.get(id(parameter), NOBODY)
             shard = parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter
             yield Held(
                 name=name,
@@ -80,9 +76,9 @@ class CoreFsdpLoop(_Sharded):
                 part=resting.get(name, shard.detach()).reshape(-1),
                 updated=parameter,
                 begin=inside_fsdp.offset(self.model[0], name, parameter)[0] * row_of(parameter),
-                inner=inner,
-                group=group,
-                state={} if inner is None else dict(inner.state.get(parameter, {})),
+                inner=mine.inner,
+                group=mine.group,
+                state=mine.state(parameter),
             )
 
     def tensors(self) -> Iterator[Live]:  # type: ignore[override]
@@ -158,13 +154,7 @@ class CoreFsdp2Loop(_Sharded):
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
         """As for other megatron-core optimizers, but first records the gradients that it is about to copy."""
         self._grads = {}
-        undo = [before_call(self.outer, "step", self._accumulated), super().on_update(then)]
-
-        def off() -> None:
-            for one in reversed(undo):
-                one()
-
-        return off
+        return together(before_call(self.outer, "step", self._accumulated), super().on_update(then))
 
     def _accumulated(self) -> None:
         """The accumulated gradients, without keeping them."""

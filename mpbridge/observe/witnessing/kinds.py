@@ -1,7 +1,8 @@
-"""Identifies the kind of loop from its objects."""
+"""Identifies the kind of loop from its objects: one table, of which the first row that fits counts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +11,40 @@ from mpbridge.common.errors import BadValue
 from mpbridge.observe.audit.flags import inner_optimizers
 from mpbridge.observe.witnessing.core import CoreLoop
 from mpbridge.observe.witnessing.core_sharded import CoreFsdp2Loop, CoreFsdpLoop
+from mpbridge.observe.witnessing.deepspeed import Zero3Loop, ZeroLoop
 from mpbridge.observe.witnessing.loops import Loop, chunks
 from mpbridge.observe.witnessing.plain import TorchLoop
 from mpbridge.observe.witnessing.sharded import Fsdp1Loop, Fsdp2Loop
-from mpbridge.observe.witnessing.zero import ZeroLoop
-from mpbridge.observe.witnessing.zero3 import Zero3Loop
+
+
+def _core(optimizer: Any) -> bool:
+    return "MegatronOptimizer" in _classes(optimizer) or hasattr(optimizer, "chained_optimizers")
+
+
+def _zero(optimizer: Any) -> bool:
+    return type(optimizer).__module__.startswith("deepspeed.runtime")
+
+
+def _dtensors(model: Any) -> bool:
+    return any(hasattr(one, "_local_tensor") for one in model.parameters())
+
+
+def _fsdp1(model: Any) -> bool:
+    names = {name for module in model.modules() for name in _classes(module)}
+    return "FullyShardedDataParallel" in names and any(hasattr(module, "_handle") for module in model.modules())
+
+
+KINDS: tuple[tuple[type[Loop], Callable[[Any, Any], bool]], ...] = (
+    (CoreFsdpLoop, lambda model, optimizer: _core(optimizer) and hasattr(model, "param_and_grad_buffer")),
+    (CoreFsdp2Loop, lambda model, optimizer: _core(optimizer) and _dtensors(model)),
+    (CoreLoop, lambda model, optimizer: _core(optimizer)),
+    (Zero3Loop, lambda model, optimizer: _zero(optimizer) and hasattr(optimizer, "fp32_partitioned_groups_flat")),
+    (ZeroLoop, lambda model, optimizer: _zero(optimizer)),
+    (Fsdp1Loop, lambda model, optimizer: _fsdp1(model)),
+    (Fsdp2Loop, lambda model, optimizer: _dtensors(model)),
+    (TorchLoop, lambda model, optimizer: True),
+)
+"""Kind -> whether the first model chunk and the optimizer belong to it."""
 
 
 def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> Loop:
@@ -24,39 +54,21 @@ def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None
             raise BadValue(
                 f"witness() got a model of class {type(chunk).__name__}, expected a torch.nn.Module or a list of them"
             )
-    names = {base.__name__ for base in type(optimizer).__mro__}
+    if "DeepSpeedOptimizerWrapper" in _classes(optimizer) and _zero(inside := getattr(optimizer, "optimizer", None)):
+        optimizer = inside  # accelerate's wrapper
+    if not _core(optimizer) and not _zero(optimizer):
+        several = isinstance(optimizer, (list, tuple))
+        inner = optimizer if several else list(inner_optimizers(optimizer))
+        if not inner or not all(hasattr(one, "param_groups") for one in inner):
+            raise BadValue(
+                f"witness() got an optimizer of class {type(optimizer).__name__}, expected one with param_groups"
+            )
+        # accelerate's optimizers carry theirs
+        scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
     first = next(chunks(model))
-    if "MegatronOptimizer" in names or hasattr(optimizer, "chained_optimizers"):
-        return _core_kind(first)(model, optimizer, scaler=scaler, group=group)
-    zero = getattr(optimizer, "optimizer", optimizer) if "DeepSpeedOptimizerWrapper" in names else optimizer
-    if type(zero).__module__.startswith("deepspeed.runtime"):
-        kind: type[Loop] = Zero3Loop if hasattr(zero, "fp32_partitioned_groups_flat") else ZeroLoop
-        return kind(model, zero, scaler=scaler, group=group)
-    inner = list(inner_optimizers(optimizer)) if not isinstance(optimizer, (list, tuple)) else optimizer
-    if not inner or not all(hasattr(one, "param_groups") for one in inner):
-        raise BadValue(
-            f"witness() got an optimizer of class {type(optimizer).__name__}, expected one with param_groups"
-        )
-    own = getattr(optimizer, "scaler", None)  # accelerate's optimizers carry theirs
-    return _torch_loop(model, optimizer, scaler=own if scaler is None else scaler, group=group)
-
-
-def _core_kind(first: Any) -> type[Loop]:
-    """The kind of loop by the model's wrapper."""
-    if hasattr(first, "param_and_grad_buffer"):
-        return CoreFsdpLoop
-    return CoreFsdp2Loop if any(hasattr(one, "_local_tensor") for one in first.parameters()) else CoreLoop
-
-
-def _torch_loop(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> TorchLoop:
-    """The loop of this kind of wrapper."""
-    first = model[0] if isinstance(model, (list, tuple)) else model
-    modules = list(first.modules())
-    names = {base.__name__ for module in modules for base in type(module).__mro__}
-    if "FullyShardedDataParallel" in names and any(hasattr(module, "_handle") for module in modules):
-        kind: type[TorchLoop] = Fsdp1Loop
-    elif any(hasattr(parameter, "_local_tensor") for parameter in first.parameters()):
-        kind = Fsdp2Loop
-    else:
-        kind = TorchLoop
+    kind = next(kind for kind, fits in KINDS if fits(first, optimizer))
     return kind(model, optimizer, scaler=scaler, group=group)
+
+
+def _classes(thing: Any) -> set[str]:
+    return {base.__name__ for base in type(thing).__mro__}

@@ -167,6 +167,16 @@ def shape_of(modules: Iterable[tuple[str, Any]], *, tied: bool = False) -> Model
     )
 
 
+def together(*undo: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls all of these, the last first: removes several hooks."""
+
+    def off() -> None:
+        for one in reversed(undo):
+            one()
+
+    return off
+
+
 def chunks(model: Any) -> Iterator[Any]:
     """A model, or each chunk of one."""
     yield from model if isinstance(model, (list, tuple)) else (model,)

@@ -21,7 +21,7 @@ from mpbridge.observe.audit.stored import local
 from mpbridge.observe.audit.traffic import Traffic, buffers_into, elements_into
 from mpbridge.observe.audit.values import digest, sample
 from mpbridge.observe.audit.watch import Watch
-from mpbridge.observe.witnessing.loops import Loop, LoopFacts, Update, shape_of
+from mpbridge.observe.witnessing.loops import Loop, LoopFacts, Update, shape_of, together
 
 DDP = EngineTraits(
     name="torch",
@@ -51,9 +51,17 @@ class Owned:
     """One tensor in one group of one optimizer."""
 
     inner: Any
-    group: dict[str, Any]
+    group: dict[str, Any] | None
     owners: int = 1
     """Optimizers that have updated it in the observed step."""
+
+    def state(self, tensor: Any) -> dict[str, Any]:
+        """The optimizer's state of the tensor; empty if no optimizer has it."""
+        return {} if self.inner is None else dict(self.inner.state.get(tensor, {}))
+
+
+NOBODY = Owned(None, None)
+"""In the place of a tensor that is in no optimizer."""
 
 
 def optimizers_in(optimizer: Any) -> list[Any]:
@@ -146,8 +154,8 @@ class TorchLoop(Loop):
         """Every parameter with the optimizer that updates it."""
         owned = self._owned()
         for name, parameter in self.named_parameters():
-            mine = owned.get(id(parameter))
-            if not parameter.requires_grad and (mine is None or id(parameter) in self._frozen):
+            mine = owned.get(id(parameter), NOBODY)
+            if not parameter.requires_grad and (mine is NOBODY or id(parameter) in self._frozen):
                 yield Held(name=name, parameter=parameter)
                 continue
             yield Held(
@@ -156,11 +164,11 @@ class TorchLoop(Loop):
                 part=local(parameter).detach().reshape(-1),
                 updated=parameter,
                 begin=self._begin(name, parameter),
-                inner=None if mine is None else mine.inner,
-                group=None if mine is None else mine.group,
-                owners=1 if mine is None else mine.owners,
-                rests=bool(self._stepped) and mine is not None and id(mine.inner) not in self._stepped,
-                state={} if mine is None else dict(mine.inner.state.get(parameter, {})),
+                inner=mine.inner,
+                group=mine.group,
+                owners=mine.owners,
+                rests=bool(self._stepped) and mine is not NOBODY and id(mine.inner) not in self._stepped,
+                state=mine.state(parameter),
                 # a torch optimizer reads only `.grad`, regardless of where a wrapper accumulates gradients
                 samples={} if _past_the_optimizer(parameter) else self._gradients_read.get(id(parameter)),
             )
@@ -248,13 +256,7 @@ class TorchLoop(Loop):
                 then(Update())
                 self._forget()
 
-        handles = [inner.register_step_post_hook(stepped) for inner in self.inner]
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return undo
+        return together(*(inner.register_step_post_hook(stepped).remove for inner in self.inner))
 
     def _forget(self) -> None:
         self._stepped.clear()
@@ -277,13 +279,7 @@ class TorchLoop(Loop):
         def steps(optimizer: Any, args: Any, kwargs: Any) -> None:
             begins()
 
-        handles = [inner.register_step_pre_hook(steps) for inner in self.inner]
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return undo
+        return together(*(inner.register_step_pre_hook(steps).remove for inner in self.inner))
 
 
 def _past_the_optimizer(parameter: Any) -> bool:
@@ -297,6 +293,21 @@ def states(held: Held) -> Iterator[Live]:
         if isinstance(tensor, torch.Tensor):
             # Transformer Engine's FP8 moments store codes, but the class reports FP32
             yield Live(role=role, parameter=held.name, tensor=getattr(tensor, "_data", tensor))
+
+
+def cut_states(state: Mapping[str, Any], flat: Any, of: Callable[[Any], Any]) -> dict[str, Any]:
+    """An optimizer's states of a flat tensor, cut to one piece of it; states of another shape (a step counter) stay whole. of: cuts a tensor."""
+    return {
+        key: of(value) if isinstance(value, torch.Tensor) and value.shape == flat.shape else value
+        for key, value in state.items()
+    }
+
+
+def copies_of(shards: Mapping[str, tuple[int, int]], read: Mapping[str, int] | None, *, copy: str = "") -> Copies:
+    """Sizes of shards, and digests of what the forward pass read. shards: parameter -> (elements here, elements in all). copy: the words for a replica
+    of the shards."""
+    whole = {(name, 0, 0): read[name] for name in shards if name in read} if read is not None else {}
+    return Copies(shards={f"{name}{copy}": sizes for name, sizes in shards.items()}, whole=whole)
 
 
 def _momentum(inner: list[Any]) -> float:

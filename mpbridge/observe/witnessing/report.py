@@ -10,8 +10,7 @@ from typing import Any
 from mpbridge.common.errors import AuditFailed
 from mpbridge.observe.audit.findings import Report
 from mpbridge.observe.audit.table import fault_lines
-from mpbridge.observe.witnessing.describe import Description, lines
-from mpbridge.observe.witnessing.nearest import Nearest
+from mpbridge.observe.witnessing.describe import Description, Nearest, lines
 
 _WIDTH = 150
 
@@ -54,9 +53,6 @@ class Witnessed:
             text += textwrap.wrap(
                 found, _WIDTH - width - 2, initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2)
             )
-        for one in self.report.findings:
-            if not one.unseen and one.ok:
-                continue
         text += [f"  {line}" for line in fault_lines(self.report)]
         return "\n".join(text)
 

@@ -1,10 +1,10 @@
-"""Loops of plain torch whose wrapper shards parameters: FSDP2 (`fully_shard`) and FSDP1."""
+"""Loops of plain torch whose wrapper shards parameters: FSDP2 (fully_shard) and FSDP1, with the internals of its flat tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,62 @@ import torch.distributed as dist
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.engines.shard_optimizer import placed
 from mpbridge.observe.audit.holdings import Held
+from mpbridge.observe.audit.places import bare
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.stored import local
 from mpbridge.observe.audit.values import digest
-from mpbridge.observe.witnessing.flat import FlatPiece, flat_pieces
-from mpbridge.observe.witnessing.plain import FSDP, TorchLoop, states
+from mpbridge.observe.witnessing.plain import FSDP, NOBODY, TorchLoop, copies_of, cut_states, states
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPiece:
+    """This rank's piece of one parameter."""
+
+    name: str
+    owner: Any
+    """The tensor the optimizer has: the piece itself (use_orig_params), or the whole unit's flat tensor."""
+    tensor: Any
+    start: int
+    """First element in `owner`."""
+    count: int
+    begin: int
+    """First element in the whole parameter, flat."""
+    whole: int
+    """Elements of the whole parameter."""
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This piece of a tensor that is as long as `owner`."""
+        return flat.reshape(-1)[self.start : self.start + self.count]
+
+
+def flat_pieces(model: Any) -> Iterator[FlatPiece]:
+    """Every parameter of every unit, then those that FSDP ignores (whole on every rank)."""
+    seen: set[int] = set()
+    for path, unit in model.named_modules():
+        handle = getattr(unit, "_handle", None)
+        if handle is None or not hasattr(handle, "flat_param"):
+            continue
+        flat = handle.flat_param
+        seen.add(id(flat))
+        originals = getattr(flat, "_params", None)
+        for index, (name, numel) in enumerate(zip(flat._fqns, flat._numels, strict=False)):
+            held = flat._shard_param_infos[index]
+            owner = flat if originals is None else originals[index]
+            seen.add(id(owner))
+            there = bool(held.in_shard)
+            yield FlatPiece(
+                name=bare(f"{path}.{name}" if path else name),
+                owner=owner,
+                tensor=owner,
+                start=int(held.offset_in_shard) if there and originals is None else 0,
+                count=int(held.numel_in_shard) if there else 0,
+                begin=int(held.intra_param_start_idx) if there else 0,
+                whole=int(numel),
+            )
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in seen:
+            size = int(parameter.numel())
+            yield FlatPiece(bare(name), parameter, parameter, 0, size, 0, size)
 
 
 class Fsdp2Loop(TorchLoop):
@@ -127,8 +178,7 @@ class Fsdp1Loop(TorchLoop):
         """Every piece with the optimizer that updates it or its flat tensor."""
         owned = self._owned()
         for piece in self._pieces():
-            mine = owned.get(id(piece.owner))
-            state = {} if mine is None else dict(mine.inner.state.get(piece.owner, {}))
+            mine = owned.get(id(piece.owner), NOBODY)
             grad = piece.owner.grad
             yield Held(
                 name=piece.name,
@@ -137,9 +187,9 @@ class Fsdp1Loop(TorchLoop):
                 updated=piece.of(piece.owner.detach()),
                 begin=piece.begin,
                 elements=piece.whole,
-                inner=None if mine is None else mine.inner,
-                group=None if mine is None else mine.group,
-                state={key: piece.of(value) if _like(value, piece.owner) else value for key, value in state.items()},
+                inner=mine.inner,
+                group=mine.group,
+                state=cut_states(mine.state(piece.owner), piece.owner, piece.of),
                 grad=None if grad is None else piece.of(grad),
             )
 
@@ -158,11 +208,8 @@ class Fsdp1Loop(TorchLoop):
         pieces, legs = self._pieces(), self.legs()
         number = legs[1].index(dist.get_rank()) if legs else 0
         copy = f" (copy {number})" if number else ""
-        seen = Copies(shards={f"{piece.name}{copy}": (piece.count, piece.whole) for piece in pieces})
-        for piece in pieces:
-            if read is not None and piece.name in read:
-                seen.whole[piece.name, 0, 0] = read[piece.name]
-        return seen
+        shards = {piece.name: (piece.count, piece.whole) for piece in pieces}
+        return copies_of(shards, read, copy=copy)
 
     def _size(self, name: str, parameter: Any) -> int:
         return next(piece.whole for piece in self._pieces() if piece.name == name)
@@ -188,7 +235,3 @@ def first_element(name: str, parameter: Any) -> int:
 def row_of(parameter: Any) -> int:
     """Number of elements in one row."""
     return math.prod(parameter.shape[1:])
-
-
-def _like(value: Any, owner: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == owner.shape

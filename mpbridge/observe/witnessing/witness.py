@@ -21,13 +21,11 @@ from mpbridge.observe.audit.findings import Finding, Report
 from mpbridge.observe.audit.observe import Observed, look
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
-from mpbridge.observe.witnessing.afterwards import Afterwards
-from mpbridge.observe.witnessing.describe import describe
+from mpbridge.observe.witnessing.describe import describe, nearest
 from mpbridge.observe.witnessing.kinds import loop_of
 from mpbridge.observe.witnessing.loops import Loop, Update
-from mpbridge.observe.witnessing.nearest import nearest
 from mpbridge.observe.witnessing.report import Witnessed
-from mpbridge.observe.witnessing.sound import Happened, hidden, noted, sound
+from mpbridge.observe.witnessing.universal_checks import Afterwards, Happened, hidden, noted, sound
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mpbridge.common.formats import FORMATS
@@ -9,16 +10,12 @@ from mpbridge.common.pages.about import OPERAND_COLUMNS, glossary, made_now
 from mpbridge.common.pages.document import Page
 from mpbridge.common.tables.table import Column
 from mpbridge.training.rehearse.measure import RecipeMeasurement
-from mpbridge.training.rehearse.plots import LOW, SIDES
-from mpbridge.training.rehearse.report import NO_RANKING, Rehearsal, RehearsalVerdict, Rehearsed, TensorSummary, place
+from mpbridge.training.rehearse.report import NO_RANKING, TONES, Rehearsal, Rehearsed, TensorSummary, place
 
-TONES: dict[RehearsalVerdict, str] = {
-    "high precision": "",
-    "sound": "good",
-    "look closer": "warn",
-    "damage": "bad",
-    "failed": "bad",
-}
+LOW = -32
+"""The power of two of the first histogram bin, as in mpbridge.numerics.statistics.BINS."""
+MARKS = {"sound": "good", **TONES}
+SIDES = {"x": "activations", "w": "weights", "dy": "gradients"}
 COLUMNS = [
     OPERAND_COLUMNS["layer"],
     Column(name="tensor", number=False, help="linear and operand: x activations, w weights, dy gradients"),
@@ -90,7 +87,7 @@ def _overall(recipe: Rehearsed, link: str) -> list[Any]:
     loss = recipe.losses[-1] if recipe.losses else None
     return [
         {"text": recipe.recipe, "href": link},
-        {"text": word, "tone": TONES[word]},
+        {"text": word, "tone": MARKS.get(word, "")},
         loss,
         *((None, None, None) if recipe.measured is None else _gradient(recipe.measured)),
         *(top(name) for name in ("row_error", "flushed", "saturated")),
@@ -102,7 +99,7 @@ def _overall(recipe: Rehearsed, link: str) -> list[Any]:
 def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     """A recipe's section; returns the id of its heading."""
     word, reasons = recipe.verdict()
-    heading = made.heading(recipe.recipe, word, TONES[word])
+    heading = made.heading(recipe.recipe, word, MARKS.get(word, ""))
     if not recipe.tensors:
         made.verdicts("", [{"text": reason, "href": losses or None} for reason in reasons])
         return heading
@@ -159,8 +156,6 @@ def _heat(made: Page, recipe: Rehearsed) -> str:
 
 def _ranges(made: Page, recipe: Rehearsed) -> str:
     """One chart for each side: where the rows' amaxes lie in the format's range."""
-    import math
-
     first = ""
     for side, word in SIDES.items():
         rows = [row for row in recipe.tensors if row["side"] == side]

@@ -1,5 +1,5 @@
-"""The result of a rehearsal: per recipe its losses, its tensors' statistics and a plain verdict. Data, JSON and tables; pictures are in
-`plots` and `page`."""
+"""The result of a rehearsal: per recipe its losses, its tensors' statistics and a plain verdict. Data, JSON and tables; the charts are in
+`page`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from mpbridge.training.rehearse.measure import OWN_ERROR, RecipeMeasurement
 
 SCHEMA = 1
 RehearsalVerdict = Literal["high precision", "sound", "look closer", "damage", "failed"]
+TONES: Mapping[str, str] = {"look closer": "warn", "damage": "bad", "failed": "bad"}
+"""Verdict -> how it is marked; the others are not."""
 TensorSummary = Mapping[str, Any]
 """A tensor's summary: what mpbridge.numerics's Track.summary returns."""
 
@@ -132,8 +134,8 @@ class Rehearsal:
             (recipe.recipe, word, *overall(recipe), reasons[0])
             for recipe, (word, reasons) in zip(self.recipes, words, strict=True)
         ]
-        tones = [{"damage": "bad", "failed": "bad", "look closer": "warn"}.get(word, "") for word, _ in words]
-        columns = ("recipe", "verdict", "row error", "flushed", "saturated", "SQNR dB", "why")
+        tones = [TONES.get(word, "") for word, _ in words]
+        columns = ("recipe", "verdict", *OVERALL, "why")
         return table(self.title, columns, rows, tones=tones, note=NO_RANKING).html()
 
     def as_data(self) -> dict[str, Any]:
@@ -217,25 +219,13 @@ def place(row: TensorSummary) -> tuple[str, str]:
 
 def tables(rehearsal: Rehearsal) -> list[Table]:
     """For the terminal: one row per recipe, then the worst tensors of each."""
-    columns = (
-        "recipe",
-        "verdict",
-        "loss",
-        "gradient error",
-        "bias",
-        "noise",
-        "row error",
-        "flushed",
-        "saturated",
-        "SQNR dB",
-        "s",
-    )
+    columns = ("recipe", "verdict", "loss", "gradient error", "bias", "noise", *OVERALL, "s")
     rows, tones = [], []
     for recipe in rehearsal.recipes:
         word, _ = recipe.verdict()
         loss = f"{recipe.losses[-1]:.4f}" if recipe.losses else ""
         rows.append((recipe.recipe, word, loss, *gradients(recipe), *overall(recipe), f"{recipe.seconds:.0f}"))
-        tones.append({"damage": "bad", "failed": "bad", "look closer": "warn"}.get(word, ""))
+        tones.append(TONES.get(word, ""))
     found = [table(rehearsal.title, columns, rows, right=columns[2:], tones=tones)]
     for recipe in rehearsal.recipes:
         if recipe.tensors:
@@ -259,8 +249,11 @@ def gradients(recipe: Rehearsed) -> tuple[str, str, str]:
     return f"{one.error:.3f}", f"{one.bias:.3f}", f"{one.noise:.3f}"
 
 
+OVERALL = ("row error", "flushed", "saturated", "SQNR dB")
+
+
 def overall(recipe: Rehearsed) -> tuple[str, str, str, str]:
-    """Largest row error, flushed and saturated share, and lowest SQNR of any tensor, as text."""
+    """OVERALL as text: largest row error, flushed and saturated share, and lowest SQNR of any tensor."""
     if not recipe.tensors:
         return "", "", "", ""
     top = {name: max((row[name] or 0.0) for row in recipe.tensors) for name in ("row_error", "flushed", "saturated")}

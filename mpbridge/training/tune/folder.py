@@ -14,10 +14,10 @@ from mpbridge.common.files import text_of
 from mpbridge.common.shipped import install
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.settings.huggingface.folder import read_config, read_json_file, tensors
-from mpbridge.training.tune.budget import Budget
+from mpbridge.training.tune.costs import Budget
+from mpbridge.training.tune.expressible import Where
 from mpbridge.training.tune.module import aimed, tune_module
 from mpbridge.training.tune.tuning import Tuned, refuse_bad
-from mpbridge.training.tune.where import Where
 
 TOKENIZER = "tokenizer_config.json"
 

@@ -16,13 +16,11 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.precision.registry import FOREIGN, get_mixed_precision_config
-from mpbridge.training.tune.budget import Budget, budget_of
-from mpbridge.training.tune.costs import Pricing
-from mpbridge.training.tune.evidence import evidence
-from mpbridge.training.tune.sayable import runnable
+from mpbridge.training.tune.costs import Budget, Pricing, budget_of
+from mpbridge.training.tune.expressible import Where, default_levels, natural, runnable
+from mpbridge.training.tune.report import evidence
 from mpbridge.training.tune.subject import ModuleSubject
 from mpbridge.training.tune.tuning import ENOUGH, FEWEST, Tuned, TuningRequest, levels_of, prepared, tuned
-from mpbridge.training.tune.where import Where, default_levels, natural
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 

@@ -24,13 +24,11 @@ from mpbridge.training.checkpoint.io import load_weights
 from mpbridge.training.data.batches import Feed
 from mpbridge.training.machine import data_parallel, process_group, process_settings
 from mpbridge.training.metrics import Counters
-from mpbridge.training.tune.budget import Budget
-from mpbridge.training.tune.costs import Pricing
-from mpbridge.training.tune.evidence import evidence
-from mpbridge.training.tune.sayable import runnable, sayable
+from mpbridge.training.tune.costs import Budget, Pricing
+from mpbridge.training.tune.expressible import Where, default_levels, expressible, natural, runnable
+from mpbridge.training.tune.report import evidence
 from mpbridge.training.tune.subject import EngineSubject
 from mpbridge.training.tune.tuning import Tuned, TuningRequest, levels_of, prepared, refuse_bad, tuned
-from mpbridge.training.tune.where import Where, default_levels, natural
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
@@ -76,7 +74,7 @@ def _request(container: ConfigContainer, run: Run, levels: Sequence[str] | None,
         levels_of(words, config), base, machine=where.machine, versions=where.versions, asked=levels is not None
     )
     priced = container.resolved(dist.get_world_size(), machine=target, versions=where.versions, training=False)
-    found, notes = sayable(
+    found, notes = expressible(
         found, base, run=priced.facts if where.machine else None, stack=where.stack, asked=levels is not None
     )
     return TuningRequest(

@@ -16,17 +16,24 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.precision.resolve import resolve
-from mpbridge.training.tune import arms
-from mpbridge.training.tune.budget import Budget
-from mpbridge.training.tune.costs import Costs, Pricing, bytes_of, seconds
-from mpbridge.training.tune.damage import damages, joint, rank_correlation
+from mpbridge.training.tune.choices import (
+    ALL_LOW,
+    KINDS,
+    TAIL,
+    TUNED,
+    at_random,
+    base_of,
+    configured,
+    kinds,
+    least,
+    tail,
+    uniform,
+)
+from mpbridge.training.tune.costs import Budget, Costs, Pricing, bytes_of, seconds
 from mpbridge.training.tune.decision_units import LOW, DecisionUnit, TunedLinear, by_kind, units
-from mpbridge.training.tune.knapsack import least
-from mpbridge.training.tune.proof import GradientError, prove
-from mpbridge.training.tune.proposal import base_of, configured
-from mpbridge.training.tune.scores import Scorer, Scores, merged
+from mpbridge.training.tune.proof import GradientError, TuningVerdict, judged, prove
+from mpbridge.training.tune.scores import Scorer, Scores, damages, joint, merged, rank_correlation
 from mpbridge.training.tune.subject import Subject, high_precision
-from mpbridge.training.tune.verdict import TuningVerdict, judged
 
 FEWEST, ENOUGH = 4, 8
 """Scoring batches: fewer than the first are refused, fewer than the second get a note."""
@@ -223,9 +230,9 @@ class _Choice:
             costs, self.floor = bytes_of(self.units, self.levels, self.policy, asked.run)
             return costs
         costs = self._seconds(self.pricing)
-        if self.pricing.basis == "predicted" and self._total(costs, arms.ALL_LOW) >= self._total(costs, asked.high):
+        if self.pricing.basis == "predicted" and self._total(costs, ALL_LOW) >= self._total(costs, asked.high):
             self.notes.append(
-                f"predicted for {self.pricing.machine.name}, GEMMs and casts of these sizes take {self._total(costs, arms.ALL_LOW) * 1e3:.3g} ms all low and "
+                f"predicted for {self.pricing.machine.name}, GEMMs and casts of these sizes take {self._total(costs, ALL_LOW) * 1e3:.3g} ms all low and "
                 f"{self._total(costs, asked.high) * 1e3:.3g} ms in {asked.high}: the low format saves no time here, so peak rates price the choice, as for a larger model"
             )
             self.pricing = dataclasses.replace(self.pricing, basis="peaks")
@@ -236,8 +243,8 @@ class _Choice:
         return seconds(self.units, self.levels, self.policy, pricing, self.asked.run, self.heard.shapes)
 
     def _total(self, costs: Costs, name: str) -> float:
-        level = LOW if name == arms.ALL_LOW else name
-        choice = arms.uniform(self.units, self.options, level, self.asked.high)
+        level = LOW if name == ALL_LOW else name
+        choice = uniform(self.units, self.options, level, self.asked.high)
         return math.fsum(cost[choice[unit.name]] for unit, cost in zip(self.units, costs, strict=True))
 
     def spent(self, choice: Mapping[str, str]) -> float:
@@ -248,15 +255,15 @@ class _Choice:
         """The cost in the budget's terms: relative to all low, or bytes of the fullest rank."""
         if self.asked.budget.what == "memory":
             return self.floor + self.spent(choice)
-        return self.spent(choice) / self._total(self.costs, arms.ALL_LOW)
+        return self.spent(choice) / self._total(self.costs, ALL_LOW)
 
     def limit(self) -> float:
         """The budget in the knapsack's units. Raises BadValue for one that nothing or everything meets."""
         budget, high = self.asked.budget, self.asked.high
         if budget.what == "tail":
-            return self.spent(arms.tail(self.units, self.options, high))
+            return self.spent(tail(self.units, self.options, high))
         if budget.what == "gradient-error":
-            damage = math.sqrt(self.damage(arms.uniform(self.units, self.options, LOW, high)))
+            damage = math.sqrt(self.damage(uniform(self.units, self.options, LOW, high)))
             if budget.value >= damage:
                 raise BadValue(
                     f"--budget {budget}: all low already has an expected error of {damage:.3g}, so everything meets it: use the recipe as it is, or a smaller error"
@@ -265,9 +272,9 @@ class _Choice:
         least_cost = math.fsum(
             min(cost[name] for name in mine) for cost, mine in zip(self.costs, self.options, strict=True)
         )
-        most = self.spent(arms.uniform(self.units, self.options, high, high))
+        most = self.spent(uniform(self.units, self.options, high, high))
         time = budget.what == "time"
-        limit = budget.value * self._total(self.costs, arms.ALL_LOW) if time else budget.value - self.floor
+        limit = budget.value * self._total(self.costs, ALL_LOW) if time else budget.value - self.floor
         if limit < least_cost * (1 - 1e-9):
             raise BadValue(
                 f"--budget {budget}: nothing meets it; the cheapest choice costs {self._words(least_cost)}: use a larger budget"
@@ -281,7 +288,7 @@ class _Choice:
     def _words(self, cost: float) -> str:
         if self.asked.budget.what == "memory":
             return size(self.floor + cost)
-        return f"{cost / self._total(self.costs, arms.ALL_LOW):.3g}"
+        return f"{cost / self._total(self.costs, ALL_LOW):.3g}"
 
     def damage(self, choice: Mapping[str, str]) -> float:
         """Expected squared relative gradient error."""
@@ -298,18 +305,18 @@ class _Choice:
             self._refuse_all_high()
         mine = {unit.name: level for unit, level in zip(self.units, picked, strict=True)}
         found = {
-            arms.TUNED: mine,
-            arms.ALL_LOW: arms.uniform(self.units, self.options, LOW, asked.high),
-            f"{arms.TAIL} {asked.high}": arms.tail(self.units, self.options, asked.high),
+            TUNED: mine,
+            ALL_LOW: uniform(self.units, self.options, LOW, asked.high),
+            f"{TAIL} {asked.high}": tail(self.units, self.options, asked.high),
         }
-        whole = arms.kinds(self.units, self.options, self.costs, limit, swapped)
+        whole = kinds(self.units, self.options, self.costs, limit, swapped)
         if whole is not None:
-            found[arms.KINDS] = whole
+            found[KINDS] = whole
         for name, quant in asked.levels.items():
             if quant is not None:
-                found[f"all {name}"] = arms.uniform(self.units, self.options, name, asked.high)
+                found[f"all {name}"] = uniform(self.units, self.options, name, asked.high)
         for number in range(RANDOM):
-            found[f"random {number + 1}"] = arms.at_random(
+            found[f"random {number + 1}"] = at_random(
                 self.units, self.options, self.costs, self.spent(mine), asked.seed + number
             )
         return found
@@ -338,8 +345,8 @@ class _Choice:
         if asked.batches < ENOUGH:
             self.notes.append(f"{asked.batches} batches: {ENOUGH} rank better")
         return Tuned(
-            config=recipes[arms.TUNED],
-            choice=choices[arms.TUNED],
+            config=recipes[TUNED],
+            choice=choices[TUNED],
             units=self.units,
             options=self.options,
             costs=self.costs,
@@ -348,8 +355,8 @@ class _Choice:
             recipes=recipes,
             agreement=agreement,
             pooled=pooled,
-            predicted=math.sqrt(self.damage(choices[arms.TUNED])),
-            verdict=judged(proof, spent, {name: choices[name] == choices[arms.TUNED] for name in choices}),
+            predicted=math.sqrt(self.damage(choices[TUNED])),
+            verdict=judged(proof, spent, {name: choices[name] == choices[TUNED] for name in choices}),
             notes=self.notes,
             asked=dataclasses.replace(asked, pricing=self.pricing),
         )

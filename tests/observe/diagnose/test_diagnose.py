@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ class Written:
         for row in self.rows:
             if row["iteration"] in steps:
                 row["loss"] += by
+
+    def change(self, table: str, begin: int, names: Sequence[Any], values: dict[str, Any]) -> None:
+        """Changes rows from a step on. names: linears, parameters with or without '.weight', or (linear, side)."""
+        wanted = {one.removesuffix(".weight") if isinstance(one, str) else one for one in names}
+        for (step, name, *side), row in getattr(self, table).items():
+            if step >= begin and ((name, *side) if side else name.removesuffix(".weight")) in wanted:
+                row |= values
 
     def write(self) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -182,8 +190,7 @@ def test_a_row_of_a_matrix_is_a_channel_and_one_element_is_a_flipped_bit(run: Wr
 
 
 def test_a_scale_that_is_off_and_scales_that_stand_still(run: Written) -> None:
-    for step in run.steps[6:]:
-        run.operands[step, LAYERS[2], "x"] |= {"scale": 448 / 2.2 * 2**9, "staleness": -9.0, "saturated": 0.9}
+    run.change("operands", 35, [(LAYERS[2], "x")], {"scale": 448 / 2.2 * 2**9, "staleness": -9.0, "saturated": 0.9})
     found = run.diagnosed()
     assert first(found) == "wrong-scale"
     assert found.suspects[0].tensors == [f"{LAYERS[2]} x (row)"]
@@ -197,29 +204,25 @@ def test_a_scale_that_is_off_and_scales_that_stand_still(run: Written) -> None:
 def test_a_history_that_remembers_a_spike_is_no_wrong_scale(run: Written) -> None:
     spiked = LAYERS[1], "dy"
     run.operands[25, *spiked] |= {"amax": 2.0 * 2**9}
-    for step in (step for step in run.steps if step > 25):
-        run.operands[step, *spiked] |= {"scale": 448 / 2.0 / 2**9, "staleness": 9.0}
+    run.change("operands", 26, [spiked], {"scale": 448 / 2.0 / 2**9, "staleness": 9.0})
     assert run.diagnosed().healthy
     run.operands[25, *spiked] |= {"amax": 2.0}  # the spike fell between two measurements
     assert run.diagnosed().healthy
     run.loss(range(31, 61), 2.0)
     assert first(run.diagnosed()) == "wrong-scale", "where the run suffers, it is named"
-    for step in (step for step in run.steps if step > 25):
-        run.operands[step, *spiked] |= {"scale": 448 / 2.0 / 2**14, "staleness": 14.0}
+    run.change("operands", 26, [spiked], {"scale": 448 / 2.0 / 2**14, "staleness": 14.0})
     run.loss(range(31, 61), -2.0)
     assert first(run.diagnosed()) == "wrong-scale", "no spike explains so much"
 
 
 def test_a_spike_of_the_gradients_between_two_measurements_hides_no_wrong_scale(run: Written) -> None:
     run.rows[22]["grad_norm"] = 40.0
-    for step in (step for step in run.steps if step > 23):
-        run.operands[step, LAYERS[1], "dy"] |= {"scale": 448 / 2.0 / 2**8.8, "staleness": 8.8}
+    run.change("operands", 24, [(LAYERS[1], "dy")], {"scale": 448 / 2.0 / 2**8.8, "staleness": 8.8})
     run.loss(range(41, 61), 2.0)
     found = run.diagnosed()
     assert found.suspects == [], "the history remembers the spike, and the loss jumps long after it"
     assert [one.number for one in found.onsets] == ["loss"], "what was over at once is no beginning"
-    for step in (step for step in run.steps if step > 42):
-        run.operands[step, LAYERS[1], "dy"] |= {"scale": 448 / 2.0 / 2**23, "staleness": 23.0}
+    run.change("operands", 43, [(LAYERS[1], "dy")], {"scale": 448 / 2.0 / 2**23, "staleness": 23.0})
     found = run.diagnosed()
     assert (first(found), found.suspects[0].step) == ("wrong-scale", 45)
 
@@ -253,15 +256,12 @@ def test_an_outlier_channel_and_a_flipped_bit(run: Written) -> None:
     assert first(found) == "outlier-channel"
     assert "channel 3" in found.suspects[0].sentence
     bit = Written(run.folder.parent / "bit")
-    for step in bit.steps[6:]:
-        bit.weights[step, f"{LAYERS[1]}.weight"] |= {"amax": 1e4, "rms": 5.0}
+    bit.change("weights", 35, [LAYERS[1]], {"amax": 1e4, "rms": 5.0})
     assert first(bit.diagnosed()) == "weight-corrupted"
 
 
 def test_main_weights_that_do_not_reach_the_model(run: Written) -> None:
-    for step in run.steps[6:]:
-        for name in LAYERS:
-            run.weights[step, f"{name}.weight"] |= {"main_gap": 0.9}
+    run.change("weights", 35, LAYERS, {"main_gap": 0.9})
     found = run.diagnosed()
     assert first(found) == "lost-main-weights"
     assert found.suspects[0].step == 35
@@ -270,9 +270,7 @@ def test_main_weights_that_do_not_reach_the_model(run: Written) -> None:
 def test_nan_out_of_nowhere_names_the_first_input(run: Written) -> None:
     for row in run.rows[29:]:
         row |= {"loss": math.nan, "grad_norm": None, "applied": False, "nonfinite_steps": row["iteration"] - 29}
-    for step in run.steps[6:]:
-        for name in LAYERS[2:]:
-            run.linears[step, name] |= {"x_amax": math.nan}
+    run.change("linears", 35, LAYERS[2:], {"x_amax": math.nan})
     found = run.diagnosed()
     assert first(found) == "nan-source"
     assert found.suspects[0].step == 30
@@ -297,9 +295,7 @@ def test_updates_of_the_size_of_the_weights(run: Written) -> None:
     for row in run.rows:
         row["lr"] = min(0.3, 0.015 * row["iteration"])
     run.loss(range(18, 61), 2.0)
-    for step in run.steps[3:]:
-        for name in LAYERS:
-            run.weights[step, f"{name}.weight"] |= {"rms": 0.5, "amax": 2.0}
+    run.change("weights", 20, LAYERS, {"rms": 0.5, "amax": 2.0})
     assert first(run.diagnosed()) == "rate-too-high"
 
 
@@ -350,9 +346,7 @@ def test_a_peak_is_only_said_of_a_warm_up_that_ended(run: Written) -> None:
 
 def test_second_moments_that_are_gone(run: Written) -> None:
     run.loss(range(34, 61), 2.0)
-    for step in run.steps[6:]:
-        for name in LAYERS:
-            run.weights[step, f"{name}.weight"] |= {"exp_avg_sq_mean": 1e-9}
+    run.change("weights", 35, LAYERS, {"exp_avg_sq_mean": 1e-9})
     assert first(run.diagnosed()) == "moments-lost"
 
 
@@ -401,8 +395,7 @@ def test_of_wrong_scales_the_one_whose_tensor_did_not_change_is_named(run: Writt
     run.rows[19]["grad_norm"] = 30.0
     for name in LAYERS[:2]:  # gradients that outran their history, and were back at the next measurement
         run.operands[20, name, "dy"]["staleness"] = -4.0
-    for step in (step for step in run.steps if step >= 45):
-        run.operands[step, LAYERS[0], "w"] |= {"staleness": 17.0, "scale": 1e-2}
+    run.change("operands", 45, [(LAYERS[0], "w")], {"staleness": 17.0, "scale": 1e-2})
     found = run.diagnosed().suspects[0]
     assert (found.cause, found.step, found.score) == ("wrong-scale", 45, 0.97)
     assert found.tensors == [f"{LAYERS[0]} w (row)"]
@@ -425,11 +418,9 @@ def test_moments_that_the_run_itself_missed_behind_a_resume(run: Written) -> Non
 
 def test_many_weights_that_no_update_can_have_moved(run: Written) -> None:
     run.loss(range(38, 61), 2.0)
-    for step in (step for step in run.steps if step >= 40):
-        for name in LAYERS[:3]:
-            run.weights[step, f"{name}.weight"] |= {
-                "rms": 0.045
-            }  # at a rate of 0.001 five updates move an element by about 0.005
+    run.change(
+        "weights", 40, LAYERS[:3], {"rms": 0.045}
+    )  # at a rate of 0.001 five updates move an element by about 0.005
     found = run.diagnosed()
     assert (first(found), found.suspects[0].step) == ("weight-corrupted", 40)
     assert found.suspects[0].evidence[0] == f"step 40: {LAYERS[0]}.weight: RMS 0.027 -> 0.045"
@@ -440,25 +431,19 @@ def test_many_weights_that_no_update_can_have_moved(run: Written) -> None:
 
 def test_weights_that_fell_to_nothing(run: Written) -> None:
     run.loss(range(38, 61), 2.0)
-    for step in (step for step in run.steps if step >= 40):
-        for name in LAYERS[:3]:
-            run.weights[step, f"{name}.weight"] |= {"rms": 0.0, "amax": 0.0}
+    run.change("weights", 40, LAYERS[:3], {"rms": 0.0, "amax": 0.0})
     assert first(run.diagnosed()) == "weight-corrupted"
 
 
 def test_weights_that_grew_long_before_a_spike_accuse_no_moments(run: Written) -> None:
     run.rows[17]["grad_norm"] = 20.0
-    for step in (step for step in run.steps if step >= 10):
-        for name in LAYERS:
-            run.weights[step, f"{name}.weight"] |= {"rms": 0.038}
+    run.change("weights", 10, LAYERS, {"rms": 0.038})
     assert first(run.diagnosed()) is None
     run.rows[17]["grad_norm"], run.rows[10]["grad_norm"] = 1.0, 20.0
     assert first(run.diagnosed()) == "weight-corrupted", (
         "at once, while the moments are in proportion: no update did it"
     )
-    for step in (step for step in run.steps if step >= 10):
-        for name in LAYERS:
-            run.weights[step, f"{name}.weight"] |= {"exp_avg_rms": 1.5e-3}
+    run.change("weights", 10, LAYERS, {"exp_avg_rms": 1.5e-3})
     assert first(run.diagnosed()) == "moments-lost", "right behind the update that moved them"
 
 
@@ -577,8 +562,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_another_run_beside_it_says_where_they_part(run: Written) -> None:
     other = Written(run.folder.parent / "other").write()
     run.loss(range(30, 61), 2.0)
-    for step in run.steps[6:]:
-        run.linears[step, LAYERS[0]] |= {"x_amax": 50.0}
+    run.change("linears", 35, [LAYERS[0]], {"x_amax": 50.0})
     found = diagnose(run.write(), other)
     text = "\n".join(found.against)
     assert "step 30: loss" in text
@@ -683,8 +667,7 @@ def test_a_deep_models_page_has_a_heat_map_and_experts_in_their_order(tmp_path: 
 
 
 def test_the_page_links_the_verdict_to_its_plot(run: Written, tmp_path: Path) -> None:
-    for step in run.steps[6:]:
-        run.operands[step, LAYERS[2], "x"] |= {"scale": 448 / 2.2 * 2**9, "staleness": -9.0, "saturated": 0.9}
+    run.change("operands", 35, [(LAYERS[2], "x")], {"scale": 448 / 2.2 * 2**9, "staleness": -9.0, "saturated": 0.9})
     assert main(["diagnose", str(run.write()), "--out", str(tmp_path / "page.html")]) == 1
     text = (tmp_path / "page.html").read_text()
     data = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])

@@ -82,25 +82,19 @@ def test_every_default_recipe_observes_tensors_of_odd_sizes() -> None:
     assert all(recipe.failure is None for recipe in found.recipes)
 
 
-@pytest.mark.parametrize(
-    ("name", "side"),
-    [
-        ("layers.0.weight", "w"),
-        ("grad_output", "dy"),
-        ("fc1.weight.grad", "dy"),
-        ("hidden_states", "x"),
-        ("mlp.kernel", "w"),
-        ("window", "x"),
-    ],
-)
-def test_names_say_what_a_tensor_is(name: str, side: str) -> None:
-    assert side_of(name) == side
+def test_names_say_what_a_tensor_is() -> None:
+    sides = {"layers.0.weight": "w", "grad_output": "dy", "fc1.weight.grad": "dy", "hidden_states": "x", "mlp.kernel": "w", "window": "x"}  # fmt: skip
+    assert {name: side_of(name) for name in sides} == sides
 
 
 def test_tensor_files_are_read_without_running_code(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
     tensors = outliers()
     torch.save({"model": tensors, "step": 3, "vector": torch.ones(4)}, tmp_path / "a.pt")
     assert sorted(read_tensors(tmp_path / "a.pt")) == sorted(f"model.{name}" for name in tensors)
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert sorted(read_tensors(tmp_path / "a.safetensors")) == sorted(tensors)
     (tmp_path / "b.pt").write_bytes(b"no tensors")
     with pytest.raises(DataError, match=r"b\.pt cannot be read"):
         read_tensors(tmp_path / "b.pt")
@@ -133,13 +127,6 @@ def test_tensors_of_any_floating_dtype_are_observed(tmp_path: Path) -> None:
     assert by_name["fp64"] == by_name["parameter"] == pytest.approx(0.0265, rel=0.1)
     assert by_name["fp8"] < 0.005  # its values are codes already, but for those that another scale makes subnormal
     assert by_name["tiny"] == 1.0
-
-
-def test_safetensors_are_read(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(outliers(), tmp_path / "a.safetensors")
-    assert sorted(read_tensors(tmp_path / "a.safetensors")) == sorted(outliers())
 
 
 def test_a_foreign_module_is_rehearsed_on_copies() -> None:
@@ -184,30 +171,13 @@ def corpus(tmp_path: Path) -> list[str]:
     return [f"data.corpus={text}", f"data.cache_dir={tmp_path / 'cache'}", "data.split='98,1,1'"]
 
 
-def test_the_command_writes_report_pictures_and_page(
+def test_the_command_writes_report_and_page(
     tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     recipes = f"bf16_mixed,{CURRENT},{DELAYED}"
-    assert (
-        main(
-            [
-                "rehearse",
-                "--suggest",
-                "--recipes",
-                recipes,
-                "--steps",
-                "3",
-                "--every",
-                "1",
-                "--out",
-                str(out),
-                *TINY,
-                *corpus,
-            ]
-        )
-        == 0
-    )
+    command = ["rehearse", *f"--suggest --recipes {recipes} --steps 3 --every 1".split(), "--out", str(out)]
+    assert main([*command, *TINY, *corpus]) == 0
     printed = capsys.readouterr().out
     assert "do not rank recipes" in printed
     assert printed.count("accumulation order") == 1
@@ -238,12 +208,6 @@ def test_the_command_writes_report_pictures_and_page(
     assert any(row["staleness"] is not None for row in by_name[DELAYED]["tensors"])
     assert len(by_name[DELAYED]["worst"]) == 10
     assert any("accumulation order" in note for note in by_name[CURRENT]["notes"])
-    assert {p.name for p in out.glob("*.png")} >= {
-        "losses.png",
-        f"errors_{CURRENT}.png",
-        f"ranges_{DELAYED}.png",
-        f"amax_{CURRENT}.png",
-    }
     page = (out / "index.html").read_text()
     assert not re.search(r"""(src|href)=["']?[a-z]+:|url\(|@import|fetch\(|XMLHttpRequest|import\(""", page), (
         "it loads nothing"
@@ -281,19 +245,8 @@ def test_two_pipeline_stages_are_one_report(tmp_path: Path, corpus: list[str]) -
     split = ["model.num_layers=2", "parallel.pipeline_model_parallel_size=2"]
     settings = [one for one in [*TINY, *corpus] if not one.startswith("model.num_layers")]
     out = tmp_path / "out"
-    said = start(
-        2,
-        str(ROOT / "mpbridge" / "__main__.py"),
-        "rehearse",
-        "--recipes",
-        MXFP8,
-        "--steps",
-        "1",
-        "--out",
-        str(out),
-        *settings,
-        *split,
-    )
+    command = ["rehearse", *f"--recipes {MXFP8} --steps 1".split(), "--out", str(out)]
+    said = start(2, str(ROOT / "mpbridge" / "__main__.py"), *command, *settings, *split)
     assert said.count(f"{MXFP8}: sound (") == 1
     (recipe,) = json.loads((out / "report.json").read_text())["recipes"]
     assert sorted(recipe["layers"]) == ["0", "1"]
@@ -303,20 +256,8 @@ def test_two_pipeline_stages_are_one_report(tmp_path: Path, corpus: list[str]) -
 def test_the_command_observes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(outliers(), tmp_path / "tensors.pt")
     out = tmp_path / "out"
-    assert (
-        main(
-            [
-                "rehearse",
-                "--tensors",
-                str(tmp_path / "tensors.pt"),
-                "--recipes",
-                f"{CURRENT},{MXFP8}",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    given = ["--tensors", str(tmp_path / "tensors.pt"), "--recipes", f"{CURRENT},{MXFP8}"]
+    assert main(["rehearse", *given, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "damage" in printed
     page = (out / "index.html").read_text()
@@ -328,14 +269,12 @@ def test_a_recipe_that_cannot_run_is_reported_beside_the_others(
     tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = [*TINY, *corpus, "model.ffn_hidden_size=80"]
-    assert (
-        main(["rehearse", "--recipes", f"bf16_mixed,{MXFP8}", "--steps", "1", "--out", str(tmp_path / "out"), *odd])
-        == 0
-    )
+    rest = ["--steps", "1", "--out", str(tmp_path / "out"), *odd]
+    assert main(["rehearse", "--recipes", f"bf16_mixed,{MXFP8}", *rest]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["recipes"][1]["verdict"]["word"] == "failed"
     assert "80" in report["recipes"][1]["failure"]
-    assert main(["rehearse", "--recipes", MXFP8, "--steps", "1", "--out", str(tmp_path / "out"), *odd]) == 1
+    assert main(["rehearse", "--recipes", MXFP8, *rest]) == 1
     capsys.readouterr()
 
 

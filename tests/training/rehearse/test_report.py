@@ -1,4 +1,4 @@
-"""Verdicts of a rehearsal: each limit on its own, and what is said about it."""
+"""Verdicts of a rehearsal, with figures made by hand: each limit on its own, gradients and products before operands, and what is said about it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,19 @@ from typing import Any
 
 import pytest
 
+from mpbridge.training.rehearse.measure import ProductErrors, RecipeMeasurement
 from mpbridge.training.rehearse.page import page
 from mpbridge.training.rehearse.report import NO_RANKING, Rehearsal, Rehearsed, by_layer, complaints, tables
+from mpbridge.training.tune.proof import GradientError
 
 
 def row(**changes: Any) -> dict[str, Any]:
     """A tensor with nothing wrong."""
+    slot = "decoder.layers.1.mlp.linear_fc1"
     harmless: dict[str, Any] = {
-        "tensor": "decoder.layers.1.mlp.linear_fc1.x",
-        "slot": "decoder.layers.1.mlp.linear_fc1",
-        "side": "x",
-        "copy": "row",
-        "gemms": ["fprop"],
-        "format": "e4m3",
-        "scaling": "mxfp8",
-        "samples": 1,
-        "relative_error": 0.026,
-        "row_error": 0.026,
-        "flushed": 0.0,
-        "saturated": 0.0,
-        "sqnr": 31.0,
-        "nonfinite": 0,
-        "staleness": None,
-        "amax": [[1, 3.0]],
-        "ranges": [0] * 49,
-    }
+        "tensor": f"{slot}.x", "slot": slot, "side": "x", "copy": "row", "gemms": ["fprop"], "format": "e4m3", "scaling": "mxfp8", "samples": 1, "relative_error": 0.026,
+        "row_error": 0.026, "flushed": 0.0, "saturated": 0.0, "sqnr": 31.0, "nonfinite": 0, "staleness": None, "amax": [[1, 3.0]], "ranges": [0] * 49,
+    }  # fmt: skip
     return harmless | changes
 
 
@@ -125,3 +113,41 @@ def test_tables_and_page_take_every_kind_of_recipe_and_escape_names() -> None:
     assert [block["title"] for block in found["blocks"] if block["kind"] == "heading"] == ["<b>", "x"]
     assert "because <i>" in data
     assert "<title>A &amp; B</title>" in html
+
+
+# --- gradients and products -------------------------------------------------------------------------------------------------------------
+def product(excess: float) -> ProductErrors:
+    return ProductErrors(
+        linear="decoder.layers.3.mlp.linear_fc2", errors={"fprop": 0.4, "dgrad": 0.1, "wgrad": 0.1}, excess=excess
+    )
+
+
+def measured(noise: float, bias: float, *products: ProductErrors) -> RecipeMeasurement:
+    error = (noise**2 + bias**2) ** 0.5
+    return RecipeMeasurement(
+        gradient=GradientError(errors=[error, error], gaps=[0.0, 0.0], bias=bias, noise=noise), products=list(products)
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "word", "says"),
+    [
+        (measured(0.2, 0.1), "sound", "below 1/sqrt 3"),
+        (measured(0.58, 0.1), "damage", "larger global batch averages noise out"),
+        (measured(0.2, 0.58), "damage", "a larger batch does not average bias out"),
+        (measured(0.2, 0.1, product(2.5)), "look closer", "1 of 1 linears"),
+        (measured(0.2, 0.1, product(1.5)), "sound", "below"),
+    ],
+)
+def test_the_verdict_is_about_gradients_then_products(found: RecipeMeasurement, word: str, says: str) -> None:
+    assert found.verdict()[0] == word
+    assert says in " ".join(found.verdict()[1])
+
+
+def test_operands_are_detail_where_gradients_were_measured() -> None:
+    bad = row(row_error=0.9, flushed=0.9)
+    assert Rehearsed(recipe="r", tensors=[bad]).verdict()[0] == "damage"
+    assert Rehearsed(recipe="r", tensors=[bad], measured=measured(0.2, 0.1)).verdict()[0] == "sound"
+    broken = Rehearsed(recipe="r", tensors=[row(row_error=0.9, flushed=0.9, nonfinite=3)], measured=measured(0.2, 0.1))
+    assert broken.verdict()[0] == "damage"
+    assert "3 infinities or NaN" in " ".join(broken.verdict()[1])

@@ -10,12 +10,10 @@ import pytest
 from mpbridge.common.errors import BadValue
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.training.tune.arms import at_random
-from mpbridge.training.tune.budget import budget_of
-from mpbridge.training.tune.damage import rank_correlation
+from mpbridge.training.tune.choices import at_random, base_of, configured, least
+from mpbridge.training.tune.costs import budget_of
 from mpbridge.training.tune.decision_units import LOW, DecisionUnit, TunedLinear, by_kind, units
-from mpbridge.training.tune.knapsack import least
-from mpbridge.training.tune.proposal import base_of, configured
+from mpbridge.training.tune.scores import rank_correlation
 
 LEVELS = (LOW, "mxfp8", "bf16")
 

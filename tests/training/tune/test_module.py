@@ -17,8 +17,8 @@ from mpbridge.numerics import emulate_linears
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.training.tune.decision_units import LOW
+from mpbridge.training.tune.expressible import Where
 from mpbridge.training.tune.scores import Scorer
-from mpbridge.training.tune.where import Where
 
 NVFP4 = "bf16_with_nvfp4_mixed"
 
@@ -211,103 +211,53 @@ def poisoned(number: int) -> list[torch.Tensor]:
     return some
 
 
-@pytest.mark.parametrize(
-    ("what", "error", "says"),
-    [
-        (lambda: mpbridge.emulate(torch.nn.Sequential(torch.nn.ReLU()), NVFP4), Refused, "no torch.nn.Linear"),
-        (lambda: mpbridge.tune_module(torch.nn.ReLU(), loss, batches(8), NVFP4), Refused, "no torch.nn.Linear"),
-        (
-            lambda: mpbridge.emulate(
-                torch.nn.ModuleDict(
-                    {"h": torch.nn.ModuleList([torch.nn.Conv1d(4, 4, 1)]), "head": torch.nn.Linear(32, 32)}
-                ),
-                NVFP4,
-            ),
-            Refused,
-            "no torch.nn.Linear in its layers .head lies outside of them.*Conv1d",
-        ),
-        (lambda: mpbridge.tune_module(net(), loss, batches(6), NVFP4), BadValue, "fewer than 4"),
-        (lambda: mpbridge.tune_module(net(), loss, poisoned(1), NVFP4, unseen=2), DataError, "scoring batch 2 is nan"),
-        (lambda: mpbridge.tune_module(net(), loss, poisoned(6), NVFP4, unseen=2), DataError, "unseen batch 2 is nan"),
-        (lambda: mpbridge.tune_module(net(), loss, batches(8), "bf16_mixed"), Refused, "quantizes nothing"),
-        (
-            lambda: mpbridge.tune_module(
-                torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Linear(24, 32)).bfloat16(),
-                loss,
-                batches(8),
-                NVFP4,
-            ),
-            Refused,
-            "no linear of this model can be quantized this way.*input features 24",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(), loss, batches(8), "bf16_with_fp8_delayed_scaling_mixed"),
-            Refused,
-            "no module can differ",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(), loss, batches(7), NVFP4, unseen=2, budget="time=0.5"),
-            BadValue,
-            "nothing meets it",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(), loss, batches(7), NVFP4, unseen=2, budget="time=9"),
-            BadValue,
-            "everything meets it",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(), loss, batches(7), NVFP4, unseen=2, budget="gradient-error=5"),
-            BadValue,
-            "everything meets it",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(), loss, batches(7), NVFP4, unseen=2, budget="memory=1GB"),
-            BadValue,
-            "--config",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(), lambda m, b: loss(m, b).detach(), batches(8), NVFP4),
-            BadValue,
-            "scalar tensor with its graph",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(1), loss, batches(6), NVFP4, unseen=2, budget="gradient-error=1e-9"),
-            BadValue,
-            "only bf16 for all linears meets it.*or a larger error",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(1), backward_too, batches(8), NVFP4),
-            BadValue,
-            "the step called backward itself",
-        ),
-        (lambda: mpbridge.tune_module(net(1), loss, batches(8), NVFP4, budget=1.3), BadValue, "1.3.*expected time=1.1"),
-        (
-            lambda: mpbridge.tune_module(net(1), loss, (one for one in batches(8)), NVFP4),  # type: ignore[arg-type]
-            BadValue,
-            "batches is a generator, expected a sequence",
-        ),
-        (lambda: mpbridge.tune_module(emulated(), loss, batches(8), NVFP4), Refused, "is emulated already.*detach"),
-        (lambda: mpbridge.emulate(emulated(), NVFP4), Refused, "is emulated already.*detach"),
-        (
-            lambda: mpbridge.tune_module(net(1).requires_grad_(False), loss, batches(8), NVFP4),
-            Refused,
-            "every parameter of Net is frozen",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(1), loss, batches(7), NVFP4),
-            BadValue,
-            "^7 batches, 4 of them unseen, leave 3 to score.*give 8 batches or more",
-        ),
-        (
-            lambda: mpbridge.tune_module(net(1), loss, batches(8), NVFP4, where=Where(machine=machine("h100"))),
-            Refused,
-            "the recipe does not run on H100",
-        ),
-    ],
-)
-def test_bad_input_is_a_sentence(what: Any, error: type[Exception], says: str) -> None:
+CONV = torch.nn.ModuleDict({"h": torch.nn.ModuleList([torch.nn.Conv1d(4, 4, 1)]), "head": torch.nn.Linear(32, 32)})
+NARROW = torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Linear(24, 32)).bfloat16()
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"module": torch.nn.ReLU()}, Refused, "no torch.nn.Linear"),
+    ({"module": CONV}, Refused, "no torch.nn.Linear in its layers .head lies outside of them.*Conv1d"),
+    ({"module": NARROW}, Refused, "no linear of this model can be quantized this way.*input features 24"),
+    ({"module": emulated}, Refused, "is emulated already.*detach"),
+    ({"module": lambda: net(1).requires_grad_(False)}, Refused, "every parameter of Net is frozen"),
+    ({"step": backward_too}, BadValue, "the step called backward itself"),
+    ({"step": lambda m, b: loss(m, b).detach()}, BadValue, "scalar tensor with its graph"),
+    ({"batches": batches(6), "unseen": 4}, BadValue, "fewer than 4"),
+    (
+        {"batches": batches(7), "unseen": 4},
+        BadValue,
+        "^7 batches, 4 .* unseen, leave 3 to score.*give 8 batches or more",
+    ),
+    ({"batches": poisoned(1)}, DataError, "scoring batch 2 is nan"),
+    ({"batches": poisoned(6)}, DataError, "unseen batch 2 is nan"),
+    ({"batches": iter(batches(8))}, BadValue, "batches is a list_iterator, expected a sequence"),
+    ({"recipe": "bf16_mixed"}, Refused, "quantizes nothing"),
+    ({"recipe": "bf16_with_fp8_delayed_scaling_mixed"}, Refused, "no module can differ"),
+    ({"where": Where(machine=machine("h100"))}, Refused, "the recipe does not run on H100"),
+    ({"budget": "time=0.5"}, BadValue, "nothing meets it"),
+    ({"budget": "time=9"}, BadValue, "everything meets it"),
+    ({"budget": "gradient-error=5"}, BadValue, "everything meets it"),
+    ({"budget": "gradient-error=1e-9"}, BadValue, "only bf16 for all linears meets it.*or a larger error"),
+    ({"budget": "memory=1GB"}, BadValue, "--config"),
+    ({"budget": 1.3}, BadValue, "1.3.*expected time=1.1"),
+]
+"""What differs from a call that works, the error, what it says."""
+
+
+@pytest.mark.parametrize(("changed", "error", "says"), BAD, ids=[says for _, _, says in BAD])
+def test_bad_input_is_a_sentence(changed: dict[str, Any], error: type[Exception], says: str) -> None:
+    call: dict[str, Any] = {"module": net, "step": loss, "batches": batches(7), "recipe": NVFP4, "unseen": 2} | changed
+    if not isinstance(call["module"], torch.nn.Module):
+        call["module"] = call["module"]()
     with pytest.raises(error, match=says):
-        what()
+        mpbridge.tune_module(**call)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"), [(torch.nn.ReLU, "no torch.nn.Linear"), (emulated, "is emulated already.*detach")]
+)
+def test_emulating_what_cannot_be_is_refused_alike(model: Any, says: str) -> None:
+    with pytest.raises(Refused, match=says):
+        mpbridge.emulate(model(), NVFP4)
 
 
 def test_a_format_that_overflows_is_infinitely_wrong_and_no_fault_of_the_data() -> None:

@@ -13,8 +13,8 @@ from mpbridge.common.machines import machine
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.settings.container import ConfigContainer
-from mpbridge.training.tune.proposal import base_of
-from mpbridge.training.tune.sayable import runnable, sayable
+from mpbridge.training.tune.choices import base_of
+from mpbridge.training.tune.expressible import expressible, runnable
 from mpbridge.training.tune.tuning import levels_of
 
 TINY = Path(__file__).parents[3] / "configs" / "gpt_tiny.yaml"
@@ -30,34 +30,34 @@ def asked(recipe: str, *words: str, **changes: Any) -> tuple[dict[str, Any], Mix
 
 def test_formats_by_linear_are_proposed_where_quant_recipe_and_megatron_lms_file_can_say_them() -> None:
     levels, base, run = asked("bf16_with_nvfp4_mixed", "mxfp8", "tensorwise")
-    assert sayable(levels, base, run=run, stack="megatron-lm", asked=True) == (levels, [])
+    assert expressible(levels, base, run=run, stack="megatron-lm", asked=True) == (levels, [])
 
 
 def test_weights_at_rest_in_one_format_leave_nothing_to_choose_on_a_machine() -> None:
     """megatron-core makes every weight of a layer low-precision, so no linear of it can differ; the emulation can."""
     levels, base, run = asked("bf16_with_mxfp8_mixed", fp8_param_gather=True)
     with pytest.raises(Refused, match=r"so there is nothing to choose.*stored.*fp8_param_gather=false"):
-        sayable(levels, base, run=run, stack=None, asked=False)
-    assert sayable(levels, base, run=None, stack=None, asked=False) == (levels, [])
+        expressible(levels, base, run=run, stack=None, asked=False)
+    assert expressible(levels, base, run=None, stack=None, asked=False) == (levels, [])
 
 
 @pytest.mark.parametrize("stack", ["megatron-bridge", "torchtitan", "deepspeed"])
 def test_a_stack_without_words_for_single_linears_is_named_with_its_reason(stack: str) -> None:
     levels, base, _ = asked("bf16_with_nvfp4_mixed", "mxfp8")
     with pytest.raises(Refused, match=f"nothing to choose: {stack}: self_attention.linear_proj of layers? 0"):
-        sayable(levels, base, run=None, stack=stack, asked=True)
+        expressible(levels, base, run=None, stack=stack, asked=True)
 
 
 def test_a_level_without_words_is_left_out_or_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpbridge.training.tune import sayable as room
-
-    monkeypatch.setattr(room, "_why_not", lambda word, *rest: "no word" if word == "tensorwise" else None)
+    monkeypatch.setattr(
+        "mpbridge.training.tune.expressible._why_not", lambda word, *rest: "no word" if word == "tensorwise" else None
+    )
     levels, base, _ = asked("bf16_with_nvfp4_mixed", "mxfp8", "tensorwise")
-    kept, notes = sayable(levels, base, run=None, stack="megatron-lm", asked=False)
+    kept, notes = expressible(levels, base, run=None, stack="megatron-lm", asked=False)
     assert list(kept) == ["mxfp8", "bf16"]
-    assert notes == ["level tensorwise is not proposed: no word"]
-    with pytest.raises(Refused, match="level tensorwise: no word: leave it out of --levels"):
-        sayable(levels, base, run=None, stack="megatron-lm", asked=True)
+    assert notes == ["level tensorwise is not proposed: it cannot be expressed: no word"]
+    with pytest.raises(Refused, match="level tensorwise cannot be expressed: no word: leave it out of --levels"):
+        expressible(levels, base, run=None, stack="megatron-lm", asked=True)
 
 
 def test_a_level_that_the_machine_does_not_run_is_left_out_or_refused_where_it_was_asked_for() -> None:
