@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mpbridge.observe.audit.before import Before, sampled
+from mpbridge.numerics.observation.tensors import digest, is_narrow, local
 from mpbridge.observe.audit.holdings import Held, holdings
-from mpbridge.observe.audit.stored import local
-from mpbridge.observe.audit.values import digest, is_narrow
+from mpbridge.observe.audit.snapshot import Before, sampled
 from mpbridge.observe.audit.weights import Weights
 from mpbridge.observe.witnessing.loops import Loop
 

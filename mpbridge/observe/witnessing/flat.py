@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.observe.audit.places import bare
+from mpbridge.numerics.observation.modules import bare
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.engines.shard_optimizer import placed
+from mpbridge.numerics.observation.tensors import digest, local
 from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.replicas import Copies
-from mpbridge.observe.audit.stored import local
-from mpbridge.observe.audit.values import digest
 from mpbridge.observe.witnessing.flat import FlatPiece, flat_pieces
 from mpbridge.observe.witnessing.plain import FSDP, TorchLoop, states
 

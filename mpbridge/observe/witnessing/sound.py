@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.observe.audit.findings import Finding
 from mpbridge.observe.audit.gradients import gradient_findings
+from mpbridge.observe.audit.judge import weight_findings
+from mpbridge.observe.audit.not_observable import why_unseen
 from mpbridge.observe.audit.observe import Observed
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.replicas import replica_findings
 from mpbridge.observe.audit.traffic import Traffic, traffic_findings
-from mpbridge.observe.audit.unseen import why_unseen
-from mpbridge.observe.audit.weight_findings import weight_findings
 from mpbridge.observe.witnessing.loops import Loop, Update
 
 

@@ -10,8 +10,8 @@ import torch
 
 from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.meaning import Sharded
+from mpbridge.numerics.observation.tensors import sample
 from mpbridge.observe.audit.holdings import Held
-from mpbridge.observe.audit.values import sample
 from mpbridge.observe.witnessing.deepspeed import DeepSpeedLoop
 from mpbridge.observe.witnessing.plain import DDP
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import BadValue
+from mpbridge.numerics.observation.tensors import sample
 from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.replicas import Copies
-from mpbridge.observe.audit.values import sample
 from mpbridge.observe.witnessing.deepspeed import DeepSpeedLoop
 from mpbridge.observe.witnessing.plain import FSDP, Owned
 
