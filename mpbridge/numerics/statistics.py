@@ -156,9 +156,7 @@ def look(
     lines, length = (high.shape[1], high.shape[0]) if column else (high.shape[0], high.shape[1])
     # square blocks span lines, so the whole weight is sampled
     whole = side == "w" and quantizer.shares_copies("w") and not quantizer.one_copy
-    picked = (
-        torch.arange(lines) if whole else _spread_lines(lines, max(MINIMUM, elements // max(length, 1)), high.device)
-    )
+    picked = torch.arange(lines) if whole else spread(lines, max(MINIMUM, elements // max(length, 1)), high.device)
     x, multiplier = quantizer.explain(high[:, picked] if column else high[picked], operand, gemm=gemm, side=side)
     q = (operand.values[:, picked] if column else operand.values[picked]).float()
     q = q if operand.alpha is None else q * _of_lines(operand.alpha, picked)
@@ -172,16 +170,11 @@ def look(
     x, q = torch.where(finite, x, 0.0), torch.where(finite & q.isfinite(), q, 0.0)
     scaled = (x * multiplier).abs()
     number = quantizer.format_of(side)
-    nonzero = x != 0
-    count = max(int(nonzero.sum()), 1)
-    # double precision: squares of gradients exceed fp32's range
-    signal, noise = x.double().square().sum(1), (q.double() - x.double()).square().sum(1)
-    relative = math.sqrt(float(noise.sum() / signal.sum())) if float(signal.sum()) else 0.0
-    each = (noise / signal)[signal > 0].sqrt()
+    count, relative, row, flushed = errors(x, q)
     return Sample(
         relative_error=relative,
-        row_error=float(each.median()) if each.numel() else 0.0,
-        flushed=int((nonzero & (q == 0)).sum()) / count,
+        row_error=row,
+        flushed=flushed,
         # a block whose scale vanished is flushed, regardless of how large its codes would be
         saturated=int(((scaled > number.largest * (1 + 2.0**-20)) & (q != 0)).sum()) / count,
         sqnr=-20 * math.log10(relative) if relative else math.inf,
@@ -193,6 +186,17 @@ def look(
     )
 
 
+def errors(x: torch.Tensor, q: torch.Tensor) -> tuple[int, float, float, float]:
+    """(nonzero elements of x, at least 1; |q - x| / |x|; the median over rows of the same; share of those elements that are zero in q), both finite."""
+    nonzero = x != 0
+    count = max(int(nonzero.sum()), 1)
+    # double precision: squares of gradients exceed fp32's range
+    signal, noise = x.double().square().sum(1), (q.double() - x.double()).square().sum(1)
+    relative = math.sqrt(float(noise.sum() / signal.sum())) if float(signal.sum()) else 0.0
+    each = (noise / signal)[signal > 0].sqrt()
+    return count, relative, float(each.median()) if each.numel() else 0.0, int((nonzero & (q == 0)).sum()) / count
+
+
 def _of_lines(alpha: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
     """A scalar factor, or the factors of the picked lines."""
     if alpha.dim() < 2:
@@ -200,7 +204,8 @@ def _of_lines(alpha: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
     return alpha[:, picked] if alpha.shape[0] == 1 else alpha[picked]
 
 
-def _spread_lines(count: int, wanted: int, device: torch.device) -> torch.Tensor:
+def spread(count: int, wanted: int, device: torch.device) -> torch.Tensor:
+    """Up to `wanted` positions, evenly spaced over `count`."""
     return torch.linspace(0, count - 1, min(count, wanted), device=device).round().long()
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mpbridge.backend.devices.together import on_first_rank
 from mpbridge.common.report.metrics import record
-from mpbridge.observe.audit.wire import unobserved
+from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.training.admission import beginning
 from mpbridge.training.base import Hook
 from mpbridge.training.checkpoint import io as checkpoint

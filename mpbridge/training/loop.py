@@ -20,7 +20,7 @@ from mpbridge.common.report.console import console, rank, tell
 from mpbridge.common.report.metrics import MetricsLog
 from mpbridge.common.report.progress import ProgressLine
 from mpbridge.common.tables.table import table
-from mpbridge.observe.audit.agreement import agree
+from mpbridge.observe.audit.replicas import agree
 from mpbridge.planning.estimate.flops import whole_square_flops_per_token
 from mpbridge.settings.training import microbatches, train_iters
 from mpbridge.te_cpu.context import stage_of

@@ -78,7 +78,7 @@ def _batches(rank: int) -> Any:
 
 def _live(engine: Any) -> float:
     """Bytes of this rank's roles; a tensor with two roles counts once."""
-    from mpbridge.observe.audit.stored import local, size
+    from mpbridge.numerics.observation.tensors import local, size
 
     tensors = [live for live in engine.tensors() if live.role in ROLES]
     buffers = {local(live.tensor).untyped_storage().data_ptr() for live in tensors if live.role == "grads"}

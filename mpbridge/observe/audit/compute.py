@@ -9,16 +9,11 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import DType
-from mpbridge.observe.audit.findings import Finding
-from mpbridge.observe.audit.places import is_attention, is_library, is_norm, is_rotary, is_router
+from mpbridge.numerics.observation.modules import is_attention, is_library, is_norm, is_rotary, is_router
+from mpbridge.numerics.observation.tensors import is_narrow
+from mpbridge.observe.audit.findings import Finding, joined, not_observed, offenders
 from mpbridge.observe.audit.promise import Promises
-from mpbridge.observe.audit.ranks import joined, offenders
-from mpbridge.observe.audit.values import is_narrow
 from mpbridge.observe.audit.watch import LOGITS, Watch
-
-Seen = dict[str, dict[str, list[str]]]
-"""Kind -> promised dtypes, joined by '/' -> 'place: dtype' of what was seen."""
-
 
 PlaceDtypes = tuple[str, tuple[str, ...], tuple[str, ...]]
 """(where, promised dtypes, dtypes seen)."""
@@ -118,11 +113,8 @@ def _product(
     if promises.kept_fp32(f"{path}.weight"):
         return "GEMMs", path, ("fp32",)
     if promises.gemms(path).distinct and promises.seen:
-        return (
-            "GEMMs",
-            path,
-            ("bf16", "fp32"),
-        )  # values on a narrow grid, stored in a wider dtype; `quantization` judges them
+        # values on a narrow grid, stored in a wider dtype; `quantization` judges them
+        return "GEMMs", path, ("bf16", "fp32")
     return "GEMMs", path, gemm
 
 
@@ -200,17 +192,8 @@ def _frequencies(engine: Any) -> Iterable[str]:
 
 
 ORDER = (
-    "GEMMs",
-    "outputs of linears",
-    "attention",
-    "softmax",
-    "router",
-    "residual stream",
-    "norms",
-    "rotary angles",
-    "logits",
-    "loss",
-)
+    "GEMMs", "outputs of linears", "attention", "softmax", "router", "residual stream", "norms", "rotary angles", "logits", "loss",
+)  # fmt: skip
 SUBJECTS = {"GEMMs": "compute", "outputs of linears": "compute"}
 """Kinds that share one row of the report."""
 
@@ -257,11 +240,7 @@ def _autocast(ranks: Sequence[Computed], promises: Promises) -> list[Finding]:
 
 
 def _nothing(subject: str, why: str) -> Finding:
-    return Finding(
-        subject=subject,
-        promised="as the policy says",
-        found="not observed" if why else "nothing was seen",
-        ok=False,
-        unseen=why,
-        cure="" if why else "a promise without evidence counts as broken",
-    )
+    if why:
+        return not_observed(subject, "as the policy says", why)
+    cure = "a promise without evidence counts as broken"
+    return Finding(subject=subject, promised="as the policy says", found="nothing was seen", ok=False, cure=cure)

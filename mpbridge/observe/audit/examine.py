@@ -2,34 +2,74 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from mpbridge.backend.devices.gather import from_all
-from mpbridge.observe.audit.before import Before
-from mpbridge.observe.audit.bounded import bounded
+from mpbridge.numerics.observation.modules import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
 from mpbridge.observe.audit.compute import compute_findings
-from mpbridge.observe.audit.findings import AuditStage, Finding, Report
+from mpbridge.observe.audit.findings import AuditStage, Finding, Report, not_observed
 from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
-from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings
+from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings, weight_findings
+from mpbridge.observe.audit.not_observable import FACTOR, why_unseen
 from mpbridge.observe.audit.observe import Observed, look
-from mpbridge.observe.audit.places import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
 from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import quantization_findings
 from mpbridge.observe.audit.replicas import replica_findings
+from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.traffic import traffic_findings
-from mpbridge.observe.audit.unseen import FACTOR, why_unseen
 from mpbridge.observe.audit.watch import Watch
-from mpbridge.observe.audit.weight_findings import weight_findings
 from mpbridge.planning.memory.keeps import wires
 from mpbridge.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
     from mpbridge.backend.engines.contract import Engine, StepResult
+
+BUDGET = 4_000_000
+"""Bytes that a rank may receive of data that differs between ranks: sampled gradients and amaxes. Equal data is sent once (devices.gather)."""
+_WEIGHT = 1000
+"""Bytes of one weight's samples, produced and read (audit.values.SAMPLES of each)."""
+
+
+def bounded(seen: Observed, ranks: int) -> Observed:
+    """`seen`, limited to as many followed weights as fit the budget: all of them up to some tens of ranks, one from 4,000 ranks on.
+
+    Every rank chooses the same names among those it has: the ones with the smallest checksum.
+    """
+    most = max(1, BUDGET // (ranks * _WEIGHT))
+    followed, quantized = seen.followed, seen.quantized
+    if followed is not None and len(followed.produced) > most:
+        names = chosen(followed.produced, most)
+        thin = max(1, -(-ranks * _WEIGHT // BUDGET))
+        # positions index the whole tensor, so every rank keeps the same ones, whichever shard it has
+        kept = {name: sorted(followed.produced[name])[::thin] for name in names}
+        followed = dataclasses.replace(
+            followed, produced=_part(followed.produced, kept), read=_part(followed.read, kept)
+        )
+    if quantized is not None and len(quantized.amaxes) > 2 * most:
+        names = chosen(quantized.amaxes, 2 * most)
+        quantized = dataclasses.replace(quantized, amaxes={name: quantized.amaxes[name] for name in names})
+    return dataclasses.replace(seen, followed=followed, quantized=quantized)
+
+
+def chosen(names: Collection[str], most: int) -> list[str]:
+    """At most `most` of the names; the same choice on every rank that has them."""
+    return sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))[:most]
+
+
+def _part(values: Mapping[str, dict[int, Any]], kept: Mapping[str, Collection[int]]) -> dict[str, dict[int, Any]]:
+    """The values of those names at those positions."""
+    return {
+        name: {where: values[name][where] for where in wanted if where in values[name]}
+        for name, wanted in kept.items()
+        if name in values
+    }
 
 
 def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
@@ -129,15 +169,7 @@ def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], m
     found += traffic_findings([rank.traffic for rank in ranks if rank.traffic is not None], promises)
     whose = why_unseen(engine, promises, "wire: which gradients")
     if whose:
-        found.append(
-            Finding(
-                subject="wire: which gradients",
-                promised="every parameter's",
-                found="not observed",
-                ok=False,
-                unseen=whose,
-            )
-        )
+        found.append(not_observed("wire: which gradients", "every parameter's", whose))
     quantized = [rank.quantized for rank in ranks if rank.quantized is not None]
     return found + quantization_findings(
         quantized, promises, steps=microbatches, why=why_unseen(engine, promises, "quantized GEMMs")
@@ -169,11 +201,7 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     why = why_unseen(engine, promises, "gradients")
     findings = []
     if why:
-        findings.append(
-            Finding(
-                subject="gradients", promised="reduced once, unscaled once", found="not observed", ok=False, unseen=why
-            )
-        )
+        findings.append(not_observed("gradients", "reduced once, unscaled once", why))
     else:
         findings += gradient_findings(
             followed,
@@ -200,8 +228,7 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
 def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why: str) -> list[Finding]:
     if not why:
         return scale_finding(followed, scale=scale, promised=f"{scale:g}", known=known)
-    promised = f"{scale:g}, applied" if scale != 1 else "none"
-    return [Finding(subject="loss scale", promised=promised, found="not observed", ok=False, unseen=why)]
+    return [not_observed("loss scale", f"{scale:g}, applied" if scale != 1 else "none", why)]
 
 
 def widths_of(promises: Promises) -> dict[str, str]:

@@ -1,12 +1,30 @@
-"""The audit's results: one Finding per fact, a Report for the whole run, and their table and JSON forms."""
+"""The audit's results: one Finding per fact, a Report for the whole run, and their text, table and JSON forms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpbridge.common.errors import AuditFailed
+from mpbridge.common.tables.table import Column, Table, table
+
+
+def offenders(by_rank: Sequence[Iterable[str]]) -> tuple[str, ...]:
+    """What any rank reports, in order: 'name' if every rank does, 'name (rank 1)' if some do."""
+    lists = [list(dict.fromkeys(one)) for one in by_rank]
+    everyone = set(lists[0]).intersection(*map(set, lists[1:])) if lists else set()
+    found: dict[str, None] = {}
+    for rank, names in enumerate(lists):
+        for name in names:
+            found[name if name in everyone else f"{name} (rank {rank})"] = None
+    return tuple(found)
+
+
+def joined(found: Iterable[str]) -> str:
+    """Distinct words, sorted, as 'bf16/fp32'."""
+    return "/".join(sorted(set(found))) or "nothing"
+
 
 AuditStage = Literal["static", "live"]
 SHOWN = 3
@@ -54,6 +72,33 @@ class Finding:
             | ({"cure": self.cure} if self.cure else {})
             | ({"not_observed": self.unseen} if self.unseen else {})
         )
+
+
+def judged(
+    subject: str,
+    promised: str,
+    by_rank: Sequence[Iterable[str]],
+    *,
+    found: str = "different",
+    cure: str = "",
+    **more: Any,
+) -> Finding:
+    """A fact that holds if no rank names an offender; found, cure: what to say if one does."""
+    wrong = offenders(by_rank)
+    return Finding(
+        subject=subject,
+        promised=promised,
+        found=found if wrong else promised,
+        ok=not wrong,
+        offenders=wrong,
+        cure=cure if wrong else "",
+        **more,
+    )
+
+
+def not_observed(subject: str, promised: str, why: str) -> Finding:
+    """A fact that leaves no evidence in this run."""
+    return Finding(subject=subject, promised=promised, found="not observed", ok=False, unseen=why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,3 +177,23 @@ class Report:
             "findings": [finding.as_data() for finding in self.findings],
             "parameters": [dict(layout) for layout in self.layouts],
         }
+
+
+_TONES = {"ok": "", "NO": "bad", "not observed": "warn"}
+_COLUMNS = ("what", "promised", "found", Column(name="looked at"), Column(name="memory", unit="bytes"), "")
+
+
+def audit_table(report: Report) -> Table:
+    """Promised against found, one row per fact; offenders follow in `fault_lines`."""
+    verdict = "as promised" if report.ok else f"{len(report.faults)} not as promised"
+    verdict += f", {len(report.unseen)} not observed" if report.unseen else ""
+    title = f"{report.stage} audit, {report.facts.get('engine', '')}, {report.facts.get('world_size', 1)} process(es): {verdict}"
+    rows = [(one.subject, one.promised, one.found, one.count or "", one.bytes, one.state) for one in report.findings]
+    return table(title, _COLUMNS, rows, tones=[_TONES[one.state] for one in report.findings])
+
+
+def fault_lines(report: Report) -> list[str]:
+    """One line per fault, naming its offenders."""
+    return [str(fault) for fault in report.faults] + [
+        f"{one.subject}: not observed: {one.unseen}" for one in report.unseen
+    ]

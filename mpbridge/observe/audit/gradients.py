@@ -3,18 +3,18 @@ the optimizer reads, apart from loss scale and clipping. Then it was reduced onc
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpbridge.observe.audit.findings import Finding
+from mpbridge.numerics.observation.tensors import sample
+from mpbridge.observe.audit.adapter import answer
+from mpbridge.observe.audit.findings import Finding, judged
 from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.promise import Promises
-from mpbridge.observe.audit.ranks import offenders
-from mpbridge.observe.audit.subject import answer
-from mpbridge.observe.audit.values import sample
 from mpbridge.observe.audit.watch import Watch
 
 _EXACT = 3e-5
@@ -151,18 +151,9 @@ def gradient_findings(
     if uncounted:
         wrong[0].append("no count of tokens was seen")
     promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
-    return [
-        Finding(
-            subject="gradients",
-            promised=promised,
-            found="different" if any(wrong) else "one factor, not observed" if why else promised,
-            ok=not any(wrong),
-            count=len(ratios),
-            offenders=offenders(wrong),
-            cure="find what changes them between the backward pass and the optimizer" if any(wrong) else "",
-            unseen="" if any(wrong) else why,
-        )
-    ]
+    cure = "find what changes them between the backward pass and the optimizer"
+    made = judged("gradients", promised, wrong, count=len(ratios), cure=cure)
+    return [dataclasses.replace(made, found="one factor, not observed", unseen=why) if made.ok and why else made]
 
 
 def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float]]:

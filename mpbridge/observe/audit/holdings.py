@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mpbridge.backend.megatron.inside_optimizer import shard_of
-from mpbridge.observe.audit.stored import local
-from mpbridge.observe.audit.subject import answer
+from mpbridge.numerics.observation.tensors import local
+from mpbridge.observe.audit.adapter import answer
 
 ADAMS = frozenset({"Adam", "AdamW", "FusedAdam", "CpuFusedAdam"})
 """Optimizers whose update follows from their moments: lr x m / (sqrt(v) + eps), bias-corrected."""

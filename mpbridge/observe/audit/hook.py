@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,18 +13,72 @@ import torch.distributed as dist
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import agreed
 from mpbridge.common.errors import AuditFailed
-from mpbridge.observe.audit.before import Before
-from mpbridge.observe.audit.cadence import Cadence
-from mpbridge.observe.audit.counted import Updates
+from mpbridge.numerics.observation.updates import Updates
 from mpbridge.observe.audit.examine import audit, promises_of
-from mpbridge.observe.audit.findings import Finding, Report
+from mpbridge.observe.audit.findings import Finding, Report, audit_table, fault_lines, offenders
+from mpbridge.observe.audit.flags import ScaleRule, scaler_of
 from mpbridge.observe.audit.invariants import Shape, broken, fingerprint
-from mpbridge.observe.audit.ranks import offenders
 from mpbridge.observe.audit.record import PRECISION, doubt, earlier, entry, last_good, write_section
 from mpbridge.observe.audit.replicas import copies, replica_findings
-from mpbridge.observe.audit.scaler import ScaleRule, scaler_of
-from mpbridge.observe.audit.table import audit_table, fault_lines
+from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.watch import Watch
+
+SHARE = 0.002
+"""Share of the run's time for repeated audits: 0.2 %, so that together with the invariants (0.15 to 0.25 %) they stay below 0.5 %."""
+SOONEST = 25
+"""Minimum number of steps between two audits when they are scheduled by time."""
+
+
+class Cadence:
+    """The steps that are audited. Steps are counted from 1.
+
+    every: a number of steps, or None: by time. Timings differ between ranks, so the caller makes all ranks agree on `next_by_time`.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every = every
+        self.reason = "first update"
+        """Why the next audit is due."""
+        self._pending = True
+        self._next = 0
+        self._usual = 0.0
+        self._begun = 0.0
+
+    def ask(self, reason: str) -> None:
+        """Requests an audit of the next step that applies an update, regardless of its number."""
+        self._pending, self.reason = True, reason
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is to be audited."""
+        if self._pending:
+            return True
+        if self.every is not None:
+            return self.every > 0 and step % self.every == 0
+        return bool(self._next) and step >= self._next
+
+    def begin(self) -> None:
+        """Marks the beginning of a step."""
+        self._begun = time.perf_counter()
+
+    def end(self, *, watched: bool) -> float:
+        """Marks the end of a step. Returns the extra seconds that it took over an ordinary step, if it was watched."""
+        took = time.perf_counter() - self._begun
+        if watched:
+            return max(0.0, took - self._usual) if self._usual else took
+        self._usual = took if not self._usual else min(self._usual * 1.05, 0.8 * self._usual + 0.2 * took)
+        return 0.0
+
+    def next_by_time(self, step: int, cost: float) -> int:
+        """The next step at which another audit of that many seconds stays within its share."""
+        if not self._usual:
+            return step + SOONEST
+        return step + max(SOONEST, math.ceil(cost / (SHARE * self._usual)))
+
+    def done(self, following: int) -> None:
+        """Records an audit; when audits are scheduled by time, the next one is due at step `following`."""
+        self._pending, self._next = False, following
+        self.reason = f"every {self.every} steps" if self.every else "by time"
+
 
 PATIENCE = 100
 """Consecutive applied updates with a gradient of exactly zero that count as a fault: fully masked batches do not occur that often."""
@@ -186,11 +242,8 @@ class AuditHook:
 
     def _follow_scale(self, engine: Any) -> None:
         promised = engine.run.policy.loss_scale
-        self._rule = (
-            ScaleRule(engine, promised)
-            if promised is not None and promised.dynamic and scaler_of(engine) is not None
-            else None
-        )
+        follows = promised is not None and promised.dynamic and scaler_of(engine) is not None
+        self._rule = ScaleRule(engine, promised) if follows else None
 
     def _first_scale(self, engine: Any) -> list[Finding]:
         """A new run must start with the promised loss scale."""
@@ -198,14 +251,9 @@ class AuditHook:
         if promised is None or not promised.dynamic:
             return []
         scale = float(engine.optimizer.get_loss_scale())
-        good = scale == promised.initial
-        return (
-            []
-            if good
-            else [
-                Finding(subject="loss scale", promised=f"{promised.initial:g} at first", found=f"{scale:g}", ok=False)
-            ]
-        )
+        if scale == promised.initial:
+            return []
+        return [Finding(subject="loss scale", promised=f"{promised.initial:g} at first", found=f"{scale:g}", ok=False)]
 
     def _scale_goes_on(self, training: Any, result: Any) -> None:
         if self._rule is None:

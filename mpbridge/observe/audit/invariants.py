@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpbridge.observe.audit.flags import different, optimizer_faults
+from mpbridge.numerics.observation.modules import module_paths
+from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_faults
 from mpbridge.observe.audit.holdings import holdings
-from mpbridge.observe.audit.observe import Observed, roles_into
-from mpbridge.observe.audit.places import module_paths
+from mpbridge.observe.audit.observe import Observed, roles_into, rule_of
 from mpbridge.observe.audit.promise import Promises
-from mpbridge.observe.audit.rules import rule_of
-from mpbridge.observe.audit.scaler import scaler_faults
 from mpbridge.precision.wording import rule_words
 
 Shape = dict[str, tuple[int, str, tuple[str, ...]]]
@@ -62,7 +60,7 @@ def resting(engine: Any) -> Any:
 
 
 def _rules(engine: Any, promises: Promises) -> list[str]:
-    from mpbridge.observe.audit.places import linears
+    from mpbridge.numerics.observation.modules import linears
 
     if not promises.emulated:
         return []

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mpbridge.observe.audit.findings import Finding
+from mpbridge.observe.audit.findings import Finding, judged, offenders
 from mpbridge.observe.audit.observe import Observed, Tally, merged
 from mpbridge.observe.audit.promise import ABSENT, Promises
-from mpbridge.observe.audit.ranks import offenders
+from mpbridge.observe.audit.weights import Weights
 from mpbridge.precision.wording import HIGH
 
 ROLES = ("params", "main_params", "grads", "main_grads", "exp_avg", "exp_avg_sq", "buffers")
@@ -58,18 +58,10 @@ def _missing(roles: set[str], promises: Promises) -> list[Finding]:
     """Roles that must exist after an update but do not. An optimizer without moments (SGD) has none to check."""
     owner = promises.owner
     if owner != "params" and "main_params" not in roles:
-        wanted = (
-            promises.policy.main_params.short if promises.policy.main_params else "fp32"
-        ) + f", held by the {owner}"
-        return [
-            Finding(
-                subject="main_params",
-                promised=wanted,
-                found=ABSENT,
-                ok=False,
-                cure="updates are lost in the rounding of 16-bit parameters",
-            )
-        ]
+        wide = promises.policy.main_params
+        wanted = f"{wide.short if wide else 'fp32'}, held by the {owner}"
+        cure = "updates are lost in the rounding of 16-bit parameters"
+        return [Finding(subject="main_params", promised=wanted, found=ABSENT, ok=False, cure=cure)]
     if owner == "params" and "main_params" not in roles:
         return [Finding(subject="main_params", promised=ABSENT, found=ABSENT, ok=True)]
     return []
@@ -113,16 +105,92 @@ def _counts(items: Iterable[tuple[str, int]]) -> str:
 def flag_finding(ranks: Sequence[Observed]) -> list[Finding]:
     """Compares the fields that the recipe decides, and flags derived from them, with the live objects."""
     looked = max(seen.flags[0] for seen in ranks)
-    wrong = offenders([seen.flags[1] for seen in ranks])
-    if not looked:
-        return []
-    return [
-        Finding(
-            subject="derived flags",
-            promised="as planned",
-            found="different" if wrong else "as planned",
-            ok=not wrong,
-            count=looked,
-            offenders=wrong,
-        )
+    return [judged("derived flags", "as planned", [seen.flags[1] for seen in ranks], count=looked)] if looked else []
+
+
+def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]:
+    """Membership and equality; with `stepped`, motion and width too."""
+    owned = sum(len(rank.trainable) for rank in ranks)
+    wrong = [
+        [f"{n}: requires_grad was switched off" for n in r.flipped]
+        + [f"{n}: in no group" for n in r.outside]
+        + [f"{n}: in several optimizers" for n in r.twice]
+        for r in ranks
     ]
+    cure = "put each into one group of one optimizer; it would never be updated, or twice a step"
+    findings = [
+        judged("optimizer holds", "every trainable parameter", wrong, found="not each once", cure=cure, count=owned)
+    ]
+    for subject, promised, count, bad in (
+        ("weights as read", "main weights, rounded", sum(r.compared for r in ranks), [r.unequal for r in ranks]),
+        ("quantized weights as read", "main weights, quantized", sum(r.quantized for r in ranks), [r.misread for r in ranks]),
+    ):  # fmt: skip
+        if count:
+            cure = "main weights do not reach what the forward pass reads"
+            findings.append(judged(subject, promised, bad, cure=cure, count=count))
+    return findings + ([_moved_finding(ranks), _bits_finding(ranks)] if stepped else [])
+
+
+def _moved_finding(ranks: Sequence[Weights]) -> Finding:
+    names = {name for rank in ranks for name in rank.trainable}
+    moved_anywhere = {name for rank in ranks for name in rank.moved}
+    stuck = [
+        [
+            *rank.stuck,
+            *rank.frozen_rate,
+            *(f"{name}: update does not follow from its moments" for name in rank.otherwise),
+            *(f"{name}: restored after the update" for name in rank.undone),
+        ]
+        for rank in ranks
+    ]
+    unreached = _unreached(ranks, moved_anywhere)
+    # parameters that no optimizer claims to own
+    orphans = names - _names(
+        [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate, *r.unused, *r.undone, *r.zero]
+        for r in ranks
+    )
+    wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
+    cure = "no gradient arrived" if any(unreached) else ""
+    if any(stuck) or orphans:
+        cure = "the optimizer's gradients or parameters are not the model's"
+    return Finding(
+        subject="weights moved",
+        promised="all that have gradients",
+        found=_how_many(ranks, names, moved_anywhere),
+        ok=not any(wrong),
+        count=len(names),
+        offenders=offenders(wrong),
+        cure=cure,
+    )
+
+
+def _names(rows: Iterable[Iterable[str]]) -> set[str]:
+    return {name for row in rows for name in row}
+
+
+def _unreached(ranks: Sequence[Weights], moved_anywhere: set[str]) -> list[list[str]]:
+    # a shard whose rows no token touched proves nothing: its parameter was reached on another rank
+    reached = moved_anywhere | _names(rank.small for rank in ranks)
+    return [[name for name in rank.unreached if name not in reached] for rank in ranks]
+
+
+def _how_many(ranks: Sequence[Weights], names: set[str], moved_anywhere: set[str]) -> str:
+    lost = _names(rank.small for rank in ranks) - moved_anywhere
+    idle = _names(rank.idle for rank in ranks) - moved_anywhere
+    notes = [f"{len(moved_anywhere & names)} of {len(names)}"]
+    notes += [f"{len(idle)} in experts without tokens"] if idle else []
+    unused = _names(rank.unused for rank in ranks) - moved_anywhere
+    notes += [f"{len(unused)} in modules that did not run"] if unused else []
+    zero = _names(rank.zero for rank in ranks) - moved_anywhere
+    notes += [f"{len(zero)} with gradients of zero"] if zero else []
+    notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
+    return ", ".join(notes)
+
+
+def _bits_finding(ranks: Sequence[Weights]) -> Finding:
+    wrong = [rank.coarse + [f"{name}, emptied after the update" for name in rank.emptied] for rank in ranks]
+    found, cure = "nothing", "find what resets them: every update starts from empty moments"
+    if any(rank.coarse for rank in ranks):
+        found, cure = "values with 10 or fewer mantissa bits in FP32", "find what rounds them between updates"
+    count = sum(len(rank.moved) for rank in ranks)
+    return judged("bits of states", "as wide as their dtype", wrong, found=found, cure=cure, count=count)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from mpbridge.common.formats import FORMATS
-from mpbridge.precision.regions import Quant
+from mpbridge.observe.audit.delayed import tables
 
 _CODES = ("_data", "_rowwise_data", "_columnwise_data", "_scale_inv")
 """Inner tensors of a quantized tensor that depend on its values alone, not on a release's layout of block scales."""
-_FORWARD, _BACKWARD = 3, 2
-"""Columns that one GEMM has in the tables of delayed scaling: input, weight, output; gradient of the output, of the input (module/base.py)."""
 
 
 @dataclass
@@ -81,53 +76,3 @@ def _same(held: Any, anew: Any) -> bool:
     if not isinstance(held, torch.Tensor) or not isinstance(anew, torch.Tensor):
         return True  # this GEMM does not need the copy
     return torch.equal(held, anew)
-
-
-def tables(module: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(tensor, amax history, scale) of each tensor that a Transformer Engine module scales by its history; 'x', 'dy', in a grouped linear 'x1', 'dy1' ..."""
-    meta: Any = getattr(module, "fp8_meta", None)
-    recipe: Any = meta.get("recipe") if isinstance(meta, dict) else None
-    if recipe is None or not getattr(module, "fp8", False) or not recipe.delayed():
-        return
-    for name, key, columns in (("x", "scaling_fwd", _FORWARD), ("dy", "scaling_bwd", _BACKWARD)):
-        table = meta.get(key)
-        if table is None or not hasattr(table, "amax_history"):
-            continue
-        for gemm in range(table.amax_history.shape[1] // columns):
-            column = gemm * columns
-            yield f"{name}{gemm or ''}", table.amax_history[:, column], table.scale[column]
-
-
-def scale_faults(path: str, quant: Quant, module: Any, begun: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """'' or the fault, for each tensor of a linear that is scaled by its history.
-
-    The update rolls the history up by one, puts the newest amax last, clears the first entry, and computes the scale from the largest (or the newest) entry,
-    including the one that leaves. A tensor whose amax was 0 keeps both. Source: common/recipe/delayed_scaling.cu.
-    """
-    for name, history, stored in tables(module):
-        where, scale = f"{path} {name}", float(stored)
-        if history.numel() != quant.amax_history:
-            yield f"{where}: promised an amax history of {quant.amax_history}, found {history.numel()}"
-            continue
-        newest, waiting = float(history[-1]), float(history[0])
-        if waiting and history.numel() > 1:
-            yield f"{where}: amax {waiting:.6g} was recorded but the scale was not updated"
-            continue
-        if history.numel() == 1:  # one entry, cleared when the scale is computed
-            yield ""
-            continue
-        basis = newest if quant.amax_algo == "most_recent" else float(history.max())
-        before = begun.get(where)
-        # computed from an entry that left in the same update, or kept because the amax was 0
-        older = [] if before is None or quant.amax_algo == "most_recent" else before[before > basis].tolist()
-        good = (
-            not basis
-            or any(
-                math.isclose(scale, _scale(quant, name, amax), rel_tol=1e-5) for amax in (basis, *older)
-            )
-        )  # fmt: skip
-        yield "" if good else f"{where}: scale {scale:.6g}, its history gives {_scale(quant, name, basis):.6g}"
-
-
-def _scale(quant: Quant, name: str, amax: float) -> float:
-    return FORMATS[quant.element(gradient=name.startswith("dy"))].largest * 2.0**-quant.margin / amax

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import FORMATS
+from mpbridge.numerics.observation.tensors import is_narrow, sample, storage
 from mpbridge.observe.audit.delayed import leaving
 from mpbridge.observe.audit.operands import (
     Grid,
@@ -23,8 +24,6 @@ from mpbridge.observe.audit.operands import (
     is_rounded_with,
     strays,
 )
-from mpbridge.observe.audit.stored import storage
-from mpbridge.observe.audit.values import is_narrow, sample
 from mpbridge.precision.policy import Gemms, Quant
 
 _ALIKE = 0.9

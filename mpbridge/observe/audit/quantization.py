@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpbridge.observe.audit.delayed import scale_faults
-from mpbridge.observe.audit.findings import Finding
-from mpbridge.observe.audit.library import scale_faults as library_faults
-from mpbridge.observe.audit.places import linears
+from mpbridge.numerics.observation.modules import linears
+from mpbridge.observe.audit.delayed import library_faults, scale_faults
+from mpbridge.observe.audit.findings import Finding, judged, not_observed, offenders
 from mpbridge.observe.audit.products import Quantized, asked, backward_is_quantized
 from mpbridge.observe.audit.promise import Promises
-from mpbridge.observe.audit.ranks import offenders
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.precision.regions import GEMMS, Gemms, Quant
 
@@ -129,8 +128,11 @@ def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *,
     promised, seen = sum(rank.promised for rank in ranks), sum(rank.seen for rank in ranks)
     text = " and ".join(f"{quant.format} {quant.scaling}" for quant in promises.policy.quants)
     if why:
-        unseen = Finding(subject="quantized GEMMs", promised=text, found="not observed", ok=False, unseen=why)
-        return [unseen, *_scale_findings(ranks, promises, wanted=promised > 0), *_cached_findings(ranks)]
+        return [
+            not_observed("quantized GEMMs", text, why),
+            *_scale_findings(ranks, promises, wanted=promised > 0),
+            *_cached_findings(ranks),
+        ]
     wrong = [rank.wrong for rank in ranks]
     nothing = promised > 0 and seen == 0
     findings = [
@@ -153,41 +155,21 @@ def _scale_findings(ranks: Sequence[Quantizations], promises: Promises, *, wante
     if not any(quant.row.history for quant in promises.policy.quants):
         return []
     stale = [[*rank.stale, *_unseen(rank, ranks)] for rank in ranks]
-    return [
-        Finding(
-            subject="delayed scales",
-            promised="follow their amax history",
-            found="do not"
-            if any(stale)
-            else "nothing was seen"
-            if wanted and not count
-            else "follow their amax history",
-            ok=not any(stale) and not (wanted and not count),
-            count=count,
-            offenders=offenders(stale),
-        )
-    ]
+    made = judged("delayed scales", "follow their amax history", stale, found="do not", count=count)
+    return [dataclasses.replace(made, found="nothing was seen", ok=False) if made.ok and wanted and not count else made]
 
 
 def _cached_findings(ranks: Sequence[Quantizations]) -> list[Finding]:
-    outdated = [rank.outdated for rank in ranks]
     count = sum(rank.cached for rank in ranks)
-    if not count:
-        return []
-    return [
-        Finding(
-            subject="quantized copies as read",
-            promised="weights, quantized",
-            found="outdated copies" if any(outdated) else "weights, quantized",
-            ok=not any(outdated),
-            count=count,
-            offenders=offenders(outdated),
-            cure="copies from an earlier step were read: call set_is_first_microbatch() on the model in each step's first micro-batch, and "
-            "post_all_gather_processing() after a gather of FP8 weights"
-            if any(outdated)
-            else "",
-        )
-    ]
+    cure = (
+        "copies from an earlier step were read: call set_is_first_microbatch() on the model in each step's first micro-batch, and "
+        "post_all_gather_processing() after a gather of FP8 weights"
+    )
+    outdated = [rank.outdated for rank in ranks]
+    made = judged(
+        "quantized copies as read", "weights, quantized", outdated, found="outdated copies", cure=cure, count=count
+    )
+    return [made] if count else []
 
 
 def _unseen(rank: Quantizations, ranks: Sequence[Quantizations]) -> list[str]:

@@ -1,17 +1,51 @@
-"""Checks that replicas are equal and sharded copies complete, by comparing digests between ranks."""
+"""Whether ranks agree: on the policy before anything is built, later on replicas and shards, by comparing digests."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from mpbridge.observe.audit.findings import Finding
-from mpbridge.observe.audit.stored import local
-from mpbridge.observe.audit.subject import answer
-from mpbridge.observe.audit.values import digest
+from mpbridge.backend.devices.gather import from_all
+from mpbridge.common.errors import AuditFailed
+from mpbridge.numerics.observation.tensors import digest, local
+from mpbridge.observe.audit.adapter import answer
+from mpbridge.observe.audit.findings import Finding, judged
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
+    """The fingerprint shared by every rank of `group` (None: the world).
+
+    Raises AuditFailed on all ranks, naming those whose policy differs from the majority's (rank 0's on a tie) and the fields that differ.
+    """
+    mine = policy.fingerprint()
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return mine
+    prints = from_all(mine, group=group)
+    if len(set(prints)) == 1:
+        return mine
+    # full policies are exchanged only when ranks differ
+    data = from_all(policy.as_data(), group=group)
+    votes = Counter(prints)
+    most = max(votes.values())
+    usual = next(one for one in prints if votes[one] == most)
+    model = data[prints.index(usual)]
+    lines = []
+    for rank, one in enumerate(prints):
+        if one != usual:
+            fields = ", ".join(
+                f"{name}: {data[rank][name]!r} instead of {model[name]!r}"
+                for name in model
+                if data[rank].get(name) != model[name]
+            )
+            lines.append(f"  - rank {rank} ({one[:12]}): {fields}")
+    head = f"ranks disagree on the precision policy (the majority has {usual[:12]}):"
+    raise AuditFailed("\n".join([head, *lines, "give every rank the same recipe and overrides"]))
+
 
 Key = tuple[str, int, int]
 """(global name, tensor-parallel slice, experts)."""
@@ -82,33 +116,16 @@ def replica_findings(ranks: Sequence[Copies]) -> list[Finding]:
     shared = {key: prints for key, prints in holders.items() if sum(map(len, prints.values())) > 1}
     if shared:
         wrong = [f"{key[0]} ({_sides(prints)})" for key, prints in shared.items() if len(prints) > 1]
-        findings.append(
-            Finding(
-                subject="replicas",
-                promised="equal on every rank",
-                found="different" if wrong else "equal on every rank",
-                ok=not wrong,
-                count=len(shared),
-                offenders=tuple(wrong),
-                cure="ranks are training different models" if wrong else "",
-            )
-        )
+        cure = "ranks are training different models"
+        findings.append(judged("replicas", "equal on every rank", [wrong], cure=cure, count=len(shared)))
     sizes: dict[str, tuple[int, int]] = {}
     for seen in ranks:
         for name, (here, all_of_it) in seen.shards.items():
             sizes[name] = (sizes.get(name, (0, 0))[0] + here, all_of_it)
     if sizes:
         wrong = [f"{name}: {have} of {want} elements" for name, (have, want) in sizes.items() if have != want]
-        findings.append(
-            Finding(
-                subject="shards",
-                promised="every element once",
-                found="missing or duplicate elements" if wrong else "every element once",
-                ok=not wrong,
-                count=len(sizes),
-                offenders=tuple(wrong),
-            )
-        )
+        found = "missing or duplicate elements"
+        findings.append(judged("shards", "every element once", [wrong], found=found, count=len(sizes)))
     return findings
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.observe.audit.collectives import Sent
-from mpbridge.observe.audit.findings import Finding
+from mpbridge.numerics.observation.operations import Sent
+from mpbridge.observe.audit.adapter import answer
+from mpbridge.observe.audit.findings import Finding, joined, offenders
 from mpbridge.observe.audit.gradients import data_parallel
 from mpbridge.observe.audit.promise import Promises
-from mpbridge.observe.audit.ranks import joined, offenders
-from mpbridge.observe.audit.subject import answer
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.planning.memory.keeps import wires
 
@@ -47,7 +46,7 @@ def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) ->
     group = data_parallel(engine)
     seen = Traffic(ranks=len(group), stages=engine.run.facts.parallel.pipeline, promised=_promised(promises))
     for one in watch.sent:
-        if one.kind == "passed" and one.floating:
+        if one.role == "passed" and one.floating:
             seen.passed[one.dtype] += one.elements
     if seen.stages > 1:
         seen.to_pass = _to_pass(engine.run.facts, microbatches)
@@ -105,7 +104,7 @@ def buffers_into(chunks: Sequence[Any], names: Mapping[int, str], watch: Watch, 
 
 def _buffer(buffer: Any, names: Mapping[int, str], group: tuple[int, ...], sent: Iterable[Sent], seen: Traffic) -> None:
     address = buffer.grad_data.untyped_storage().data_ptr()
-    here = [one for one in sent if one.kind == "reduced" and one.storage == address]
+    here = [one for one in sent if one.role == "reduced" and one.storage == address]
     within = [one for one in here if set(one.group) <= set(group)]
     for one in within:
         seen.reduced[one.dtype] += one.elements
@@ -120,7 +119,7 @@ def _buffer(buffer: Any, names: Mapping[int, str], group: tuple[int, ...], sent:
     if buffer.param_data is not None:
         weights = buffer.param_data.untyped_storage().data_ptr()
         for one in sent:
-            if one.kind == "gathered" and one.storage == weights:
+            if one.role == "gathered" and one.storage == weights:
                 seen.gathered[one.dtype] += one.elements
 
 
@@ -179,9 +178,9 @@ def elements_into(
 
 
 def _count(one: Sent, seen: Traffic) -> None:
-    if one.kind == "reduced" and one.floating:
+    if one.role == "reduced" and one.floating:
         seen.reduced[one.dtype] += one.elements
-    elif one.kind == "gathered" and (one.floating or one.dtype == "uint8"):
+    elif one.role == "gathered" and (one.floating or one.dtype == "uint8"):
         seen.gathered[one.dtype] += one.elements
 
 
@@ -217,13 +216,10 @@ def traffic_findings(ranks: Sequence[Traffic], promises: Promises) -> list[Findi
                 )
             )
         elif kind == "gradients" and max(rank.ranks for rank in ranks) > 1:
+            cure, promised_text = "gradients are not reduced", "/".join(sorted(promised))
             findings.append(
                 Finding(
-                    subject="wire: gradients",
-                    promised="/".join(sorted(promised)),
-                    found="nothing was seen",
-                    ok=False,
-                    cure="gradients are not reduced",
+                    subject="wire: gradients", promised=promised_text, found="nothing was seen", ok=False, cure=cure
                 )
             )
     if max(rank.stages for rank in ranks) > 1:

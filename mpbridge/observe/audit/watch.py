@@ -1,4 +1,4 @@
-"""Observes one step: a dispatch mode sees every operation and its dtypes, module hooks attribute it to a module. Results stay bit-identical."""
+"""Observes one step: every operation and its dtypes, attributed to modules; the gradients that autograd delivers, and the tokens of a summed loss. Results stay bit-identical."""
 
 from __future__ import annotations
 
@@ -8,34 +8,84 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpbridge.observe.audit.arrivals import Arrivals
-from mpbridge.observe.audit.collectives import KINDS, Sent, sent
-from mpbridge.observe.audit.graph import Graph, tensors_in
-from mpbridge.observe.audit.library import LibraryObservation
-from mpbridge.observe.audit.places import (
+from mpbridge.numerics.observation.modules import (
+    Graph,
+    floating,
+    hooked,
     is_attention,
     is_layer,
     is_linear,
     is_norm,
     is_rotary,
     is_router,
-    linears,
     module_paths,
+    tensors_in,
 )
+from mpbridge.numerics.observation.operations import OperationObserver
+from mpbridge.numerics.observation.tensors import digest, is_narrow, sample, storage
+from mpbridge.observe.audit.library import LibraryObservation
 from mpbridge.observe.audit.products import Products
-from mpbridge.observe.audit.stored import storage, values
-from mpbridge.observe.audit.tokens import counted
-from mpbridge.observe.audit.values import digest, is_narrow
-from mpbridge.observe.audit.wire import aside
 from mpbridge.precision.policy import Gemms
 
-__all__ = ["Watch", "linears"]
 
-_GEMMS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "linear": (0, 1)}
-"""aten operation -> positions of the two factors."""
+class Arrivals:
+    """Samples of the gradient that autograd delivers to each parameter in the observed step, summed over micro-batches."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, dict[int, float]] = {}
+        """Parameter -> position in it -> sum."""
+        self._asked: dict[str, Any] = {}
+        self._handles: list[Any] = []
+
+    def ask(self, name: str, parameter: Any) -> None:
+        """Starts recording this parameter's gradients; a later forward pass that reads the same tensor adds no second hook."""
+        if not (parameter.requires_grad and torch.is_grad_enabled()) or self._asked.get(name) is parameter:
+            return
+        self._asked[name] = parameter
+        self._handles.append(parameter.register_hook(self._look(name, parameter.shape)))
+
+    def _look(self, name: str, shape: torch.Size) -> Callable[[torch.Tensor], None]:
+        def look(gradient: torch.Tensor) -> None:
+            if gradient.shape != shape or gradient.is_sparse:
+                return
+            found = self.gradients.setdefault(name, {})
+            for where, value in sample(gradient, 0, gradient.numel()).items():
+                found[where] = found.get(where, 0.0) + value
+
+        return look
+
+    def forget(self) -> None:
+        """Removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._asked.clear()
+
+
+@contextmanager
+def counted(chunks: list[Any], note: Callable[[int], None]) -> Iterator[None]:
+    """Calls `note` with this rank's number while the block runs. megatron-core's schedules pass it to `finalize_model_grads_func` if the config sets
+    calculate_per_token_loss; that function sums over ranks, so the number is read before it."""
+    config = next((one.config for chunk in chunks for one in chunk.modules() if hasattr(one, "config")), None)
+    real = getattr(config, "finalize_model_grads_func", None)
+    if config is None or real is None or not getattr(config, "calculate_per_token_loss", False):
+        yield
+        return
+
+    def finalize(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if num_tokens is not None:
+            note(int(num_tokens))
+        return real(model, num_tokens, *args, **kwargs)
+
+    config.finalize_model_grads_func = finalize
+    try:
+        yield
+    finally:
+        if config.finalize_model_grads_func is finalize:
+            config.finalize_model_grads_func = real
+
+
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 _ROUTING = frozenset({"_softmax", "topk", "sigmoid"})
 """Operations of a router that read its logits, or scores computed from them."""
@@ -54,25 +104,19 @@ def _autocast(device: str) -> str:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
-def _floating(value: Any) -> torch.Tensor | None:
-    return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
-
-
 def _begins_backward(tensor: torch.Tensor) -> bool:
     """Whether ones_like of this tensor is the gradient at which a backward pass starts: created outside of any node, for a scalar."""
     single = tensor.numel() == 1 and tensor.is_floating_point()
     return single and torch._C._current_autograd_node() is None
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(OperationObserver):  # type: ignore[no-untyped-call]
     """Observes everything between `start` and `stop`; its records stay readable afterwards."""
 
     def __init__(self, gemms_of: Callable[[str], Gemms | None] = lambda path: None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.outputs: dict[str, Counter[str]] = defaultdict(Counter)
         """Linear -> dtype of what it returned -> calls."""
-        self.weights: dict[str, str] = {}
-        """Linear -> storage of the weight that its last forward read."""
         self.autocast: Counter[str] = Counter()
         self.attention: dict[str, Counter[str]] = defaultdict(Counter)
         """Core attention -> dtype of the factors of its products -> number of products."""
@@ -101,8 +145,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Place -> number of FP32 activations there whose values all had 10 or fewer mantissa bits."""
         self.read: dict[str, int] = {}
         """Parameter -> digest of what the first forward pass of the step read."""
-        self.read_tensors: dict[str, Callable[[], str]] = {}
-        self.sent: list[Sent] = []
         self.roots: list[float] = []
         """The scaled losses of the micro-batches, at which backward started."""
         self.tokens: list[int] = []
@@ -118,7 +160,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paths: dict[Any, str] = {}
         self._graph = Graph()
         self._undo: ExitStack | None = None
-        self._blind = False
         self.transformed = False
         """Whether modules ran under torch.func's transforms (vmap, grad): they are not observed."""
         self._inputs: deque[Any] = deque()
@@ -132,8 +173,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paths = module_paths(chunks)
         self.products.modules = {path: module for module, path in self._paths.items() if is_linear(module)}
         with ExitStack() as undo:
-            undo.callback(register_module_forward_pre_hook(self._enter).remove)
-            undo.callback(register_module_forward_hook(self._leave).remove)
+            undo.enter_context(hooked(self._paths, self._enter, self._leave))
             undo.enter_context(counted(chunks, self._count))
             undo.enter_context(self)
             self._undo = undo.pop_all()
@@ -151,23 +191,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products.forget()
         self.arrivals.forget()
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Operations inside are not part of the step and are not recorded."""
-        self._blind = True
-        try:
-            yield
-        finally:
-            self._blind = False
-
     # --- modules -------------------------------------------------------------------------------------------------------------------------
-    def _enter(self, module: Any, args: Any) -> None:
-        path = self._paths.get(module)
-        if path is None or self._is_transformed():
+    def _enter(self, module: Any, path: str, args: Any) -> None:
+        if self._is_transformed():
             return
         self._stack.append((module, path))
         self._inputs.append(list(tensors_in(args)))
-        source = _floating(args) if is_linear(module) else None
+        source = floating(args) if is_linear(module) else None
         if source is not None:
             high = getattr(
                 module, "unrounded", None
@@ -181,17 +211,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.transformed |= active
         return active
 
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
-        path = self._paths.get(module)
-        if path is None or not self._stack or self._stack[-1][0] is not module or self._is_transformed():
+    def _leave(self, module: Any, path: str, args: Any, output: Any) -> None:
+        if not self._stack or self._stack[-1][0] is not module or self._is_transformed():
             return
         self._stack.pop()
         inputs = self._inputs.pop()
         nodes = self._graph.add(path, inputs, tensors_in(output))
         if is_norm(module) or is_linear(module):
-            self._note_rounding(path, _floating(args))  # after the module's own hooks
+            self._note_rounding(path, floating(args))  # after the module's own hooks
         self._note_weights(module, path)
-        result = _floating(output)
+        result = floating(output)
         if result is None:
             return
         if result.numel() and (is_linear(module) or is_attention(module) or is_router(module) or is_norm(module)):
@@ -202,7 +231,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.stream[path][storage(result)] += 1
             self._note_rounding(path, result)
         elif is_attention(module):
-            for tensor in (result, _floating(inputs)):
+            for tensor in (result, floating(inputs)):
                 if tensor is not None:
                     self.passed[path][storage(tensor)] += 1
         elif is_rotary(module):
@@ -213,9 +242,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs[path][storage(result)] += 1
         self.autocast[_autocast(result.device.type)] += 1
         self._note_rounding(LOGITS if path.endswith("output_layer") else path, result)
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor):
-            self.weights[path] = storage(weight)
         if result.numel() and result.requires_grad:
             self.calls[path] += 1
         self.products.leaves(path, nodes)
@@ -239,25 +265,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.check_read(full, parameter.detach())
 
     # --- operations ----------------------------------------------------------------------------------------------------------------------
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation and records it."""
-        if self._blind:
-            return func(*args, **(kwargs or {}))
-        space, _, name = func._schema.name.partition("::")
-        if space == "c10d" and name in KINDS and not aside():
-            self.sent += sent(name, args)  # before it runs, since reductions are in-place
-        out = func(*args, **(kwargs or {}))
-        if space == "aten":
-            self._operation(name, args, out)
-        return out
-
-    def _operation(self, name: str, args: Any, out: Any) -> None:
+    def computes(self, name: str, args: Any) -> None:
+        """Notes the dtypes of softmax, routing, norms and the loss, and where backward starts."""
         # with a capacity limit, a router also sorts integers
         if name in _ROUTING and self._stack and is_router(self._stack[-1][0]) and args[0].is_floating_point():
             self._routed(args[0])
-        if name in _GEMMS:
-            self._gemm(name, args, out)
-        elif name in _SOFTMAX or name.startswith(_FUSED_ATTENTION):
+        if name in _SOFTMAX or name.startswith(_FUSED_ATTENTION):
             self._softmax(name, args[0])
         elif name in _NORMS:
             self._norm(name, args[0])
@@ -290,8 +303,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_rounding(path, read)
         self.routing[path][storage(read)] += 1
 
-    def _gemm(self, name: str, args: Any, out: Any) -> None:
-        left, right = (values(args[index]) for index in _GEMMS[name])
+    def multiplies(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        """Attributes a GEMM to a module, or to the module whose backward pass is running."""
         module, path = self._here()
         if module is not None:  # forward, or recomputation during backward
             if is_attention(module):

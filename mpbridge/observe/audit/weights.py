@@ -1,4 +1,4 @@
-"""Checks that updates reach the forward pass: main weights moved, parameters equal them bit for bit, every trainable tensor is in the optimizer."""
+"""Checks that updates reach the forward pass: main weights moved as their moments say, parameters equal them (rounded, or quantized), every trainable tensor is in the optimizer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,124 @@ from typing import Any
 
 import torch
 
-from mpbridge.observe.audit.at_rest import is_quantized, is_rounded
-from mpbridge.observe.audit.before import Before
+from mpbridge.common.formats import E4M3
+from mpbridge.numerics.observation.tensors import digest, is_narrow, local, positions
 from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
-from mpbridge.observe.audit.stored import local
-from mpbridge.observe.audit.updates import adam, half_ulp, is_another
-from mpbridge.observe.audit.values import digest, is_narrow
+from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.watch import Watch
+
+_FEW = 8
+"""Minimum number of sampled elements whose update is larger than rounding."""
+_EXACT, _NARROW = 5e-4, 2e-2
+"""Tolerated error relative to all sampled updates, for FP32 moments and for 16-bit moments: optimizers compute with values that they round afterwards.
+An update that was rounded to BF16 is off by 1.1e-3."""
+
+_WARMUP = 4.0
+"""How far a group's rate may be from the step's rate and from its own rate for the next step: warm-up doubles it at first, and a group may have its own."""
+
+
+@torch.no_grad()
+def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None, rate: float | None = None) -> bool:
+    """Whether the sampled elements changed by anything other than one factor times Adam's update and its weight decay; False if that cannot be determined.
+
+    trained: the tensor that the update changed, flat, as it is now. earlier: its elements at `values.positions` before the update. The factor is the rate, which a
+    schedule may have changed since. Changes hidden by rounding to the stored dtype are ignored. rate: of the step; None: only the sign of the factor is checked.
+    """
+    update = None if earlier is None else _expected(held, trained, earlier)
+    if update is None or earlier is None:
+        return False
+    now = trained[positions(trained.numel()).to(trained.device)]
+    changed = now.double() - earlier.double()
+    room = half_ulp(earlier.double(), held.kept)
+    exact = _is_wide(held) and trained.dtype is torch.float32
+    told = update.abs() * float((held.group or {}).get("lr", 0.0)) > (2048 if exact else 64) * room
+    if int(told.sum()) < _FEW:
+        return False
+    update, changed, room = update[told], changed[told], room[told]
+    factor = float(update @ changed) / float(update @ update)
+    error = ((changed - factor * update).abs() - 2 * room).clamp_min(0.0)
+    tolerance = _EXACT if exact else _NARROW
+    if rate is not None:
+        rates = (rate, float((held.group or {}).get("lr", rate)))
+        if not min(rates) / _WARMUP <= -factor <= max(rates) * _WARMUP:
+            return True
+    return factor >= 0.0 or float(error.norm()) > tolerance * abs(factor) * float(update.norm())
+
+
+def _expected(held: Held, trained: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor | None:
+    """The update divided by the rate; None if the optimizer follows another rule."""
+    group = held.group or {}
+    if type(held.inner).__name__ not in ADAMS or group.get("amsgrad") or group.get("maximize") or "betas" not in group:
+        return None
+    first, second = held.moment("exp_avg"), held.moment("exp_avg_sq")
+    if first is None or second is None or first.numel() != trained.numel():
+        return None
+    if any(hasattr(held.state.get(name), "_data") for name in ("exp_avg", "exp_avg_sq")):
+        return None  # FP8 moments are too coarse
+    where = positions(trained.numel()).to(trained.device)
+    update = adam(held, first[where].double(), second[where].double())
+    decay = float(group.get("weight_decay") or 0.0)
+    return update + decay * earlier.double() if _is_decoupled(held, group) else update
+
+
+def adam(held: Held, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Adam's update divided by the rate, without weight decay, in the dtype of its moments."""
+    group = held.group or held.inner.param_groups[0]
+    beta1, beta2 = group["betas"]
+    step = float(held.state.get("step", group.get("step", 1)) or 1)
+    low, high = (1 - beta1**step, 1 - beta2**step) if group.get("bias_correction", True) else (1.0, 1.0)
+    return first / low / ((second / high).sqrt() + group["eps"])  # type: ignore[no-any-return]
+
+
+def _is_decoupled(held: Held, group: dict[str, Any]) -> bool:
+    """Whether weight decay is decoupled from the moments."""
+    if "decoupled_weight_decay" in group:
+        return bool(group["decoupled_weight_decay"])
+    return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))
+
+
+def _is_wide(held: Held) -> bool:
+    return all(local(held.state[name]).dtype is torch.float32 for name in ("exp_avg", "exp_avg_sq"))
+
+
+def half_ulp(values: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
+    """Half a unit in the last place of each element where numbers are kept in that dtype, in the dtype of `values`."""
+    info = torch.finfo(kept)
+    _, exponent = torch.frexp(values)
+    return torch.ldexp(torch.full_like(values, info.eps / 4), exponent).clamp_min(info.tiny * info.eps / 2)
+
+
+_ROOM = 1.0 + 2.0**-7
+"""Margin for the rounding of the FP32 scales."""
+
+
+def is_quantized(stored: Any) -> bool:
+    """Whether the tensor is one of Transformer Engine's quantized tensors."""
+    return hasattr(stored, "_scale_inv") or hasattr(stored, "_rowwise_scale_inv")
+
+
+@torch.no_grad()
+def is_rounded(stored: Any, main: torch.Tensor, begin: int) -> bool:
+    """Whether the elements of the flattened quantized weight `stored`, from `begin` on, match the FP32 numbers `main` to within half a step of E4M3.
+
+    With a scale s, an element w becomes a code with 3 bits after the leading one: the code is within a relative 2**-4 of s w, and below the normal range
+    within half of the smallest subnormal, 2**-10. A block's scale is above half of 448 / (the whole weight's amax), since rounding a scale to a power of two loses
+    a factor below 2. With one scale for the whole tensor, values beyond its range saturate.
+    """
+    whole = stored.dequantize(dtype=torch.float32).reshape(-1)
+    found, wanted = whole[begin : begin + main.numel()], main.float()
+    if found.numel() != main.numel():
+        return False
+    inverse = getattr(stored, "_scale_inv", None)
+    if isinstance(inverse, torch.Tensor) and inverse.numel() == 1:
+        step = float(inverse)
+        wanted = wanted.clamp(-E4M3.largest * step, E4M3.largest * step)
+    else:
+        # the largest element was itself rounded, by at most 2**-4
+        step = 2.0 * (1.0 + 2.0**-3) * float(whole.abs().amax() if whole.numel() else 0.0) / E4M3.largest
+    bound = wanted.abs() * 2.0 ** -(E4M3.mantissa + 1) + E4M3.smallest / 2 * step
+    return bool(((found - wanted).abs() <= bound * _ROOM).all())
+
 
 EXPERTS = "*.experts.*"
 _SAFETY = 1.25

@@ -16,14 +16,12 @@ from mpbridge.common.files import opened_to_write
 from mpbridge.common.report.console import warn
 from mpbridge.common.report.metrics import record
 from mpbridge.numerics.operands import Operand, Side
-from mpbridge.numerics.statistics import Statistics
+from mpbridge.numerics.statistics import Statistics, spread
 from mpbridge.observe.telemetry.native import Tap
-from mpbridge.observe.telemetry.noise import SAMPLE, Noise, spread
-from mpbridge.observe.telemetry.probe import Probe
+from mpbridge.observe.telemetry.probe import SAMPLE, Noise, Probe, weight_rows
 from mpbridge.observe.telemetry.ranks import worst_of_all
 from mpbridge.observe.telemetry.records import FILE, OPERANDS, WORDS, headlines, kept, line
 from mpbridge.observe.telemetry.tokens import Tokens
-from mpbridge.observe.telemetry.weights import weight_rows
 from mpbridge.precision.regions import Gemm
 
 ELEMENTS = 1 << 14

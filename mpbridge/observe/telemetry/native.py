@@ -15,8 +15,8 @@ import torch
 
 from mpbridge.common.formats import FORMATS
 from mpbridge.common.transformer_engine import GEMM_ENTRIES
-from mpbridge.observe.telemetry.noise import Noise, spread
-from mpbridge.observe.telemetry.probe import Probe
+from mpbridge.numerics.statistics import errors, spread
+from mpbridge.observe.telemetry.probe import Noise, Probe
 from mpbridge.observe.telemetry.records import OPERANDS
 from mpbridge.precision.regions import Gemm, Gemms
 from mpbridge.te_cpu.contents import codes_at_limit, scale_of, values_of
@@ -182,18 +182,14 @@ def _compared(values: torch.Tensor, source: torch.Tensor | None, limit: torch.Te
     finite = x.isfinite() & q.isfinite()
     bad = int((~finite).sum())
     x, q = torch.where(finite, x, 0.0), torch.where(finite, q, 0.0)
-    nonzero = x != 0
-    count = max(int(nonzero.sum()), 1)
-    signal, noise = x.double().square().sum(1), (q.double() - x.double()).square().sum(1)
-    relative = math.sqrt(float(noise.sum() / signal.sum())) if float(signal.sum()) else 0.0
-    each = (noise / signal)[signal > 0].sqrt()
+    count, relative, row, flushed = errors(x, q)
     clipped = 0 if limit is None else int((limit[picked] & (x.abs() > q.abs() * (1 + 2.0**-20)) & (q != 0)).sum())
     return {
-        "flushed": int((nonzero & (q == 0)).sum()) / count,
+        "flushed": flushed,
         "saturated": clipped / count if limit is not None else None,
         "amax": float(source.abs().amax()),
         "staleness": None,
         "sqnr": -20 * math.log10(relative) if relative else math.inf,
-        "row_error": float(each.median()) if each.numel() else 0.0,
+        "row_error": row,
         "nonfinite": bad,
     }

@@ -1,15 +1,18 @@
-"""Inputs and output gradients of a run's linears in one step, read by hooks on the modules."""
+"""What one step shows of a run's own tensors: inputs and output gradients of linears, the share of noise in weight gradients, and parameters after the update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from mpbridge.observe.audit.graph import tensors_in
-from mpbridge.observe.audit.places import linears
+from mpbridge.numerics.observation.modules import floating, hooked, linears
+from mpbridge.numerics.observation.tensors import local, plain_moment
+from mpbridge.numerics.statistics import spread
 from mpbridge.observe.telemetry.records import LINEARS
 
 
@@ -26,54 +29,45 @@ class Probe:
         """The linear whose backward pass started last; None during the forward pass."""
         self.source: Callable[[str, Any, str, torch.Tensor], None] | None = None
         """Called with (path, module, 'x' or 'dy', tensor) for each of them, before the linear's GEMMs run."""
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._found: dict[str, dict[str, torch.Tensor]] = {}
         self._seen: set[str] = set()
 
     def start(self, chunks: list[Any]) -> None:
         """Installs the hooks."""
-        for path, module in linears(chunks).items():
-            self._hooks.append(module.register_forward_pre_hook(self._enters(path)))
-            self._hooks.append(module.register_forward_hook(self._leaves(path)))
+        paths = {module: path for path, module in linears(chunks).items()}
+        self._hooks = hooked(paths, self._enters, self._leaves)
 
     def stop(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
         self.inside = self.gradients = None
 
-    def _enters(self, path: str) -> Callable[..., None]:
-        def look(module: Any, args: Any) -> None:
-            self.inside, self.gradients = path, None
-            tensor = next((one for one in tensors_in(args) if one.is_floating_point()), None)
-            if tensor is None or not tensor.numel() or path in self._found:
-                return
-            # with activation recomputation the forward pass is repeated in backward; the first one counts
-            self._found[path] = _input(tensor.detach())
-            if self.source is not None:
-                self.source(path, module, "x", tensor.detach())
+    def _enters(self, module: Any, path: str, args: Any) -> None:
+        self.inside, self.gradients = path, None
+        tensor = floating(args)
+        if tensor is None or not tensor.numel() or path in self._found:
+            return
+        # with activation recomputation the forward pass is repeated in backward; the first one counts
+        self._found[path] = _input(tensor.detach())
+        if self.source is not None:
+            self.source(path, module, "x", tensor.detach())
 
-        return look
+    def _leaves(self, module: Any, path: str, args: Any, output: Any) -> None:
+        self.inside = None
+        made = floating(output)
+        if made is None or not made.requires_grad:
+            return
 
-    def _leaves(self, path: str) -> Callable[..., None]:
-        def look(module: Any, args: Any, output: Any) -> None:
-            self.inside = None
-            made = next((one for one in tensors_in(output) if one.is_floating_point()), None)
-            if made is None or not made.requires_grad:
-                return
+        def gradient(grad: torch.Tensor) -> None:
+            self.gradients = path
+            if path not in self._seen and grad.numel():
+                self._seen.add(path)
+                self._found.setdefault(path, {}).update(_gradient(grad.detach()))
+                if self.source is not None:
+                    self.source(path, module, "dy", grad.detach())
 
-            def gradient(grad: torch.Tensor) -> None:
-                self.gradients = path
-                if path not in self._seen and grad.numel():
-                    self._seen.add(path)
-                    self._found.setdefault(path, {}).update(_gradient(grad.detach()))
-                    if self.source is not None:
-                        self.source(path, module, "dy", grad.detach())
-
-            made.register_hook(gradient)  # type: ignore[no-untyped-call]
-
-        return look
+        made.register_hook(gradient)  # type: ignore[no-untyped-call]
 
     def rows(self, noise: dict[str, float]) -> list[list[Any]]:
         """Rows of records.LINEARS; noise: linear -> grad_to_noise."""
@@ -116,3 +110,96 @@ def _rms(x: torch.Tensor) -> torch.Tensor:
     """Root mean square in FP32; the vector norm sums in FP32 without a copy of the tensor."""
     norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
     return norm / math.sqrt(x.numel())
+
+
+SAMPLE = 64
+"""Input and output features in the sample: 64 x 64 elements of the gradient, spread evenly over the weight."""
+
+
+@dataclass(slots=True)
+class Noise:
+    """Sampled features of x and dy, exact and quantized: [tokens, features]. They are multiplied after the step, when no observer is active."""
+
+    exact: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    rounded: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+
+    def note(self, linear: str, side: str, exact: torch.Tensor, rounded: torch.Tensor) -> None:
+        """exact, rounded: [tokens, features] of one operand of wgrad. The first ones of a step count, and a copy made for wgrad before a shared one."""
+        picked = spread(exact.shape[1], SAMPLE, exact.device)
+        self.exact[linear, side] = exact[:, picked].float()
+        self.rounded[linear, side] = rounded[:, picked].float()
+
+    def ratios(self) -> dict[str, float]:
+        """linear -> |g| / |g' - g|, g' being the gradient of the quantized operands; linears without noise are omitted."""
+        found = {}
+        for linear in {name for name, _ in self.exact}:
+            pairs = [(table.get((linear, "dy")), table.get((linear, "x"))) for table in (self.exact, self.rounded)]
+            if any(one is None for pair in pairs for one in pair):
+                continue
+            exact, rounded = (_product(*pair) for pair in pairs)
+            noise = float((rounded - exact).norm())
+            if noise > 0:
+                found[linear] = float(exact.norm()) / noise
+        self.exact.clear()
+        self.rounded.clear()
+        return found
+
+
+def _product(dy: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor:
+    assert dy is not None
+    assert x is not None
+    count = min(dy.shape[0], x.shape[0])  # an expert's padding
+    with torch._C.DisableTorchFunction():
+        return dy[:count].t() @ x[:count]
+
+
+def weight_rows(tensors: Iterable[Any]) -> list[list[Any]]:
+    """Rows of records.WEIGHTS from an engine's live tensors (this rank's shards)."""
+    by_name: dict[str, dict[str, torch.Tensor]] = {}
+    for one in tensors:
+        if one.parameter and one.role in ("params", "main_params", "exp_avg", "exp_avg_sq"):
+            by_name.setdefault(one.parameter, {})[one.role] = local(one.tensor)
+    rows = []
+    for name, roles in by_name.items():
+        weight = _numbers(roles.get("params"))
+        # under full sharding this rank may hold no part of a parameter
+        source = weight if weight is not None else _numbers(roles.get("main_params"))
+        if source is None:
+            continue
+        peak, size = float(source.abs().amax()), float(_rms(source))
+        first, second = (_moment(roles.get(role)) for role in ("exp_avg", "exp_avg_sq"))
+        rows.append(
+            [
+                name,
+                size,
+                peak,
+                0 if math.isfinite(peak) else int((~source.isfinite()).sum()),
+                _gap(weight, roles.get("main_params")),
+                None if first is None else float(_rms(first)),
+                None if second is None else float(second.float().mean()),
+                peak * peak / (size * size * source.numel()) if 0 < peak < math.inf else None,
+            ]
+        )
+    return rows
+
+
+def _numbers(tensor: Any) -> torch.Tensor | None:
+    """A tensor's values; None if it has none, or none that can be read directly."""
+    if tensor is None or not tensor.numel():
+        return None
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        widen = getattr(tensor, "dequantize", None)
+        return None if widen is None else widen().detach()
+    return tensor.detach() if tensor.is_floating_point() else None
+
+
+def _moment(tensor: Any) -> torch.Tensor | None:
+    return None if tensor is None or not tensor.numel() else plain_moment(tensor)
+
+
+def _gap(weight: torch.Tensor | None, main: Any) -> float | None:
+    """Share of elements that differ from the main weight rounded to the weight's dtype; None if the two cannot be compared."""
+    high = _numbers(main)
+    if weight is None or high is None or high.shape != weight.shape or weight.dtype.itemsize < 2:
+        return None
+    return float((high.to(weight.dtype) != weight).float().mean())

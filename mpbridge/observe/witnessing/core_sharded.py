@@ -13,9 +13,9 @@ from mpbridge.backend.megatron import inside_fsdp
 from mpbridge.backend.megatron.inside_optimizer import main_weights
 from mpbridge.common.traits import traits
 from mpbridge.interop.stacks.meaning import Sharded
+from mpbridge.numerics.observation.tensors import local
 from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.replicas import Copies
-from mpbridge.observe.audit.stored import local
 from mpbridge.observe.audit.traffic import Traffic, elements_into
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.core import CoreLoop, before_call

@@ -13,9 +13,9 @@ import torch
 from mpbridge.backend.engines.contract import Live
 from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.meaning import Sharded
+from mpbridge.numerics.observation.tensors import sample
 from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.replicas import Copies
-from mpbridge.observe.audit.values import sample
 from mpbridge.observe.witnessing.core import after_call, before_call
 from mpbridge.observe.witnessing.loops import Update, together
 from mpbridge.observe.witnessing.plain import DDP, FSDP, NOBODY, Owned, TorchLoop, copies_of, cut_states, states

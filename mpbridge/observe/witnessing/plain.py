@@ -12,14 +12,13 @@ import torch
 from mpbridge.backend.engines.contract import Live
 from mpbridge.common.facts import OptimizerFacts, Parallel
 from mpbridge.common.traits import EngineTraits, traits
+from mpbridge.numerics.observation.modules import bare
+from mpbridge.numerics.observation.tensors import digest, local, sample
 from mpbridge.observe.audit.flags import optimizer_faults
 from mpbridge.observe.audit.holdings import Held
-from mpbridge.observe.audit.places import bare
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.replicas import Copies
-from mpbridge.observe.audit.stored import local
 from mpbridge.observe.audit.traffic import Traffic, buffers_into, elements_into
-from mpbridge.observe.audit.values import digest, sample
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.loops import Loop, LoopFacts, Update, shape_of, together
 

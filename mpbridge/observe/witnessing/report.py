@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.errors import AuditFailed
-from mpbridge.observe.audit.findings import Report
-from mpbridge.observe.audit.table import fault_lines
+from mpbridge.observe.audit.findings import Report, fault_lines
 from mpbridge.observe.witnessing.describe import Description, Nearest, lines
 
 _WIDTH = 150

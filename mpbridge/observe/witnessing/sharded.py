@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.engines.shard_optimizer import placed
+from mpbridge.numerics.observation.modules import bare
+from mpbridge.numerics.observation.tensors import digest, local
 from mpbridge.observe.audit.holdings import Held
-from mpbridge.observe.audit.places import bare
 from mpbridge.observe.audit.replicas import Copies
-from mpbridge.observe.audit.stored import local
-from mpbridge.observe.audit.values import digest
 from mpbridge.observe.witnessing.plain import FSDP, NOBODY, TorchLoop, copies_of, cut_states, states
 
 

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from mpbridge.backend.engines.contract import StepResult
-from mpbridge.observe.audit.before import Before, sampled
+from mpbridge.numerics.observation.tensors import digest, is_narrow, local
 from mpbridge.observe.audit.findings import Finding
 from mpbridge.observe.audit.gradients import gradient_findings
 from mpbridge.observe.audit.holdings import Held, holdings
+from mpbridge.observe.audit.judge import weight_findings
+from mpbridge.observe.audit.not_observable import why_unseen
 from mpbridge.observe.audit.observe import Observed
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.replicas import replica_findings
-from mpbridge.observe.audit.stored import local
+from mpbridge.observe.audit.snapshot import Before, sampled
 from mpbridge.observe.audit.traffic import Traffic, traffic_findings
-from mpbridge.observe.audit.unseen import why_unseen
-from mpbridge.observe.audit.values import digest, is_narrow
-from mpbridge.observe.audit.weight_findings import weight_findings
 from mpbridge.observe.audit.weights import Weights
 from mpbridge.observe.witnessing.loops import Loop, Update
 

@@ -15,11 +15,11 @@ from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.base import Imported
-from mpbridge.observe.audit.before import Before
 from mpbridge.observe.audit.examine import everywhere, judge, promises_of
 from mpbridge.observe.audit.findings import Finding, Report
 from mpbridge.observe.audit.observe import Observed, look
 from mpbridge.observe.audit.promise import Promises
+from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.describe import describe, nearest
 from mpbridge.observe.witnessing.kinds import loop_of

@@ -17,7 +17,7 @@ from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank, on_firs
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables.units import size
-from mpbridge.observe.audit.wire import unobserved
+from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.training.checkpoint import extra_state, foreign, state, store
 from mpbridge.training.checkpoint.assemble import indexed, raise_first
 from mpbridge.training.checkpoint.born import taken_alone, why_alone

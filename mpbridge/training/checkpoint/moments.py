@@ -21,8 +21,8 @@ def mean_second(engine: Any) -> float | None:
     import torch
 
     from mpbridge.backend.devices.together import summed
+    from mpbridge.numerics.observation.tensors import plain_moment
     from mpbridge.observe.audit.invariants import resting
-    from mpbridge.observe.audit.stored import plain_moment
 
     total, count, coded = 0.0, 0.0, 0.0
     for one in resting(engine):

@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.training.simulate.compare import compare_products, compare_wires
-
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
 
@@ -58,15 +56,14 @@ def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
     from mpbridge.backend.devices import device_layer
     from mpbridge.backend.engines.mcore import McoreEngine
     from mpbridge.backend.engines.optimizers import CpuFusedAdam
-    from mpbridge.training.simulate import quantized
-    from mpbridge.training.simulate.meta import META, install
+    from mpbridge.training.simulate.meta import META, install, install_quantized
     from mpbridge.training.simulate.recorder import Recorder
 
     start = time.process_time()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
     install()
     if run.played:
-        quantized.install()
+        install_quantized()
     with nullcontext() if run.played else device_layer(False, fused_adam=CpuFusedAdam), Recorder() as seen:
         engine = McoreEngine(run, cuda=run.played is not None)
         engine._device = META
@@ -79,13 +76,13 @@ def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
 def _judge(engine: Any, run: Run, rank: int, start: float, stepped: dict[str, Any]) -> Simulated:
     from mpbridge.backend.engines.live import allocate_moments
     from mpbridge.planning.memory.roles import roles
-    from mpbridge.training.simulate import quantized
+    from mpbridge.training.simulate.meta import at_rest, resting
 
     allocate_moments(engine.optimizer)
     live, listed = list(engine.tensors()), list(roles(run.policy, run.facts, rank=rank))
     if run.played:
-        live = list(quantized.at_rest(live, apart=run.policy.reuse_grad_buffer))
-        listed = list(quantized.resting(listed))
+        live = list(at_rest(live, apart=run.policy.reuse_grad_buffer))
+        listed = list(resting(listed))
     storages = {one.tensor.untyped_storage().data_ptr(): one.tensor.untyped_storage().nbytes() for one in live}
     wanted: Counter[tuple[str, str, str]] = Counter()
     for role in listed:
@@ -136,6 +133,8 @@ def _audit(engine: Any, run: Run) -> tuple[tuple[str, ...], int]:
 
 
 def _step(engine: Any, run: Run, seen: Any, rank: int) -> dict[str, Any]:
+    from mpbridge.training.simulate.recorder import compare_products, compare_wires
+
     facts = run.facts
     batches = max(1, facts.global_batch_size // (facts.micro_batch_size * facts.parallel.data))
     seen.clear()

@@ -1,23 +1,21 @@
-"""Records matrix products and collectives, and answers collectives itself: torch has no meta kernels for coalesced ones."""
+"""A simulated rank's matrix products and collectives, and where they differ from the list of operations that predictions price."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import FakeWork, ProcessGroup
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._C._distributed_c10d import FakeWork
 
-_KINDS = {
-    "_allgather_base_": "all_gather", "allgather_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter", "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "alltoall_base_": "all_to_all", "alltoall_": "all_to_all",
-    "send": "send", "recv_": "receive", "broadcast_": "broadcast",
-}  # fmt: skip
-_SENT_SECOND = ("all_gather", "reduce_scatter", "all_to_all")
-"""Their first argument is the output."""
+from mpbridge.numerics.observation.modules import tensors_in
+from mpbridge.numerics.observation.operations import OperationObserver
+from mpbridge.numerics.observation.tensors import storage
+from mpbridge.planning.estimate.build import work
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
 
 Wire = tuple[str, int, str, int]
 """(kind, ranks of the group, dtype, input bytes)."""
@@ -25,47 +23,103 @@ MatmulShape = tuple[int, int, int, str]
 """(smaller and larger outer size, inner size, dtype)."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active: `wires` and `products` count what is issued."""
+class Recorder(OperationObserver):  # type: ignore[no-untyped-call]
+    """While active: `wires` and `products` count what is issued. It answers collectives itself: torch has no meta kernels for coalesced ones."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.wires: Counter[Wire] = Counter()
+        super().__init__()
         self.products: Counter[MatmulShape] = Counter()
+
+    @property
+    def wires(self) -> Counter[Wire]:
+        """The collectives."""
+        return Counter((one.kind, len(one.group), one.dtype, one.end - one.begin) for one in self.sent)
 
     def clear(self) -> None:
         """Clears the records."""
-        self.wires.clear()
+        self.sent.clear()
         self.products.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs or answers one operation."""
-        if func.namespace == "c10d":
-            return self._collective(func, args, kwargs or {})
-        if func._schema.name in ("aten::mm", "aten::addmm"):
-            a, b = [one for one in args if isinstance(one, torch.Tensor)][-2:]
-            m, k, n = a.shape[0], a.shape[1], b.shape[1]
-            self.products[min(m, n), max(m, n), k, _name(a)] += 1
-        return func(*args, **(kwargs or {}))
+    def multiplies(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        """Counts a product by its sizes; each of a batch."""
+        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        self.products[min(m, n), max(m, n), k, storage(left)] += left.shape[:-2].numel()
 
-    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [one for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor)]
-        if any(one.device.type != "meta" for one in tensors):
+    def communicates(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Records and answers a collective of meta tensors."""
+        if any(one.device.type != "meta" for one in tensors_in(args)):
             return func(*args, **kwargs)  # objects; a fake group returns this rank's own
-        group = next((a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())), None)
-        ranks = ProcessGroup.unbox(group).size() if group is not None else 0
-        kind = _KINDS.get(func._schema.name[6:], func._schema.name[6:])
-        sent = args[1] if kind in _SENT_SECOND else args[0]
-        for one in pytree.tree_leaves(sent):
-            if isinstance(one, torch.Tensor):
-                self.wires[kind, ranks, _name(one), one.numel() * one.element_size()] += 1
-        work = FakeWork().boxed()
-        return (args[0], work) if len(func._schema.returns) == 2 else work
+        self.record(name, args)
+        done = FakeWork().boxed()
+        return (args[0], done) if len(func._schema.returns) == 2 else done
 
 
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "uint8", "int64": "int64"}
+_SMALL = 4096
+"""Bytes below which a collective is bookkeeping (norms, counts, losses, flags) that the list omits."""
 
 
-def _name(tensor: torch.Tensor) -> str:
-    long = str(tensor.dtype).removeprefix("torch.")
-    return _SHORT.get(long, long)
+def compare_products(run: Run, rank: int, batches: int, seen: Mapping[Any, int]) -> list[str]:
+    """Differences in matrix products."""
+    wanted: Counter[tuple[int, int, int, str]] = Counter()
+    grouped = Counter[str]()
+    for gemm in work(run.policy, run.facts, rank).gemms:
+        # without kernels quantized operands are multiplied in the compute dtype: shapes and counts are compared
+        issued = run.policy.compute.short if gemm.scaling else gemm.format
+        if gemm.grouped:
+            grouped[issued] += int(gemm.flops) * batches
+        else:
+            wanted[(*gemm.key, issued)] += gemm.times * batches
+    left = Counter(seen)
+    left.subtract({key: min(count, left[key]) for key, count in wanted.items()})
+    found = [
+        f"product {_size(key)}: issued {seen.get(key, 0)}, listed {count}"
+        for key, count in wanted.items()
+        if seen.get(key, 0) < count
+    ]
+    rest: Counter[str] = Counter()
+    for (a, b, k, dtype), count in left.items():
+        rest[dtype] += 2 * a * b * k * count
+    for dtype in sorted({*rest, *grouped}):
+        # experts' products have a row more or less if tokens do not divide evenly
+        if abs(rest[dtype] - grouped[dtype]) > 0.002 * max(rest[dtype], grouped[dtype]):
+            found.append(
+                f"other products in {dtype}: issued {rest[dtype]:.4g} FLOPs, listed {grouped[dtype]:.4g} of experts"
+            )
+    return found
+
+
+def _size(key: tuple[int, int, int, str]) -> str:
+    return f"[{key[0]}, {key[2]}] x [{key[2]}, {key[1]}] {key[3]}"
+
+
+def compare_wires(run: Run, rank: int, batches: int, seen: Mapping[Any, int]) -> list[str]:
+    """Differences in collectives. Buckets of one buffer count together; all-to-all and the gathers of experts, in sum."""
+    one = work(run.policy, run.facts, rank)
+    wanted: Counter[tuple[str, int, str]] = Counter()
+    for wire in one.collectives:
+        # a fake context-parallel attention sends nothing
+        if wire.group != "context":
+            wanted[wire.kind, _ranks(wire), wire.dtype] += wire.bytes * wire.times * batches
+    for wire in one.step:
+        wanted[wire.kind, _ranks(wire), wire.dtype] += wire.bytes * wire.times
+    found: Counter[tuple[str, int, str]] = Counter()
+    for (kind, ranks, dtype, size), count in seen.items():
+        if ranks > 1 and size >= _SMALL and dtype != "int64":
+            found[kind, 0 if kind in ("send", "receive") else ranks, dtype] += size * count
+    loose = 0.005
+    return [
+        f"{kind} over {ranks or 'neighbouring'} ranks in {dtype}: issued {found[key]:,} bytes, listed {wanted[key]:,}"
+        for key in sorted(set(wanted) | set(found))
+        for kind, ranks, dtype in [key]
+        if abs(found[key] - wanted[key]) > loose * max(found[key], wanted[key])
+        and not _bookkeeping(kind, found[key], wanted[key])
+    ]
+
+
+def _ranks(wire: Any) -> int:
+    return 0 if wire.group == "pipeline" else int(wire.ranks)
+
+
+def _bookkeeping(kind: str, found: int, wanted: int) -> bool:
+    """Reductions of norms' gradients and of losses, which the list omits: less than a thousandth of the relevant traffic."""
+    return kind in ("all_reduce", "broadcast") and not wanted and found < 2**24

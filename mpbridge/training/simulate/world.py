@@ -94,7 +94,6 @@ def _preload() -> None:
             "megatron.on_meta",
             "models.gpt",
             "simulate.meta",
-            "simulate.quantized",
             "simulate.recorder",
         ):
             importlib.import_module(f"mpbridge.{name}")

@@ -55,8 +55,8 @@ import json, random, sys
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from mpbridge.observe.audit.agreement import agree
-from mpbridge.observe.audit.bounded import bounded, chosen
+from mpbridge.observe.audit.replicas import agree
+from mpbridge.observe.audit.examine import bounded, chosen
 from mpbridge.observe.audit.examine import everywhere
 from mpbridge.observe.audit.gradients import Followed
 from mpbridge.observe.audit.observe import Observed, Tally

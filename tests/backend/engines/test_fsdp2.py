@@ -11,7 +11,7 @@ import torch
 from mpbridge.backend.engines.fsdp2 import Fsdp2Engine
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.formats import DType
-from mpbridge.observe.audit.stored import size
+from mpbridge.numerics.observation.tensors import size
 from tests.backend.engines import tiny
 
 

@@ -171,7 +171,7 @@ PLAIN = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "bf16", "exp_a
 )
 def test_m6_main_weights_and_gradients_have_the_dtypes_asked_for(build: Any, changes: Any, dtypes: Any) -> None:
     engine = build({"recipe": "bf16_megatron_fsdp", "exp_avg_dtype": None, "exp_avg_sq_dtype": None, **changes})
-    from mpbridge.observe.audit.stored import storage
+    from mpbridge.numerics.observation.tensors import storage
 
     found: dict[str, str] = {}
     for live in engine.tensors():

@@ -58,7 +58,7 @@ def losses(folder: Path) -> Any:
 
 def bytes_a_parameter(folder: Path) -> Any:
     """Role -> bytes over both ranks, a parameter."""
-    from mpbridge.observe.audit.stored import size
+    from mpbridge.numerics.observation.tensors import size
 
     found: dict[str, Any] = {}
     for engine, kinds in BYTES.items():

@@ -39,6 +39,7 @@ ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tensorwise": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **PLAIN}, {"emulate": True}),
     "tensorwise ends": ("bf16_with_fp8_current_scaling_mixed", {"emulate": True, "model": {"num_layers": 3}}),
     "tensorwise fsdp2": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **PLAIN}, {"emulate": True, "engine": "fsdp2"}),
+    "tensorwise mfsdp": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **PLAIN}, {"emulate": True, "engine": "megatron_fsdp"}),
     "delayed": ("bf16_with_fp8_delayed_scaling_mixed", {"emulate": True}),
     "mxfp8": ("bf16_with_mxfp8_mixed", {"emulate": True}),
     "nvfp4": ("bf16_with_nvfp4_mixed", {"emulate": True}),
@@ -59,7 +60,9 @@ class Fault:
     offender: str = ""
     """Part of an offender's name."""
     quick: bool = False
-    """Whether the default suite plants it."""
+    """Whether the default suite plants it, on the first of its engines."""
+    broad: bool = False
+    """Whether the default suite plants it on every one of them."""
     early: bool = True
     """False: it means something after the first update only."""
     fatal: bool = False
@@ -71,18 +74,18 @@ CATALOGUE = (
     Fault("model never refreshed", f.model_never_refreshed, (*CORE, "fp16", "moe", "mfsdp"), ("weights as read",), quick=True),
     Fault("one weight never refreshed", f.one_weight_never_refreshed, CORE, ("weights as read",), "linear_fc1.weight"),
     Fault("forward weight disturbed", f.weight_disturbed, CORE, ("weights as read",), "linear_fc1.weight"),
-    Fault("optimizer frozen", f.optimizer_frozen, (*ALL, "fsdp2 a", "aware"), ("weights moved",), quick=True),
-    Fault("one weight frozen", f.one_weight_frozen, ALL, ("weights moved",)),
+    Fault("optimizer frozen", f.optimizer_frozen, (*ALL, "fsdp2 a", "aware"), ("weights moved",), broad=True),
+    Fault("one weight frozen", f.one_weight_frozen, ALL, ("weights moved",), quick=True),
     Fault("dropped from the optimizer", f.dropped_from_the_optimizer, ALL, ("optimizer holds", "invariants"), quick=True),
     Fault("a group's rate is 0", f.rate_of_a_group_zero, CORE, ("weights moved",)),
     Fault("requires_grad off", f.requires_grad_off, ("ddp", "fsdp2"), ("optimizer holds",), "linear_fc1.weight", quick=True),
     Fault("moment in BF16", f.cast_state("exp_avg", torch.bfloat16), (*ALL, "fsdp2 a"), ("exp_avg", "invariants")),
-    Fault("second moment in FP16", f.cast_state("exp_avg_sq", torch.float16), ("ddp", "fsdp2"), ("exp_avg_sq", "invariants")),
+    Fault("second moment in FP16", f.cast_state("exp_avg_sq", torch.float16), (*ALL, "fsdp2 a"), ("exp_avg_sq", "invariants"), broad=True),
     Fault("first moment rounded", f.round_state("exp_avg"), ("ddp", "fsdp2", "aware"), ("bits of states",), quick=True),
     Fault("second moment rounded", f.round_state("exp_avg_sq"), ("dist", "mfsdp"), ("bits of states",)),
     Fault("main weights rounded", f.main_weights_rounded, CORE, ("bits of states",), quick=True),
     Fault("remainders zeroed", f.remainders_zeroed, ("aware", "fsdp2 a"), ("bits of states", "weights moved"), quick=True),
-    Fault("a second master copy", f.second_copy, ("ddp", "fsdp2", "mfsdp"), ("main_params", "invariants")),
+    Fault("a second master copy", f.second_copy, ALL, ("main_params", "invariants"), broad=True),
     Fault("main weights in BF16", f.main_weights_cast, CORE, ("main_params", "invariants")),
     Fault("norm's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "0", "input_layernorm"), ("ddp",), ("params", "invariants"), "layernorm", fatal=True),
     Fault("linear's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "1", "mlp", "linear_fc1"), ("ddp",), ("params", "invariants"), "linear_fc1", fatal=True),
@@ -103,7 +106,7 @@ CATALOGUE = (
     Fault("scale of 1", f.scale_of_one, ("fp16",), ("loss scale", "loss scale adapts"), quick=True),
     Fault("scaler's window", f.scaler_window, ("fp16",), ("derived flags", "invariants")),
     Fault("scale drifts", f.scale_drifts, ("fp16",), ("loss scale adapts",)),
-    Fault("bf16 flag off", f.flip("model", "bf16", False), ("ddp",), ("derived flags", "invariants")),
+    Fault("bf16 flag off", f.flip("model", "bf16", False), ("ddp",), ("derived flags", "invariants"), "model.bf16: promised true, found false", quick=True),
     Fault("params_dtype", f.flip("model", "params_dtype", torch.float32), ("ddp", "fsdp2 a"), ("derived flags", "invariants")),
     Fault("reduction flag", f.flip("ddp", "grad_reduce_in_fp32", False), CORE, ("derived flags", "invariants")),
     Fault("softmax flag", f.flip("model", "attention_softmax_in_fp32", False), ("ddp", "fsdp2"), ("derived flags", "invariants"), quick=True),
@@ -134,7 +137,7 @@ CATALOGUE = (
     Fault("MXFP8 becomes tensorwise", c.another_scaling("tensorwise"), ("mxfp8",), ("linears", "invariants", "quantized GEMMs")),
     Fault("tensorwise becomes MXFP8", c.another_scaling("mxfp8"), ("tensorwise",), ("linears", "invariants", "quantized GEMMs")),
     Fault("emulation paused", c.paused, ("tensorwise", "tensorwise fsdp2", "nvfp4"), ("quantized GEMMs",), quick=True),
-    Fault("linear unplugged", c.unplugged, ("tensorwise", "tensorwise fsdp2", "mxfp8"), ("linears", "invariants"), "linear_fc1"),
+    Fault("linear unplugged", c.unplugged, ("tensorwise", "tensorwise fsdp2", "tensorwise mfsdp"), ("linears", "invariants"), "linear_fc1", broad=True),
     Fault("all linears unplugged", c.all_unplugged, ("tensorwise", "delayed"), ("linears", "invariants"), quick=True),
     Fault("linear's forward swapped", c.forward_swapped, ("tensorwise", "mxfp8"), ("quantized GEMMs",), "linear_fc1", quick=True),
     Fault("linear's class swapped", c.class_swapped, ("tensorwise",), ("quantized GEMMs", "linears"), "linear_fc1"),

@@ -24,7 +24,7 @@ def linear(engine: Any, path: str = "mlp.linear_fc1", layer: int = 1) -> Any:
 
 
 def inner(engine: Any) -> Any:
-    from mpbridge.observe.audit.flags import inner_optimizers
+    from mpbridge.numerics.observation.updates import inner_optimizers
 
     return inner_optimizers(engine.optimizer)[0]
 
@@ -220,17 +220,8 @@ def change_gradients(
 
 
 def last_microbatch_only(engine: Any) -> None:
-    from mpbridge.backend.engines import steps
-
     model = engine.model[0]
     model.register_forward_pre_hook(lambda *_: model.zero_grad_buffer())
-    assert steps
-
-
-def clipping_lost(engine: Any) -> None:
-    for part in parts(engine):
-        part.config.clip_grad = 0.0
-    engine.configs.optimizer.clip_grad = 1.0 if engine.configs.optimizer is not parts(engine)[0].config else 0.0
 
 
 # --- loss scale ----------------------------------------------------------------------------------------------------------------------------
@@ -279,8 +270,3 @@ def flip(target: str, field: str, value: Any) -> Callable[[Any], None]:
         setattr(configs(engine)[target], field, value)
 
     return plant
-
-
-def decoupled_flag(engine: Any) -> None:
-    inner(engine).use_decoupled_grad = True
-    type(inner(engine))

@@ -1,4 +1,4 @@
-"""What happens between two steps, where no audit looks: the next one compares with what the last one left."""
+"""What happens between two steps, where no audit looks: the next one compares with what the last one left. Delayed scales are part of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from mpbridge.numerics.observation.updates import inner_optimizers
 from mpbridge.observe.audit import AuditHook
-from mpbridge.observe.audit.flags import inner_optimizers
 from mpbridge.observe.audit.holdings import holdings
 
 Between = Callable[[Any, int], None]
@@ -117,3 +117,48 @@ def test_a_block_whose_gradient_stays_zero_is_named(build: Any) -> None:
     found = faults(engine, nothing, steps=2)
     # weight decay moves the rest
     assert any("layers.1.pre_mlp_layernorm.bias" in text and "no gradient" in text for text in found), found
+
+
+# --- delayed scaling: the oldest entry of a short history leaves in the very update that still counts it -------------------------------------
+DELAYED = "bf16_with_fp8_delayed_scaling_mixed"
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SHORT = {"recipe": DELAYED, "fp8_amax_history_len": 4}
+STEPS = 5
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [
+        pytest.param({"recipe": DELAYED, "fp8_amax_history_len": 2}, {}, id="shorter than a step's micro-batches"),
+        pytest.param(SHORT, {}, id="four"),
+        pytest.param(SHORT, RECOMPUTE, id="four, activations recomputed"),
+        pytest.param(SHORT | {"fp8_amax_compute_algo": "most_recent"}, {}, id="most recent"),
+    ],
+)
+def test_scales_made_of_an_entry_that_left_are_healthy(build: Any, drive: Any, recipe: Any, model: Any) -> None:
+    hook = AuditHook(mode="warn", every=1)
+    drive(build(recipe, emulate=True, model=model), hook, steps=STEPS)
+    audited = [one["facts"]["delayed scales"] for one in hook.history if "delayed scales" in one["facts"]]
+    assert len(audited) == STEPS
+    assert [text for one in hook.history for text in one.get("faults", ())] == []
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.97, 2.0])
+def test_a_wrong_scale_is_named_beside_a_short_history(build: Any, drive: Any, factor: float) -> None:
+    engine, hook = build(SHORT, emulate=True), AuditHook(mode="warn", every=1)
+    (quantizer,) = engine.emulation.quantizers.values()
+    table = quantizer.backward_table
+    real = table.update
+
+    def update(*args: Any) -> None:
+        real(*args)
+        table.scale = table.scale * factor
+
+    def plant(step: int) -> None:
+        if step == STEPS - 1:
+            table.update = update
+
+    drive(engine, hook, steps=STEPS, before=plant)
+    named = [text for one in hook.history for text in one.get("faults", ())]
+    assert named
+    assert all("delayed scales" in text and " dy: scale" in text for text in named), named

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from mpbridge.observe.audit.counted import Updates
 
 

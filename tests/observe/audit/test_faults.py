@@ -67,7 +67,7 @@ WHENEVER = [
     (fault, engine, moment) for fault, engine in ROWS for moment in MOMENTS if fault.early or moment != "before step 1"
 ]
 """A fault that is not early means something after the first update only."""
-QUICK = [(fault, fault.engines[0]) for fault in CATALOGUE if fault.quick]
+QUICK = [(fault, engine) for fault, engine in ROWS if fault.broad or (fault.quick and engine == fault.engines[0])]
 
 
 def _id(value: Any) -> str | None:

@@ -30,7 +30,9 @@ SMALL = [
 ]
 
 
-def _train(recipe: str, processes: int, folder: Path) -> tuple[str, dict[str, object]]:
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_trains_with_the_audit_printed_and_kept(recipe: str, processes: int, tmp_path: Path) -> None:
     command = [
         str(ROOT / "scripts" / "pretrain.py"),
         "--recipe",
@@ -38,28 +40,10 @@ def _train(recipe: str, processes: int, folder: Path) -> tuple[str, dict[str, ob
         "--config",
         str(ROOT / "configs" / "gpt_tiny.yaml"),
     ]
-    done = python([*command, *SMALL, f"logger.log_dir={folder}"], size=processes if processes > 1 else 0, timeout=200)
+    size = processes if processes > 1 else 0
+    done = python([*command, *SMALL, f"logger.log_dir={tmp_path}"], size=size, timeout=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return done.stdout, json.loads((folder / "precision.json").read_text())
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_it_trains_at_one_process_with_the_audit_printed_and_kept(recipe: str, tmp_path: Path) -> None:
-    text, kept = _train(recipe, 1, tmp_path)
-    assert "static audit" in text
-    assert "live audit" in text
-    assert "weights moved" in text
-    audit = kept["audit"]
-    assert isinstance(audit, dict)
+    assert all(words in done.stdout for words in ("static audit", "live audit", "weights moved"))
+    audit = json.loads((tmp_path / "precision.json").read_text())["audit"]
     assert audit["static"]["ok"]
-    assert audit["live"]["ok"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_it_trains_at_two_processes(recipe: str, tmp_path: Path) -> None:
-    _, kept = _train(recipe, 2, tmp_path)
-    audit = kept["audit"]
-    assert isinstance(audit, dict)
-    assert audit["live"]["ok"]
-    assert audit["live"]["world_size"] == 2
+    assert (audit["live"]["ok"], audit["live"]["world_size"]) == (True, processes)

@@ -12,7 +12,7 @@ import torch
 from mpbridge.common.errors import BadValue
 from mpbridge.common.report import metrics
 from mpbridge.observe.telemetry.hook import StatisticsHook
-from mpbridge.observe.telemetry.noise import Noise
+from mpbridge.observe.telemetry.probe import Noise
 from mpbridge.observe.telemetry.reading import read
 from mpbridge.observe.telemetry.records import FILE, OPERANDS, headlines, line, merged
 from mpbridge.training.base import Hook

@@ -1,4 +1,4 @@
-"""What excuses a fact that nothing was seen of."""
+"""What a row of the report says: what it accepts, and what excuses a fact that nothing was seen of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.observe.audit.unseen import why_unseen
+from mpbridge.observe.audit.compute import _told
+from mpbridge.observe.audit.not_observable import why_unseen
 
 
 class _Theirs(torch.nn.Module):
@@ -30,3 +31,9 @@ def test_a_loss_is_excused_only_where_it_may_be_one_kernel(
     engine: Any = SimpleNamespace(model=[module()], configs=SimpleNamespace(model=SimpleNamespace(**settings)))
     promises: Any = None
     assert bool(why_unseen(engine, promises, "loss")) is excused
+
+
+def test_a_row_names_every_dtype_that_is_accepted() -> None:
+    found = _told("norms", [[("norm", ("bf16", "fp32"), ("fp32",))]], [[]])
+    assert (found.promised, found.found, found.ok) == ("bf16 or fp32", "fp32", True)
+    assert not _told("norms", [[("norm", ("bf16", "fp32"), ("fp16",))]], [[]]).ok

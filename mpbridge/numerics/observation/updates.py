@@ -1,10 +1,19 @@
-"""Updates counted twice: by the loop, and by the optimizers themselves, whose steps are not observed between audits."""
+"""Parameter updates as the optimizers themselves count them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mpbridge.observe.audit.flags import inner_optimizers
+from mpbridge.backend.megatron.inside_optimizer import parts
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The torch optimizers inside megatron-core's wrappers (ChainedOptimizer, DistributedOptimizer ...), or the optimizer itself."""
+    chained = parts(optimizer)
+    if chained != [optimizer]:
+        return [inner for one in chained for inner in inner_optimizers(one)]
+    inner = getattr(optimizer, "optimizer", None)
+    return inner_optimizers(inner) if inner is not None else [optimizer] if optimizer is not None else []
 
 
 class Updates:

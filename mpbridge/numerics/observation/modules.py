@@ -1,8 +1,13 @@
-"""Names for the modules of a rank's model: paths as in the unwrapped model, layers numbered globally."""
+"""The modules of a rank's model: their global paths and kinds, the tensors that they pass on, and which of them a node of the autograd graph belongs to."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 _LINEARS = frozenset(
     {"ColumnParallelLinear", "RowParallelLinear", "Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP"}
@@ -92,3 +97,71 @@ def _global(path: str, numbers: dict[str, int]) -> str:
         if layer in numbers:
             return ".".join(filter(None, [bare(".".join(parts[: end - 1])), str(numbers[layer]), *parts[end:]]))
     return bare(path)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+class Graph:
+    """Nodes of one step's graph and their modules. Nodes are kept alive until `forget`, since they are identified by address."""
+
+    def __init__(self) -> None:
+        self._owner: dict[Any, str] = {}
+
+    def add(self, path: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> list[Any]:
+        """Assigns to `path` the nodes between `inputs` and `outputs` that no submodule has claimed, and returns them."""
+        edge = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
+        waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        taken = []
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in edge or node in self._owner:
+                continue
+            self._owner[node] = path
+            taken.append(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+        return taken
+
+    def owner(self) -> str | None:
+        """The module whose node is running now; None outside of backward and for nodes without a module."""
+        node = torch._C._current_autograd_node()
+        return None if node is None else self._owner.get(node)
+
+    def forget(self) -> None:
+        """Releases the graph."""
+        self._owner.clear()
+
+
+def hooked(paths: Mapping[Any, str], enters: Callable[[Any, str, Any], None], leaves: Callable[..., None]) -> ExitStack:
+    """Calls `enters` (module, path, arguments) and `leaves` (module, path, arguments, result) around each forward pass of these modules, until closed.
+
+    Hooks of the whole process: modules keep their own lists of hooks, which the audit compares. `enters` runs before a module's own hooks, `leaves` before
+    its own forward hooks; one dictionary look-up per call of any module.
+    """
+
+    def before(module: Any, args: Any) -> None:
+        if (path := paths.get(module)) is not None:
+            enters(module, path, args)
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        if (path := paths.get(module)) is not None:
+            leaves(module, path, args, output)
+
+    with ExitStack() as undo:
+        undo.callback(register_module_forward_pre_hook(before).remove)
+        undo.callback(register_module_forward_hook(after).remove)
+        return undo.pop_all()
+
+
+def floating(value: Any) -> torch.Tensor | None:
+    """The first floating-point tensor in a module's arguments or results."""
+    return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)

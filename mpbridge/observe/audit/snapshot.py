@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
+from mpbridge.numerics.observation.tensors import digest, local, positions
 from mpbridge.observe.audit.holdings import Held, holdings
-from mpbridge.observe.audit.stored import local
-from mpbridge.observe.audit.values import digest, positions
 
 
 class Before:

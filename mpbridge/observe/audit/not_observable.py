@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mpbridge.numerics.observation.modules import is_library, is_norm
 from mpbridge.observe.audit.gradients import data_parallel
-from mpbridge.observe.audit.places import is_library, is_norm
 from mpbridge.observe.audit.promise import Promises
 
 
