@@ -10,8 +10,8 @@ import torch
 from mpbridge.backend.devices.fp32_products import reduced
 from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.formats import DType, say
-from mpbridge.numerics.observation.updates import inner_optimizers
 from mpbridge.observe.audit.promise import Promises
+from mpbridge.observe.audit.updates import inner_optimizers
 from mpbridge.precision.megatron_spec.fields import TABLE
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.sync.plan import plan, show

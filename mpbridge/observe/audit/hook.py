@@ -13,7 +13,6 @@ import torch.distributed as dist
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import agreed
 from mpbridge.common.errors import AuditFailed
-from mpbridge.numerics.observation.updates import Updates
 from mpbridge.observe.audit.examine import audit, promises_of
 from mpbridge.observe.audit.findings import Finding, Report, audit_table, fault_lines, offenders
 from mpbridge.observe.audit.flags import ScaleRule, scaler_of
@@ -21,6 +20,7 @@ from mpbridge.observe.audit.invariants import Shape, broken, fingerprint
 from mpbridge.observe.audit.record import PRECISION, doubt, earlier, entry, last_good, write_section
 from mpbridge.observe.audit.replicas import copies, replica_findings
 from mpbridge.observe.audit.snapshot import Before
+from mpbridge.observe.audit.updates import Updates
 from mpbridge.observe.audit.watch import Watch
 
 SHARE = 0.002

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import BadValue
-from mpbridge.numerics.observation.updates import inner_optimizers
+from mpbridge.observe.audit.updates import inner_optimizers
 from mpbridge.observe.witnessing.core import CoreLoop
 from mpbridge.observe.witnessing.core_sharded import CoreFsdp2Loop, CoreFsdpLoop
 from mpbridge.observe.witnessing.deepspeed import Zero3Loop, ZeroLoop

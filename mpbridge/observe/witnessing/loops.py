@@ -15,7 +15,7 @@ from mpbridge.backend.engines.contract import Live
 from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.common.traits import EngineTraits
 from mpbridge.interop.stacks.meaning import Sharded
-from mpbridge.numerics.observation.updates import inner_optimizers
+from mpbridge.observe.audit.updates import inner_optimizers
 from mpbridge.precision.policy import PrecisionPolicy
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})

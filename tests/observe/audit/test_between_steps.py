@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.numerics.observation.updates import inner_optimizers
 from mpbridge.observe.audit import AuditHook
 from mpbridge.observe.audit.holdings import holdings
+from mpbridge.observe.audit.updates import inner_optimizers
 
 Between = Callable[[Any, int], None]
 

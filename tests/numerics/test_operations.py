@@ -12,8 +12,8 @@ import torch
 
 import mpbridge
 from mpbridge.numerics.observation.operations import COLLECTIVES, GEMMS, OperationObserver
-from mpbridge.numerics.observation.updates import Updates
 from mpbridge.observe.audit import Watch
+from mpbridge.observe.audit.updates import Updates
 from mpbridge.training.simulate.recorder import Recorder
 
 NO_DATA = {"barrier", "monitored_barrier_", "check_for_nan"}
