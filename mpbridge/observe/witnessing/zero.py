@@ -14,8 +14,7 @@ from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.values import sample
 from mpbridge.observe.witnessing.deepspeed import DeepSpeedLoop
 from mpbridge.observe.witnessing.plain import DDP
-
-_STATES = frozenset({"main_params", "main_grads", "exp_avg", "exp_avg_sq"})
+from mpbridge.planning.memory.keeps import STATES
 
 
 class ZeroLoop(DeepSpeedLoop):
@@ -27,7 +26,7 @@ class ZeroLoop(DeepSpeedLoop):
         summary="DeepSpeed's ZeRO 1 and 2",
         label="DeepSpeed ZeRO",
         layout="even",
-        shards=_STATES,
+        shards=frozenset(STATES),
         distributed_optimizer="always",
         main_weights="wrapper",
     )

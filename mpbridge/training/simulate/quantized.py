@@ -15,7 +15,8 @@ import torch
 
 from mpbridge.backend.engines.contract import Live
 from mpbridge.common.formats import DType
-from mpbridge.planning.memory.roles import STATES, Role
+from mpbridge.planning.memory.keeps import STATES
+from mpbridge.planning.memory.roles import Role
 from mpbridge.settings.huggingface.tensors import FUSED_NORMS
 from mpbridge.training.simulate.meta import META
 
