@@ -20,10 +20,13 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 WAYS = {
     "rule": "A new rule",
     "dtype_field": "A dtype field of a recipe",
+    "written_field": "A field that the recipe writes, such as `grad_reduce_in_fp32`",
+    "engine": "A new engine",
 }
 """Patch -> the heading of its guide."""
 SUITE = {
     "dtype_field": ("tests/precision/test_fields.py", "tests/precision/sync/test_fields.py"),
+    "written_field": ("tests/precision/sync/test_fields.py",),
 }
 """The parts of the suite that hold for a new row as they stand."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mpbridge.common.facts import OptimizerFacts, RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.common.traits import EngineTraits, Sharding
+from mpbridge.common.traits import EngineTraits, Sharding, attribute
 from mpbridge.precision.policy import PrecisionPolicy, own_main
 
 Owner = Literal["model", "wrapper", "engine", "optimizer"]
@@ -50,6 +50,26 @@ def keeps(
     policy: settled. at_rest: dtype of the stored parameter, UINT8 in low precision; None: the policy's. ddp: the ddp section, which determines what is sharded.
     """
     rests = at_rest or policy.params
+    found = (
+        attribute(engine.keeps)(policy, optimizer, rests) if engine.keeps else _usual(policy, engine, optimizer, rests)
+    )
+    return MappingProxyType(
+        {
+            role: Holding(
+                dtype=dtype,
+                owner=owner,
+                sharding=engine.sharded(role, distributed=optimizer.distributed, ddp=ddp),
+                view_of=view,
+            )
+            for role, (dtype, owner, view) in found.items()
+        }
+    )
+
+
+def _usual(
+    policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, rests: DType
+) -> dict[str, tuple[DType, Owner, str | None]]:
+    """Role -> (dtype, owner, the role whose memory it shares) on an engine with one of the usual kinds of main weights."""
     found: dict[str, tuple[DType, Owner, str | None]] = {}
     outer: Owner = "engine" if engine.distributed_optimizer != "optional" else "wrapper"
     mine: Owner = "model" if outer == "wrapper" and not optimizer.distributed else outer
@@ -66,17 +86,7 @@ def keeps(
         found["main_grads"] = (read, outer if read is grads else "engine", "grads" if read is grads else None)
     for role, dtype in _moments(policy, engine, optimizer, _face(policy, updated)):
         found[role] = (dtype, "optimizer", None)
-    return MappingProxyType(
-        {
-            role: Holding(
-                dtype=dtype,
-                owner=owner,
-                sharding=engine.sharded(role, distributed=optimizer.distributed, ddp=ddp),
-                view_of=view,
-            )
-            for role, (dtype, owner, view) in found.items()
-        }
-    )
+    return found
 
 
 def keeps_of(policy: PrecisionPolicy, run: RunFacts, at_rest: DType | None = None) -> Mapping[str, Holding]:
