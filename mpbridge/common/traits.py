@@ -32,7 +32,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 Sharding = Literal["whole", "buffers", "rows", "even"]
 """How one role of a parameter is divided among the data-parallel ranks: not at all; in equal pieces of megatron-core's buckets; by rows, as in torch
 FSDP2; in equal shares."""
-MainWeights = Literal["megatron_core", "optimizer", "wrapper"]
+MainWeights = Literal["megatron_core", "optimizer", "wrapper", "own"]
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -56,7 +56,11 @@ class EngineTraits:
     distributed_optimizer: Literal["optional", "always", "never"]
     """Whether megatron-core's distributed optimizer can be chosen (optional), is always what it does, or must stay off (never)."""
     main_weights: MainWeights
-    """Who holds main weights separate from 16-bit parameters: megatron-core's optimizer classes (or FusedAdam, by their flag), only FusedAdam, or the wrapper."""
+    """Who holds main weights separate from 16-bit parameters: megatron-core's optimizer classes (or FusedAdam, by their flag), only FusedAdam, the wrapper, or as
+    its `keeps` says."""
+    keeps: str = ""
+    """'module:function' of what it keeps, where main weights are its "own": (settled policy, OptimizerFacts, dtype of the stored parameter) -> role -> (dtype,
+    owner, the role whose memory it shares or None), as in memory.keeps."""
     optimizers: tuple[str, ...]
     """Values of optimizer.optimizer that it builds."""
     parallelisms: frozenset[str] = frozenset()
@@ -142,4 +146,8 @@ def _load(name: str, path: str) -> EngineTraits:
     found = attribute(path)
     if not isinstance(found, EngineTraits) or found.name != name:
         raise BadValue(f"{path} is {found!r}, expected an EngineTraits named {name!r}")
+    if (found.main_weights == "own") is not bool(found.keeps):
+        raise BadValue(
+            f"{path}: main_weights={found.main_weights!r} with keeps={found.keeps!r}, expected `keeps` with main weights of its own, and only with those"
+        )
     return found

@@ -251,6 +251,8 @@ ROWS: Mapping[str, FieldRow] = MappingProxyType(
     }
 )
 """Field -> its row."""
+FUSED: Mapping[str, str] = MappingProxyType({name: row.fact for name, row in ROWS.items() if row.fused})
+"""Field that is the dtype of a state that FusedAdam keeps -> the fact of PrecisionPolicy, which is also the state's role."""
 
 
 def plain_states() -> dict[str, Any]:

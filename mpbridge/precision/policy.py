@@ -23,6 +23,10 @@ SCHEMA = 2
 GEMM and options in regions, and an accumulator separate from the wire; a policy without these is written as schema 1, byte for byte as before."""
 
 
+_LATER = ("accumulate",)
+"""Facts that schema 1 does not have: written only where they are stated."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
     """Static, or dynamic: halved after `hysteresis` overflows, doubled after `window` good steps."""
@@ -205,10 +209,8 @@ class PrecisionPolicy:
 
     def as_data(self) -> dict[str, Any]:
         """Every field as JSON types, {"schema": ..., ...}. Defaults are included, so that a fingerprint does not change meaning with a default."""
-        data = as_plain(self)
-        if self.accumulate is None:
-            del data["accumulate"]
-        later = uses_later_fields(self.regions) or self.accumulate is not None
+        data = {name: value for name, value in as_plain(self).items() if value is not None or name not in _LATER}
+        later = uses_later_fields(self.regions) or any(name in data for name in _LATER)
         return {"schema": SCHEMA if later else 1, **data}
 
     @classmethod

@@ -8,13 +8,11 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.common.formats import DType, dtype
-from mpbridge.precision.config import ROWS, MixedPrecisionConfig
+from mpbridge.precision.config import FUSED, ROWS, MixedPrecisionConfig
 from mpbridge.precision.field_values import choice_faults, type_faults
 from mpbridge.precision.modules import module_regions
 from mpbridge.precision.policy import LossScale, PrecisionPolicy, Region, updates_parameters
 from mpbridge.precision.quants import quant_faults, quant_of
-
-_STATES = tuple(name for name, row in ROWS.items() if row.fused)
 
 
 def resolve(
@@ -81,7 +79,7 @@ def _precision_aware(v: Mapping[str, Any]) -> bool | None:
     """Whether FusedAdam owns the states: as given, else True as soon as a state is narrower than FP32 and the parameters are not their own main copy."""
     if v["use_precision_aware_optimizer"] is not None:
         return bool(v["use_precision_aware_optimizer"])
-    given = [v[name] for name in _STATES if v[name] is not None]
+    given = [v[name] for name in FUSED if v[name] is not None]
     if not given:
         return None
     return not _own_main_copy(v) and any(d is not DType.FP32 for d in given)
@@ -110,7 +108,7 @@ def _state_faults(v: Mapping[str, Any]) -> list[str]:
             f"main_grads_dtype={v['main_grads_dtype'].short} but grad_reduce_in_fp32=true keeps FP32 gradient buffers: set grad_reduce_in_fp32=false"
         )
     if v["use_precision_aware_optimizer"] is False and not _own_main_copy(v):
-        low = [f"{name}={v[name].short}" for name in _STATES if v[name] not in (None, DType.FP32)]
+        low = [f"{name}={v[name].short}" for name in FUSED if v[name] not in (None, DType.FP32)]
         if low:
             faults.append(f"{', '.join(low)} needs use_precision_aware_optimizer=true, or fp32")
     if v["store_param_remainders"] and params is not DType.BF16:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.common.traits import EngineTraits
+from mpbridge.planning.memory.keeps import MOMENTS
 
 TRAITS = EngineTraits(
     name="fsdp2",
@@ -10,7 +11,7 @@ TRAITS = EngineTraits(
     summary="torch's fully_shard around megatron-core's model, updated by torch's AdamW or FusedAdam",
     label="torch FSDP2",
     layout="rows",
-    shards=frozenset({"params", "grads", "main_params", "exp_avg", "exp_avg_sq"}),
+    shards=frozenset({"params", "grads", "main_params", *MOMENTS}),
     distributed_optimizer="never",
     main_weights="optimizer",
     optimizers=("adam", "torch_adamw", "sgd"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.common.traits import EngineTraits
+from mpbridge.planning.memory.keeps import STATES
 
 TRAITS = EngineTraits(
     name="mcore",
@@ -10,7 +11,7 @@ TRAITS = EngineTraits(
     summary="megatron-core's DistributedDataParallel, with or without its distributed optimizer",
     label="megatron-core's DDP",
     layout="buffers",
-    shards=frozenset({"main_params", "main_grads", "exp_avg", "exp_avg_sq"}),
+    shards=frozenset(STATES),
     distributed_optimizer="optional",
     main_weights="megatron_core",
     optimizers=("adam", "sgd"),

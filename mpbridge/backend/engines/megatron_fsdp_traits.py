@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mpbridge.common.traits import EngineTraits
+from mpbridge.planning.memory.keeps import STATES
 
-_STATES = frozenset({"main_params", "main_grads", "exp_avg", "exp_avg_sq"})
+_STATES = frozenset(STATES)
 _EVERYTHING = _STATES | {"params", "grads"}
 
 TRAITS = EngineTraits(

@@ -19,6 +19,7 @@ from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.witnessing.core import after_call, before_call
 from mpbridge.observe.witnessing.loops import Update, together
 from mpbridge.observe.witnessing.plain import DDP, FSDP, NOBODY, Owned, TorchLoop, copies_of, cut_states, states
+from mpbridge.planning.memory.keeps import STATES
 
 
 class DeepSpeedLoop(TorchLoop):
@@ -87,9 +88,6 @@ class DeepSpeedLoop(TorchLoop):
             self._read[name] = int(mine.numel()), mine.dtype
 
 
-_STATES = frozenset({"main_params", "main_grads", "exp_avg", "exp_avg_sq"})
-
-
 class ZeroLoop(DeepSpeedLoop):
     """Whole parameters, sharded states."""
 
@@ -99,7 +97,7 @@ class ZeroLoop(DeepSpeedLoop):
         summary="DeepSpeed's ZeRO 1 and 2",
         label="DeepSpeed ZeRO",
         layout="even",
-        shards=_STATES,
+        shards=frozenset(STATES),
         distributed_optimizer="always",
         main_weights="wrapper",
     )

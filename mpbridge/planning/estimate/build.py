@@ -17,6 +17,7 @@ from mpbridge.planning.estimate.collectives import (
 from mpbridge.planning.estimate.gemms import rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.planning.estimate.work import Collective, Work
+from mpbridge.planning.memory.keeps import moments
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.ranks import Chunk, Coordinates
 from mpbridge.planning.memory.uncounted import left_out_of_time
@@ -114,7 +115,7 @@ def _layers(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
 def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     """Bytes that the optimizer reads and writes: gradients read, main weights and moments read and written, parameters written."""
     settled = policy.settled(dict(run.optimizer.settings))
-    sizes = [settled.main_params, settled.exp_avg, settled.exp_avg_sq]
+    sizes = [settled.main_params, *moments(settled).values()]
     each = (
         sum(2 * (dtype.bytes if dtype is not None else 4) for dtype in sizes)
         + 4

@@ -16,15 +16,14 @@ from mpbridge.common.tables.units import size as as_text
 from mpbridge.planning.memory.activations import activations, uncertainty
 from mpbridge.planning.memory.alike import distinct_stages
 from mpbridge.planning.memory.beside import Beside, beside, outside
+from mpbridge.planning.memory.keeps import STATES as KEPT
 from mpbridge.planning.memory.layers import parameters, unsplit
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.roles import roles
 from mpbridge.planning.memory.uncounted import states_counted
 from mpbridge.precision.policy import PrecisionPolicy
 
-STATES = (
-    "params", "grads", "main_params", "main_grads", "exp_avg", "exp_avg_sq", "weight_copies", "weight_transposes", "weight_scales", "buffers", "padding",
-)  # fmt: skip
+STATES = ("params", "grads", *KEPT, "weight_copies", "weight_transposes", "weight_scales", "buffers", "padding")
 """Roles in the order in which tables show them."""
 
 

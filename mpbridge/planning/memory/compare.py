@@ -9,7 +9,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.tables.units import unit_for
 from mpbridge.planning.memory.by_role import Memory, memory
-from mpbridge.planning.memory.keeps import keeps_of
+from mpbridge.planning.memory.keeps import MOMENTS, keeps_of
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipe
 from mpbridge.precision.resolve import resolve
@@ -75,7 +75,7 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
             if main_weights.dtype is DType.INT16
             else f"main weights in {main_weights.dtype.short} by FusedAdam",
         )
-    for role, name in (("exp_avg", "first moment"), ("exp_avg_sq", "second moment"), ("grads", "gradient buffers")):
+    for role, name in (*((role, words) for role, (words, _) in MOMENTS.items()), ("grads", "gradient buffers")):
         if role in kept:
             say(role, f"{name} in {kept[role].dtype.short}")
     say("main_grads", "16-bit gradients are cast to FP32 for the update")

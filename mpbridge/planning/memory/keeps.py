@@ -11,12 +11,18 @@ from typing import Any, Literal
 
 from mpbridge.common.facts import OptimizerFacts, RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.common.traits import EngineTraits, Sharding
+from mpbridge.common.traits import EngineTraits, Sharding, attribute
 from mpbridge.precision.policy import PrecisionPolicy, own_main
 
 Owner = Literal["model", "wrapper", "engine", "optimizer"]
 """Who allocates it. 'engine': megatron-core's optimizer classes, or the sharded wrapper; 'optimizer': the torch optimizer inside."""
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
+MOMENTS: Mapping[str, tuple[str, DType | None]] = MappingProxyType(
+    {"exp_avg": ("first moment", DType.FP32), "exp_avg_sq": ("second moment", DType.FP32)}
+)
+"""Role of a state of Adam, which is also the policy's fact -> its words, and its dtype where the policy leaves it open (None: then there is none)."""
+STATES = ("main_params", "main_grads", *MOMENTS)
+"""Roles held by the rank that updates a parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,26 @@ def keeps(
     policy: settled. at_rest: dtype of the stored parameter, UINT8 in low precision; None: the policy's. ddp: the ddp section, which determines what is sharded.
     """
     rests = at_rest or policy.params
+    found = (
+        attribute(engine.keeps)(policy, optimizer, rests) if engine.keeps else _usual(policy, engine, optimizer, rests)
+    )
+    return MappingProxyType(
+        {
+            role: Holding(
+                dtype=dtype,
+                owner=owner,
+                sharding=engine.sharded(role, distributed=optimizer.distributed, ddp=ddp),
+                view_of=view,
+            )
+            for role, (dtype, owner, view) in found.items()
+        }
+    )
+
+
+def _usual(
+    policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, rests: DType
+) -> dict[str, tuple[DType, Owner, str | None]]:
+    """Role -> (dtype, owner, the role whose memory it shares) on an engine with one of the usual kinds of main weights."""
     found: dict[str, tuple[DType, Owner, str | None]] = {}
     outer: Owner = "engine" if engine.distributed_optimizer != "optional" else "wrapper"
     mine: Owner = "model" if outer == "wrapper" and not optimizer.distributed else outer
@@ -60,17 +86,7 @@ def keeps(
         found["main_grads"] = (read, outer if read is grads else "engine", "grads" if read is grads else None)
     for role, dtype in _moments(policy, engine, optimizer, _face(policy, updated)):
         found[role] = (dtype, "optimizer", None)
-    return MappingProxyType(
-        {
-            role: Holding(
-                dtype=dtype,
-                owner=owner,
-                sharding=engine.sharded(role, distributed=optimizer.distributed, ddp=ddp),
-                view_of=view,
-            )
-            for role, (dtype, owner, view) in found.items()
-        }
-    )
+    return found
 
 
 def keeps_of(policy: PrecisionPolicy, run: RunFacts, at_rest: DType | None = None) -> Mapping[str, Holding]:
@@ -105,7 +121,13 @@ def fused(policy: PrecisionPolicy, engine: EngineTraits) -> bool:
         return True
     main = policy.main_params or DType.FP32
     updated = main if engine.main_weights == "wrapper" else policy.params
-    return {main, policy.exp_avg or DType.FP32, policy.exp_avg_sq or DType.FP32} != {updated}
+    return {main, *moments(policy).values()} != {updated}
+
+
+def moments(policy: PrecisionPolicy) -> Mapping[str, DType]:
+    """Role -> dtype of Adam's states as the policy has them."""
+    stated = {role: getattr(policy, role) or usual for role, (_, usual) in MOMENTS.items()}
+    return {role: dtype for role, dtype in stated.items() if dtype is not None}
 
 
 def _face(policy: PrecisionPolicy, dtype: DType) -> DType:
@@ -156,7 +178,7 @@ def _moments(
     """(role, dtype) of the optimizer's states for a parameter; updated: dtype of the tensor that it updates."""
     if optimizer.name == "sgd":
         return (("exp_avg", updated),) if optimizer.settings.get("sgd_momentum", 0.9) else ()
-    stated = tuple((role, getattr(policy, role) or DType.FP32) for role in ("exp_avg", "exp_avg_sq"))
+    stated = tuple(moments(policy).items())
     if engine.main_weights == "megatron_core":
         # its FusedAdam gets its state dtypes from the precision-aware optimizer, and from engines/full_bf16.py
         if policy.precision_aware or (policy.narrow_alone and not optimizer.distributed):

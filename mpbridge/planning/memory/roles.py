@@ -11,21 +11,18 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
 from mpbridge.planning.memory.buckets import Buffer, buffers
-from mpbridge.planning.memory.keeps import Holding, keeps, kept_fp32
+from mpbridge.planning.memory.keeps import STATES, Holding, keeps, kept_fp32
 from mpbridge.planning.memory.layers import Parameter, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.weight_copies import weight_copies
 from mpbridge.precision.policy import PrecisionPolicy, Quant
-
-STATES = ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
-"""Roles held by the rank that updates a parameter."""
 
 
 class Role(NamedTuple):
     """One kind of tensor of one parameter (or of all that share a buffer) on one rank."""
 
     name: str
-    """'params', 'grads', 'main_params', 'main_grads', 'exp_avg', 'exp_avg_sq', 'buffers', 'padding', 'weight_copies', 'weight_transposes', 'weight_scales'."""
+    """'params', 'grads', one of keeps.STATES, 'buffers', 'padding', 'weight_copies', 'weight_transposes', 'weight_scales'."""
     parameter: str
     """Global name; '' if several parameters share it."""
     dtype: DType

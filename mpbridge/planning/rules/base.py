@@ -11,6 +11,7 @@ from mpbridge.common.formats import DType
 from mpbridge.common.traits import EngineTraits
 from mpbridge.common.versions import Window, at_least
 from mpbridge.planning.memory.keeps import Holding, keeps
+from mpbridge.precision.config import FUSED
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 
 ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
@@ -77,9 +78,9 @@ class Case:
     def plain_states(self) -> str:
         """Settings that select an optimizer with megatron-core's own states, as a cure."""
         low = [
-            f" mixed_precision.{name}_dtype=null"
-            for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
-            if getattr(self.policy, name) not in (None, DType.FP32)
+            f" mixed_precision.{field}=null"
+            for field, fact in {"main_grads_dtype": "main_grads", **FUSED}.items()
+            if getattr(self.policy, fact) not in (None, DType.FP32)
         ]
         return "".join(["mixed_precision.use_precision_aware_optimizer=false", *low])
 

@@ -9,14 +9,11 @@ from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import say
 from mpbridge.common.versions import Window
 from mpbridge.planning.rules.base import Case, Rule
+from mpbridge.precision.megatron_spec.versions import REVIEWED
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.scalings import Option
 
 _TORCH = Window(package="torch", since="2.6", until="2.14")
-_CORE = (
-    Window(package="megatron_core", since="0.16", until="0.17"),
-    Window(package="megatron_core", since="0.20", until="0.21"),
-)
 _RECIPES = "Transformer Engine 2.11 common/recipe/__init__.py (read once, at import)"
 
 
@@ -83,7 +80,7 @@ def _is_zero(case: Case, name: str) -> bool:
 
 
 def _untested(case: Case) -> str:
-    have = (("torch", case.run.versions.torch, (_TORCH,)), ("megatron-core", case.run.versions.megatron_core, _CORE))
+    have = (("torch", case.run.versions.torch, (_TORCH,)), ("megatron-core", case.run.versions.megatron_core, REVIEWED))
     return ", ".join(
         f"{name} {version}" for name, version, windows in have if not any(window.holds(version) for window in windows)
     )

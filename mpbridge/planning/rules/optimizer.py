@@ -6,14 +6,15 @@ from mpbridge.common.facts import ADAMS
 from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import Window
+from mpbridge.planning.memory.keeps import moments
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
+from mpbridge.precision.config import FUSED
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
-_KEPT = ("main_params", "exp_avg", "exp_avg_sq")
 
 
 def _low_moments(case: Case) -> bool:
-    return any(getattr(case.policy, name) is not DType.FP32 for name in ("main_params", "exp_avg", "exp_avg_sq"))
+    return any(getattr(case.policy, name) not in (None, DType.FP32) for name in FUSED.values())
 
 
 def _unread_states(case: Case) -> str | None:
@@ -22,7 +23,7 @@ def _unread_states(case: Case) -> str | None:
         return None  # reported by full-16-bit-with-distributed-optimizer: no optimizer setting fixes it
     kept, found = case.kept, []
     # megatron-core rejects 16-bit main gradients without a precision-aware optimizer; with one it reads its own buffers regardless (a warning below)
-    names = _KEPT if case.aware or not case.core or case.own_copy else (*_KEPT, "main_grads")
+    names = [*FUSED.values()] if case.aware or not case.core or case.own_copy else [*FUSED.values(), "main_grads"]
     for name in names:
         stated, held = getattr(case.policy, name), kept.get(name)
         if name == "main_params" and _bf16_beside(case):
@@ -50,7 +51,7 @@ def _section_states(case: Case) -> str | None:
     """Fields of the optimizer section that megatron-core requires to be FP32 when the optimizer is not precision-aware."""
     if case.opt("use_precision_aware_optimizer", False) or not case.core:
         return None
-    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    names = ("main_grads_dtype", *FUSED)
     low = [
         f"{name}={say(case.opt(name))}" for name in names if say(case.opt(name, DType.FP32)) not in ("fp32", "float32")
     ]
@@ -334,9 +335,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="moments-with-custom-scale-need-newer-engine",
         about="aware",
-        found=lambda c: (
-            c.aware and DType.UINT8 in (c.policy.exp_avg, c.policy.exp_avg_sq) and c.te_before("2.0") and "FP8 moments"
-        ),
+        found=lambda c: c.aware and DType.UINT8 in moments(c.policy).values() and c.te_before("2.0") and "FP8 moments",
         expected="Transformer Engine 2.0 or later",
         cure="upgrade Transformer Engine, or bf16 moments",
         source="Transformer Engine pytorch/optimizers/fused_adam.py",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType, dtype
+from mpbridge.precision.config import FUSED
 from mpbridge.precision.megatron_spec.precision_field import (
     KEEP,
     TARGETS,
@@ -161,8 +162,7 @@ def _state_turns(facts: Facts, value: Any) -> bool:
 
 def _low_states(facts: Facts) -> bool:
     """Whether a state is below FP32, which only a precision-aware optimizer can keep."""
-    policy = facts.policy
-    return any(state not in (None, DType.FP32) for state in (policy.main_params, policy.exp_avg, policy.exp_avg_sq))
+    return any(getattr(facts.policy, state) not in (None, DType.FP32) for state in FUSED.values())
 
 
 def _row(target: Target, field: str, value: FieldValue, why: str, default: Any, **more: Any) -> PrecisionField:

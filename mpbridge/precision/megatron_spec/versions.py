@@ -16,6 +16,11 @@ BEFORE_017 = Window(package="megatron_core", until="0.17")
 SINCE_017 = Window(package="megatron_core", since="0.17")
 """0.16.1 is the last release reviewed before this boundary, Megatron-LM d98e8a64 (0.20.0) the version reviewed after it; those in between were not reviewed."""
 
+REVIEWED = (
+    Window(package="megatron_core", since="0.16", until="0.17"),
+    Window(package="megatron_core", since="0.20", until="0.21"),
+)
+"""The releases that the table, the rules and `backend/megatron` were read against; a rule warns of any other."""
 
 _IMPORTED = ((SINCE_017, "triton"),)
 """Packages that `import megatron.core` needs but does not declare for a CPU."""

@@ -16,7 +16,8 @@ from mpbridge.backend.devices import redirect
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.megatron import on_meta
 from mpbridge.common.formats import DType
-from mpbridge.planning.memory.roles import STATES, Role
+from mpbridge.planning.memory.keeps import STATES
+from mpbridge.planning.memory.roles import Role
 from mpbridge.settings.huggingface.tensors import FUSED_NORMS
 
 META = torch.device("meta")
