@@ -211,11 +211,11 @@ def compute_findings(
         if not any(rows) and wanted(subject):
             findings.append(_nothing(subject, why(subject)))
         if any(rows) or any(values):
-            findings.append(_told(subject, rows, values))
+            findings.append(_row_finding(subject, rows, values))
     return findings + _autocast(ranks, promises)
 
 
-def _told(subject: str, rows: list[list[PlaceDtypes]], values: list[list[str]]) -> Finding:
+def _row_finding(subject: str, rows: list[list[PlaceDtypes]], values: list[list[str]]) -> Finding:
     """What every rank saw of one subject. values: places whose values are wrong although their dtype is right."""
     wrong = [
         [place for place, promised, found in own if not set(found) <= set(promised)] + bad

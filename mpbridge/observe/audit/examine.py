@@ -193,10 +193,10 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     parallel, config = engine.run.facts.parallel, engine.configs
     clip = getattr(config.optimizer, "clip_grad", None)
     # a foreign loop may clip by a limit that is not known here
-    told = clip is not None and (norm is not None or not clip)
+    known_clip = clip is not None and (norm is not None or not clip)
     summed = bool(getattr(config.model, "calculate_per_token_loss", False))
     share = share_of(followed) if summed else 1.0
-    known = told and share is not None and parallel.context == 1
+    known = known_clip and share is not None and parallel.context == 1
     hidden = why_unseen(engine, promises, FACTOR) if share is None or parallel.context > 1 else ""
     why = why_unseen(engine, promises, "gradients")
     findings = []

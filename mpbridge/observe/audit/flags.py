@@ -50,13 +50,13 @@ def _reduced_products(policy: PrecisionPolicy) -> Iterator[str]:
 
 def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:
     """Precision fields that this policy leaves alone: they keep the author's value, or megatron-core's default."""
-    told = {(one.target, one.field) for one in getattr(run.plan, "writes", ())}
+    written = {(one.target, one.field) for one in getattr(run.plan, "writes", ())}
     for row in TABLE:
         target = objects.get(row.target)
         if (
             row.field not in WATCHED
             or target is None
-            or (row.target, row.field) in told
+            or (row.target, row.field) in written
             or not hasattr(target, row.field)
         ):
             continue

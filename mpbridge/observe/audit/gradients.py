@@ -158,10 +158,12 @@ def gradient_findings(
 
 def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float]]:
     """(what is wrong on each rank, the factors that were found)."""
-    told = [[*_told(rank, ranks, aim)] for rank in ranks]
-    wrong = [[text for *_, text in own if text] + _lost(rank, ranks) for own, rank in zip(told, ranks, strict=True)]
+    judgements = [[*_judged_gradients(rank, ranks, aim)] for rank in ranks]
+    wrong = [
+        [text for *_, text in own if text] + _lost(rank, ranks) for own, rank in zip(judgements, ranks, strict=True)
+    ]
     by_owner: dict[int, list[float]] = {}
-    for own, rank in zip(told, ranks, strict=True):
+    for own, rank in zip(judgements, ranks, strict=True):
         for name, ratio, _ in own:
             by_owner.setdefault(rank.owners.get(name, 0), []).append(ratio)
     for ratios in by_owner.values():
@@ -217,15 +219,15 @@ def _clipped(
     return (ratio, rest) if cut and fine else None
 
 
-def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple[str, float, str]]:
+def _judged_gradients(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple[str, float, str]]:
     """(parameter, factor found, what is wrong with it) of every gradient that this rank's optimizer read."""
     group = [ranks[other] for other in rank.group]
     for name, values in rank.read.items():
         expected = _mean(name, values, group)
-        told = _compare(values, expected)
-        if told is None:
+        compared = _compare(values, expected)
+        if compared is None:
             continue
-        ratio, rest = told
+        ratio, rest = compared
         clipped = _clipped(values, expected, aim.limit) if aim.limit and not rest <= aim.tolerance else None
         if clipped is not None:
             if clipped[0] is None:

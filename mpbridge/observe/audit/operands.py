@@ -129,13 +129,13 @@ def is_rounded_with(
     element, to the format's maximum, or down to half of it if the factor is a power of two; otherwise it comes from a history and may saturate values.
     """
     wide, found = source.detach().double().abs(), codes.detach().double().abs()
-    told = (wide > 0) & ((found > 0) | (wide > 0.5 * amax))
-    inside = told & (found < number.largest)
-    if not bool(told.any()):
+    shows = (wide > 0) & ((found > 0) | (wide > 0.5 * amax))
+    inside = shows & (found < number.largest)
+    if not bool(shows.any()):
         return True
     _, exponent = torch.frexp(found.clamp_min(2.0 ** (1 - number.bias)))
     half = torch.ldexp(torch.full_like(found, 0.5), exponent - 1 - number.mantissa)
-    least = ((found - half) / wide)[told].clamp_min(0.0)
+    least = ((found - half) / wide)[shows].clamp_min(0.0)
     most = ((found + half) / wide)[inside]
     low = float(torch.quantile(least[:_PORTION], 1 - _STRAY))
     high = float(torch.quantile(most[:_PORTION], _STRAY)) if most.numel() else float("inf")
@@ -193,12 +193,12 @@ def is_nearest_e2m1(values: torch.Tensor, source: torch.Tensor, *, across: int) 
     grid = torch.tensor(_E2M1, dtype=torch.float64, device=found.device)
     middle = (grid[1:] + grid[:-1]) / 2
     # a block far below the tensor's largest element has a subnormal scale of few bits, so its peak need not be a 6
-    told = (wide > 0) & (scales > 2 * _NORMAL)
-    if not bool(told.any()):
+    shows = (wide > 0) & (scales > 2 * _NORMAL)
+    if not bool(shows.any()):
         return True
-    which = torch.bucketize(found[told] / scales[told] * 0.999, grid)
+    which = torch.bucketize(found[shows] / scales[shows] * 0.999, grid)
     below, above = which > 0, which < len(_E2M1) - 1
-    unit = scales[told] / wide[told]
+    unit = scales[shows] / wide[shows]
     least = (middle[(which - 1).clamp_min(0)] * unit)[below]
     most = (middle[which.clamp_max(len(_E2M1) - 2)] * unit)[above]
     if not (least.numel() and most.numel()):
@@ -235,7 +235,7 @@ def strays(values: torch.Tensor, source: torch.Tensor) -> float | None:
     middle = (grid[1:] + grid[:-1]) / 2
     nearest = grid[torch.bucketize(wanted, middle)]
     # saturated values and exact codes reveal nothing about the rounding
-    told = (wanted < 5.9) & ((wanted - nearest).abs() > 0.02)
-    if int(told.sum()) < _ENOUGH:
+    shows = (wanted < 5.9) & ((wanted - nearest).abs() > 0.02)
+    if int(shows.sum()) < _ENOUGH:
         return None
-    return float(((found - nearest).abs()[told] > 0.1).double().mean())
+    return float(((found - nearest).abs()[shows] > 0.1).double().mean())

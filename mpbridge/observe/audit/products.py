@@ -29,7 +29,8 @@ from mpbridge.precision.policy import Gemms, Quant
 _ALIKE = 0.9
 """A four-bit copy whose cosine with a tensor is below this was not made from that tensor."""
 _ROWS = 64
-"""Number of tokens whose quantized copies are kept until backward, to detect whether the other copy was rotated."""
+"""Number of tokens whose inputs are kept until backward, to compare the copy that wgrad reads."""
+_STRANGE = "not what its tensor rounds to"
 
 
 @dataclass
@@ -40,8 +41,6 @@ class Quantized:
     """'fprop', 'dgrad', 'wgrad' -> number of GEMMs."""
     bad: dict[str, str] = field(default_factory=dict)
     """'wgrad dy' -> what that operand was, if not as promised."""
-    rotated: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """'x', 'dy' -> cosine of the two copies, as is and with the transform undone."""
     strays: float | None = None
     """Share of gradient elements that were not rounded to the nearest code."""
     amax: dict[str, float] = field(default_factory=dict)
@@ -77,7 +76,6 @@ class Products:
         self._backward: Counter[tuple[str, str]] = Counter()
         """(linear, 'dgrad' or 'wgrad') -> number so far, quantized or not."""
         self._shapes: dict[str, torch.Size] = {}
-        self._kept: dict[tuple[str, str], deque[torch.Tensor]] = defaultdict(deque)
         self._dy: dict[str, torch.Tensor] = {}
         self._x: dict[str, torch.Tensor] = {}
         """Linear -> its input in the forward pass."""
@@ -86,7 +84,7 @@ class Products:
 
     def forget(self) -> None:
         """Drops the state kept from forward to backward."""
-        for one in (self._kept, self._dy, self._x, self._xs):
+        for one in (self._dy, self._x, self._xs):
             one.clear()
 
     # --- forward -------------------------------------------------------------------------------------------------------------------------
@@ -160,8 +158,6 @@ class Products:
             self._compare(path, weight, right)
             return
         self._operands(path, "fprop", quant, left, right)
-        if quant.bits == 4 and self._wanted.get(path):
-            self._kept[path, "x"].append(left[:_ROWS].detach().clone())
 
     def _compare(self, path: str, weight: Any, right: torch.Tensor) -> None:
         """Checks that the right factor is the weight, in the product's dtype."""
@@ -196,8 +192,8 @@ class Products:
         quant = self._quant(path, role)
         if quant is not None and backward_is_quantized(quant):
             self._operands(path, role, quant, left, right)
-            if quant.bits == 4:
-                self._four_bits(path, role, left, right)
+            if quant.bits == 4 and role == "dgrad":
+                self._rounding(path, left)
         if role == "wgrad" and not self._quants(path):
             self._follow(path, shape, out)
 
@@ -235,22 +231,26 @@ class Products:
             grid = grid_of(operand, side=side)
             if not self._fits(grid, quant, name, operand, side):
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
-            elif not self._is_its_own(path, role, name, quant, operand if side == 0 else operand.t()):
-                seen.bad.setdefault(f"{role} {name}", "not what its tensor rounds to")
+            elif what := self._strange(path, role, name, quant, operand if side == 0 else operand.t()):
+                seen.bad.setdefault(f"{role} {name}", what)
 
-    def _is_its_own(self, path: str, role: str, name: str, quant: Quant, lines: torch.Tensor) -> bool:
-        """Whether an operand is its source tensor, rounded once; lines: with the contraction along the columns."""
+    def _strange(self, path: str, role: str, name: str, quant: Quant, lines: torch.Tensor) -> str:
+        """'' if an operand is its source tensor, rounded once, or what it is not; lines: with the contraction along the columns."""
         turned = role == "wgrad"
         found = self._source(path, role, name)
         if found is None:
-            return True
+            return ""
         source, largest = found
         if turned and quant.bits == 4:
-            return _is_turned(lines.t(), source, rotated=_rotates(quant), nearest=_is_nearest(quant, name))
+            return _turned(lines.t(), source, rotated=asked(quant, "hadamard"), nearest=_is_nearest(quant, name))
         source = source.t() if turned or (role, name) == ("dgrad", "w") else source
         lines = lines[:, : source.shape[1]] if (role, name) == ("wgrad", "x") else lines
-        if lines.shape != source.shape:
-            return True
+        own = lines.shape != source.shape or self._is_rounded(lines, source, largest, quant, name, turned=turned)
+        return "" if own else _STRANGE
+
+    def _is_rounded(
+        self, lines: torch.Tensor, source: torch.Tensor, largest: float, quant: Quant, name: str, *, turned: bool
+    ) -> bool:
         block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
         row = block is not None and block.across == 1 and block.along and not turned and name != "w"
         number = FORMATS[quant.element(gradient=name == "dy")]
@@ -283,31 +283,11 @@ class Products:
             return False
         return fits_blocks(operand, FORMATS[wanted], side=side, across=block.across, along=block.along)
 
-    def _four_bits(self, path: str, role: str, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Checks rotation of weight-gradient operands and stochastic rounding of gradients, both promised by NVFP4."""
-        from mpbridge.numerics.kernels import rotate
-
-        seen = self.quantized[path]
-        if role == "dgrad":
-            self._kept[path, "dy"].append(left[:_ROWS].detach().clone())
-            source = self._dy.get(path)
-            if source is not None and source.shape == left.shape:
-                found = strays(left, source)
-                seen.strays = found if seen.strays is None else seen.strays
-            return
-        for name, column in (("dy", left.t()), ("x", right)):
-            kept = self._kept[path, name]
-            if not kept:
-                continue
-            row = kept.popleft()
-            count = row.shape[0] // 16 * 16
-            if count:
-                turned = rotate(row[:count].to(torch.bfloat16))
-                seen.rotated.setdefault(name, (cosine(row[:count], column[:count]), cosine(turned, column[:count])))
-
-
-def _rotates(quant: Quant) -> bool:
-    return asked(quant, "hadamard")
+    def _rounding(self, path: str, left: torch.Tensor) -> None:
+        """Notes whether gradients were rounded stochastically, as NVFP4 promises."""
+        seen, source = self.quantized[path], self._dy.get(path)
+        if seen.strays is None and source is not None and source.shape == left.shape:
+            seen.strays = strays(left, source)
 
 
 def _is_nearest(quant: Quant, name: str) -> bool:
@@ -331,18 +311,21 @@ def asked(quant: Quant, option: str) -> bool:
     return quant.row.has(option) and bool(quant.option(option, os.environ))
 
 
-def _is_turned(column: torch.Tensor, source: torch.Tensor, *, rotated: bool, nearest: bool) -> bool:
-    """Whether a four-bit copy with blocks along the tokens was made from its tensor: E2M1 leaves a cosine of at least 0.97. nearest: also check every code."""
+def _turned(column: torch.Tensor, source: torch.Tensor, *, rotated: bool, nearest: bool) -> str:
+    """'' if a four-bit copy with blocks along the tokens was made from its tensor, or what is wrong: E2M1 leaves a cosine of at least 0.97.
+
+    rotated: by the Hadamard transform. nearest: also check every code.
+    """
     from mpbridge.numerics.kernels import rotate
 
     count = min(column.shape[0], source.shape[0]) // 16 * 16
     if not count or column.shape[1] != source.shape[1] or not source.any():
-        return True
-    wanted = source[:count].to(torch.bfloat16)
-    wanted = rotate(wanted) if rotated else wanted
-    if cosine(wanted, column[:count]) <= _ALIKE:
-        return False
-    return not nearest or is_nearest_e2m1(column[:count].t(), wanted.t(), across=1)
+        return ""
+    plain, found = source[:count].to(torch.bfloat16), column[:count]
+    wanted = rotate(plain) if rotated else plain
+    if cosine(wanted, found) <= _ALIKE:
+        return "no Hadamard transform" if rotated and cosine(plain, found) > _ALIKE else _STRANGE
+    return "" if not nearest or is_nearest_e2m1(found.t(), wanted.t(), across=1) else _STRANGE
 
 
 def backward_is_quantized(quant: Quant) -> bool:

@@ -16,8 +16,6 @@ from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.precision.regions import GEMMS, Gemms, Quant
 
-_TURNED, _PLAIN = 0.8, 0.5
-"""Cosine of a rotated copy with the other copy: above the first value with the transform undone, below the second without."""
 _STRAYS = 0.05
 """Share of elements not at their nearest code above which rounding was stochastic; in practice it is 0 or about a quarter."""
 
@@ -98,17 +96,10 @@ def _count(path: str, expected: dict[str, int], found: Any, *, recomputed: bool)
     return faults
 
 
-def _four_bits(path: str, quant: Quant, found: Any) -> list[str]:
-    if quant.bits != 4:
+def _four_bits(path: str, quant: Quant, found: Quantized) -> list[str]:
+    if quant.bits != 4 or found.strays is None or found.strays >= _STRAYS or not asked(quant, "stochastic_rounding"):
         return []
-    faults = [
-        f"{path} wgrad {name}: no Hadamard transform"
-        for name, (plain, turned) in found.rotated.items()
-        if turned < _TURNED and plain > _PLAIN and asked(quant, "hadamard")
-    ]
-    if found.strays is not None and found.strays < _STRAYS and asked(quant, "stochastic_rounding"):
-        faults.append(f"{path} dy: rounded to nearest, promised stochastic rounding")
-    return faults
+    return [f"{path} dy: rounded to nearest, promised stochastic rounding"]
 
 
 def _scales(seen: Quantizations, path: str, quant: Quant, module: Any, found: Quantized) -> None:

@@ -39,10 +39,10 @@ def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None, 
     changed = now.double() - earlier.double()
     room = half_ulp(earlier.double(), held.kept)
     exact = _is_wide(held) and trained.dtype is torch.float32
-    told = update.abs() * float((held.group or {}).get("lr", 0.0)) > (2048 if exact else 64) * room
-    if int(told.sum()) < _FEW:
+    shows = update.abs() * float((held.group or {}).get("lr", 0.0)) > (2048 if exact else 64) * room
+    if int(shows.sum()) < _FEW:
         return False
-    update, changed, room = update[told], changed[told], room[told]
+    update, changed, room = update[shows], changed[shows], room[shows]
     factor = float(update @ changed) / float(update @ update)
     error = ((changed - factor * update).abs() - 2 * room).clamp_min(0.0)
     tolerance = _EXACT if exact else _NARROW

@@ -58,7 +58,7 @@ class Update:
 
 
 class Loop(ABC):
-    """One kind of loop. It has the engine attributes that the audit reads, and answers the questions of audit.subject itself."""
+    """One kind of loop. It has the engine attributes that the audit reads, and answers the questions of audit.adapter itself."""
 
     name: str
     words: str

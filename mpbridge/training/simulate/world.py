@@ -49,15 +49,17 @@ def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[st
     first = (
         box.resolved(world, training=False) if played else box.resolved(world, machine=machine("cpu"), training=False)
     )
-    said = [f"model.{name}={value}" for name, value in changed.items()]
+    messages = [f"model.{name}={value}" for name, value in changed.items()]
     if first.policy.quantized and not played:
         # low-precision weights exist only with Transformer Engine: use high-precision storage, as the emulation does
         box = dataclasses.replace(box, emulate=True)
         first = box.resolved(world, machine=machine("cpu"), training=False)
-        said.append("emulate=true (weights are stored in the compute dtype; --emulate te builds low-precision storage)")
+        messages.append(
+            "emulate=true (weights are stored in the compute dtype; --emulate te builds low-precision storage)"
+        )
     if first.engine != DEFAULT:
         raise BadValue(f"simulate builds megatron-core's own engine, found engine={first.engine}")
-    return first, tuple(said)
+    return first, tuple(messages)
 
 
 def simulate(run: Run, ranks: Sequence[int], *, step: bool = False) -> list[Simulated]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.observe.audit.compute import _told
+from mpbridge.observe.audit.compute import _row_finding
 from mpbridge.observe.audit.not_observable import why_unseen
 
 
@@ -34,6 +34,6 @@ def test_a_loss_is_excused_only_where_it_may_be_one_kernel(
 
 
 def test_a_row_names_every_dtype_that_is_accepted() -> None:
-    found = _told("norms", [[("norm", ("bf16", "fp32"), ("fp32",))]], [[]])
+    found = _row_finding("norms", [[("norm", ("bf16", "fp32"), ("fp32",))]], [[]])
     assert (found.promised, found.found, found.ok) == ("bf16 or fp32", "fp32", True)
-    assert not _told("norms", [[("norm", ("bf16", "fp32"), ("fp16",))]], [[]]).ok
+    assert not _row_finding("norms", [[("norm", ("bf16", "fp32"), ("fp16",))]], [[]]).ok
