@@ -79,8 +79,8 @@ def scored(subject: Any, batches: int, levels: dict[str, Any] | None = None) -> 
         with emulation.listening(scorer):
             subject.backward("train", number)
     places = [
-        TunedLinear(slot=name, below=below, layer=layer, layers=layers, weight=id(linear.weight))
-        for linear, name, below, layer, layers in emulation.linears()
+        TunedLinear(slot=name, below=below, layer=layer, weight=id(linear.weight))
+        for linear, name, below, layer, _ in emulation.linears()
     ]
     return units(places), merged(scorer.halves), scorer
 

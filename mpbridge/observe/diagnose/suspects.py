@@ -31,11 +31,6 @@ class Symptoms:
     onsets: list[Onset]
     odd: list[Odd]
 
-    @property
-    def first(self) -> int | None:
-        """The first step out of line in any number of the whole model."""
-        return self.onsets[0].step if self.onsets else None
-
     def onset(self, number: str) -> Onset | None:
         """The first step out of line of one number."""
         return next((one for one in self.onsets if one.number == number), None)

@@ -1,8 +1,7 @@
-"""Rehearsals: the same run under several recipes with statistics, the user's own module, or tensors from a file."""
+"""Rehearsals: the same run under several recipes with statistics, or tensors from a file."""
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from mpbridge.backend.devices.gather import from_all
 from mpbridge.common.errors import DataError, MpbridgeError, Refused
 from mpbridge.common.pages.about import data_text, model_text
 from mpbridge.common.report.console import rank
-from mpbridge.numerics import Emulation, emulate_linears
+from mpbridge.numerics import Emulation
 from mpbridge.numerics.operands import COPY_OF, Side
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.scales import DEFAULT_RELEASE
@@ -186,58 +185,6 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         measured=ear.measured,
         failure=next((part[3] for part in parts if part[3] is not None), None),
     )
-
-
-def rehearse_module(
-    module: torch.nn.Module,
-    step: Callable[[torch.nn.Module], torch.Tensor],
-    recipes: Sequence[str] = RECIPES,
-    *,
-    steps: int = 10,
-    every: int = 1,
-    **options: Any,
-) -> Rehearsal:
-    """The same for any module: `step(module)` runs a forward pass, calls backward, optionally steps an optimizer, and returns the loss.
-
-    Every recipe gets its own copy of `module`; its `torch.nn.Linear` layers are emulated (see `emulate_linears`). options: those of
-    Emulation.
-    """
-    result = Rehearsal(
-        title=f"Rehearsal of {type(module).__name__} under {_counted(recipes)}",
-        made={"steps": steps, "torch": torch.__version__, "rules of Transformer Engine": RELEASE},
-    )
-    for name in recipes:
-        result.recipes.append(_module_under(name, copy.deepcopy(module), step, steps, Statistics(every=every), options))
-    return result
-
-
-def _module_under(
-    recipe: str,
-    own: torch.nn.Module,
-    step: Callable[[torch.nn.Module], torch.Tensor],
-    steps: int,
-    statistics: Statistics,
-    options: Mapping[str, Any],
-) -> Rehearsed:
-    """`steps` steps of the module `own` under one recipe."""
-    began, found = time.perf_counter(), Rehearsed(recipe=recipe)
-    policy = resolve(get_mixed_precision_config(recipe))
-    emulation = None
-    try:
-        emulation = emulate_linears(own, policy, **options) if policy.quantized else None
-        for number in range(1, steps + 1):
-            statistics.step(number)
-            if emulation is not None:
-                emulation.observer = statistics
-                emulation.step_begin()
-            found.losses.append(float(step(own).detach()))
-    except MpbridgeError as error:
-        found.failure = str(error)
-    if emulation is not None:
-        found.quantized, found.high = len(emulation.plugs), len(emulation.high)
-        found.notes = list(emulation.notes()[1:])
-    found.tensors, found.seconds = statistics.summary(warmup=steps // 5), time.perf_counter() - began
-    return found
 
 
 # --- tensors from a file ------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ class TunedLinear:
     """Name below its layer."""
     layer: int
     """0-based."""
-    layers: int
     weight: Hashable
     """The same for linears that share one weight."""
 

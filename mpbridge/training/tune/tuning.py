@@ -81,8 +81,6 @@ class Tuned:
     units: list[DecisionUnit]
     options: list[dict[str, float]]
     """For each unit: levels that it can take -> damage."""
-    costs: list[dict[str, float]]
-    """For each unit: level -> seconds, or bytes under a memory budget."""
     spent: dict[str, float]
     """Arm -> its cost relative to that of all low; under a memory budget, bytes of the fullest rank."""
     proof: dict[str, GradientError]
@@ -167,8 +165,8 @@ def _score(subject: Subject, asked: TuningRequest, low: Mapping[str, Quant], say
     scorer = Scorer(low, emulation)
     # layers of multi-token prediction have no number that a rule could name: they keep the recipe's format
     own = [
-        TunedLinear(slot=name, below=below, layer=layer, layers=layers, weight=id(linear.weight))
-        for linear, name, below, layer, layers in emulation.linears()
+        TunedLinear(slot=name, below=below, layer=layer, weight=id(linear.weight))
+        for linear, name, below, layer, _ in emulation.linears()
         if layer is not None
     ]
     for number in range(asked.batches):
@@ -349,7 +347,6 @@ class _Choice:
             choice=choices[TUNED],
             units=self.units,
             options=self.options,
-            costs=self.costs,
             spent=spent,
             proof=proof,
             recipes=recipes,

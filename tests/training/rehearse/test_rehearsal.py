@@ -1,4 +1,4 @@
-"""Rehearsals end to end: tensors from files, a foreign module, and the small GPT through the command line."""
+"""Rehearsals end to end: tensors from files, and the small GPT through the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError, UnknownName
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.training.rehearse.rehearsal import RECIPES, observe, read_tensors, rehearse, rehearse_module, side_of
+from mpbridge.training.rehearse.rehearsal import RECIPES, observe, read_tensors, rehearse, side_of
 from tests.forked import ROOT
 from tests.worlds import start
 
@@ -127,30 +127,6 @@ def test_tensors_of_any_floating_dtype_are_observed(tmp_path: Path) -> None:
     assert by_name["fp64"] == by_name["parameter"] == pytest.approx(0.0265, rel=0.1)
     assert by_name["fp8"] < 0.005  # its values are codes already, but for those that another scale makes subnormal
     assert by_name["tiny"] == 1.0
-
-
-def test_a_foreign_module_is_rehearsed_on_copies() -> None:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).bfloat16()
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    x = torch.randn(64, 64).bfloat16()
-
-    def step(module: torch.nn.Module) -> torch.Tensor:
-        module.zero_grad()
-        loss = (module(x).float() - x.float()).square().mean()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter -= 0.5 * parameter.grad  # type: ignore[operator]
-        return loss
-
-    found = rehearse_module(net, step, ["bf16_mixed", MXFP8, CURRENT], steps=4)
-    assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
-    assert [len(recipe.losses) for recipe in found.recipes] == [4, 4, 4]
-    assert found.recipes[1].losses[0] == pytest.approx(found.recipes[0].losses[0], rel=1e-2)
-    assert found.recipes[1].quantized == 2
-    # the first and the last linear stay high under this recipe, and here there are no others
-    assert found.recipes[2].verdict()[0] == "high precision"
 
 
 TINY = [

@@ -61,8 +61,8 @@ def test_a_budget_that_is_none_is_refused_with_the_legal_ones(text: str) -> None
         budget_of(text)
 
 
-def place(slot: str, layer: int, below: str, weight: int | None = None, layers: int = 3) -> TunedLinear:
-    return TunedLinear(slot=slot, below=below, layer=layer, layers=layers, weight=slot if weight is None else weight)
+def place(slot: str, layer: int, below: str, weight: int | None = None) -> TunedLinear:
+    return TunedLinear(slot=slot, below=below, layer=layer, weight=slot if weight is None else weight)
 
 
 def test_an_expert_layer_is_one_decision_and_so_are_linears_with_one_weight() -> None:
