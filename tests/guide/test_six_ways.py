@@ -22,6 +22,7 @@ WAYS = {
     "rule": "A new rule",
     "dtype_field": "A dtype field of a recipe",
     "written_field": "A field that the recipe writes, such as `grad_reduce_in_fp32`",
+    "scaling": "A new scaling",
     "engine": "A new engine",
     "release": "Another version of megatron-core",
 }
