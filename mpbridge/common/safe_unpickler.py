@@ -17,8 +17,6 @@ from mpbridge.common.files import LIMITS
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 """First pickle of torch's pre-zip format (torch.serialization.MAGIC_NUMBER)."""
-COMMON_OBJECT = "common_state/shard_0_1"
-"""The object of a checkpoint's table in which megatron-core 0.20 stores what 0.16 stores in common.pt."""
 
 
 @dataclass(frozen=True, slots=True)

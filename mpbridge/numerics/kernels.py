@@ -16,7 +16,8 @@ import logging
 import shutil
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ from mpbridge.numerics.scales import (
 
 _log = logging.getLogger(__name__)
 TensorPair = tuple[torch.Tensor, torch.Tensor]
+Factors = Callable[[torch.Tensor, NumberFormat, float, bool, Rules], TensorPair]
+"""(amaxes of blocks, element format, largest value of the input's dtype, whether scales are powers of two, the release's rules) -> (multiplier before the
+cast, factor after it)."""
 
 
 # --- amax ---------------------------------------------------------------------------------------------------------------------------------
@@ -53,15 +57,37 @@ def peaks(view: torch.Tensor) -> torch.Tensor:
 
 
 # --- (multiplier before the cast, factor after it) from the amaxes of blocks --------------------------------------------------------------
-def blockwise_factors(amax: torch.Tensor, number: NumberFormat, overflow: float, power_of_two: bool) -> TensorPair:
+def blockwise_factors(
+    amax: torch.Tensor, number: NumberFormat, overflow: float, power_of_two: bool, rules: Rules
+) -> TensorPair:
     """Float8BlockScaling: (scale, 1/scale). overflow: the largest value of the *input's* dtype, TE's scale for blocks with a vanishing amax."""
     scale = scale_from_amax(amax, number.largest, power_of_two=power_of_two, when_infinite=overflow)
     return scale, 1.0 / scale
 
 
-def mxfp8_block_factors(amax: torch.Tensor, number: NumberFormat, rules: Rules) -> TensorPair:
+def mxfp8_block_factors(
+    amax: torch.Tensor, number: NumberFormat, overflow: float, power_of_two: bool, rules: Rules
+) -> TensorPair:
     """MXFP8: (2**(127-e), 2**(e-127))."""
     return mxfp8_factors(mxfp8_exponent(amax, number), rules)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRule:
+    """How a scaling by blocks makes scales."""
+
+    factors: Factors
+    powers_of_two: bool = False
+    """Whether every scale is a power of two, so that BF16 holds scale times code exactly."""
+
+
+BLOCK_RULES: Mapping[str, BlockRule] = types.MappingProxyType(
+    {
+        "fp32_blocks": BlockRule(blockwise_factors),
+        "e8m0_blocks": BlockRule(mxfp8_block_factors, powers_of_two=True),
+    }
+)
+"""`emulation` of a row of precision/scalings -> its arithmetic."""
 
 
 def nvfp4_factors(amax: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -117,14 +143,11 @@ def _across(error: torch.Tensor) -> torch.Tensor:
     return lines.repeat_interleave(16, 3).reshape(error.shape)
 
 
-def blockwise_scales(view: torch.Tensor, number: NumberFormat, power_of_two: bool) -> TensorPair:
-    """`blockwise_factors` of a view."""
-    return blockwise_factors(peaks(view), number, torch.finfo(view.dtype).max, power_of_two)
-
-
-def mxfp8_scales(view: torch.Tensor, number: NumberFormat, rules: Rules) -> TensorPair:
-    """`mxfp8_block_factors` of a view."""
-    return mxfp8_block_factors(peaks(view), number, rules)
+def block_scales(
+    view: torch.Tensor, factors: Factors, number: NumberFormat, power_of_two: bool, rules: Rules
+) -> TensorPair:
+    """`factors`, of BLOCK_RULES, of a view."""
+    return factors(peaks(view), number, torch.finfo(view.dtype).max, power_of_two, rules)
 
 
 def nvfp4_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -218,7 +241,8 @@ def kernel(
     def call(*tensors: torch.Tensor) -> Any:
         return function(*tensors, *fixed)
 
-    name = f"{function.__name__}_{zlib.crc32(repr((kind, fixed)).encode()):08x}"
+    said = tuple(getattr(value, "__name__", value) for value in fixed)  # a function's repr has its address
+    name = f"{function.__name__}_{zlib.crc32(repr((kind, said)).encode()):08x}"
     code = call.__code__.replace(co_name=name)
     own = types.FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
     return _Guarded(torch.compile(own), lambda *tensors: function(*tensors, *fixed))

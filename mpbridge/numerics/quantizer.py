@@ -22,13 +22,12 @@ from mpbridge.common.errors import Refused
 from mpbridge.common.formats import FORMATS, NumberFormat
 from mpbridge.numerics.delayed import AmaxTable
 from mpbridge.numerics.kernels import (
+    BLOCK_RULES,
+    TensorPair,
     amax_of,
-    blockwise_factors,
-    blockwise_scales,
+    block_scales,
     delayed,
     kernel,
-    mxfp8_block_factors,
-    mxfp8_scales,
     peaks,
     tensorwise,
     values,
@@ -189,10 +188,7 @@ class Quantizer(Nvfp4):
         padded, shape = padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
         view = view_of(padded, block.along, "column" if block.across > 1 else copy)
         amax = square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
-        if rule == "e8m0_blocks":
-            multiplier, _ = mxfp8_block_factors(amax, self.format_of(side), self.rules)
-        else:
-            multiplier, _ = blockwise_factors(amax, self.format_of(side), torch.finfo(x.dtype).max, self._power_of_two)
+        multiplier, _ = self._factors(amax, side, x.dtype)
         if block.across > 1:
             multiplier, _ = spread((multiplier, multiplier), block.along)
         return x.float(), cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
@@ -230,22 +226,24 @@ class Quantizer(Nvfp4):
 
     def _blocks(self, x: torch.Tensor, side: Side, copy: OperandCopy, wide: bool) -> Operand:
         number = self.format_of(side)
-        mx = self.rule == "e8m0_blocks"
+        rule = BLOCK_RULES[self.rule]
         # an fp32 scale times a code has too many bits for bf16, whatever its size
-        dtype = torch.float32 if wide or not (mx or self._power_of_two) else self.out
+        dtype = torch.float32 if wide or not (rule.powers_of_two or self._power_of_two) else self.out
         block = self.block(side)
         padded, shape = padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
         view = view_of(padded, block.along, "column" if block.across > 1 else copy)
         if block.across > 1:
             amax = square_peaks(self._kernel(peaks, view)(view), block.along)
-            factors = blockwise_factors(amax, number, torch.finfo(x.dtype).max, self._power_of_two)
-            factors = spread(factors, block.along)
-        elif mx:
-            factors = self._kernel(mxfp8_scales, view, number, self.rules)(view)
+            factors = spread(self._factors(amax, side, x.dtype), block.along)
         else:
-            factors = self._kernel(blockwise_scales, view, number, self._power_of_two)(view)
+            factors = self._kernel(block_scales, view, rule.factors, number, self._power_of_two, self.rules)(view)
         out = self._kernel(values, view, number, dtype)(view, *factors)
         return Operand(cropped(out.view(padded.shape), shape))
+
+    def _factors(self, amax: torch.Tensor, side: Side, dtype: torch.dtype) -> TensorPair:
+        """(multiplier before the cast, factor after it) of blocks with those amaxes, of an operand of that dtype."""
+        factors = BLOCK_RULES[self.rule].factors
+        return factors(amax, self.format_of(side), torch.finfo(dtype).max, self._power_of_two, self.rules)
 
     # --- delayed scaling -----------------------------------------------------------------------------------------------------------------
     def end_forward(self, group: Any = None) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -21,12 +22,16 @@ WAYS = {
     "rule": "A new rule",
     "dtype_field": "A dtype field of a recipe",
     "written_field": "A field that the recipe writes, such as `grad_reduce_in_fp32`",
+    "scaling": "A new scaling",
     "engine": "A new engine",
+    "release": "Another version of megatron-core",
 }
 """Patch -> the heading of its guide."""
+SCHEMA = "mpbridge/precision/megatron_spec/schema/{}.json"
 SUITE = {
     "dtype_field": ("tests/precision/test_fields.py", "tests/precision/sync/test_fields.py"),
     "written_field": ("tests/precision/sync/test_fields.py",),
+    "release": ("tests/precision/sync/test_fields.py",),
 }
 """The parts of the suite that hold for a new row as they stand."""
 
@@ -58,7 +63,7 @@ def test_a_change_takes_as_many_files_as_its_guide_says(way: str, tmp_path: Path
     guide, patch = section(WAYS[way]), (HERE / f"{way}.patch").read_text(encoding="utf-8")
     said = re.search(r"^Product files: (\d+)\.", guide, re.MULTILINE)
     assert said is not None, guide
-    files = touched(patch)
+    files = touched(patch) + [SCHEMA.format("0.21.0")] * (way == "release")
     assert len(set(files)) == int(said[1]), files
     assert all(file.startswith("mpbridge/") for file in files)
     assert not [file for file in files if not named(file, guide)], "files that the guide does not name"
@@ -66,6 +71,8 @@ def test_a_change_takes_as_many_files_as_its_guide_says(way: str, tmp_path: Path
     copied = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "mpbridge", tmp_path / "mpbridge", ignore=copied)
     run(["git", "apply", "-p0", str(HERE / f"{way}.patch")], tmp_path)
+    if way == "release":
+        described(tmp_path)
     assert run([sys.executable, str(HERE / f"{way}.py")], tmp_path).strip() == str(tmp_path / "mpbridge")
     if way in SUITE:
         shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=copied)
@@ -73,6 +80,15 @@ def test_a_change_takes_as_many_files_as_its_guide_says(way: str, tmp_path: Path
         run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *SUITE[way]], tmp_path
         )
+
+
+def described(where: Path) -> None:
+    """The schema that make_schema.py would write of the new release: the last one's with two fields more."""
+    schema = json.loads((where / SCHEMA.format("0.20.0")).read_text(encoding="utf-8"))
+    schema["megatron_core"] = "0.21.0"
+    for name in ("fp8_embedding", "fp32_rotary"):
+        schema["TransformerConfig"][name] = {"types": ["bool"], "default": False}
+    (where / SCHEMA.format("0.21.0")).write_text(json.dumps(schema), encoding="utf-8")
 
 
 def named(file: str, guide: str) -> bool:

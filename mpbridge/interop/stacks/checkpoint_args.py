@@ -10,7 +10,8 @@ from typing import IO, Any
 
 from mpbridge.common.errors import CheckpointError, DataError, brief, cut
 from mpbridge.common.files import LIMITS, Limit, regular, text_of
-from mpbridge.common.safe_unpickler import COMMON_OBJECT, LEGACY_MAGIC, Budget, Name, UnpickledCall, any_call, read
+from mpbridge.common.safe_unpickler import LEGACY_MAGIC, Budget, Name, UnpickledCall, any_call, read
+from mpbridge.precision.megatron_spec.versions import COMMON_OBJECTS
 
 METADATA = ".metadata"
 """torch's table of a checkpoint: file, first byte and bytes of each tensor and object."""
@@ -76,7 +77,7 @@ def _beside(metadata: Path) -> Any:
         table, _ = _read(file.read(_TABLE.size), _TABLE)
     stored = _state(table, "storage_data")
     places = {_state(index, "fqn"): info for index, info in stored.items()} if isinstance(stored, dict) else {}
-    key = next((key for key in (COMMON_OBJECT, _ARGS) if key in places), None)
+    key = next((key for key in (*COMMON_OBJECTS, _ARGS) if key in places), None)
     if key is None:
         raise DataError("names neither an object 'common_state' nor 'args', where Megatron-LM keeps its arguments")
     name, start, size = (_state(places[key], field) for field in ("relative_path", "offset", "length"))

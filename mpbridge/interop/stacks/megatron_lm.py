@@ -14,15 +14,15 @@ from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.interop.stacks.meaning import Meaning, of_policy
 from mpbridge.interop.stacks.sharded_torch import environment, process_wide
-from mpbridge.precision.megatron_spec.versions import SINCE_017
+from mpbridge.precision.megatron_spec.versions import RELEASES, SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 
 NAME = "megatron-lm"
-VERSIONS = {"0.16": "release core_v0.16", "0.20": "main, d98e8a64"}
+VERSIONS = dict(one.megatron_lm for one in RELEASES if one.megatron_lm)
 """Supported versions; the first belongs to the released megatron-core."""
-DEFAULT_VERSION = "0.20"
+DEFAULT_VERSION = [*VERSIONS][-1]
 
-CORE = {"0.16": "0.16.1", "0.20": "0.20.0"}
+CORE = {one.megatron_lm[0]: one.version for one in RELEASES if one.megatron_lm}
 """Version -> its megatron-core."""
 
 Flags = Iterator[str]

@@ -9,7 +9,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import say
 from mpbridge.common.versions import Window
 from mpbridge.planning.rules.base import Case, Rule
-from mpbridge.precision.megatron_spec.versions import REVIEWED
+from mpbridge.precision.megatron_spec.versions import RELEASES
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.scalings import Option
 
@@ -80,7 +80,10 @@ def _is_zero(case: Case, name: str) -> bool:
 
 
 def _untested(case: Case) -> str:
-    have = (("torch", case.run.versions.torch, (_TORCH,)), ("megatron-core", case.run.versions.megatron_core, REVIEWED))
+    have = (
+        ("torch", case.run.versions.torch, (_TORCH,)),
+        ("megatron-core", case.run.versions.megatron_core, tuple(release.reviewed for release in RELEASES)),
+    )
     return ", ".join(
         f"{name} {version}" for name, version, windows in have if not any(window.holds(version) for window in windows)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpbridge.common.probe import installed
@@ -16,11 +17,42 @@ BEFORE_017 = Window(package="megatron_core", until="0.17")
 SINCE_017 = Window(package="megatron_core", since="0.17")
 """0.16.1 is the last release reviewed before this boundary, Megatron-LM d98e8a64 (0.20.0) the version reviewed after it; those in between were not reviewed."""
 
-REVIEWED = (
-    Window(package="megatron_core", since="0.16", until="0.17"),
-    Window(package="megatron_core", since="0.20", until="0.21"),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """What is known of a release of megatron-core besides its schema, which has its version as its name."""
+
+    version: str
+    reviewed: Window
+    """The releases that the table, the rules and `backend/megatron` were read against with this one; a rule warns of any other."""
+    megatron_lm: tuple[str, str] | None = None
+    """(version as `mpbridge export megatron-lm` takes it, words) of the Megatron-LM with this megatron-core, if its arguments are described."""
+    common_object: str | None = None
+    """The object of a checkpoint's table in which its save puts what no rank shards (dist_checkpointing/serialization.py); None: the file common.pt."""
+    pickled: frozenset[tuple[str, str]] = frozenset()
+    """(module, name) of its own classes that its writers put into a checkpoint's `.metadata`."""
+
+
+_PLANS = "megatron.core.dist_checkpointing.strategies.torch"
+RELEASES: tuple[Release, ...] = (
+    Release(
+        version="0.16.1",
+        reviewed=Window(package="megatron_core", since="0.16", until="0.17"),
+        megatron_lm=("0.16", "release core_v0.16"),
+        pickled=frozenset({(_PLANS, "MCoreSavePlan"), (_PLANS, "MCoreMetadata")}),
+    ),
+    Release(
+        version="0.20.0",
+        reviewed=Window(package="megatron_core", since="0.20", until="0.21"),
+        megatron_lm=("0.20", "main, d98e8a64"),
+        common_object="common_state/shard_0_1",
+    ),
 )
-"""The releases that the table, the rules and `backend/megatron` were read against; a rule warns of any other."""
+"""One record per described release, oldest first."""
+COMMON_OBJECTS = tuple(dict.fromkeys(one.common_object for one in RELEASES if one.common_object))
+"""Every place of a checkpoint's common state that is not common.pt."""
+PICKLED = frozenset[tuple[str, str]]().union(*(one.pickled for one in RELEASES))
+"""megatron-core's own classes in a checkpoint's `.metadata`."""
 
 _IMPORTED = ((SINCE_017, "triton"),)
 """Packages that `import megatron.core` needs but does not declare for a CPU."""

@@ -15,7 +15,8 @@ from typing import IO, Any
 
 from mpbridge.common.errors import CheckpointError, MpbridgeError
 from mpbridge.common.files import opened
-from mpbridge.common.safe_unpickler import COMMON_OBJECT, Name, UnpickledCall, read
+from mpbridge.common.safe_unpickler import Name, UnpickledCall, read
+from mpbridge.precision.megatron_spec.versions import COMMON_OBJECTS, PICKLED
 from mpbridge.training.checkpoint import extra_state
 from mpbridge.training.checkpoint.archive import Tensor, load
 from mpbridge.training.checkpoint.index import INDEX, Index, StoredPiece, StoredTensor
@@ -23,7 +24,6 @@ from mpbridge.training.checkpoint.plain import encoded
 from mpbridge.training.checkpoint.spelling import spelled
 
 METADATA, COMMON, DATA, STATE = ".metadata", "common.pt", "data.bin", "state.json"
-"""The object in which megatron-core 0.20's save puts what 0.16 puts into `common.pt` (dist_checkpointing/serialization.py)."""
 LARGEST_METADATA = 1 << 30
 _DCP = "torch.distributed.checkpoint"
 _CHUNK = 1 << 20
@@ -34,8 +34,7 @@ _RECORDS = frozenset(
         (f"{_DCP}.metadata", "StorageMeta"), (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (f"{_DCP}.filesystem", "_StorageInfo"),
         (f"{_DCP}.filesystem", "_StoragePrefix"), (f"{_DCP}.planner", "SavePlan"), (f"{_DCP}.planner", "WriteItem"),
         (f"{_DCP}.planner", "WriteItemType"), (f"{_DCP}.planner", "TensorWriteData"), ("torch.serialization", "_get_layout"),
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"), ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
-        ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
+        ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), *PICKLED,
     }
 )  # fmt: skip
 """Classes that torch's and megatron-core's writers put into `.metadata`: read as records, never as classes."""
@@ -56,7 +55,7 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
                         raise CheckpointError(f"{key} is outside it")
                     kind = entries.get(key)
                     if kind == "bytes":
-                        if ours and key == COMMON_OBJECT:
+                        if ours and key in COMMON_OBJECTS:
                             common = spelled(_alone(load(stream, start, start + length)))
                         elif ours:
                             objects[key] = _object(key, load(stream, start, start + length), data)
@@ -80,7 +79,8 @@ def _common_file(source: Path) -> Any:
     """What `common.pt` holds, in the spelling of the state."""
     file = source / COMMON
     if not file.exists():
-        raise CheckpointError(f"{source} holds neither {COMMON} nor the object {COMMON_OBJECT.partition('/')[0]}")
+        objects = " or ".join(dict.fromkeys(name.partition("/")[0] for name in COMMON_OBJECTS))
+        raise CheckpointError(f"{source} holds neither {COMMON} nor the object {objects}")
     with _named(file), opened(file) as stream:
         return spelled(load(stream, 0, os.fstat(stream.fileno()).st_size))
 
