@@ -10,13 +10,13 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from mpbridge.common.errors import UnknownName
-from mpbridge.common.formats import dtype
+from mpbridge.common.formats import dtype, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Export, Line, Request
-from mpbridge.interop.stacks.meaning import OPEN, STATED
+from mpbridge.interop.stacks.meaning import OPEN, STATED, Meaning
 from mpbridge.interop.stacks.versions import version_for
 from mpbridge.planning.memory.names import any_gpt, unnamed
-from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.config import ROWS, MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
@@ -81,7 +81,23 @@ def export(
     made: Export = module.export(request)
     others = _other_stages(run, stage)
     experts, dense = _experts(module, request, made)
-    return dataclasses.replace(made, lines=(*others, *experts, *made.lines), assumed=(*assumed, *dense))
+    return dataclasses.replace(
+        made, lines=(*others, *experts, *_without_words(policy), *made.lines), assumed=(*assumed, *dense)
+    )
+
+
+def _without_words(policy: PrecisionPolicy) -> tuple[Line, ...]:
+    """A line for each fact that the recipe states and that `Meaning`, in which stacks are compared, has no row for."""
+    known = {field.name for field in dataclasses.fields(Meaning)} | {
+        "main_params",
+        "main_grads",
+    }  # main, optimizer_reads
+    facts = {name: getattr(policy, row.fact) for name, row in ROWS.items() if row.fact and row.fact not in known}
+    return tuple(
+        Line(fidelity="impossible", fact=name, text=f"{say(value)} here, no words for it there")
+        for name, value in facts.items()
+        if value is not None
+    )
 
 
 def _experts(module: ModuleType, request: Request, made: Export) -> tuple[tuple[Line, ...], tuple[str, ...]]:

@@ -12,6 +12,7 @@ from mpbridge.planning.memory.keeps import updater
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.megatron_spec.versions import RELEASES
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 
@@ -20,7 +21,7 @@ _SHAPE = ModelShape(
     seq_length=4096,
 )  # fmt: skip
 """A model whose sizes fit every scaling, so that only the recipe decides."""
-_VERSIONS = dataclasses.replace(ASSUMED, megatron_core="0.20.0")
+_VERSIONS = dataclasses.replace(ASSUMED, megatron_core=RELEASES[-1].version)
 """The newest megatron-core that is supported: what it lacks, none has."""
 
 

@@ -13,6 +13,7 @@ from mpbridge.precision.megatron_spec.versions import RELEASES
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.scalings import Option
 
+_CORES = " or ".join(release.version.rpartition(".")[0] for release in RELEASES)
 _TORCH = Window(package="torch", since="2.6", until="2.14")
 _RECIPES = "Transformer Engine 2.11 common/recipe/__init__.py (read once, at import)"
 
@@ -93,7 +94,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="library-versions-untested",
         found=_untested,
-        expected="torch 2.6 to 2.13 and megatron-core 0.16 (or 0.20, as of Megatron-LM d98e8a64), the versions that these rules and the config fields were read from",
+        expected=f"torch 2.6 to 2.13 and megatron-core {_CORES}, the versions that these rules and the config fields were read from",
         cure="install versions in that range",
         source="mpbridge pyproject.toml",
         severity="warning",

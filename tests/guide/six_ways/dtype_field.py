@@ -14,6 +14,7 @@ from mpbridge.common.errors import Contradiction
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import engine_names, traits
+from mpbridge.interop.stacks.exporters import export
 from mpbridge.planning.estimate.build import _update
 from mpbridge.planning.memory.by_role import STATES, memory
 from mpbridge.planning.memory.keeps import keeps
@@ -75,4 +76,9 @@ for line in ("", f"{FIELD}: bf16\n"):
     with contextlib.redirect_stdout(page):
         assert main(["show", "mine.yaml"]) == 0
     assert ("largest second moment" in page.getvalue()) is bool(line)
+# no stack has words for it, and every export says so
+for stack in ("megatron-lm", "megatron-bridge", "torchtitan"):
+    lines = export(config.derive(max_exp_avg_sq_dtype="bf16"), stack).lines
+    assert [line.fidelity for line in lines if line.fact == FIELD] == ["impossible"], stack
+    assert FIELD not in {line.fact for line in export(config, stack).lines}
 print(Path(mpbridge.__file__).parent)
