@@ -91,12 +91,12 @@ def _preload() -> None:
     try:  # megatron-core warns at import about missing Transformer Engine and Apex
         importlib.import_module("mpbridge.backend.megatron.cpu").import_all()
         for name in (
-            "audit.examine",
-            "engines.mcore",
-            "megatron.on_meta",
-            "models.gpt",
-            "simulate.meta",
-            "simulate.recorder",
+            "observe.audit.examine",
+            "backend.engines.mcore",
+            "backend.megatron.on_meta",
+            "backend.models.gpt",
+            "training.simulate.meta",
+            "training.simulate.recorder",
         ):
             importlib.import_module(f"mpbridge.{name}")
     finally:

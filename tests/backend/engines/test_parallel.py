@@ -95,7 +95,7 @@ class Sharded(ShardedEngine):
         self._parallel = ModelParallel(Parallel(), seed=1)
 
 
-@pytest.mark.parametrize("part", ["engines.base.forget_amaxes", "engines.shard_state.forget_shardings"])
+@pytest.mark.parametrize("part", ["backend.engines.base.forget_amaxes", "backend.engines.shard_state.forget_shardings"])
 def test_an_engine_that_cannot_be_closed_whole_leaves_the_next_one_its_place(
     layer: None, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
