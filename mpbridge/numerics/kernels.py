@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.fx.experimental._config
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from mpbridge.common.formats import E2M1, NumberFormat
 from mpbridge.numerics.rounding import round_nearest, round_stochastic
@@ -248,6 +248,9 @@ def kernel(
     return _Guarded(torch.compile(own), lambda *tensors: function(*tensors, *fixed))
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 class _Guarded:
     """A compiled kernel that falls back to eager execution, once and with a warning, if compiling fails on this machine."""
 
@@ -255,9 +258,15 @@ class _Guarded:
         self._call, self._slow, self._proven = fast, slow, False
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        if is_in_torch_dispatch_mode():
-            # in such a mode (the audit's watched step) torch.compile would mark the code as never to be compiled
-            return self._slow(*tensors)
+        if torch._C._len_torch_dispatch_stack():
+            # in such a mode torch.compile would mark the code as never to be compiled. A mode that observes (the audit's) needs no operation of a
+            # kernel, and is set aside; one that computes in place of torch (fake tensors) must see them all
+            if not is_in_torch_dispatch_mode(include_infra_modes=False) or any(
+                type(one) not in _PLAIN for one in tensors
+            ):
+                return self._slow(*tensors)
+            with _disable_current_modes():
+                return self(*tensors)
         if self._proven:
             return self._call(*tensors)
         try:

@@ -1,4 +1,4 @@
-"""Measures the cost of the audit: ordinary and audited steps alternate, so that a busy machine slows both alike. `python scripts/evidence/bench_audit.py [RECIPE] [ROUNDS]`."""
+"""Measures the cost of the audit in CPU time: ordinary and audited steps alternate, so that a busy machine slows both alike; FP8 and FP4 are emulated. `python scripts/evidence/bench_audit.py [RECIPE] [ROUNDS]`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from mpbridge.backend.engines.parallel import start_process_group
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.observe.audit import AuditHook
 from mpbridge.observe.audit.examine import audit, promises_of
-from mpbridge.observe.audit.hook import SHARE
+from mpbridge.observe.audit.hook import LATEST, SHARE
 from mpbridge.observe.audit.invariants import broken
+from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.data.batches import Feed
 
@@ -27,8 +28,10 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 
 
 def measured(recipe: str, rounds: int) -> dict[str, float]:
-    """Seconds for an ordinary step, an audited step with its audit, the invariants, the check before a checkpoint."""
-    run = ConfigContainer.load(CONFIG, [f"mixed_precision={recipe}"]).resolved()
+    """CPU seconds for an ordinary step, an audited step with its audit, the invariants, the check before a checkpoint."""
+    settings = get_mixed_precision_config(recipe)
+    low = bool(settings.fp8 or settings.fp4)
+    run = ConfigContainer.load(CONFIG, [f"mixed_precision={recipe}", f"emulate={str(low).lower()}"]).resolved()
     start_process_group(False)
     with device_layer(False):
         engine = build_engine(run)
@@ -40,9 +43,9 @@ def measured(recipe: str, rounds: int) -> dict[str, float]:
     promises = promises_of(run.policy, engine)
 
     def timed(name: str, act: Any) -> Any:
-        begun = time.perf_counter()
+        begun = time.process_time()
         result = act()
-        times[name].append(time.perf_counter() - begun)
+        times[name].append(time.process_time() - begun)
         return result
 
     def audited() -> None:
@@ -64,7 +67,7 @@ if __name__ == "__main__":
     step = found["usual"]
     extra = (found["audited"] - step) / step
     print(
-        f"{recipe}: a step takes {step * 1e3:.0f} ms; an audit costs {extra:.2f} steps, so by default one runs every {extra / SHARE:.0f} steps"
+        f"{recipe}: a step takes {step * 1e3:.0f} ms; an audit costs {extra:.2f} steps, so by default one runs every {min(LATEST, extra / SHARE):.0f} steps"
     )
     print(
         f"invariants every 10 steps: {found['invariants'] / step * 10:.2f} % of a run; the check before a checkpoint: {found['checkpoint'] / step:.2f} steps"

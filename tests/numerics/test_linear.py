@@ -419,8 +419,9 @@ def _whether_compiled(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.skipif(kernels.compiler() is not None, reason=str(kernels.compiler()))
-def test_a_kernel_that_an_observed_step_met_first_is_compiled_afterwards() -> None:
+def test_a_kernel_is_compiled_in_an_observed_step_too_and_uncompiled_where_tensors_are_not_torchs_own() -> None:
     """The audit watches the first step at dispatch level; torch.compile gives up for good on code that it meets there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watching(TorchDispatchMode):
@@ -428,8 +429,10 @@ def test_a_kernel_that_an_observed_step_met_first_is_compiled_afterwards() -> No
             return func(*args, **(kwargs or {}))
 
     call, x = kernels.kernel(_whether_compiled, True, (1, torch.float32)), torch.zeros(4)
+    with FakeTensorMode() as fake, Watching():
+        assert call(fake.from_tensor(x)).shape == x.shape
     with Watching():
-        assert call(x).sum() == 0
+        assert call(x).sum() == 4
     assert call(x).sum() == 4
 
 

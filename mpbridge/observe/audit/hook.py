@@ -27,6 +27,8 @@ SHARE = 0.002
 """Share of the run's time for repeated audits: 0.2 %, so that together with the invariants (0.15 to 0.25 %) they stay below 0.5 %."""
 SOONEST = 25
 """Minimum number of steps between two audits when they are scheduled by time."""
+LATEST = 250
+"""Maximum: a fault is found within so many steps, whatever an audit costs. bench_audit.py: at most about one step in any recipe, 0.4 % of a run."""
 
 
 class Cadence:
@@ -72,7 +74,7 @@ class Cadence:
         """The next step at which another audit of that many seconds stays within its share."""
         if not self._usual:
             return step + SOONEST
-        return step + max(SOONEST, math.ceil(cost / (SHARE * self._usual)))
+        return step + min(LATEST, max(SOONEST, math.ceil(cost / (SHARE * self._usual))))
 
     def done(self, following: int) -> None:
         """Records an audit; when audits are scheduled by time, the next one is due at step `following`."""
@@ -169,7 +171,7 @@ class AuditHook:
             engine = training.engine
             self._before = Before(engine, self._last)
             promises = promises_of(engine.run.policy, engine)
-            self._watch = Watch(promises.gemms if promises.seen else lambda path: None)
+            self._watch = Watch(promises.gemms if promises.seen else lambda path: None, seed=self.step)
             self._watch.start(engine.model)
 
     def stepped(self, training: Any, result: Any) -> None:

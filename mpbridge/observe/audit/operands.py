@@ -13,11 +13,44 @@ _ENOUGH = 64
 """Nonzero elements below which the absence of odd codes proves nothing."""
 _DISTINCT = 24
 """Distinct values below which it proves nothing either: a tensor of ones has one code."""
-_PORTION = 1 << 22
-"""Number of elements from which a quantile is computed."""
+_PART = 2048
+"""Number of elements in which they are counted."""
+LOOKED = 8192
+"""Number of elements of an operand that are judged: enough for `_STRAY` to be more than a few of them, and a fraction of the GEMM's own time."""
+_WIDE = 256
+"""Number of neighbours along the contraction that are judged in a line; a multiple of every block."""
 _NORMAL = 2.0 ** (1 - E4M3.bias)
 """The smallest E4M3 number with full precision."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Which part of an operand is judged: whole blocks, spread over its lines."""
+
+    lines: torch.Tensor
+    """Indices of lines, in groups that share their blocks' scales."""
+    columns: slice
+    """Neighbours along the contraction."""
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """That part of a two-dimensional tensor whose columns run along the contraction."""
+        return whole[:, self.columns].index_select(0, self.lines)
+
+
+def patch_of(whole: torch.Tensor, *, across: int, seed: int) -> Patch:
+    """About `LOOKED` elements of an operand, the contraction along its columns. across: number of lines that share a block's scale. seed: moves the part, so that audits look elsewhere."""
+    lines, columns = whole.shape
+    width = min(columns, _WIDE)
+    begin = seed * _WIDE % max(1, columns - width + 1) // _WIDE * _WIDE
+    groups, wanted = -(-lines // across), max(2, LOOKED // (width * across))
+    if groups <= wanted:
+        rows = torch.arange(lines, device=whole.device)
+    else:
+        first = (torch.arange(wanted, device=whole.device) * groups // wanted + seed) % groups * across
+        rows = (first[:, None] + torch.arange(across, device=whole.device)).reshape(-1)
+        rows = rows[rows < lines]
+    return Patch(rows, slice(begin, begin + width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +63,7 @@ class Grid:
     scaled: tuple[str, ...]
     """Formats in which every value is a code times a power of two."""
     fours: bool
-    """Whether every 16 neighbours along the contraction are E2M1 codes times one common number."""
+    """Whether every 16 neighbours along the contraction are E2M1 codes times one common number; only looked at where no 8-bit format fits, or on demand."""
     needed: str
     """The narrowest 8-bit format whose significant bits represent every value; 'more' if none does, '' if there are too few values to tell."""
     largest: float
@@ -64,18 +97,18 @@ def _codes(values: torch.Tensor, largest: float, number: NumberFormat) -> bool:
 
 
 @torch.no_grad()
-def grid_of(operand: torch.Tensor, *, side: int) -> Grid:
-    """The grid of a two-dimensional operand; side: 0 left, 1 right of the product (the contraction runs along its columns, or its rows)."""
-    values = operand.detach().float().contiguous()
+def grid_of(lines: torch.Tensor, *, fours: bool = False) -> Grid:
+    """The grid of a two-dimensional operand, the contraction along its columns. fours: look for E2M1 in any case."""
+    values = lines.detach().float().contiguous()
     nonzero = int(torch.count_nonzero(values))
     if not nonzero:
         return Grid(0, ("e4m3", "e5m2"), ("e4m3", "e5m2"), True, "", 0.0)
     bits, largest = values.view(torch.int32), float(values.abs().amax())
     scaled = tuple(number.name for number in (E4M3, E5M2) if _holds(bits, number))
     codes = tuple(n.name for n in (E4M3, E5M2) if n.name in scaled and _codes(values, largest, n))
-    enough = nonzero >= _ENOUGH and torch.unique(values.reshape(-1)[:8192]).numel() >= _DISTINCT
+    enough = nonzero >= _ENOUGH and torch.unique(values.reshape(-1)[:_PART]).numel() >= _DISTINCT
     needed = "" if not enough else "e5m2" if "e5m2" in scaled else "e4m3" if scaled else "more"
-    return Grid(nonzero, codes, scaled, _fours(values if side == 0 else values.t()), needed, largest)
+    return Grid(nonzero, codes, scaled, (fours or not scaled) and _fours(values), needed, largest)
 
 
 def _fours(lines: torch.Tensor) -> bool:
@@ -96,13 +129,12 @@ def _fours(lines: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def fits_blocks(operand: torch.Tensor, number: NumberFormat, *, side: int, across: int, along: int) -> bool:
+def fits_blocks(operand: torch.Tensor, number: NumberFormat, *, across: int, along: int) -> bool:
     """Whether the values are codes of `number` times one FP32 scale for each block, which maps the block's largest value to the format's largest.
 
-    across, along: the block's extent beside and along the contraction.
+    operand: with the contraction along its columns. across, along: the block's extent beside and along it.
     """
     lines = operand.detach().float()
-    lines = lines if side == 0 else lines.t()
     rows, columns = -lines.shape[0] % across, -lines.shape[1] % along
     filled = torch.nn.functional.pad(lines, (0, columns, 0, rows))
     blocks = filled.reshape(filled.shape[0] // across, across, filled.shape[1] // along, along)
@@ -117,6 +149,11 @@ _STRAY = 2e-3
 """Share of elements that may be further off than rounding allows: ties, and scales that differ in the last bit."""
 _FAR = 4.0
 """No element may be off by more than this multiple of the rounding error."""
+
+
+def _but_strays(values: torch.Tensor, *, largest: bool) -> float:
+    """The largest (or smallest) value, apart from the share of strays."""
+    return float(values.topk(int(_STRAY * values.numel()) + 1, largest=largest).values[-1])
 
 
 @torch.no_grad()
@@ -137,8 +174,8 @@ def is_rounded_with(
     half = torch.ldexp(torch.full_like(found, 0.5), exponent - 1 - number.mantissa)
     least = ((found - half) / wide)[shows].clamp_min(0.0)
     most = ((found + half) / wide)[inside]
-    low = float(torch.quantile(least[:_PORTION], 1 - _STRAY))
-    high = float(torch.quantile(most[:_PORTION], _STRAY)) if most.numel() else float("inf")
+    low = _but_strays(least, largest=True)
+    high = _but_strays(most, largest=False) if most.numel() else float("inf")
     if current:
         factor = number.largest / amax
         low, high = max(low, 0.499 * factor), min(high, 1.001 * factor)
@@ -203,8 +240,7 @@ def is_nearest_e2m1(values: torch.Tensor, source: torch.Tensor, *, across: int) 
     most = (middle[which.clamp_max(len(_E2M1) - 2)] * unit)[above]
     if not (least.numel() and most.numel()):
         return True
-    low = float(torch.quantile(least[:_PORTION], 1 - _STRAY))
-    return low <= float(torch.quantile(most[:_PORTION], _STRAY)) * 1.001
+    return _but_strays(least, largest=True) <= _but_strays(most, largest=False) * 1.001
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -215,13 +251,13 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def strays(values: torch.Tensor, source: torch.Tensor) -> float | None:
+def strays(values: torch.Tensor, source: torch.Tensor, amax: float) -> float | None:
     """Share of NVFP4 elements that were not rounded to the nearest code: 0 under rounding to nearest, about a quarter under stochastic rounding.
 
-    values: codes times block scales, [tokens, features]; source: the tensor they were made from. None if there are too few elements to tell.
+    values: codes times block scales, [tokens, features]; source: the elements they were made from, amax: the largest of the whole tensor. None if there are too few elements to tell.
     The block scale is E4M3 of (block amax / 6) x (2688 / amax), as the format defines it.
     """
-    wide, amax = source.float(), float(source.abs().amax())
+    wide = source.float()
     if not amax or wide.shape[1] % 16:
         return None
     scaled = (wide * (2688.0 / amax)).reshape(-1, 16)

@@ -4,6 +4,7 @@ they produce."""
 from __future__ import annotations
 
 import os
+import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from mpbridge.observe.audit.operands import (
     is_nearest_e2m1,
     is_rounded_from,
     is_rounded_with,
+    patch_of,
     strays,
 )
 from mpbridge.precision.policy import Gemms, Quant
@@ -45,6 +47,8 @@ class Quantized:
     """Share of gradient elements that were not rounded to the nearest code."""
     amax: dict[str, float] = field(default_factory=dict)
     """'x', 'dy' -> absolute maximum in the last micro-batch."""
+    looked: int = 0
+    """Number of elements that were judged of an operand, at most."""
     left: dict[str, float] = field(default_factory=dict)
     """'x', 'dy' -> the amax history entry that the last micro-batch's update drops."""
 
@@ -58,8 +62,10 @@ class Quantized:
 class Products:
     """Observes GEMMs; `Watch` attributes them to modules."""
 
-    def __init__(self, gemms_of: Callable[[str], Gemms | None]) -> None:
+    def __init__(self, gemms_of: Callable[[str], Gemms | None], seed: int = 0) -> None:
         self.gemms_of = gemms_of
+        self.seed = seed
+        """Moves the sampled part of every operand."""
         """The rules promised for a linear whose operands can be observed; None, or an empty rule: not quantized."""
         self.modules: dict[str, Any] = {}
         self.dtypes: dict[str, Counter[str]] = defaultdict(Counter)
@@ -192,8 +198,6 @@ class Products:
         quant = self._quant(path, role)
         if quant is not None and backward_is_quantized(quant):
             self._operands(path, role, quant, left, right)
-            if quant.bits == 4 and role == "dgrad":
-                self._rounding(path, left)
         if role == "wgrad" and not self._quants(path):
             self._follow(path, shape, out)
 
@@ -226,27 +230,51 @@ class Products:
         seen = self.quantized.setdefault(path, Quantized())
         seen.gemms[role] += 1
         names = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}[role]
-        for side, (name, operand) in enumerate(zip(names, (left, right), strict=True)):
+        for name, lines in zip(names, (left.detach(), right.detach().t()), strict=True):
+            found = self._source(path, role, name)
+            seed = zlib.crc32(f"{path} {role} {name}".encode()) + self.seed
+            patch = patch_of(lines, across=_together(quant, name), seed=seed)
+            part = patch.of(lines)
+            seen.looked = max(seen.looked, part.numel())
             wanted = quant.element(gradient=name == "dy")
-            grid = grid_of(operand, side=side)
-            if not self._fits(grid, quant, name, operand, side):
+            grid = grid_of(part, fours=quant.bits == 4)
+            if not self._fits(grid, quant, name, part):
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
-            elif what := self._strange(path, role, name, quant, operand if side == 0 else operand.t()):
+            elif found is not None and (what := self._strange(role, name, quant, lines, *found, seed=seed)):
                 seen.bad.setdefault(f"{role} {name}", what)
+            elif role == "dgrad" and name == "dy" and quant.bits == 4 and found is not None and seen.strays is None:
+                # NVFP4 promises stochastic rounding of gradients
+                if found[0].shape == lines.shape:
+                    seen.strays = strays(part, patch.of(found[0]), found[1])
 
-    def _strange(self, path: str, role: str, name: str, quant: Quant, lines: torch.Tensor) -> str:
-        """'' if an operand is its source tensor, rounded once, or what it is not; lines: with the contraction along the columns."""
+    def _strange(
+        self,
+        role: str,
+        name: str,
+        quant: Quant,
+        lines: torch.Tensor,
+        source: torch.Tensor,
+        largest: float,
+        *,
+        seed: int,
+    ) -> str:
+        """'' if an operand is its source tensor, rounded once, or what it is not.
+
+        lines: the operand with the contraction along the columns. source: its tensor as stored, or the first tokens of it; largest: the tensor's largest element.
+        """
         turned = role == "wgrad"
-        found = self._source(path, role, name)
-        if found is None:
-            return ""
-        source, largest = found
-        if turned and quant.bits == 4:
-            return _turned(lines.t(), source, rotated=asked(quant, "hadamard"), nearest=_is_nearest(quant, name))
         source = source.t() if turned or (role, name) == ("dgrad", "w") else source
-        lines = lines[:, : source.shape[1]] if (role, name) == ("wgrad", "x") else lines
-        own = lines.shape != source.shape or self._is_rounded(lines, source, largest, quant, name, turned=turned)
-        return "" if own else _STRANGE
+        if (role, name) == ("wgrad", "x"):
+            lines = lines[:, : source.shape[1]]
+        if lines.shape != source.shape and not (turned and quant.bits == 4):
+            return ""
+        if lines.shape[0] != source.shape[0]:
+            return ""
+        patch = patch_of(source, across=_together(quant, name), seed=seed)
+        part, own = patch.of(lines), patch.of(source)
+        if turned and quant.bits == 4:
+            return _turned(part.t(), own.t(), rotated=asked(quant, "hadamard"), nearest=_is_nearest(quant, name))
+        return "" if self._is_rounded(part, own, largest, quant, name, turned=turned) else _STRANGE
 
     def _is_rounded(
         self, lines: torch.Tensor, source: torch.Tensor, largest: float, quant: Quant, name: str, *, turned: bool
@@ -271,7 +299,7 @@ class Products:
             return None
         return held.detach(), float(held.detach().abs().amax())
 
-    def _fits(self, grid: Grid, quant: Quant, name: str, operand: torch.Tensor, side: int) -> bool:
+    def _fits(self, grid: Grid, quant: Quant, name: str, lines: torch.Tensor) -> bool:
         wanted = quant.element(gradient=name == "dy")
         if grid.fits(wanted, per_tensor=quant.row.per_tensor):
             return True
@@ -281,13 +309,7 @@ class Products:
         block = blocks[name == "w"]
         if not block.along:  # a per-tensor factor, which some output dtypes include in the values
             return False
-        return fits_blocks(operand, FORMATS[wanted], side=side, across=block.across, along=block.along)
-
-    def _rounding(self, path: str, left: torch.Tensor) -> None:
-        """Notes whether gradients were rounded stochastically, as NVFP4 promises."""
-        seen, source = self.quantized[path], self._dy.get(path)
-        if seen.strays is None and source is not None and source.shape == left.shape:
-            seen.strays = strays(left, source)
+        return fits_blocks(lines, FORMATS[wanted], across=block.across, along=block.along)
 
 
 def _is_nearest(quant: Quant, name: str) -> bool:
@@ -304,6 +326,12 @@ def _across(quant: Quant, name: str) -> int:
     """Number of lines of an operand that share a block's scale."""
     block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
     return block.across if block is not None and name == "w" and asked(quant, "square_weights") else 1
+
+
+def _together(quant: Quant, name: str) -> int:
+    """Number of neighbouring lines whose blocks an operand's copy may share, in either direction."""
+    block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
+    return max(1, block.across) if block is not None else 1
 
 
 def asked(quant: Quant, option: str) -> bool:

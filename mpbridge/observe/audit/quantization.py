@@ -27,6 +27,8 @@ class Quantizations:
     promised: int = 0
     """GEMMs that should have been quantized in this step."""
     seen: int = 0
+    looked: int = 0
+    """Number of elements that were judged of an operand, at most."""
     wrong: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     """Linears quantized without a promise."""
@@ -65,6 +67,7 @@ def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantization
                 seen.wrong.append(f"{path}: no GEMM was seen")
             continue
         seen.seen += sum(found.gemms.values())
+        seen.looked = max(seen.looked, found.looked)
         seen.wrong += [f"{path} {operand}: {what}" for operand, what in found.bad.items()]
         seen.wrong += _count(path, expected, found.gemms, recomputed=_recomputed(engine))
         for quant in gemms.distinct:
@@ -124,13 +127,14 @@ def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *,
             *_scale_findings(ranks, promises, wanted=promised > 0),
             *_cached_findings(ranks),
         ]
-    wrong = [rank.wrong for rank in ranks]
+    wrong, looked = [rank.wrong for rank in ranks], max(rank.looked for rank in ranks)
     nothing = promised > 0 and seen == 0
     findings = [
         Finding(
             subject="quantized GEMMs",
             promised=f"{promised} a step, {text}",
-            found=f"{seen} per step" + (", some not as promised" if any(wrong) else ""),
+            found=f"{seen} per step, {looked:,} elements of an operand"
+            + (", some not as promised" if any(wrong) else ""),
             ok=not any(wrong) and not nothing,
             count=seen,
             offenders=offenders(wrong),

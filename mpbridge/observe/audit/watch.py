@@ -113,7 +113,7 @@ def _begins_backward(tensor: torch.Tensor) -> bool:
 class Watch(OperationObserver):  # type: ignore[no-untyped-call]
     """Observes everything between `start` and `stop`; its records stay readable afterwards."""
 
-    def __init__(self, gemms_of: Callable[[str], Gemms | None] = lambda path: None) -> None:
+    def __init__(self, gemms_of: Callable[[str], Gemms | None] = lambda path: None, *, seed: int = 0) -> None:
         super().__init__()
         self.outputs: dict[str, Counter[str]] = defaultdict(Counter)
         """Linear -> dtype of what it returned -> calls."""
@@ -151,7 +151,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         """Number of tokens in this rank's summed loss; unset if the loss is a mean."""
         self.calls: Counter[str] = Counter()
         """Linear -> (nonempty forward passes, those with gradients)."""
-        self.products = Products(gemms_of)
+        self.products = Products(gemms_of, seed)
         self.arrivals = Arrivals()
         self.library = LibraryObservation()
         self.check_read: Callable[[str, torch.Tensor], None] | None = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpbridge.common.formats import E2M1, E4M3
-from mpbridge.observe.audit.operands import is_nearest_e2m1, is_rounded_from, is_rounded_with
+from mpbridge.observe.audit.operands import LOOKED, is_nearest_e2m1, is_rounded_from, is_rounded_with, patch_of
 
 CODES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -60,3 +60,24 @@ def test_one_element_that_is_far_off_is_a_fault(change: Any) -> None:
     where = int(codes.abs().view(-1).sub(4.0).abs().argmin())
     codes.view(-1)[where] = change(codes.view(-1)[where])
     assert not is_rounded_with(codes, source, E4M3, amax=amax, current=True)
+
+
+@pytest.mark.parametrize("across", [1, 16, 128])
+@pytest.mark.parametrize("shape", [(4096, 8192), (1000, 64), (5, 8200)])
+def test_a_bounded_number_of_elements_is_judged_in_whole_blocks_elsewhere_each_time(
+    shape: tuple[int, int], across: int
+) -> None:
+    whole = torch.arange(shape[0] * shape[1], dtype=torch.float64).view(shape)
+    seen = set()
+    for seed in range(300):
+        part = patch_of(whole, across=across, seed=seed).of(whole)
+        lines, columns = (part[:, 0] // shape[1]).long(), (part[0] % shape[1]).long()
+        assert part.numel() <= max(LOOKED, 2 * across * 256)
+        assert columns[0] % 128 == 0 and (columns.numel() % 128 == 0 or columns.numel() == shape[1])
+        for line in lines.view(-1)[::across].tolist():
+            assert set(range(line // across * across, min(shape[0], line // across * across + across))) <= set(
+                lines.tolist()
+            )
+        seen |= {(int(line) // across, int(columns[0])) for line in lines}
+    blocks = -(-shape[0] // across) * max(1, shape[1] // 256)
+    assert len(seen) > min(blocks, 300) / 2
