@@ -242,10 +242,14 @@ class Products:
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
             elif found is not None and (what := self._strange(role, name, quant, lines, *found, seed=seed)):
                 seen.bad.setdefault(f"{role} {name}", what)
-            elif role == "dgrad" and name == "dy" and quant.bits == 4 and found is not None and seen.strays is None:
+            elif (
+                (role, name, quant.bits) == ("dgrad", "dy", 4)
+                and found is not None
+                and found[0].shape == lines.shape
+                and seen.strays is None
+            ):
                 # NVFP4 promises stochastic rounding of gradients
-                if found[0].shape == lines.shape:
-                    seen.strays = strays(part, patch.of(found[0]), found[1])
+                seen.strays = strays(part, patch.of(found[0]), found[1])
 
     def _strange(
         self,

@@ -73,7 +73,8 @@ def test_a_bounded_number_of_elements_is_judged_in_whole_blocks_elsewhere_each_t
         part = patch_of(whole, across=across, seed=seed).of(whole)
         lines, columns = (part[:, 0] // shape[1]).long(), (part[0] % shape[1]).long()
         assert part.numel() <= max(LOOKED, 2 * across * 256)
-        assert columns[0] % 128 == 0 and (columns.numel() % 128 == 0 or columns.numel() == shape[1])
+        assert columns[0] % 128 == 0
+        assert columns.numel() % 128 == 0 or columns.numel() == shape[1]
         for line in lines.view(-1)[::across].tolist():
             assert set(range(line // across * across, min(shape[0], line // across * across + across))) <= set(
                 lines.tolist()
