@@ -87,7 +87,7 @@ def _never_tried(case: Case) -> str:
     strange = []
     if torch is not None and not (at_least(torch, _TORCH[0]) and release(torch)[:2] <= release(_TORCH[1])):
         strange.append(("torch", torch, _TORCH))
-    if not any(one.reviewed.holds(core) for one in RELEASES):
+    if core is not None and not any(one.reviewed.holds(core) for one in RELEASES):
         strange.append(("megatron-core", core, (_CORES[0], _CORES[-1])))
     return "; ".join(
         f"{name} {have} has not been tried with mpbridge {__version__}; the {'newest' if at_least(have, oldest) else 'oldest'} that was is {newest if at_least(have, oldest) else oldest}"
