@@ -99,6 +99,8 @@ BUGS = (
         WITNESS, again=True),
     Bug("deepspeedai/DeepSpeed#5154", "BF16 without ZeRO: what is reduced is not what the optimizer reads", "ranks:never reduced", "replicas: promised equal on every rank",
         WITNESS, again=True),
+    Bug("pytorch/pytorch#190626", "FSDP2 sums gradients over tensor-parallel ranks in BF16 although `reduce_dtype` is FP32 (in torch 2.13 too)", "ranks:tensor parallel",
+        "norm.weight: summed over 2 tensor-parallel ranks in bf16, reduce_dtype is fp32", WITNESS, again=True),
     Bug("huggingface/transformers#34191", "the mean of micro-batches' means is not the mean over tokens", "loops:unequal_micro_batches",
         when=NOT + "a loop may weight its micro-batches as it likes; in mpbridge's own loop `model.calculate_per_token_loss` decides"),
     Bug("pytorch/torchtitan#4135", "gradient norms are rounded to BF16, and with them the clipping factor", "loops:norm_in_bf16",
@@ -106,7 +108,7 @@ BUGS = (
     # --- megatron-core's stack
     Bug("NVIDIA/Megatron-LM#1482", "`expert_bias` becomes BF16 with the model; small updates are lost", "engines:expert bias",
         "buffers: promised fp32, found bf16", STATIC, again=True),
-    Bug("NVIDIA/Megatron-LM#4609", "gathered weights stay in the gradient buffer, and backward adds to them", "engines:stale gather", BACKWARD, FIRST),
+    Bug("NVIDIA/Megatron-LM#4609", "gathered weights stay in the gradient buffer, and backward adds to them", "engines:stale gather", BACKWARD, FIRST, again=True),
     Bug("NVIDIA-NeMo/Megatron-Bridge#2134", "main weights are copied into the gradient buffer in steps without overlap", "engines:stale gather", BACKWARD, FIRST),
     Bug("AMD-AGI/Primus#1046", "a flag cleared once a step gates every micro-batch: 1 of 32 gradients counts", "engines:one micro-batch", BACKWARD, FIRST),
     Bug("NVIDIA/Megatron-LM#6336", "Megatron-FSDP v2 no longer copies updated weights to what the forward pass reads", "engines:never refreshed", STALE, FIRST, again=True),
@@ -127,8 +129,6 @@ BUGS = (
     Bug("NVIDIA-NeMo/Automodel#2682", "a cast makes a copy, the loader fills it, and the key counts as loaded", "resumes:moments left behind",
         "tensors are not in the run as they were loaded", LOAD),
     # --- not repeated here
-    Bug("pytorch/pytorch#190626", "tensor-parallel partial gradients are summed in BF16 although FP32 was asked for",
-        when=NOT + "collectives of other groups than the data-parallel one are not judged"),
     Bug("NVIDIA/TransformerEngine#982", "FP8 with empty amax histories on a BF16 checkpoint: the loss explodes", when=NOT + "`resume-check` calls the change safe"),
     Bug("NVIDIA/TransformerEngine#1047", "`is_first_microbatch` with a cached weight: error 1.7 instead of 0.07", when=NOT + "inside of a GPU kernel"),
     Bug("pytorch/pytorch#189581", "RMSNorm in BF16 returns values that are too small", when=NOT + "does not happen on a CPU"),
