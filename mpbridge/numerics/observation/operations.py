@@ -111,7 +111,7 @@ def sent_functional(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
             begin=0,
             end=tensor.numel() * tensor.element_size(),
             floating=tensor.is_floating_point(),
-            group=tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))),
+            group=tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))),  # type: ignore[attr-defined]
         )
 
 
