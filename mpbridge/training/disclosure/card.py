@@ -17,6 +17,7 @@ def model_card(evidence: Evidence) -> str:
     data, parallel = evidence.data, evidence.data["parallel"]
     versions = ", ".join(f"{name.replace('_', '-')} {text}" for name, text in data["versions"].items() if text)
     how = "emulated in software" if evidence.emulated else "computed natively"
+    recipes = list(dict.fromkeys(f"`{one['recipe']}`" for one in evidence.audits))
     steps = sorted({one["step"] for one in evidence.live})
     bad = [one["step"] for one in evidence.audits if not one["ok"]]
     found: dict[str, tuple[str, str, str, int]] = {}
@@ -26,7 +27,7 @@ def model_card(evidence: Evidence) -> str:
     verdict = f"deviations at step {', '.join(map(str, bad))}" if bad else "everything as the recipe promises"
     unseen = sorted(name for name, row in found.items() if row[2] == "not observed")
     text = (
-        f"Trained with the recipe `{data['recipe']}` (mpbridge {__version__}; {versions}), engine {data['engine']}, {how}, on "
+        f"Trained with the recipe{'s' if len(recipes) > 1 else ''} {', then '.join(recipes)} (mpbridge {__version__}; {versions}), engine {data['engine']}, {how}, on "
         f"{parallel['world_size']} process{'es' if parallel['world_size'] > 1 else ''}. "
         f"Live tensors were audited at {f'steps {_steps(steps)}' if steps else 'no step'}: {verdict}"
         + (f"; not observed: {', '.join(unseen)}." if unseen else ".")

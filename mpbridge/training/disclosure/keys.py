@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpbridge.common.errors import BadValue, Refused
+from mpbridge.common.errors import BadValue, Refused, cut
 from mpbridge.common.files import bytes_of, why
 from mpbridge.common.shipped import install
 
@@ -90,7 +91,8 @@ def read_key(path: Path, *, private: bool) -> Signer:
     return Signer(path, public, key if private else None)
 
 
-def _model_signing(signer: Signer) -> Any:
+def model_signing_for(signer: Signer) -> Any:
+    """The library model-signing. Raises BadValue for a kind of key that it does not take, Refused if it is not installed."""
     if "ecdsa" not in str(signer.public.scheme):
         raise BadValue(f"{signer.path} is {signer.public.scheme}; model signing takes ECDSA keys (a key pair: {MAKE})")
     try:
@@ -102,7 +104,7 @@ def _model_signing(signer: Signer) -> Any:
 
 def sign_folder(folder: Path, signer: Signer, name: str) -> None:
     """Writes OpenSSF model signing's bundle `name` of all other files in `folder` into it."""
-    library = _model_signing(signer)
+    library, folder = model_signing_for(signer), folder.resolve()  # it ignores files of absolute paths only
     hashing = library.hashing.Config().set_ignored_paths(paths=[folder / name])
     config = library.signing.Config().set_hashing_config(hashing).use_elliptic_key_signer(private_key=signer.path)
     config.sign(folder, folder / name)
@@ -113,12 +115,14 @@ def check_folder(folder: Path, signer: Signer, name: str) -> list[str]:
     if not (folder / name).is_file() or (folder / name).is_symlink():
         return [f"{name} is missing: the record says that the folder was published with it"]
     try:
-        library = _model_signing(signer)
-        library.verifying.Config().use_elliptic_key_verifier(public_key=signer.path).verify(folder, folder / name)
+        library = model_signing_for(signer)
+        checker = library.verifying.Config().use_elliptic_key_verifier(public_key=signer.path)
+        checker.verify(folder.resolve(), folder.resolve() / name)
     except Refused:  # the library is missing
         raise
     except (
         Exception
     ) as error:  # ValueError for a mismatch or another kind of key, and whatever a stranger's bundle leads to
-        return [f"{name}: {why(error)[:300] or type(error).__name__}"]
+        said = re.sub(r": Expected 'Digest\(.*?\)', Actual 'Digest\(.*?\)'", "", why(error))
+        return [f"{name}: {cut(said)}"]
     return []

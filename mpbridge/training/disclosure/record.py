@@ -20,7 +20,7 @@ from mpbridge.training.checkpoint.store import MANIFEST, audit_of, read_manifest
 from mpbridge.training.checkpoint.verdict import read_fingerprint
 from mpbridge.training.disclosure.evidence import Evidence
 from mpbridge.training.disclosure.hashing import digests
-from mpbridge.training.disclosure.keys import Signer, check_folder, sign_folder
+from mpbridge.training.disclosure.keys import Signer, check_folder, model_signing_for, sign_folder
 
 RECORD = "precision.intoto.jsonl"
 MODEL_SIGNATURE = "model.sig"
@@ -64,6 +64,8 @@ def sign_checkpoint(
             "\n".join([f"{folder} is not as it was saved, so it is not signed:", *(f"  - {x}" for x in faults)])
         )
     bodies = _predicates(folder, evidence.until(step), step, publish)
+    if publish:
+        model_signing_for(signer)  # before anything is written
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in found.items()]
     lines = [
         signer.envelope({"_type": STATEMENT, "subject": subjects, "predicateType": kind, "predicate": body}, PAYLOAD)
