@@ -75,11 +75,7 @@ def variant(name: str) -> dict[str, Any]:
 # one of each kind is compiled
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [
-        *((name, False) for name in sorted(VALUES)),
-        ("activation_plain_row", True),
-        ("activation_rows_row", True),
-    ],
+    [*((name, False) for name in sorted(VALUES)), ("activation_plain_row", True), ("activation_rows_row", True)],
 )
 def test_operands_equal_transformer_engines_reference(name: str, compiled: bool) -> None:
     side, copy = {"activation": "x", "weight": "w"}[name.split("_")[0]], name.split("_")[-1]
