@@ -37,45 +37,6 @@ Policy = str | MixedPrecisionConfig | PrecisionPolicy | Imported
 OnFault = Literal["raise", "show"]
 
 
-def witness(
-    model: Any,
-    optimizer: Any,
-    policy: Policy | None = None,
-    *,
-    at: Collection[int] | Callable[[int], bool] = (1,),
-    on_fault: OnFault = "show",
-    show: Callable[[str], None] | None = None,
-    scaler: Any = None,
-    clip: float | None = None,
-    group: Any = None,
-    name: str = "",
-    since: Witnessed | Mapping[str, Any] | None = None,
-) -> Witness:
-    """A witness of this model's and optimizer's training steps; every rank creates one and runs the same steps under it.
-
-    model: as the loop calls it: wrapped by DistributedDataParallel, fully_shard, FSDP, DeepSpeed, megatron-core (a list of chunks of an interleaved
-    pipeline), or not at all. optimizer: as the loop steps it; a list if there are several. policy: None: the step is described, and judged only by
-    what every sound run satisfies; otherwise by everything it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed after the
-    step, on every rank. show: called with each report as text, on rank 0; None: no output. scaler: torch's GradScaler, if the loop has one.
-    clip: the norm that the loop clips gradients to (0: never), if known. group: the process group that averages gradients, if not all
-    ranks. name: display name of the policy. since: a report of the same run before it was resumed, or its `as_data()`: the first report names states that
-    changed, as each later one does against the one before it. Raises BadValue for objects that are not a model and an optimizer.
-    """
-    return Witness(
-        model,
-        optimizer,
-        policy,
-        at=at,
-        on_fault=on_fault,
-        show=show,
-        scaler=scaler,
-        clip=clip,
-        group=group,
-        name=name,
-        since=since,
-    )
-
-
 def policy_of(policy: Policy, name: str = "") -> tuple[PrecisionPolicy, str]:
     """(policy, display name)."""
     if isinstance(policy, str):
@@ -95,9 +56,18 @@ def policy_of(policy: Policy, name: str = "") -> tuple[PrecisionPolicy, str]:
 
 
 class Witness:
-    """`with witness(...):` around one step, or `with w.step():` around every step, of which only the due ones are observed.
+    """A witness of this model's and optimizer's training steps: `with witness(...):` around one step, or `with w.step():` around every step, of which only
+    the due ones are observed. Every rank creates one and runs the same steps under it.
 
     A step is everything from the first micro-batch's forward pass to the optimizer's update. Outside of observed steps no hooks are installed.
+
+    model: as the loop calls it: wrapped by DistributedDataParallel, fully_shard, FSDP, DeepSpeed, megatron-core (a list of chunks of an interleaved
+    pipeline), or not at all. optimizer: as the loop steps it; a list if there are several. policy: None: the step is described, and judged only by
+    what every sound run satisfies; otherwise by everything it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed after the
+    step, on every rank. show: called with each report as text, on rank 0; None: no output. scaler: torch's GradScaler, if the loop has one.
+    clip: the norm that the loop clips gradients to (0: never), if known. group: the process group that averages gradients, if not all
+    ranks. name: display name of the policy. since: a report of the same run before it was resumed, or its `as_data()`: the first report names states that
+    changed, as each later one does against the one before it. Raises BadValue for objects that are not a model and an optimizer.
     """
 
     def __init__(
@@ -221,6 +191,10 @@ class Witness:
         made = plan(self.policy, realization=kind, **targets) if targets and not loop.foreign else None
         loop.run = replace(run, policy=self.policy, recipe=self.promised, plan=made)
         return promises_of(self.policy, loop)  # type: ignore[arg-type]
+
+
+witness = Witness
+"""`mpbridge.witness`."""
 
 
 class _Observation:
