@@ -136,6 +136,26 @@ def field_table() -> str:
     return markdown(("field", "what it is", "what changes it", "kind"), rows)
 
 
+@table("known-bugs")
+def known_bug_table() -> str:
+    """Public bugs as tests/known_bugs plays them."""
+    from tests.known_bugs.bugs import BUGS, NOT
+
+    def row(bug: Any) -> tuple[str, ...]:
+        name, _, number = bug.number.partition("#")
+        link = f"[{name.partition('/')[2]}#{number}](https://github.com/{name}/issues/{number})"
+        return link + ("" if bug.again else " \u2020"), bug.what, f"`{bug.says}`" if bug.says else "nothing", bug.when
+
+    said = [bug for bug in BUGS if bug.says]
+    count = f"{len(said)} of {len(BUGS)} are named; {sum(bool(bug.play) for bug in BUGS)} are repeated by a test."
+    caught = markdown(("thread", "what happened", "mpbridge says", "when"), map(row, said))
+    missed = markdown(
+        ("thread", "what happened", "why it is not caught"),
+        [(row(bug)[0], bug.what, bug.when.removeprefix(NOT)) for bug in BUGS if not bug.says],
+    )
+    return f"{count}\n\n{caught.rstrip()}\n\n## Not caught\n\n{missed}"
+
+
 @table("left-alone")
 def left_alone_table() -> str:
     """Precision fields that no recipe decides."""

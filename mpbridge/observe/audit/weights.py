@@ -267,6 +267,8 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
         if before.is_emptied(name):
             seen.emptied.append(f"{name} (exp_avg_sq)")
         _width(seen, held, due and name in seen.moved)
+    for found, stale in zip((seen.unequal, seen.misread), before.stale, strict=True):
+        found += [f"{name} (before the update)" for name in stale if name not in found]
     return seen
 
 
