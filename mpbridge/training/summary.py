@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpbridge.common.files import write
+from mpbridge.common.errors import CheckpointError
+from mpbridge.common.files import why, write
 from mpbridge.common.report.console import warn
 from mpbridge.training.preflight import settings_of
 
@@ -96,8 +97,8 @@ def _write(path: Path, data: Any) -> None:
     text = json.dumps(data, indent=2, default=str) + "\n"
     try:
         write(path, text)
-    except OSError as error:
-        warn(f"{path} cannot be written ({error.strerror or error}) and is incomplete")
+    except (OSError, CheckpointError) as error:
+        warn(f"{path} cannot be written ({why(error)}) and is incomplete")
 
 
 def write_timing(run: Any, meter: Any, folder: Path | None) -> None:

@@ -90,7 +90,7 @@ class Table:
         return [] if not whole else [whole] if width is None else wrapped(whole, width)
 
     def _body(self, width: int | None) -> list[str]:
-        names, rows = [column.name for column in self.columns], self.texts()
+        names, rows = [printable(column.name) for column in self.columns], self.texts()
         lines = self._aligned(names, rows)
         if width is None or all(len(line) <= width for line in lines):
             return lines
@@ -161,7 +161,10 @@ class Table:
         made.show_header = any(column.name for column in self.columns)
         for column in self.columns:
             made.add_column(
-                column.name, no_wrap=column.whole, overflow="fold", justify="right" if column.number else "left"
+                Text(printable(column.name)),
+                no_wrap=column.whole,
+                overflow="fold",
+                justify="right" if column.number else "left",
             )
         for row, tone in zip(self.texts(), self._tones(), strict=True):
             # Text, not str: brackets in a value are not markup
