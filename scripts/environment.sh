@@ -1,4 +1,5 @@
-# Sourced by quickstart.sh and test.sh: creates a virtual environment in the checkout once, and updates it when pyproject.toml changes.
+# Sourced by quickstart.sh and test.sh: creates a virtual environment in the checkout once, with the releases of scripts/constraints.txt, and updates it when
+# that file or pyproject.toml changes.
 
 python=.venv/bin/python
 bin=.venv/bin
@@ -21,15 +22,16 @@ make_environment() {
     local extra="${1:-}" mark base
     [ -x "$python" ] || { base="$(find_python)" && "$base" -m venv .venv; }
     mark=".venv/.mpbridge-${extra:-run}"
-    if [ -f "$mark" ] && cmp -s pyproject.toml "$mark"; then
+    if cat pyproject.toml scripts/constraints.txt | cmp -s - "$mark"; then
         return
     fi
     echo "installing into .venv (minutes the first time) ..."
     export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-    # torch first, and only if it is missing: an existing build, CPU or CUDA, is kept
-    "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install -q 'torch>=2.6,<2.14'
-    "$python" -m pip install -q -e ".${extra:+[$extra]}"
-    cp pyproject.toml "$mark"
+    # torch first, and only if it is missing: an existing build, CPU or CUDA, of any release in pyproject's range, is kept
+    "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install -q -c scripts/constraints.txt torch
+    grep -v '^torch==' scripts/constraints.txt > .venv/constraints.txt
+    "$python" -m pip install -q -c .venv/constraints.txt -e ".${extra:+[$extra]}"
+    cat pyproject.toml scripts/constraints.txt > "$mark"
 }
 
 make_te_folders() {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 from pathlib import Path
 from typing import IO
 
@@ -21,11 +20,16 @@ class Locked(Exception):
 def lock(path: Path, *, wait: bool) -> IO[str]:
     """Opens `path` for writing and locks it for this process until it is closed; creates its folder. wait: block until it is free; otherwise raises Locked.
 
-    The lock ends with the process, however that ends, and is not inherited by forked children. On a file system without locks nothing is locked.
+    The lock ends with the process, however that ends, and is not inherited by forked children. On a file system without locks, and on an operating
+    system without POSIX's, nothing is locked.
     Raises OSError if the file cannot be created, CheckpointError if it is a link or not a regular file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = opened_to_write(path, append=True)
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        return stream
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:

@@ -5,8 +5,8 @@
 For each recipe the run is trained twice, with Transformer Engine's own modules and emulated on megatron-core's local ones, from the same weights and at a learning rate too small to change them.
 In the second run every linear (with the norm before it, which Transformer Engine's modules contain) is given its input and output gradient from the first run, so that what is
 compared is what one layer computes: output, input gradient, weight gradient. Operands with equal codes give equal exact products; only the order may differ in which their FP32
-sums are computed, before one rounding to BF16. So a difference has a bound (see `bound_of`), and a difference beyond it means that one of the two is wrong. Stochastic rounding draws
-different random numbers in each, so it is off.
+sums are computed, before one rounding to BF16. So a difference has a bound on any CPU (see `bound_of`), and a difference beyond it means that one of the two is wrong. Stochastic
+rounding draws different random numbers in each, so it is off.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import te_folders  # noqa: F401  # it says where Transformer Engine lies
 import torch
 
 from mpbridge import ConfigContainer, transformer_engine_on_cpu
@@ -148,67 +149,149 @@ class Tape:
         return self.seen
 
 
-def steps_of(engine: Any, steps: int, given: list[dict[str, Linear]] | None = None) -> list[dict[str, Linear]]:
-    """Every step's linears; the batches are the same for every engine."""
-    out = []
+def steps_of(
+    engine: Any, steps: int, given: list[dict[str, Linear]] | None = None
+) -> tuple[list[dict[str, Linear]], list[Operands]]:
+    """Every step's linears, and the operands of an emulated engine; the batches are the same for every engine."""
+    out, operands = [], [Operands() for _ in range(steps)]
+    emulation = getattr(engine, "emulation", None)
     for step in range(steps):
         ids = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(step))
         batch = {
             "tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": torch.arange(64)[None].expand(2, -1), "loss_mask": torch.ones(2, 64),
         }  # fmt: skip
         tape = Tape(engine, None if given is None else given[step])
+        if emulation is not None:
+            emulation.observer = operands[step]
         engine.train_step(itertools.repeat(batch), microbatches=1)
         out.append(tape.close(engine))
-    return out
+    return out, operands
 
 
-def bound_of(what: str, one: Linear, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How far apart two results of a linear may be if only the order of FP32 sums differs: both are rounded to BF16 (one unit in the last place between two
-    neighbours), and each FP32 sum of n products is off by at most n 2**-24 times the sum of their sizes, here twice, by the Cauchy-Schwarz inequality.
-    For dx, the norm's backward pass adds its own sum over the features: the same with n + features.
+class Operands:
+    """An observer of the emulation: the sizes of the operands that a step's GEMMs multiply, rotated and quantized as they are."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[tuple[str, str, str], torch.Tensor] = {}
+
+    def see(self, slot: str, gemm: str, side: str, high: torch.Tensor, operand: Any, quantizer: Any) -> None:
+        """Called with each operand as it is made; one that serves two GEMMs is made once."""
+        self.sizes[slot, gemm, side] = operand.dequantized().double()
+
+    def of(self, slot: str, gemm: str, side: str) -> torch.Tensor | None:
+        """The operand in float64, in its tensor's own layout; None: that linear is not quantized."""
+        gemms = (gemm, "fprop", "dgrad")
+        return next((self.sizes[key] for other in gemms if (key := (slot, other, side)) in self.sizes), None)
+
+
+def spacing_of(values: torch.Tensor) -> torch.Tensor:
+    """Distance to the next BF16 number."""
+    return torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(2.0**-126))) - 7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """An RMSNorm before a linear, in float64."""
+
+    x: torch.Tensor
+    """[rows, features]."""
+    gain: torch.Tensor
+    eps: float = 1e-5
+
+    @property
+    def inverse(self) -> torch.Tensor:
+        """Reciprocal root mean square of each row."""
+        return torch.rsqrt(self.x.square().mean(1, keepdim=True) + self.eps)
+
+    def output(self) -> torch.Tensor:
+        """[rows, features]."""
+        return self.x * self.inverse * self.gain
+
+    def spread(self, sizes: torch.Tensor) -> torch.Tensor:
+        """The largest input gradient that output gradients of these sizes can have: each element of the backward pass,
+        r (gain g - n mean(gain g n)) with n = r x, is linear in g.
+        """
+        normal = (self.x * self.inverse).abs()
+        scaled = self.gain.abs() * sizes
+        return self.inverse * (scaled + normal * (scaled * normal).mean(1, keepdim=True))
+
+
+UNIT = 2.0**-24
+"""FP32 rounds by at most this, relative to the result."""
+
+
+def order_of_sums(terms: int, sizes: torch.Tensor) -> torch.Tensor:
+    """How far apart two FP32 sums of the same products may be, whatever their order: each is off by at most (terms - 1) UNIT times the sum of the
+    products' sizes (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); multiplying by the operands' factors rounds three times more.
     """
-    x, dy = one.x.float().reshape(-1, one.x.shape[-1]), one.dy.float().reshape(-1, one.dy.shape[-1])
-    spacing = torch.exp2(torch.floor(torch.log2(torch.maximum(a.abs(), b.abs()).clamp_min(2.0**-126))) - 7)
-    if what == "y":
-        terms, sizes = weight.shape[1], x.norm(dim=1)[:, None] * weight.float().norm(dim=1)[None]
-    elif what == "dw":
-        terms, sizes = x.shape[0], dy.norm(dim=0)[:, None] * x.norm(dim=0)[None]
-    else:
-        terms, sizes = weight.shape[0] + weight.shape[1], dy.norm(dim=1)[:, None] * weight.float().norm(dim=0)[None]
-    # a quantized operand may be a quarter larger than its source (the coarsest format, E2M1); a norm turns an input of any size into one of size 1
-    return spacing + 2 * terms * 2.0**-24 * 1.6 * sizes.reshape(a.shape)
+    return 2 * (terms + 2) * UNIT * sizes
+
+
+def bound_of(
+    what: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, norm: Norm | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(how far apart two results of a linear may be before they are rounded, the result itself) if only the order of FP32 sums differs.
+
+    The operands of the GEMM [tokens, inputs], [outputs, inputs], [tokens, outputs] are float64. For 'dx' behind a norm, the GEMM's results are
+    rounded to BF16 (two neighbours at most, beyond the sums), and the norm's backward pass spreads that difference and adds its own: two sums over
+    the features, which enter each term by the reciprocal root mean square, and less than 16 single operations.
+    """
+    left, right = {"y": (x, w.t()), "dx": (dy, w), "dw": (dy.t(), x)}[what]
+    exact = left @ right
+    apart = order_of_sums(left.shape[1], left.abs() @ right.abs())
+    if what != "dx" or norm is None:
+        return apart, exact
+    apart = apart + spacing_of(exact.abs() + apart)
+    own = 2 * (2 * exact.shape[1] + 16) * UNIT * norm.spread(exact.abs() + apart)
+    return norm.spread(apart) + own, exact
+
+
+def bounds(name: str, one: Linear, weights: dict[str, torch.Tensor], operands: Operands) -> dict[str, torch.Tensor]:
+    """The bound of each tensor of a linear in one step, without the last rounding to BF16."""
+    x, dy = (tensor.reshape(-1, tensor.shape[-1]).double() for tensor in (one.x, one.dy))
+    block, linear = re.fullmatch(r"(decoder\.layers\.\d+)\.(.+)", name).groups()
+    norm = Norm(x, weights[f"{block}.{BLOCKS[linear]}.weight"].double()) if BLOCKS[linear] else None
+    plain = {
+        "x": x if norm is None else norm.output().bfloat16().double(),
+        "w": weights[f"{name}.weight"].double(),
+        "dy": dy,
+    }
+
+    def operand(gemm: str, side: str) -> torch.Tensor:
+        found = operands.of(name, gemm, side)
+        return plain[side] if found is None else found
+
+    gemms = {"y": "fprop", "dx": "dgrad", "dw": "wgrad"}
+    return {
+        what: bound_of(what, *(operand(gemm, side) for side in ("x", "w", "dy")), norm)[0]
+        for what, gemm in gemms.items()
+    }
 
 
 def rows_of(
-    real: list[dict[str, Linear]], ours: list[dict[str, Linear]], weights: dict[str, torch.Tensor]
+    real: list[dict[str, Linear]],
+    ours: list[dict[str, Linear]],
+    weights: dict[str, torch.Tensor],
+    operands: list[Operands],
 ) -> list[dict[str, Any]]:
     """One row per linear and tensor: elements, number of differing ones, largest difference in BF16 units in the last place, over all steps."""
-    rows = []
-    for name in real[0]:
-        for what in WHAT:
-            count = different = 0
-            worst, beyond = 0.0, 0
-            for theirs, mine in zip(real, ours, strict=True):
-                a, b = (
-                    getattr(tape[name], what).float().reshape(-1, getattr(tape[name], what).shape[-1])
-                    for tape in (theirs, mine)
-                )
-                apart = (a - b).abs()
-                spacing = torch.exp2(torch.floor(torch.log2(torch.maximum(a.abs(), b.abs()).clamp_min(2.0**-126))) - 7)
-                count, different = count + a.numel(), different + int((apart > 0).sum())
-                worst = max(worst, float((apart / spacing).max()))
-                beyond += int((apart > bound_of(what, theirs[name], weights[name + ".weight"], a, b)).sum())
-            rows.append(
-                {
-                    "linear": name,
-                    "tensor": what,
-                    "elements": count,
-                    "different": different,
-                    "ulp": worst,
-                    "beyond": beyond,
-                }
-            )
-    return rows
+    found = {
+        (name, what): {"linear": name, "tensor": what, "elements": 0, "different": 0, "ulp": 0.0, "beyond": 0}
+        for name in real[0]
+        for what in WHAT
+    }
+    for theirs, mine, multiplied in zip(real, ours, operands, strict=True):
+        for name in theirs:
+            allowed = bounds(name, theirs[name], weights, multiplied)
+            for what in WHAT:
+                a, b = (getattr(tape[name], what).double().reshape(allowed[what].shape) for tape in (theirs, mine))
+                apart, spacing = (a - b).abs(), spacing_of(torch.maximum(a.abs(), b.abs()))
+                row = found[name, what]
+                row["elements"] += a.numel()
+                row["different"] += int((apart > 0).sum())
+                row["ulp"] = max(row["ulp"], float((apart / spacing).max()))
+                row["beyond"] += int((apart > allowed[what] + spacing).sum())
+    return list(found.values())
 
 
 def compared(recipe: str, *, machine: str, te: str, steps: int) -> list[dict[str, Any]]:
@@ -222,7 +305,7 @@ def compared(recipe: str, *, machine: str, te: str, steps: int) -> list[dict[str
         engine = build_engine(resolved(recipe, "te", machine=machine, te=te))
         try:
             weights = {canonical(name): parameter.detach().clone() for name, parameter in engine.named_parameters()}
-            real = steps_of(engine, steps)
+            real, _ = steps_of(engine, steps)
         finally:
             engine.close()
         run = resolved(recipe, "fast", machine=machine, te=te)
@@ -232,10 +315,10 @@ def compared(recipe: str, *, machine: str, te: str, steps: int) -> list[dict[str
                 for name, parameter in engine.named_parameters():
                     parameter.copy_(weights[name])
             engine.optimizer.reload_model_params()
-            ours = steps_of(engine, steps, real)
+            ours, operands = steps_of(engine, steps, real)
         finally:
             engine.close()
-    return rows_of(real, ours, weights)
+    return rows_of(real, ours, weights, operands)
 
 
 def summary(recipe: str, rows: list[dict[str, Any]]) -> str:

@@ -39,6 +39,36 @@ def test_thinking_loads_no_framework(verb):
     assert loaded_by(f"from mpbridge.cli.main import main\nassert main({verb!r}) == 0") == []
 
 
+POSIX = ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog")
+"""Modules that Python has on POSIX systems alone."""
+PURE = [
+    ["list"],
+    ["show", "fp8_cs"],
+    ["plan"],
+    ["check", "--recipe", "mxfp8", "--target", "b200"],
+    ["memory", "--config", "llama3_8b", "--target", "h100"],
+    ["estimate", "--config", "llama3_8b", "--target", "h100"],
+    ["export", "fp8_cs", "--to", "megatron-lm"],
+    ["import", "docs/stacks/examples/ds_config.json"],
+    ["compare", "fp8_cs", "mxfp8"],
+]
+"""One command of each verb that needs neither torch nor a POSIX system."""
+
+
+@pytest.mark.parametrize("verb", PURE, ids=lambda verb: verb[0])
+def test_planning_needs_no_module_that_only_posix_has(verb):
+    code = f"""import sys
+for name in {POSIX!r}:
+    sys.modules[name] = None
+from mpbridge.cli.main import main
+raise SystemExit(main({verb!r}))"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert not done.stderr
+    assert done.returncode in (0, 1)  # 1: the answer is no
+
+
 def test_the_test_above_can_fail():
     assert "numpy" in loaded_by("import numpy")
 

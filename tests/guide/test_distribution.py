@@ -6,6 +6,9 @@ import re
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from mpbridge.common import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +52,20 @@ def test_every_extra_that_a_text_names_exists() -> None:
                 for match in hint.finditer(path.read_text(encoding="utf-8")):
                     named = (match[1] or match[2]).split(",")
                     assert set(named) <= {*extras, "EXTRA"}, f"{path}: {match[0]}"
+
+
+def test_every_package_that_the_scripts_install_has_its_release_in_the_constraints() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = (ROOT / "scripts/constraints.txt").read_text(encoding="utf-8").splitlines()
+    fixed = {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines if line[0] != "#"}
+    wanted = [
+        Requirement(need) for need in project["dependencies"] + extras["dev"] + extras["plot"] + extras["te-needs"]
+    ]
+    for need in wanted:
+        # build tools follow torch, which bounds setuptools in some releases
+        if need.name not in (shipped.DISTRIBUTION, "setuptools"):
+            assert need.specifier.contains(fixed[canonicalize_name(need.name)]), need
 
 
 def test_until_it_is_published_the_hint_is_a_checkout(monkeypatch) -> None:  # type: ignore[no-untyped-def]

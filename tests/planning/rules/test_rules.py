@@ -439,3 +439,17 @@ def test_custom_regions_of_one_policy_are_all_asked():
         policy, regions=(Region(modules="mlp.*", quant=resolve(recipes["mxfp8"].make()).quant), *policy.regions)
     )
     assert "machine-cannot-run-it" in ids(broken(mixed, run))
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"torch": "2.15.3+cpu"}, None),
+        ({"torch": "2.16.0"}, "torch 2.16.0 has not been tried with mpbridge 0.1.0; the newest that was is 2.15"),
+        ({"torch": "2.5.1"}, "torch 2.5.1 has not been tried with mpbridge 0.1.0; the oldest that was is 2.6"),
+        ({"megatron_core": "0.18.1"}, "megatron-core 0.18.1 has not been tried with mpbridge 0.1.0; the newest that was is 0.20"),
+    ],
+)  # fmt: skip
+def test_a_release_that_was_never_tried_is_named_and_not_refused(found, words):
+    said = [one for one in broken(*case(versions=dataclasses.replace(NOW, **found))) if one.rule == "library-versions-untested"]  # fmt: skip
+    assert [(one.severity, one.found) for one in said] == ([("warning", words)] if words else [])

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformer_engine_torch as tex
 
 from mpbridge.te_cpu.played import now
 
@@ -78,3 +80,34 @@ def test_another_recipe_is_beyond_the_bound(script, monkeypatch) -> None:
     )
     rows = script.compared(recipe, steps=1, **played())
     assert all(row["beyond"] for row in rows if row["tensor"] == "y")
+
+
+def test_the_norms_backward_spreads_an_error_of_the_linears_input_gradient(script) -> None:
+    """Two orders of the same sums give BF16 neighbours in a few places; a small input and a gradient along it make that more than a spacing of dx."""
+    random = torch.Generator().manual_seed(0)
+    tokens, features, outputs = 512, 256, 1024
+    x = (torch.randn(1, features, generator=random) * 0.05 + torch.zeros(tokens, 1)).bfloat16()
+    gain = torch.ones(features, dtype=torch.bfloat16)
+    dy = torch.randn(tokens, outputs, generator=random).bfloat16()
+    w = (torch.randn(outputs, 1, generator=random) * x[:1].float()).bfloat16()
+
+    def gradient(order: range) -> torch.Tensor:
+        total = torch.zeros(tokens, features)
+        for k in order:
+            total += dy[:, k : k + 1].float() * w[k].float()
+        return total.bfloat16()
+
+    one, other = gradient(range(outputs)), gradient(range(outputs - 1, -1, -1))
+    wide = x.float()
+    inverse = (wide.square().mean(1) + 1e-5).rsqrt()
+    a = tex.rmsnorm_bwd(one, x, inverse, gain)[0].double()
+    leaf = x.clone().requires_grad_()
+    torch.nn.functional.rms_norm(leaf, [features], gain, 1e-5).backward(other)
+    b = leaf.grad.double()
+
+    norm = script.Norm(x.double(), gain.double())
+    apart, spacing = (a - b).abs(), script.spacing_of(torch.maximum(a.abs(), b.abs()))
+    operands = (norm.output().bfloat16().double(), w.double(), dy.double())
+    assert (apart <= spacing + script.bound_of("dx", *operands, norm)[0]).all()
+    # without the norm, the bound of the linear's input gradient alone is too small
+    assert (apart > spacing + script.bound_of("dx", *operands)[0]).any()
