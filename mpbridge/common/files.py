@@ -40,6 +40,7 @@ LIMITS: Mapping[str, Limit] = {
     "pickle": Limit(1 << 30, 50_000_000),  # a checkpoint's table of a thousand ranks has a tenth of that
     "arguments": Limit(1 << 26, 2_000_000),  # they take kilobytes; tensors stand outside of their pickle
     "argument values": Limit(0, 100_000),  # a model has hundreds of settings
+    "launch script": Limit(400_000, 1_000_000),  # the steps are characters of expanded values: a real one has thousands
 }
 """Kind of file -> its limits: of every reader of what somebody else may have written."""
 LARGEST_JSON = LIMITS["json"].size

@@ -8,20 +8,19 @@ never taken at its default. The arguments themselves (`--args`, a log's dump, a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpbridge.common.errors import BadValue, cut
+from mpbridge.common.files import LIMITS
 
-MOST = 400_000
-"""Maximum length of a script; real launch scripts are a hundred times smaller."""
-LONGEST = 1_000_000
-"""Maximum length of a variable's value."""
+_LIMIT = LIMITS["launch script"]
 _GAP = "\0"
 """Stands in a word for what only running the script would tell."""
 _OPTIONS = "\0\0"
 """Stands for options of which only running tells whether they are given: no option's value."""
+_NESTED = "its expansions are nested too deeply"
 _OPENS = frozenset({"if", "for", "while", "until", "select", "case", "{"})
 _CLOSES = frozenset({"fi", "done", "esac", "}"})
 _GOES_ON = frozenset({"then", "do", "else", "elif", "!", "time"})
@@ -29,7 +28,8 @@ _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _HARMLESS = frozenset({"cd", "mkdir", "echo", "set", "pushd", "popd", "module", "ulimit", "true", ":", *_DECLARES})
 """Commands whose success nobody doubts: what follows them behind && is read."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_BRACES = re.compile(r"^[^'\"$]*\{[^{}'\"$]*(,|\.\.)[^{}'\"$]*\}")
+_UNQUOTED = re.compile(r"[^'\"$]*")
+_BRACES = re.compile(r"\{[^{}]*\}")
 _OPERATOR = re.compile(r"\n|;;&?|;&|&&|\|\||\|&|[;&|()]")
 _REDIRECTION = re.compile(r"\d*(<<<|<<-?|&>>?|>>|[<>]&|>\||[<>])")
 
@@ -67,8 +67,8 @@ def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> 
 
     env: values of external variables; '1', '2', ... are the script's arguments. path: the script's, for $0.
     """
-    if len(text) > MOST or "\0" in text:
-        raise BadValue("this is not a launch script: it exceeds 400,000 characters or contains NUL bytes")
+    if len(text) > _LIMIT.size or "\0" in text:
+        raise BadValue(f"this is not a launch script: it exceeds {_LIMIT.size:,} characters or contains NUL bytes")
     script = _Script(env, path)
     script.follow(text.replace("\r\n", "\n"))
     program, words, notes = script.chosen()
@@ -96,7 +96,10 @@ def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
         raise BadValue(
             "--args cannot be split into words: expected the arguments of one command, without ; | & and parentheses"
         )
-    words, notes = script.expanded(commands[0].words) if commands else ([], [])
+    try:
+        words, notes = script.expanded(commands[0].words) if commands else ([], [])
+    except RecursionError:
+        raise BadValue(f"--args cannot be split into words: {_NESTED}") from None
     program, rest = (None if words[:1] and words[0].startswith("-") else _split(words)) or ([], words)
     rest, undecided = _decided(rest)
     return LaunchScript(
@@ -162,8 +165,18 @@ class _Script:
         """(program, words, notes) of each command that starts a Python program."""
         self.other: list[list[str]] = []
         self.depth = 0
+        self.left = _LIMIT.steps
         self.moved = False
         """Whether the script changes its own arguments."""
+
+    def spend(self, words: Iterable[str], notes: int = 0) -> None:
+        """Pays for a text that is followed, or for words that are copied with so many notes. Raises BadValue once nothing is left.
+
+        Without it a line of fifty characters that evaluates itself twice has no end, and copies of variables fill the memory.
+        """
+        self.left -= notes + sum(len(word) + 1 for word in words)
+        if self.left < 0:
+            raise BadValue(f"the script's values have more than {_LIMIT.steps:,} characters once they are expanded")
 
     # -- splitting ----------------------------------------------------------------------------------------------------------
 
@@ -190,6 +203,7 @@ class _Script:
         blocks = _Blocks()
         previous, doubt = "", False
         try:
+            self.spend([text])
             for command in self.commands(text):
                 words = blocks.enter(command)
                 if not words:
@@ -202,6 +216,8 @@ class _Script:
                     break
         except BadValue as error:
             self.notes.append(f"{error}: what follows is not read")
+        except RecursionError:
+            self.notes.append(f"{_NESTED}: what follows is not read")
         self.depth -= 1
         self.notes += [f"{kind} of line {line} is never closed" for kind, line in blocks.open if kind != "`(`"]
 
@@ -260,6 +276,7 @@ class _Script:
         else:
             words, notes = self.one(written)
             words = ["".join(words)]
+        self.spend((*words, *old.words), len(notes) + len(old.notes))
         if where:
             adds = adds or bool(re.match(rf'\(?\s*"?\$\{{?{name}\b', written))
             text = f"line {line}: {name}{'+' if adds else ''}={cut(' '.join(words).replace(_GAP, '...'))} {where}, which is not followed: not decided"
@@ -270,8 +287,6 @@ class _Script:
         if adds:
             words = [*old.words, *words] if array or old.array else ["".join((*old.words, *words))]
             notes = [*old.notes, *notes]
-        if sum(map(len, words)) > LONGEST:
-            raise BadValue(f"line {line}: {name} has more than {LONGEST} characters")
         given = name in self.env and not adds and name not in self.asked
         if given:
             self.notes.append(f"--env {name}={cut(self.env[name])} has no effect: the script sets {name}")
@@ -284,7 +299,7 @@ class _Script:
         made, notes = list[str](), list[str]()
         for word in words:
             found, more = self.one(word.text, split=True)
-            if _BRACES.search(word.text):
+            if _has_braces(word.text):
                 found, more = [_GAP], [f"{cut(word.text)} is not expanded: not decided"]
             made += found
             notes += more
@@ -369,6 +384,7 @@ class _Script:
             missing = not operator
             return [""], [f"${name} has no value: assumed empty (--env {name}=...)"] if missing else [], False
         words = list(held.words) if not held.array or found[2] else list(held.words[:1])
+        self.spend(words, len(held.notes))
         return words, list(held.notes), bool(found[2]) and found[2] == "[@]"
 
     # -- the answer ---------------------------------------------------------------------------------------------------------
@@ -446,6 +462,12 @@ def _tokens(text: str, notes: list[str]) -> Iterator[tuple[str, str, int]]:
     if text[start:] and not dropped:
         yield "word", text[start:].replace("\\\n", ""), line
     yield "operator", "\n", line
+
+
+def _has_braces(text: str) -> bool:
+    """Whether the shell expands braces in a word, {a,b} or {1..3}, before its first quote or variable."""
+    unquoted = _UNQUOTED.match(text)
+    return any("," in found or ".." in found for found in _BRACES.findall(unquoted[0] if unquoted else ""))
 
 
 def _decided(words: list[str]) -> tuple[list[str], list[str]]:

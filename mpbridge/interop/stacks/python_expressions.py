@@ -12,7 +12,15 @@ from typing import Any
 
 from mpbridge.common.errors import DataError
 from mpbridge.interop.stacks.python_module import Files, Module
-from mpbridge.interop.stacks.python_values import Dotted, SourceFunction, SourceObject, Unknown, is_known, short
+from mpbridge.interop.stacks.python_values import (
+    Dotted,
+    SourceFunction,
+    SourceObject,
+    Unknown,
+    bounded,
+    is_known,
+    short,
+)
 
 MOST_STEPS = 100_000
 """Maximum number of expressions evaluated; real configurations have far fewer."""
@@ -59,13 +67,17 @@ class Expressions(ABC):
 
     def value(self, node: ast.expr, scope: dict[str, Any], module: Module) -> Any:
         """The value of an expression; Unknown if it is known only at run time. Raises DataError past the bound on steps."""
-        self._steps += 1
-        if self._steps > MOST_STEPS:
-            raise DataError(f"{module.name}: more than {MOST_STEPS} expressions, too many for a configuration")
+        self.spend(module)
         if isinstance(node, ast.Constant):
             return node.value
         handler = getattr(self, f"_of_{type(node).__name__}", None)
         return Unknown(ast.unparse(node)) if handler is None else handler(node, scope, module)
+
+    def spend(self, module: Module) -> None:
+        """Counts an expression, or a round of a loop. Raises DataError past the bound."""
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            raise DataError(f"{module.name}: more than {MOST_STEPS} expressions, too many for a configuration")
 
     def _of_Name(self, node: ast.Name, scope: dict[str, Any], module: Module) -> Any:
         return scope[node.id] if node.id in scope else module.find(node.id)
@@ -124,7 +136,7 @@ class Expressions(ABC):
         if len(node.ops) > 1 or compare is None or not known:
             return Unknown(ast.unparse(node))
         try:
-            return compare(left, right)
+            return compare(bounded(left), bounded(right))
         except TypeError:
             return Unknown(ast.unparse(node))
 

@@ -139,6 +139,7 @@ class Reading(Expressions):
                 self._run(node.body, scope, module)
             return
         for item in items:
+            self.spend(module)
             self._store(node.target, item, scope, module)
             self._run(node.body, scope, module)
 

@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpbridge.common.errors import DataError
+from mpbridge.common.files import LIMITS
+
+MOST_VALUES = LIMITS["argument values"].steps
+
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
@@ -37,13 +42,16 @@ class SourceFunction:
     """python_text.Module: where its names are looked up."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SourceObject:
     """An object: the call that created it, and the attributes set since. Objects are shared, as in Python."""
 
     callee: str = ""
     arguments: tuple[Any, ...] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"{self.callee}(...)"  # objects may hold one another
 
     def child(self, name: str) -> SourceObject:
         """The object in an attribute, created if nothing is known about it."""
@@ -60,19 +68,41 @@ def is_known(value: Any) -> bool:
     return not isinstance(value, (Unknown, Dotted))
 
 
-def plain(value: Any, depth: int = 12) -> Any:
-    """Data for an importer: objects as mappings, dtypes and other names as text. Unknown values are kept."""
-    if depth == 0:
-        return Unknown("...")
-    if isinstance(value, SourceObject):
-        return {name: plain(inner, depth - 1) for name, inner in value.attributes.items()}
-    if isinstance(value, Dotted):
-        return value.path
-    if isinstance(value, (list, tuple)):
-        return [plain(inner, depth - 1) for inner in value]
-    if isinstance(value, Mapping):
-        return {name: plain(inner, depth - 1) for name, inner in value.items()}
+def bounded(value: Any) -> Any:
+    """`value`, where comparing or printing it ends: lists that hold one another twice have no end. Raises DataError."""
+    left, waiting = MOST_VALUES, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (list, tuple, Mapping)):
+            left -= 1 + len(one)
+            waiting += one.values() if isinstance(one, Mapping) else one
+        if left < 0:
+            raise DataError(f"a value of more than {MOST_VALUES:,} parts, too many for a configuration")
     return value
+
+
+def plain(value: Any, depth: int = 12) -> Any:
+    """Data for an importer: objects as mappings, dtypes and other names as text. Unknown values are kept. Raises DataError for more than MOST_VALUES."""
+    left = MOST_VALUES
+
+    def of(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise DataError(f"a value of more than {MOST_VALUES:,} parts, too many for a configuration")
+        if depth == 0:
+            return Unknown("...")
+        if isinstance(value, SourceObject):
+            return {name: of(inner, depth - 1) for name, inner in value.attributes.items()}
+        if isinstance(value, Dotted):
+            return value.path
+        if isinstance(value, (list, tuple)):
+            return [of(inner, depth - 1) for inner in value]
+        if isinstance(value, Mapping):
+            return {name: of(inner, depth - 1) for name, inner in value.items()}
+        return value
+
+    return of(value, depth)
 
 
 def without_unknown(data: Mapping[str, Any], found: list[str], path: str = "") -> dict[str, Any]:
@@ -92,5 +122,5 @@ def without_unknown(data: Mapping[str, Any], found: list[str], path: str = "") -
 def short(value: Any) -> str:
     """A value in a note, in at most 60 characters."""
     said = {Unknown: "text", Dotted: "path", SourceObject: "callee"}.get(type(value))
-    text = repr(value) if said is None else str(getattr(value, said))
+    text = repr(bounded(value)) if said is None else str(getattr(value, said))
     return text if len(text) <= 60 else text[:57] + "..."

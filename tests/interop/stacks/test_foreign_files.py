@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,23 @@ def test_another_stacks_file_holds_no_option_of_megatron_lm() -> None:
 def test_a_word_without_dashes_is_named() -> None:
     found = read_args("bf16 --micro-batch-size 1")
     assert found.unknown == ("bf16 (a stray word; nearest: --bf16)",)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        " x = y = [1]\n" + " x = [x, x]\n y = [y, y]\n" * 40 + " z = x == y\n",
+        " x = [" + "1, " * 20_000 + "]\n for i in x:\n  for j in x: pass\n",
+        " a = A()\n"
+        + "".join(f" o{n} = A()\n" for n in range(12))
+        + "".join(f" o{n}.a{way} = o{n + 1}\n" for n in range(11) for way in range(10))
+        + " return ConfigContainer(mixed_precision='bf16_mixed', ddp=D(grad_reduce_in_fp32=o0))\n",
+    ],
+    ids=["compared", "loops", "objects"],
+)
+def test_python_text_whose_values_multiply_is_refused_at_once(body: str) -> None:
+    text = f"import megatron.bridge\n\n\ndef f():\n{body} return ConfigContainer(mixed_precision='bf16_mixed')\n"
+    started = time.process_time()
+    with pytest.raises(DataError, match=r"more than 100,?000 (parts|expressions)"):
+        read_text(text, name="f.py")
+    assert time.process_time() - started < 20

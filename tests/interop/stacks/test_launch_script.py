@@ -124,6 +124,7 @@ def test_a_pattern_of_a_script_is_not_matched() -> None:
     started = time.process_time()
     found = read_script(f"X={'a' * 60}\n[[ $X =~ (a+)+b ]] && Y=--fp16\ntorchrun x.py --bf16 $Y", {})
     assert found.words == ["--bf16"]
+    assert read_script("torchrun x.py {" + "," * 200_000, {}).words[0].startswith("{,")  # nor is one of ours quadratic
     assert time.process_time() - started < 10
 
 
@@ -134,6 +135,22 @@ def test_an_outer_variable_is_the_environment_and_what_the_script_sets_wins() ->
     assert any("--env N=3 has no effect" in line for line in found.notes)
     assert any("--env M: the script does not use it" in line for line in found.notes)
     assert any("--env N: the script" in line for line in read_script("torchrun x.py --n $NN", {"N": "3"}).notes)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("A='eval $A;eval $A'\neval $A", "once they are expanded"),  # twice as many commands on each of 20 levels
+        ("A=xxxxxxxxxx" + "\nA=$A$A" * 9 + "\necho " + "$A" * 20_000, "once they are expanded"),
+        ("A=xxxxxxxxxx" + "\nA=$A$A" * 9 + "".join(f"\nB{n}=x$A" for n in range(9000)), "once they are expanded"),
+        ("A+=(x)\n" * 50_000, "once they are expanded"),
+        ("A=" + '"${A:-' * 2000 + "x" + '}"' * 2000, "nested too deeply"),
+    ],
+)
+def test_a_script_whose_values_multiply_is_read_up_to_a_bound(script: str, said: str) -> None:
+    started = time.process_time()
+    assert any(said in line for line in read_script(f"{script}\n", {}).notes)
+    assert time.process_time() - started < 30
 
 
 @pytest.mark.parametrize(
