@@ -169,7 +169,7 @@ class AuditHook:
         self.cadence.begin()
         if self.cadence.due(self.step + 1):
             engine = training.engine
-            self._before = Before(engine, self._last)
+            self._before = Before(engine, self._last, getattr(training, "scheduler", None))
             promises = promises_of(engine.run.policy, engine)
             self._watch = Watch(promises.gemms if promises.seen else lambda path: None, seed=self.step)
             self._watch.start(engine.model)
