@@ -137,7 +137,9 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self.ran: dict[str, Any] = {}
         """Linear, core attention, router or norm that returned something -> its module."""
         self.loss: Counter[str] = Counter()
-        """dtype of the cross entropy's operations."""
+        """dtype of the cross entropy's operations, and of those on its result until backward starts."""
+        self._has_loss = False
+        """Whether the cross entropy of a micro-batch was computed and its backward pass has not begun."""
         self.angles: dict[str, str] = {}
         self.stream: dict[str, Counter[str]] = defaultdict(Counter)
         """Layer -> dtype of the residual stream after it."""
@@ -196,6 +198,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         if self._is_transformed():
             return
         self._stack.append((module, path))
+        self._has_loss = False
         self._inputs.append(list(tensors_in(args)))
         source = floating(args) if is_linear(module) else None
         if source is not None:
@@ -276,8 +279,17 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             self._norm(name, args[0])
         if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
+            self._has_loss = True
+        elif self._has_loss and (not self._stack or self._at_root()) and torch._C._current_autograd_node() is None:
+            self._carries_loss(args)
         if name == "ones_like" and not self._stack and _begins_backward(args[0]):
             self.roots.append(float(args[0].detach()))
+            self._has_loss = False
+
+    def _carries_loss(self, args: Any) -> None:
+        """Notes the dtype of what is computed from the cross entropy's result, until backward starts or another module runs."""
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point() and torch.is_grad_enabled():
+            self.loss[storage(args[0])] += 1
 
     def _softmax(self, name: str, read: torch.Tensor) -> None:
         module, path = self._here()

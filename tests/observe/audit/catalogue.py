@@ -126,6 +126,7 @@ CATALOGUE = (
     Fault("residual stream rounded", c.stream_rounded, ("residual", "fp32"), ("residual stream",), quick=True),
     Fault("residual stream rounded before a norm", c.stream_rounded_before_norm, ("fp32",), ("residual stream",)),
     Fault("cross entropy in BF16", c.loss_in_bf16, ("ddp", "fsdp2"), ("loss",), quick=True),
+    Fault("loss rounded after the cross entropy", c.loss_rounded_afterwards, ("ddp", "fp32", "fsdp2"), ("loss",), quick=True),
     Fault("logits narrow", c.logits_narrow, ("logits",), ("logits",), "output_layer", quick=True),
     Fault("rotary angles in BF16", c.angles_in_bf16, ("ddp", "fp32"), ("rotary angles",), "inv_freq", quick=True),
     Fault("rotary angles rounded", c.angles_rounded, ("ddp",), ("rotary angles",), "inv_freq"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.observe.audit.faults import inner, states
+from tests.observe.audit.faults import gpt, inner, states
 
 
 def _around(engine: Any, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
@@ -84,3 +84,30 @@ def norm_times(factor: float) -> Callable[[Any], None]:
 def norm_in_bf16(engine: Any) -> None:
     real = engine.optimizer.get_grad_norm
     engine.optimizer.get_grad_norm = lambda: float(torch.tensor(float(real())).bfloat16()) * (1 + 2.0**-9)
+
+
+def one_ulp_apart(which: str) -> Callable[[Any], None]:
+    """One FP32 element of a main weight or moment, now: too little to show in the rounded parameter."""
+
+    def plant(engine: Any) -> None:
+        optimizer = inner(engine)
+        weight = max((p for group in optimizer.param_groups for p in group["params"]), key=lambda p: p.numel())
+        tensor = weight.data if which == "main" else optimizer.state[weight][which]
+        tensor.view(torch.int32).view(-1)[7] += 1
+
+    return plant
+
+
+def frequencies_times(factor: float) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        gpt(engine).rotary_pos_emb.inv_freq *= factor
+
+    return plant
+
+
+def rate_times(factor: float) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] *= factor
+
+    return plant

@@ -35,7 +35,7 @@ def held_of(optimizer: Any, weight: torch.nn.Parameter) -> Held:
         updated=weight,
         inner=optimizer,
         group=optimizer.param_groups[0],
-        state=optimizer.state[weight] if weight in optimizer.state else {},
+        state=optimizer.state.get(weight, {}),
     )
 
 
