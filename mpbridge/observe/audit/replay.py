@@ -82,6 +82,9 @@ def is_replayed(held: Held) -> bool:
         return False
     if group.get("amsgrad") or group.get("maximize") or "betas" not in group:
         return False
+    narrow = local(held.updated).dtype is not torch.float32
+    if narrow and not type(held.inner).__name__.endswith("FusedAdam"):
+        return False  # torch's kernels round every intermediate result to the parameter's dtype
     stored = [held.state[name] for name in MOMENTS if name in held.state]
     return all(not hasattr(one, "_data") and local(one).dtype in _STORED for one in stored)
 
@@ -219,7 +222,7 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
             "beta2": [declared(engine, "adam_beta2")],
             "eps": [declared(engine, "adam_eps")],
             "weight decay": _decays(engine, group, scheduler),
-            "rate": [] if scheduler is None else [scheduler.get_lr(group)],
+            "rate": [] if scheduler is None else [scheduler.get_lr(group) * by for by in (1, group.get("lr_mult", 1))],
         }
         now = Settings.of(group)
         found = {

@@ -137,7 +137,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self.ran: dict[str, Any] = {}
         """Linear, core attention, router or norm that returned something -> its module."""
         self.loss: Counter[str] = Counter()
-        """dtype of the cross entropy's operations, and of those on its result until backward starts."""
+        """dtype of the cross entropy's operations, of what its result is converted from, and of the loss at which backward starts."""
         self._has_loss = False
         """Whether the cross entropy of a micro-batch was computed and its backward pass has not begun."""
         self.angles: dict[str, str] = {}
@@ -280,16 +280,15 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
             self._has_loss = True
-        elif self._has_loss and (not self._stack or self._at_root()) and torch._C._current_autograd_node() is None:
-            self._carries_loss(args)
+        elif self._has_loss and name == "_to_copy" and (not self._stack or self._at_root()):
+            # what is converted between the cross entropy and backward is the loss
+            if torch._C._current_autograd_node() is None and args[0].is_floating_point():
+                self.loss[storage(args[0])] += 1
         if name == "ones_like" and not self._stack and _begins_backward(args[0]):
             self.roots.append(float(args[0].detach()))
+            if self._has_loss:
+                self.loss[storage(args[0])] += 1
             self._has_loss = False
-
-    def _carries_loss(self, args: Any) -> None:
-        """Notes the dtype of what is computed from the cross entropy's result, until backward starts or another module runs."""
-        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point() and torch.is_grad_enabled():
-            self.loss[storage(args[0])] += 1
 
     def _softmax(self, name: str, read: torch.Tensor) -> None:
         module, path = self._here()
