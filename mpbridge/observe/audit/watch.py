@@ -280,10 +280,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
             self._has_loss = True
-        elif self._has_loss and name == "_to_copy" and (not self._stack or self._at_root()):
-            # what is converted between the cross entropy and backward is the loss
-            if torch._C._current_autograd_node() is None and args[0].is_floating_point():
-                self.loss[storage(args[0])] += 1
+        elif self._has_loss and name == "_to_copy" and self._is_of_the_loss(args[0]):
+            self.loss[storage(args[0])] += 1
         if name == "ones_like" and not self._stack and _begins_backward(args[0]):
             self.roots.append(float(args[0].detach()))
             if self._has_loss:
@@ -337,6 +335,11 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
     def _of_the_loss(self, name: str) -> bool:
         """Whether an operation belongs to the cross entropy: in the model's own forward pass, or after it if the loop computes the loss."""
         return self._at_root() if self._stack else name in _BEHIND and torch.is_grad_enabled()
+
+    def _is_of_the_loss(self, read: torch.Tensor) -> bool:
+        """Whether what is converted between the cross entropy and backward is its result: outside of submodules and of backward."""
+        outside = not self._stack or self._at_root()
+        return outside and read.is_floating_point() and torch._C._current_autograd_node() is None
 
     def _at_root(self) -> bool:
         """Whether the operation belongs to the model itself, not to a submodule."""
