@@ -66,6 +66,7 @@ def write_precision(run: Run, folder: Path | None) -> None:
         "engine": facts.engine,
         **run.plan.as_data(),
         "parallel": dataclasses.asdict(facts.parallel),
+        "micro_batch_size": facts.micro_batch_size,
         "versions": dataclasses.asdict(installed()),
         "config": settings_of(run),
     }

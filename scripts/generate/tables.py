@@ -24,6 +24,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that it runs in a checkout without installation
@@ -133,6 +134,26 @@ def field_table() -> str:
         for row in TABLE
     ]
     return markdown(("field", "what it is", "what changes it", "kind"), rows)
+
+
+@table("known-bugs")
+def known_bug_table() -> str:
+    """Public bugs as tests/known_bugs plays them."""
+    from tests.known_bugs.bugs import BUGS, NOT
+
+    def row(bug: Any) -> tuple[str, ...]:
+        name, _, number = bug.number.partition("#")
+        link = f"[{name.partition('/')[2]}#{number}](https://github.com/{name}/issues/{number})"
+        return link + ("" if bug.again else " \u2020"), bug.what, f"`{bug.says}`" if bug.says else "nothing", bug.when
+
+    said = [bug for bug in BUGS if bug.says]
+    count = f"{len(said)} of {len(BUGS)} are named; {sum(bool(bug.play) for bug in BUGS)} are repeated by a test."
+    caught = markdown(("thread", "what happened", "mpbridge says", "when"), map(row, said))
+    missed = markdown(
+        ("thread", "what happened", "why it is not caught"),
+        [(row(bug)[0], bug.what, bug.when.removeprefix(NOT)) for bug in BUGS if not bug.says],
+    )
+    return f"{count}\n\n{caught.rstrip()}\n\n## Not caught\n\n{missed}"
 
 
 @table("left-alone")

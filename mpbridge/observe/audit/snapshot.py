@@ -28,6 +28,8 @@ class Before:
         self.steps_after: dict[str, float] = {}
         self.zeros: set[str] = set()
         """Parameters whose gradient in the observed step was zero."""
+        self.stale: tuple[list[str], list[str]] = [], []
+        """Parameters that the forward pass did not read as their main weights: rounded, and quantized."""
         self.since = since
         self.starts: dict[str, Start] = {}
         """Parameter -> what its step begins with, where that can be replayed."""
@@ -47,6 +49,10 @@ class Before:
             start = None if foreign else start_of(held)
             if start is not None:
                 self.starts[held.name] = start
+
+    def read(self, seen: Any) -> None:
+        """Records what the forward pass before the update read (an audit.weights.Weights)."""
+        self.stale = seen.unequal, seen.misread
 
     def note(self, held: Held, trained: torch.Tensor) -> None:
         """Records what the observed update made of a parameter that it moved."""
