@@ -75,13 +75,15 @@ class Before:
     def is_emptied(self, name: str) -> bool:
         """Whether the second moment is less than the last observed update left of it: no update makes it smaller than beta2 times what it was."""
         last = self.since
-        if last is None or name not in last.moments_after or name not in self.starts:
+        if last is None or name not in last.moments_after:
             return False
         then, now = last.moments_after[name], self.moments.get(name)
-        if now is None:
-            return bool(then.any())
+        if now is None or not bool(now.any()):
+            return int((then != 0).sum()) >= 4
         updates = self.steps.get(name, 0.0) - last.steps_after.get(name, 0.0)
-        least = then * self.starts[name].settings.betas[1] ** max(0.0, updates) * (1 - _LOST) - _UNDERFLOW
+        if updates < 0 or not last.steps_after.get(name) or name not in self.starts:
+            return False  # the optimizer does not say how often it changed them
+        least = then * self.starts[name].settings.betas[1] ** updates * (1 - _LOST) - _UNDERFLOW
         return bool((now < least).any())
 
 
