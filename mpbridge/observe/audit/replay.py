@@ -268,11 +268,14 @@ def replay_findings(ranks: Sequence[Replayed], *, norm: float | None, clip: floa
 
 
 def _settings_finding(ranks: Sequence[Replayed]) -> Finding:
-    names: dict[str, set[Settings]] = {}
-    for rank in ranks:
+    names: dict[str, dict[Settings, list[str]]] = {}
+    for number, rank in enumerate(ranks):
         for name, settings in rank.settings.items():
-            names.setdefault(name, set()).add(settings)
-    wrong = [f"{name}: {' against '.join(sorted(map(str, found)))}" for name, found in names.items() if len(found) > 1]
+            names.setdefault(name, {}).setdefault(settings, []).append(f"rank {number}")
+    wrong = []
+    for name, found in names.items():
+        sides = [f"{settings} ({', '.join(who)})" for settings, who in found.items()]
+        wrong += [f"{name}: {' against '.join(sides)}"] if len(sides) > 1 else []
     return judged("optimizer settings", "equal on every rank", [wrong], count=len(names))
 
 

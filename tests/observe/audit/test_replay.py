@@ -117,5 +117,8 @@ def test_settings_that_differ_over_ranks_and_norms_that_do_not_fit_are_named(mon
         one.squares["weight"] = (norm**2, 1200, 1200)
     found = {one.subject: one.ok for one in replay_findings(ranks, norm=norm, clip=0.0, whole=True)}
     assert found == {"optimizer step": True, "optimizer settings": False, "gradient norm as clipped": True}
+    (who,) = replay_findings(ranks, norm=None, clip=None, whole=True)[1].offenders
+    assert "(rank 0) against lr 0.0011" in who
+    assert who.endswith("(rank 1)")
     for reported, clip in ((norm * 1.002, 0.0), (norm, norm / 2), (norm * 2, norm * 2)):
         assert not replay_findings(ranks[:1], norm=reported, clip=clip, whole=True)[-1].ok
