@@ -96,7 +96,17 @@ def run(python: Path, part: str, report: Path) -> None:
     """One part of the suite; its report is complete or absent."""
     partial = report.with_suffix(".partial")
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={partial}", *part.split()]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        f"--junitxml={partial}",
+        *part.split(),
+    ]
     subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)
     if partial.exists():
         partial.rename(report)
