@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from mpbridge.cli._target import TargetMachine, add_target_arguments, asked, target
 from mpbridge.cli.options import add_run_arguments
 from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.planning.certificates.optimizer import lost_line
 from mpbridge.planning.hardware.capability import Capability, can_run
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, lint, spans, token_multiple
@@ -17,6 +18,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.wording import scale_warmup
 from mpbridge.settings.container import Run
 from mpbridge.training.admission import Admission
+from mpbridge.training.certified import training_of
 from mpbridge.training.preflight import on_cpu
 
 SUMMARY = "check whether a configuration is valid on a machine: every broken rule, every unsuitable size"
@@ -36,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
         return _list(args.json)
     admission = Admission(here=target(args).here, training=False)
     where, made = asked(args, also=admission)
-    notes = [*admission.notes, *admission.trackers]
+    lost = lost_line(made.policy, training_of(made))
+    notes = [*admission.notes, *admission.trackers, *([f"{lost} (mpbridge certify)"] if lost else [])]
     violations = judge(made, where)
     findings = lint(made.policy, where.facts(made.facts))
     quantizer = "emulation" if made.facts.realization == "emulated" else "transformer_engine"

@@ -57,7 +57,8 @@ class Nvfp4:
         else:
             out = self._kernel(values, view, E2M1, self.out)(view, multiplier, factor)
         out = out.view(source.shape)
-        return Operand(out.t() if across else out, overall, E2M1.largest * self._largest_scale(side))
+        target = E2M1.largest / self.rules.nvfp4_headroom
+        return Operand(out.t() if across else out, overall, target * self._largest_scale(side))
 
     def _nvfp4_view(self, x: torch.Tensor, side: Side, copy: OperandCopy) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """(the tensor that is rounded, the kernels' view of it, whether it is x transposed)."""

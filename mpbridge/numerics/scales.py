@@ -16,7 +16,7 @@ import torch
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
-from mpbridge.numerics.rounding import round_nearest
+from mpbridge.numerics.rounding import round_nearest, smallest_normal
 
 FP32_LARGEST = torch.finfo(torch.float32).max
 _EXPONENT_BITS = -8388608  # 0xFF800000 as a signed int32: sign and exponent of an fp32 number
@@ -37,6 +37,10 @@ class Rules:
     """NVFP4's row copy is made by the kernel that also makes the rotated column copy (if the sizes allow it) and propagates NaN."""
     mxfp8_flushes: bool
     """MXFP8 blocks whose exponent byte is 0 (amax <= 2.6e-36 for E4M3) become zero; false: they are represented."""
+    nvfp4_scale_up: bool = False
+    """NVFP4 block scales are rounded up, so that no block's maximum exceeds 6. No release does this; certificates compare with it."""
+    nvfp4_headroom: float = 1.0
+    """NVFP4 maps a block's maximum to 6 / headroom. 17/16 in the baselines of arXiv 2601.22813; 1 in every release."""
 
 
 RULES: tuple[Rules, ...] = (
@@ -146,7 +150,16 @@ def nvfp4_block(amax: torch.Tensor, overall: torch.Tensor, rules: Rules) -> tupl
     else:
         wanted = amax * (overall * _RECIPROCAL["e2m1"])
     scale = round_nearest(wanted.clamp_max(FP32_LARGEST), E4M3)
-    return (1.0 / (scale * (1.0 / overall))).clamp_max(FP32_LARGEST), scale
+    if rules.nvfp4_scale_up:
+        scale = torch.where(scale < wanted, next_e4m3(scale), scale)
+    encode = overall if rules.nvfp4_headroom == 1.0 else overall / rules.nvfp4_headroom
+    return (1.0 / (scale * (1.0 / encode))).clamp_max(FP32_LARGEST), scale
+
+
+def next_e4m3(value: torch.Tensor) -> torch.Tensor:
+    """The E4M3 number above a non-negative one, at most 448."""
+    exponent = torch.frexp(value.clamp_min(smallest_normal(E4M3))).exponent - 1
+    return (value + torch.exp2((exponent - E4M3.mantissa).float())).clamp_max(E4M3.largest)
 
 
 def nvfp4_fast_multiplier(scale: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:

@@ -9,16 +9,14 @@ import torch
 from mpbridge.common.formats import E5M2
 from mpbridge.te_cpu import played
 from mpbridge.te_cpu.enums import number_format
-from mpbridge.te_cpu.operands import gemm_operand, rows_and_columns
-from mpbridge.te_cpu.storages import rows_of, storage_kind, up
-from mpbridge.te_cpu.swizzle import unswizzled, unswizzled_columns
+from mpbridge.te_cpu.operands import gemm_operand, mxfp8_scales, rows_and_columns
+from mpbridge.te_cpu.storages import rows_of, storage_kind
 
 
 def values_of(operand: Any, *, column: bool) -> torch.Tensor:
     """The logical tensor [rows, columns] in FP32, from the copy that the GEMM reads."""
     if played._now:
-        found = gemm_operand(operand, "operand", column=column)
-        return found.values.float() if found.alpha is None else found.values.float() * found.alpha
+        return gemm_operand(operand, "operand", column=column).dequantized()
     made: torch.Tensor = operand.dequantize()
     return made.detach().float().reshape(-1, made.shape[-1])
 
@@ -45,10 +43,7 @@ def _of_blocks(operand: Any, stored: torch.Tensor, *, column: bool) -> torch.Ten
     shape = rows_and_columns(operand, column=column)
     rows, columns = rows_of(shape), shape[-1]
     if kind == "mxfp8":
-        if getattr(operand, "_with_gemm_swizzled_scales", False):
-            padded = (up(rows // 32, 4), up(columns, 128)) if column else (up(rows, 128), up(columns // 32, 4))
-            stored = (unswizzled_columns if column else unswizzled)(stored.reshape(padded))
-        return stored[: rows // 32, :columns] if column else stored[:rows, : columns // 32]
+        return mxfp8_scales(operand, rows, columns, column=column)
     if operand._is_2D_scaled:
         high, wide = -(-rows // 128), -(-columns // 128)
         return stored[:wide, :high] if column else stored[:high, :wide]

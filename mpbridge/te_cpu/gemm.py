@@ -117,12 +117,10 @@ def _result(x: Operand, w: Operand, out: torch.dtype, bias: torch.Tensor | None,
     low = x.values.dtype is torch.bfloat16 and w.values.dtype is torch.bfloat16
     if low and alpha == 1.0 and x.factor is None and w.factor is None and bias is None and out is torch.bfloat16:
         return torch.mm(x.values, w.values)
-    if low and alpha == 1.0:
+    if alpha == 1.0:
         return product(x, w, out, bias)
     joint = joint_factor(x, w)
-    result = x.values.float() @ w.values.float()
-    if joint is not None or alpha != 1.0:
-        result = result * (alpha if joint is None else alpha * joint)
+    result = (x.values.float() @ w.values.float()) * (alpha if joint is None else alpha * joint)
     return (result if bias is None else result + bias.float()).to(out)
 
 

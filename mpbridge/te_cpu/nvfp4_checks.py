@@ -46,9 +46,7 @@ _RULES = (
     _Rule((2, 16), lambda q, x: _by_row(q) and q.stochastic_rounding, f"{_ROWS} does not support stochastic rounding."),
     _Rule((2, 16), lambda q, x: _by_row(q) and q.with_amax_reduction, f"{_ROWS} does not support amax reduction."),
     _Rule(
-        (2, 9),
-        lambda q, x: q.with_rht and x.dtype is not torch.bfloat16,
-        "RHT is only supported for bfloat16 input",
+        (2, 9), lambda q, x: q.with_rht and x.dtype is not torch.bfloat16, "RHT is only supported for bfloat16 input"
     ),
     _Rule((2, 9), lambda q, x: q.with_rht and not q.with_post_rht_amax, "Pre-RHT amax is not supported yet", (2, 14)),
     _Rule(

@@ -72,8 +72,7 @@ def values_of(tensor: Any, out: torch.dtype, *, column: bool = False) -> torch.T
     if storage_kind(tensor) is None:
         plain: torch.Tensor = tensor.detach()
         return plain.to(out)
-    operand = gemm_operand(tensor, "tensor", column=column)
-    value = operand.values.float() if operand.alpha is None else operand.values.float() * operand.alpha
+    value = gemm_operand(tensor, "tensor", column=column).dequantized()
     return value.reshape(rows_and_columns(tensor, column=column)).to(out)
 
 
@@ -105,17 +104,21 @@ def _mxfp8(tensor: Any, column: bool) -> Operand:
     data = tensor._columnwise_data if column else tensor._rowwise_data
     data = data.reshape(rows_of(data.shape), data.shape[-1])
     rows, columns = data.shape
-    scales = tensor._columnwise_scale_inv if column else tensor._rowwise_scale_inv
-    if getattr(tensor, "_with_gemm_swizzled_scales", False):
-        padded = (up(rows // 32, 4), up(columns, 128)) if column else (up(rows, 128), up(columns // 32, 4))
-        scales = (unswizzled_columns if column else unswizzled)(scales.reshape(padded))
-    high, wide = (rows // 32, columns) if column else (rows, columns // 32)
-    _, factor = mxfp8_factors(scales[:high, :wide].to(torch.int32), now().rules)
-    view = (high, 32, columns) if column else (rows, wide, 32)
+    _, factor = mxfp8_factors(mxfp8_scales(tensor, rows, columns, column=column).to(torch.int32), now().rules)
+    view = (rows // 32, 32, columns) if column else (rows, columns // 32, 32)
     values = decode_fp8(data, number, torch.bfloat16).view(view) * factor.unsqueeze(1 if column else -1).to(
         torch.bfloat16
     )
     return Operand(values.view(rows, columns))
+
+
+def mxfp8_scales(tensor: Any, rows: int, columns: int, *, column: bool) -> torch.Tensor:
+    """The exponent bytes of an MXFP8 copy's blocks, in row-major order and without padding."""
+    scales: torch.Tensor = tensor._columnwise_scale_inv if column else tensor._rowwise_scale_inv
+    if getattr(tensor, "_with_gemm_swizzled_scales", False):
+        padded = (up(rows // 32, 4), up(columns, 128)) if column else (up(rows, 128), up(columns // 32, 4))
+        scales = (unswizzled_columns if column else unswizzled)(scales.reshape(padded))
+    return scales[: rows // 32, :columns] if column else scales[:rows, : columns // 32]
 
 
 def _compact(tensor: Any) -> bool:

@@ -14,14 +14,7 @@ from mpbridge.te_cpu.nvfp4_checks import cast_together, check_split, refuse_appr
 from mpbridge.te_cpu.operands import is_quantized, values_of
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
-from mpbridge.te_cpu.storages import (
-    coerced,
-    empty_quantized,
-    fused_nvfp4,
-    kind_of,
-    storage_kind,
-    swizzles,
-)
+from mpbridge.te_cpu.storages import coerced, empty_quantized, fused_nvfp4, kind_of, storage_kind, swizzles
 
 
 def plain(tensor: Any) -> torch.Tensor:

@@ -76,6 +76,9 @@ class Hook:
     def stepped(self, training: Training, result: StepResult) -> None:
         """A step is finished and counted; result.applied tells whether weights were updated."""
 
+    def evaluating(self, training: Training) -> None:
+        """The held-out loss is about to be measured."""
+
     def evaluated(self, training: Training, loss: float) -> None:
         """The held-out loss was measured after the last counted step."""
 
@@ -116,6 +119,11 @@ class Hooks(Hook):
         """See Hook."""
         for part in self.parts:
             part.stepped(training, result)
+
+    def evaluating(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.evaluating(training)
 
     def evaluated(self, training: Training, loss: float) -> None:
         """See Hook."""

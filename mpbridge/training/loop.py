@@ -175,6 +175,7 @@ class _Steps:
         """The held-out loss on the same samples every time: a curve of the model, not sampling noise."""
         training, at = self.training, self.training.counters.iteration
         stream = training.feed.batches("valid", 0, self.rank, self.ranks)
+        self.hooks.evaluating(training)
         loss = training.engine.evaluate(stream, microbatches=self.eval_iters * self.microbatches)
         self.eval_losses.append((at, loss))
         log.write({"iteration": at, "eval_loss": loss})

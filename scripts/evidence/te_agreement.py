@@ -21,8 +21,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import te_folders  # noqa: F401  # it says where Transformer Engine lies
 import torch
 
 from mpbridge import ConfigContainer, transformer_engine_on_cpu

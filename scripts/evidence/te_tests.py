@@ -25,8 +25,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from te_folders import ROOT
 
 from mpbridge.te_cpu.refusals import REASONS
 
@@ -381,7 +382,7 @@ def run_once(
             script = tests / "test_checkpoint.py"
             environment["NVTE_TEST_CHECKPOINT_ARTIFACT_PATH"] = write_checkpoints(script, folder, environment)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "mpbridge.te_cpu.pytest_plugin"]
-        command += ["-p", "te_tests_reporter", "-p", "no:cacheprovider", "-n0"]
+        command += ["-p", "te_tests_reporter", "-p", "no:cacheprovider", "-n0", "--continue-on-collection-errors"]
         command += ["--rootdir", str(tests), "-c", os.devnull, "--timeout", str(WALL * options.each), "-W", "ignore"]
         command += [*(["-k", options.expression] if options.expression else []), *(str(tests / name) for name in names)]
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -620,6 +621,11 @@ def report(names: list[str], target: str, said: str, options: argparse.Namespace
         found = read(options.store, options.te, target, name)
         print(f"{options.te} {Row.of(found)}", flush=True)
         failed = [(node, text) for node, (outcome, text, _) in found.results.items() if outcome == "failed"]
+        for missing in sorted({said for _, text in failed for said in re.findall(r"No module named '(\w+)", text)}):
+            print(
+                f"{name} imports {missing}, which is not installed: pip install {missing}, and run it again with --again failed",
+                file=sys.stderr,
+            )
         for node, text in failed[: options.show]:
             print(f"--- {node}\n{text}", file=sys.stderr)
     if not any(read(options.store, options.te, target, name).results for name in names):

@@ -24,6 +24,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that it runs in a checkout without installation
@@ -133,6 +134,26 @@ def field_table() -> str:
         for row in TABLE
     ]
     return markdown(("field", "what it is", "what changes it", "kind"), rows)
+
+
+@table("known-bugs")
+def known_bug_table() -> str:
+    """Public bugs as tests/known_bugs plays them."""
+    from tests.known_bugs.bugs import BUGS, NOT
+
+    def row(bug: Any) -> tuple[str, ...]:
+        name, _, number = bug.number.partition("#")
+        link = f"[{name.partition('/')[2]}#{number}](https://github.com/{name}/issues/{number})"
+        return link + ("" if bug.again else " \u2020"), bug.what, f"`{bug.says}`" if bug.says else "nothing", bug.when
+
+    said = [bug for bug in BUGS if bug.says]
+    count = f"{len(said)} of {len(BUGS)} are named; {sum(bool(bug.play) for bug in BUGS)} are repeated by a test."
+    caught = markdown(("thread", "what happened", "mpbridge says", "when"), map(row, said))
+    missed = markdown(
+        ("thread", "what happened", "why it is not caught"),
+        [(row(bug)[0], bug.what, bug.when.removeprefix(NOT)) for bug in BUGS if not bug.says],
+    )
+    return f"{count}\n\n{caught.rstrip()}\n\n## Not caught\n\n{missed}"
 
 
 @table("left-alone")
@@ -312,6 +333,107 @@ def bytes_table() -> str:
     cards = [card(entry.name) for entry in BUILT_IN]
     rows = [(f"`{c.recipe}`", c.compute, c.stored, f"{c.bytes_alone:.2f}", f"{c.bytes_shared:.2f}") for c in cards]
     return markdown(("recipe", "compute", "kept", "bytes per parameter, 1 GPU", "8 GPUs"), rows)
+
+
+def certificate_data(name: str) -> dict[str, Any]:
+    path = ROOT / "scripts" / "evidence" / "data" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
+    def bits(pair: Sequence[float | None]) -> str:
+        one, plateau = ("exact" if value is None else f"{value:.2f}" for value in pair)
+        return one if one == plateau else f"{one} -> {plateau}"
+
+    def percent(value: float | None, digits: int = 2) -> str:
+        return "" if value is None else f"{100 * value:+.{digits}f}"
+
+    found = []
+    for row in rows:
+        errors, alignments, gains = row["dy"]
+        found.append(
+            (
+                f"`{row[named] or 'as Transformer Engine does'}`",
+                *(bits(row[gemm]) for gemm in ("fprop", "dgrad", "wgrad")),
+                f"{1e3 * errors[0]:.3g}",
+                " / ".join(percent(value) for value in alignments),
+                " / ".join(percent(value, 1) for value in gains if value is not None),
+                percent(row["fresh"]),
+                row["sentence"].rpartition(" in one step; ")[2] if named == "recipe" else "",
+                f"{row['seconds']:.0f}",
+            )
+        )
+    return markdown(
+        (
+            named,
+            "forward, bits: one step -> plateau",
+            "input gradient",
+            "weight gradient",
+            "gradients' MSE x 1e-3",
+            "their alignment, %: normal / Student 3 / lognormal / sparse",
+            "small-signal gain, %",
+            "over fresh data, %",
+            "optimizer",
+            "seconds",
+        ),
+        found,
+    )
+
+
+@table("certificates")
+def certificate_table() -> str:
+    """The certificate of every built-in recipe, as scripts/evidence/certificates.py measured it."""
+    return certificate_rows(certificate_data("certificates")["recipes"], "recipe")
+
+
+@table("certificate-variants")
+def certificate_variant_table() -> str:
+    from mpbridge.numerics.certificates.expected import NOT_OFFERED, VARIANTS
+
+    rows = certificate_rows(certificate_data("certificates")["variants"], "variant")
+    words = [(f"`{one.name}`", one.words, "yes" if one.offered else NOT_OFFERED) for one in VARIANTS.values()]
+    return rows + "\n\n" + markdown(("variant", "what it changes", "Transformer Engine has it"), words)
+
+
+@table("published-and-ours")
+def published_table() -> str:
+    rows = certificate_data("certificates")["published"]
+    return markdown(
+        ("source", "what", "published", "ours", "agrees", "why not"),
+        [
+            (
+                r["source"],
+                r["what"],
+                f"{r['published']:.10g}",
+                f"{r['ours']:.5g}",
+                "yes" if r["agrees"] else "**no**",
+                r["why"],
+            )
+            for r in rows
+        ],
+    )
+
+
+@table("certificate-correlation")
+def correlation_table() -> str:
+    data = certificate_data("certificate_correlation")
+    rows = [
+        (
+            name,
+            *(f"{row[key][0]:+.2f} ({row[key][1]:+.2f} to {row[key][2]:+.2f})" for key in ("gradient", "loss")),
+            row["verdict"],
+        )
+        for name, row in data["rows"].items()
+    ]
+    return markdown(
+        (
+            "figure",
+            "gradient error against FP32: rank correlation, three seeds",
+            "difference of the last loss",
+            "predicts",
+        ),
+        rows,
+    )
 
 
 def notes(cls: type) -> dict[str, str]:

@@ -272,14 +272,14 @@ def test_a_files_recipe_that_is_code_does_not_run_unless_the_command_line_names_
 
 READS_A_CONFIGURATION = {
     "plan": [], "check": [], "memory": [], "layouts": [], "estimate": [], "recommend": [], "simulate": [], "rehearse": [], "train": [], "tune": [],
-    "export": ["--to", "megatron-lm"], "init": ["DIR"],
+    "export": ["--to", "megatron-lm"], "init": ["DIR"], "certify": [],
 }  # fmt: skip
 
 
 PLACES = ["{0}", "{{recipe: '{0}'}}", "[{{recipe: bf16_mixed, until: 5}}, {{recipe: '{0}'}}]"]
 
 
-@pytest.mark.parametrize(("verb", "place"), list(zip(READS_A_CONFIGURATION, PLACES * 4, strict=True)))
+@pytest.mark.parametrize(("verb", "place"), list(zip(READS_A_CONFIGURATION, PLACES * 5, strict=False)))
 def test_no_verb_runs_code_that_only_a_file_names(said, tmp_path, verb, place):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef fn(): pass\n")
     config = tmp_path / "run.yaml"

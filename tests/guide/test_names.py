@@ -19,8 +19,8 @@ PUBLIC = {
     "get_mixed_precision_config", "plan", "pretrain", "recipes", "register", "resolve", "transformer_engine_on_cpu", "tune_module", "witness", "wrap",
 }  # fmt: skip
 VERBS = {
-    "audit", "calibrate", "check", "compare", "completion", "convert", "data", "diagnose", "diff", "doctor", "estimate", "export", "import", "init", "launch",
-    "layouts", "list", "memory", "on-cpu", "plan", "plot", "precision", "recommend", "rehearse", "resume-check", "show", "simulate", "train", "tune", "words",
+    "audit", "calibrate", "check", "compare", "completion", "convert", "data", "diagnose", "diff", "disclose", "doctor", "estimate", "export", "import", "init", "launch",
+    "layouts", "list", "memory", "on-cpu", "plan", "plot", "precision", "recommend", "rehearse", "resume-check", "show", "simulate", "train", "tune", "verify", "words",
 }  # fmt: skip
 DOCUMENTED = {
     "mpbridge.audit": "AuditHook", "mpbridge.compat.megatron_bridge": "bf16_mixed", "mpbridge.config.container": "ConfigContainer",

@@ -1,14 +1,13 @@
 """Golden quantizations of NVFP4's variants (Four Over Six, scales by rows, the rules of 2.14 and later), from Transformer Engine's Python reference.
 
 Made by
-    python tests/numerics/golden_variants.py --from PATH_TO_A_TRANSFORMER_ENGINE_CHECKOUT
+    python -m tests.numerics.golden_variants --from PATH_TO_A_TRANSFORMER_ENGINE_CHECKOUT
 at commit d0067d0d (2026-08-22), as golden.py does: the reference file of the checkout as it is, around stand-ins for what needs CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import types
@@ -17,8 +16,9 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-GOLDEN = HERE / "golden_te_main.json"
+from tests.numerics import golden
+
+GOLDEN = Path(__file__).resolve().parent / "golden_te_main.json"
 SCOPES = {"activation": (1, 16), "weight": (16, 16)}
 
 
@@ -42,19 +42,8 @@ def variants() -> dict[str, dict[str, Any]]:
     return found
 
 
-def shared() -> Any:
-    """golden.py, whose inputs and entries these are."""
-    spec = importlib.util.spec_from_file_location("golden_inputs", HERE / "golden.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def reference(checkout: Path) -> Any:
     """The reference module of a checkout, loaded around stand-ins."""
-    golden = shared()
     golden._stand_ins()
     utils = sys.modules["transformer_engine.pytorch.tensor.utils"] = types.ModuleType("utils")
     utils.is_custom = lambda x: True  # type: ignore[attr-defined]
@@ -67,7 +56,7 @@ def reference(checkout: Path) -> Any:
 
 def entries(module: Any) -> dict[str, dict[str, Any]]:
     """variant, copy -> tensor kind -> entry of code x block scale, and of the second-level amax."""
-    golden, found = shared(), {}
+    found: dict[str, dict[str, Any]] = {}
     formats = sys.modules["transformer_engine.pytorch.custom_recipes.reference_utils"].Fp4Formats
     for name, arguments in variants().items():
         for kind, x in golden.inputs().items():
@@ -91,7 +80,7 @@ if __name__ == "__main__":
     GOLDEN.write_text(
         json.dumps(
             {
-                "made_by": "python tests/numerics/golden_variants.py --from CHECKOUT",
+                "made_by": "python -m tests.numerics.golden_variants --from CHECKOUT",
                 "commit": "d0067d0d",
                 "values": made,
             },

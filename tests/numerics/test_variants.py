@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,12 @@ from mpbridge.numerics.operands import COPY_OF
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import options_of, release_of
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+from tests.numerics import golden
 
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
 VALUES = json.loads((HERE / "golden_te_main.json").read_text())["values"]
 MAIN = (2, 20)
-
-
-def _golden() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_inputs", HERE / "golden.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-golden = _golden()
 
 
 def quantizer(
@@ -75,11 +63,7 @@ def variant(name: str) -> dict[str, Any]:
 # one of each kind is compiled
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [
-        *((name, False) for name in sorted(VALUES)),
-        ("activation_plain_row", True),
-        ("activation_rows_row", True),
-    ],
+    [*((name, False) for name in sorted(VALUES)), ("activation_plain_row", True), ("activation_rows_row", True)],
 )
 def test_operands_equal_transformer_engines_reference(name: str, compiled: bool) -> None:
     side, copy = {"activation": "x", "weight": "w"}[name.split("_")[0]], name.split("_")[-1]

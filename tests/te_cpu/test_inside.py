@@ -87,13 +87,4 @@ def test_every_release_between(package, machine: str) -> None:
     """Its kernels, and every scaling of the machine in audited runs, dense (training.py) and with grouped experts (matrix.py)."""
     options = ("-k", "not test_it_trains and not registry", "-m", "not slow")
     own = {"h100": "hopper.py", "b200": "blackwell.py"}[machine]
-    inside(
-        package.version,
-        machine,
-        *KERNELS,
-        own,
-        "training.py",
-        "matrix.py",
-        options=options,
-        timeout=900,
-    )
+    inside(package.version, machine, *KERNELS, own, "training.py", "matrix.py", options=options, timeout=900)

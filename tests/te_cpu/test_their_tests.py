@@ -66,10 +66,12 @@ def test_a_killed_process_fails_one_test_and_the_others_run_in_a_sound_environme
     tests = tmp_path / "clone/tests/pytorch"
     tests.mkdir(parents=True)
     (tests / "test_recipe.py").write_text(MADE_UP, encoding="utf-8")
+    (tests / "test_custom_recipe.py").write_text("import a_package_of_nobody", encoding="utf-8")
     command = [
         sys.executable,
         str(ROOT / "scripts/evidence/te_tests.py"),
         str(tmp_path / "clone"),
+        "test_custom_recipe.py",
         "test_recipe.py",
         "--te",
         te,
@@ -81,6 +83,7 @@ def test_a_killed_process_fails_one_test_and_the_others_run_in_a_sound_environme
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| test_recipe | B200 | 15 | 15 | 13 | 2 | 0 |" in done.stdout
+    assert "test_custom_recipe.py imports a_package_of_nobody, which is not installed" in done.stderr
     assert "signal 9 killed the process" in done.stderr
     assert "assert 4 != 4" in done.stderr
 

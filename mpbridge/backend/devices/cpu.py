@@ -52,11 +52,7 @@ class _StandIn:
 
 def _core_patches() -> Iterable[Patch]:
     return megatron.patches(
-        get_state=get_state,
-        set_state=set_state,
-        split_sizes=split_sizes,
-        stream=NullStream(),
-        coalescing=one_by_one,
+        get_state=get_state, set_state=set_state, split_sizes=split_sizes, stream=NullStream(), coalescing=one_by_one
     )
 
 

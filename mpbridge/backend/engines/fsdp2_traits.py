@@ -18,8 +18,6 @@ TRAITS = EngineTraits(
     wide_storage=True,
     quantizers=frozenset({"transformer_engine", "torchao"}),
     checkpoints="shards",
-    refuses={
-        "gradient_accumulation_fusion": "it writes into megatron-core's own gradient buffers, and FSDP2 has none",
-    },
+    refuses={"gradient_accumulation_fusion": "it writes into megatron-core's own gradient buffers, and FSDP2 has none"},
     rules="mpbridge.backend.engines.fsdp2_rules:RULES",
 )

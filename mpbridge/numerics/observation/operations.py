@@ -27,6 +27,12 @@ COLLECTIVES: Mapping[str, tuple[str, int]] = MappingProxyType({
 })  # fmt: skip
 """Operation of the namespace c10d -> (what it is, index of the argument that is this rank's input; of a receive, its output).
 Source: torch/csrc/distributed/c10d/Ops.cpp."""
+FUNCTIONAL: Mapping[str, str] = MappingProxyType({
+    "all_reduce": "all_reduce", "all_reduce_": "all_reduce", "reduce_scatter_tensor": "reduce_scatter", "all_gather_into_tensor": "all_gather",
+    "all_to_all_single": "all_to_all",
+})  # fmt: skip
+"""Operation of the namespace _c10d_functional, by which DTensors communicate -> what it is. The first argument is this rank's input, the last one the name
+of the group. Source: torch/csrc/distributed/c10d/Functional.cpp."""
 _ROLES = {
     "all_reduce": "reduced", "reduce": "reduced", "reduce_scatter": "reduced", "all_gather": "gathered", "send": "passed",
 }  # fmt: skip
@@ -92,6 +98,23 @@ def sent(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
         )
 
 
+def sent_functional(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
+    """The same for the operation '_c10d_functional::NAME'."""
+    if name not in FUNCTIONAL:
+        return
+    for tensor in tensors_in(args[0]):
+        yield Sent(
+            kind=FUNCTIONAL[name],
+            dtype=storage(tensor),
+            elements=tensor.numel(),
+            storage=tensor.untyped_storage().data_ptr(),
+            begin=0,
+            end=tensor.numel() * tensor.element_size(),
+            floating=tensor.is_floating_point(),
+            group=tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))),  # type: ignore[attr-defined]
+        )
+
+
 def _group(args: tuple[Any, ...]) -> tuple[int, ...]:
     for value in args:
         if isinstance(value, torch.ScriptObject):
@@ -112,6 +135,8 @@ class OperationObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.sent: list[Sent] = []
         """Every tensor that a collective sent, in order."""
+        self.functional: list[Sent] = []
+        """The same of functional collectives, which DTensors use."""
         self.blind = False
         """Whether nothing is recorded."""
 
@@ -148,6 +173,8 @@ class OperationObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         space, _, name = func._schema.name.partition("::")
         if space == "c10d":
             return self.communicates(func, name, args, kwargs)
+        if space == "_c10d_functional" and not _depth:
+            self.functional += sent_functional(name, args)
         out = func(*args, **kwargs)
         if space == "aten":
             if (factors := GEMMS.get(name)) is not None:

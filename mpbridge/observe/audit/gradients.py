@@ -153,7 +153,11 @@ def gradient_findings(
     promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
     cure = "find what changes them between the backward pass and the optimizer"
     made = judged("gradients", promised, wrong, count=len(ratios), cure=cure)
-    return [dataclasses.replace(made, found="one factor, not observed", unseen=why) if made.ok and why else made]
+    if made.ok and why:
+        made = dataclasses.replace(made, found="one factor, not observed", unseen=why)
+    elif made.ok and ratios and aim.factor is None:
+        made = dataclasses.replace(made, found=f"{promised}, times {sum(ratios) / len(ratios):.4g}")
+    return [made]
 
 
 def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float]]:
@@ -240,9 +244,18 @@ def _judged_gradients(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> It
             text = _words(ratio / aim.factor, aim.scale, len(group))
         elif aim.most is not None and ratio > aim.most * (1 + aim.tolerance):
             text = _words(ratio / aim.most, aim.scale, len(group))
+        elif aim.most is not None and _is_a_scale(ratio / aim.most, min(aim.tolerance, 1e-3)):
+            text = f"{ratio / aim.most:.6g} times its expected value: divided by a loss scale that the loss was not multiplied by"
         elif aim.factor is None and ratio < 0:
             text = "has the opposite sign"
         yield name, ratio, f"{name}: {text}" if text else ""
+
+
+def _is_a_scale(ratio: float, tolerance: float) -> bool:
+    """Whether a factor is a power of two that clipping hardly ever gives: 2**-8 or less, as loss scales are."""
+    if not 0.0 < ratio < 2.0**-7.5:
+        return False
+    return abs(ratio / 2.0 ** round(math.log2(ratio)) - 1) <= tolerance
 
 
 def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -13,74 +11,18 @@ import torch.distributed as dist
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import agreed
 from mpbridge.common.errors import AuditFailed
+from mpbridge.observe.audit.as_read import AsRead
+from mpbridge.observe.audit.cadence import Cadence
 from mpbridge.observe.audit.examine import audit, promises_of
 from mpbridge.observe.audit.findings import Finding, Report, audit_table, fault_lines, offenders
 from mpbridge.observe.audit.flags import ScaleRule, scaler_of
 from mpbridge.observe.audit.invariants import Shape, broken, fingerprint
+from mpbridge.observe.audit.judge import weight_findings
 from mpbridge.observe.audit.record import PRECISION, doubt, earlier, entry, last_good, write_section
 from mpbridge.observe.audit.replicas import copies, replica_findings
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.updates import Updates
 from mpbridge.observe.audit.watch import Watch
-
-SHARE = 0.002
-"""Share of the run's time for repeated audits: 0.2 %, so that together with the invariants (0.15 to 0.25 %) they stay below 0.5 %."""
-SOONEST = 25
-"""Minimum number of steps between two audits when they are scheduled by time."""
-LATEST = 250
-"""Maximum: a fault is found within so many steps, whatever an audit costs. bench_audit.py: at most about one step in any recipe, 0.4 % of a run."""
-
-
-class Cadence:
-    """The steps that are audited. Steps are counted from 1.
-
-    every: a number of steps, or None: by time. Timings differ between ranks, so the caller makes all ranks agree on `next_by_time`.
-    """
-
-    def __init__(self, every: int | None) -> None:
-        self.every = every
-        self.reason = "first update"
-        """Why the next audit is due."""
-        self._pending = True
-        self._next = 0
-        self._usual = 0.0
-        self._begun = 0.0
-
-    def ask(self, reason: str) -> None:
-        """Requests an audit of the next step that applies an update, regardless of its number."""
-        self._pending, self.reason = True, reason
-
-    def due(self, step: int) -> bool:
-        """Whether `step` is to be audited."""
-        if self._pending:
-            return True
-        if self.every is not None:
-            return self.every > 0 and step % self.every == 0
-        return bool(self._next) and step >= self._next
-
-    def begin(self) -> None:
-        """Marks the beginning of a step."""
-        self._begun = time.perf_counter()
-
-    def end(self, *, watched: bool) -> float:
-        """Marks the end of a step. Returns the extra seconds that it took over an ordinary step, if it was watched."""
-        took = time.perf_counter() - self._begun
-        if watched:
-            return max(0.0, took - self._usual) if self._usual else took
-        self._usual = took if not self._usual else min(self._usual * 1.05, 0.8 * self._usual + 0.2 * took)
-        return 0.0
-
-    def next_by_time(self, step: int, cost: float) -> int:
-        """The next step at which another audit of that many seconds stays within its share."""
-        if not self._usual:
-            return step + SOONEST
-        return step + min(LATEST, max(SOONEST, math.ceil(cost / (SHARE * self._usual))))
-
-    def done(self, following: int) -> None:
-        """Records an audit; when audits are scheduled by time, the next one is due at step `following`."""
-        self._pending, self._next = False, following
-        self.reason = f"every {self.every} steps" if self.every else "by time"
-
 
 PATIENCE = 100
 """Consecutive applied updates with a gradient of exactly zero that count as a fault: fully masked batches do not occur that often."""
@@ -122,6 +64,7 @@ class AuditHook:
         self.step = 0
         self._watch: Watch | None = None
         self._before: Before | None = None
+        self._reading: AsRead | None = None
         self._last: Before | None = None
         """The same of the last observed update; None after anything that replaces weights."""
         self._rule: ScaleRule | None = None
@@ -173,6 +116,7 @@ class AuditHook:
             promises = promises_of(engine.run.policy, engine)
             self._watch = Watch(promises.gemms if promises.seen else lambda path: None, seed=self.step)
             self._watch.start(engine.model)
+            self._reading = AsRead(engine, self._before.read, self._watch.aside)
 
     def stepped(self, training: Any, result: Any) -> None:
         """The audit, if the step was observed and applied an update; invariants each time metrics are written."""
@@ -219,8 +163,17 @@ class AuditHook:
         self.cadence.done(agreed(self.cadence.next_by_time(self.step, extra + report.seconds)))
         self._conclude(training, report, reason)
 
+    def evaluating(self, training: Any) -> None:
+        """Starts observation of the weights that the coming evaluation reads."""
+        self._reading = AsRead(training.engine)
+
     def evaluated(self, training: Any, loss: float) -> None:
-        """Nothing."""
+        """Evaluation must have read the main weights, rounded."""
+        seen = None if self._reading is None else self._reading.seen
+        self._let_go()
+        if seen is not None and agreed(len(seen.unequal) + len(seen.misread)):
+            found = [one for one in weight_findings(from_all(seen), stepped=False) if not one.ok]
+            self._conclude(training, self._small_report(training.engine, found), "evaluation")
 
     def finished(self, training: Any) -> None:
         """Reports when no update was ever applied, since then nothing was verified."""
@@ -354,7 +307,9 @@ class AuditHook:
     def _let_go(self) -> None:
         if self._watch is not None:
             self._watch.stop()
-        self._watch = self._before = None
+        if self._reading is not None:
+            self._reading.stop()
+        self._watch = self._before = self._reading = None
 
     def _write(self) -> None:
         if _rank() == 0 and self.folder is not None:

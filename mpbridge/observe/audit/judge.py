@@ -184,6 +184,13 @@ def _how_many(ranks: Sequence[Weights], names: set[str], moved_anywhere: set[str
     zero = _names(rank.zero for rank in ranks) - moved_anywhere
     notes += [f"{len(zero)} with gradients of zero"] if zero else []
     notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
+    for kind in sorted({kind for rank in ranks for kind in rank.updated}):
+        below, updated = (sum(getattr(rank, name)[kind] for rank in ranks) for name in ("below", "updated"))
+        notes += (
+            [f"{below / updated:.0%} of the updates of {kind} weights below rounding"]
+            if below >= 0.01 * updated > 0
+            else []
+        )
     return ", ".join(notes)
 
 

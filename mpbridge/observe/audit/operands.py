@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import torch
@@ -39,15 +40,17 @@ class Patch:
 
 
 def patch_of(whole: torch.Tensor, *, across: int, seed: int) -> Patch:
-    """About `LOOKED` elements of an operand, the contraction along its columns. across: number of lines that share a block's scale. seed: moves the part, so that audits look elsewhere."""
+    """About `LOOKED` elements of an operand, the contraction along its columns. across: number of lines that share a block's scale. seed: draws the part; over many seeds every block comes up."""
     lines, columns = whole.shape
-    width = min(columns, _WIDE)
-    begin = seed * _WIDE % max(1, columns - width + 1) // _WIDE * _WIDE
-    groups, wanted = -(-lines // across), max(2, LOOKED // (width * across))
+    draw = random.Random(seed)  # lines and columns independently: under one stride of both, some blocks never come up
+    begin = draw.randrange(-(-columns // _WIDE)) * _WIDE
+    width = min(columns - begin, _WIDE)
+    groups, wanted = -(-lines // across), max(2, LOOKED // (min(columns, _WIDE) * across))
     if groups <= wanted:
         rows = torch.arange(lines, device=whole.device)
     else:
-        first = (torch.arange(wanted, device=whole.device) * groups // wanted + seed) % groups * across
+        shift = draw.randrange(groups)
+        first = (torch.arange(wanted, device=whole.device) * groups // wanted + shift) % groups * across
         rows = (first[:, None] + torch.arange(across, device=whole.device)).reshape(-1)
         rows = rows[rows < lines]
     return Patch(rows, slice(begin, begin + width))

@@ -4,6 +4,7 @@ they produce."""
 from __future__ import annotations
 
 import os
+import random
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from mpbridge.precision.policy import Gemms, Quant
 _ALIKE = 0.9
 """A four-bit copy whose cosine with a tensor is below this was not made from that tensor."""
 _ROWS = 64
-"""Number of tokens whose inputs are kept until backward, to compare the copy that wgrad reads."""
+"""Number of neighbouring tokens whose inputs are kept until backward, to compare the copy that wgrad reads."""
 _STRANGE = "not what its tensor rounds to"
 
 
@@ -65,8 +66,7 @@ class Products:
     def __init__(self, gemms_of: Callable[[str], Gemms | None], seed: int = 0) -> None:
         self.gemms_of = gemms_of
         self.seed = seed
-        """Moves the sampled part of every operand."""
-        """The rules promised for a linear whose operands can be observed; None, or an empty rule: not quantized."""
+        """Draws the sampled part of every operand."""
         self.modules: dict[str, Any] = {}
         self.dtypes: dict[str, Counter[str]] = defaultdict(Counter)
         """Module -> dtype of both factors (forward and backward) -> number of GEMMs."""
@@ -85,8 +85,8 @@ class Products:
         self._dy: dict[str, torch.Tensor] = {}
         self._x: dict[str, torch.Tensor] = {}
         """Linear -> its input in the forward pass."""
-        self._xs: dict[str, deque[tuple[torch.Tensor, float]]] = defaultdict(deque)
-        """Linear -> (first rows, largest element) of its input, for every micro-batch whose backward pass is pending."""
+        self._xs: dict[str, deque[tuple[torch.Tensor, float, int]]] = defaultdict(deque)
+        """Linear -> (rows, largest element, first row's index) of its input, for every micro-batch whose backward pass is pending."""
 
     def forget(self) -> None:
         """Drops the state kept from forward to backward."""
@@ -103,7 +103,7 @@ class Products:
         history = any(quant.row.history for quant in quants)
         self._x[path] = source.detach().reshape(-1, source.shape[-1])
         if self._wanted[path] and source.numel():
-            self._xs[path].append((self._x[path][:_ROWS].clone(), float(source.detach().abs().amax())))
+            self._xs[path].append(self._kept_rows(path))
         if source.numel():
             seen = self.quantized.setdefault(path, Quantized())
             if history:
@@ -111,6 +111,12 @@ class Products:
         # a forward pass recomputed during backward does not end an interval
         if history and path in self.quantized and torch._C._current_autograd_node() is None:
             self.quantized[path].note_leaving(self.modules.get(path), "x")
+
+    def _kept_rows(self, path: str) -> tuple[torch.Tensor, float, int]:
+        """Rows of a linear's input, drawn anew in each audit: (rows, the whole input's largest element, index of the first)."""
+        whole = self._x[path]
+        first = random.Random(self.seed + len(self._xs[path])).randrange(-(-whole.shape[0] // _ROWS)) * _ROWS
+        return whole[first : first + _ROWS].clone(), float(whole.abs().amax()), first
 
     def leaves(self, path: str, nodes: list[Any]) -> None:
         """Marks the end of a linear's forward pass; `nodes` of the graph belong to it."""
@@ -259,17 +265,18 @@ class Products:
         lines: torch.Tensor,
         source: torch.Tensor,
         largest: float,
+        first: int,
         *,
         seed: int,
     ) -> str:
         """'' if an operand is its source tensor, rounded once, or what it is not.
 
-        lines: the operand with the contraction along the columns. source: its tensor as stored, or the first tokens of it; largest: the tensor's largest element.
+        lines: the operand with the contraction along the columns. source: its tensor as stored, or its tokens from `first` on; largest: the tensor's largest element.
         """
         turned = role == "wgrad"
         source = source.t() if turned or (role, name) == ("dgrad", "w") else source
         if (role, name) == ("wgrad", "x"):
-            lines = lines[:, : source.shape[1]]
+            lines = lines[:, first : first + source.shape[1]]
         if lines.shape != source.shape and not (turned and quant.bits == 4):
             return ""
         if lines.shape[0] != source.shape[0]:
@@ -293,15 +300,15 @@ class Products:
             return False
         return not _is_nearest(quant, name) or is_nearest_e2m1(lines, source, across=_across(quant, name))
 
-    def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float] | None:
-        """(the tensor in high precision, or its first rows; its largest element); None if it is not available."""
+    def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float, int] | None:
+        """(the tensor in high precision, or rows of it; its largest element; the first row's index); None if it is not available."""
         if (role, name) == ("wgrad", "x"):
             return self._xs[path].popleft() if self._xs[path] else None
         weight = getattr(self.modules.get(path), "weight", None)
         held: Any = {"x": self._x.get(path), "dy": self._dy.get(path), "w": weight}[name]
         if type(held) not in (torch.Tensor, torch.nn.Parameter) or held.dim() != 2 or not held.numel():
             return None
-        return held.detach(), float(held.detach().abs().amax())
+        return held.detach(), float(held.detach().abs().amax()), 0
 
     def _fits(self, grid: Grid, quant: Quant, name: str, lines: torch.Tensor) -> bool:
         wanted = quant.element(gradient=name == "dy")

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.report.history import PRECISION, read_history
+from mpbridge.common.files import write
+from mpbridge.common.report.history import PRECISION, changes, read_history
 from mpbridge.observe.audit.findings import Report
 
 __all__ = ["PRECISION", "doubt", "earlier", "entry", "last_good", "write_section"]
 
 KEPT = 200
-"""Number of audits kept in short form; the first is always kept."""
+"""Number of the latest audits kept in short form; of older ones, the first and those that found something else than the one before."""
 
 
 def entry(report: Report, *, reason: str, step: int) -> dict[str, Any]:
@@ -37,9 +38,18 @@ def write_section(path: Path, report: Report, *, history: Sequence[Mapping[str, 
     section = data.setdefault("audit", {})
     section[report.stage] = report.as_data()
     if history:
-        section["history"] = [history[0], *history[1:][-KEPT:]]
+        section["history"] = _kept(history)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=2) + "\n")
+    write(path, json.dumps(data, indent=2) + "\n")
+
+
+def _kept(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    older = history[:-KEPT]
+    return [
+        one
+        for before, one in zip([None, *older], older, strict=False)
+        if before is None or not one["ok"] or one.get("recipe") != before.get("recipe") or changes(before, one)
+    ] + list(history[-KEPT:])
 
 
 def earlier(folder: Path) -> list[dict[str, Any]]:
@@ -58,7 +68,7 @@ def doubt(folder: Path, *, after: int) -> None:
             if found.get("audit") != "good" or not int(found.get("step", 0)) > after:
                 continue
             fresh = path.with_name(f"{path.name}.new")
-            fresh.write_text(json.dumps(found | {"audit": "suspect"}, indent=1, sort_keys=True), encoding="utf-8")
+            write(fresh, json.dumps(found | {"audit": "suspect"}, indent=1, sort_keys=True))
             fresh.replace(path)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             continue  # a resume refuses a manifest that cannot be read

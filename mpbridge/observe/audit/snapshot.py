@@ -24,6 +24,8 @@ class Before:
         self.moments_after: dict[str, torch.Tensor] = {}
         self.zeros: set[str] = set()
         """Parameters whose gradient in the observed step was zero."""
+        self.stale: tuple[list[str], list[str]] = [], []
+        """Parameters that the forward pass did not read as their main weights: rounded, and quantized."""
         self.since = since
         for held in holdings(engine):
             trained = held.trained
@@ -31,6 +33,10 @@ class Before:
                 self.digests[held.name] = digest(trained)
                 self.samples[held.name] = sampled(trained)
                 self.moments |= _second(held)
+
+    def read(self, seen: Any) -> None:
+        """Records what the forward pass before the update read (an audit.weights.Weights)."""
+        self.stale = seen.unequal, seen.misread
 
     def note(self, held: Held, trained: torch.Tensor) -> None:
         """Records what the observed update made of a parameter that it moved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,6 +130,7 @@ def is_rounded(stored: Any, main: torch.Tensor, begin: int) -> bool:
 
 
 EXPERTS = "*.experts.*"
+_SIXTEEN = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SAFETY = 1.25
 """An element must move if its update exceeds half a unit in the last place by this factor."""
 
@@ -163,6 +165,10 @@ class Weights:
     frozen_rate: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     """Parameters of a foreign model whose module did not run and that have no gradient."""
+    below: Counter[str] = field(default_factory=Counter)
+    """Dtype of 16-bit weights that are updated in place -> elements whose update is below rounding."""
+    updated: Counter[str] = field(default_factory=Counter)
+    """Dtype of such weights -> elements with an update."""
     compared: int = 0
     unequal: list[str] = field(default_factory=list)
     """The parameter is not its main weight, rounded."""
@@ -261,6 +267,8 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
         if before.is_emptied(name):
             seen.emptied.append(f"{name} (exp_avg_sq)")
         _width(seen, held, due and name in seen.moved)
+    for found, stale in zip((seen.unequal, seen.misread), before.stale, strict=True):
+        found += [f"{name} (before the update)" for name in stale if name not in found]
     return seen
 
 
@@ -285,7 +293,11 @@ def _motion(
     name = held.name
     size, known = _update(held, trained, lr)
     without = known and not bool(size.any())
-    due = bool((size > _SAFETY * half_ulp(trained.float(), held.kept)).any())
+    least = half_ulp(trained.float(), held.kept)
+    due = bool((size > _SAFETY * least).any())
+    if known and held.kept in _SIXTEEN:
+        seen.updated[_SIXTEEN[held.kept]] += int((size > 0).sum())
+        seen.below[_SIXTEEN[held.kept]] += int(((size > 0) & (size < least)).sum())
     if without and fnmatch.fnmatchcase(name, EXPERTS):
         seen.idle.append(name)  # weight decay may have moved it
     elif earlier is None or digest(trained) != earlier:

@@ -24,6 +24,7 @@ from mpbridge.observe.diagnose.curve_causes import (
     scale_of_the_loss,
 )
 from mpbridge.observe.diagnose.evidence import Evidence, gather
+from mpbridge.observe.diagnose.lost_updates import stalled
 from mpbridge.observe.diagnose.signals import Odd, Onset, odd_tensors, onsets, rate_jumps, rates
 from mpbridge.observe.diagnose.suspects import Suspect, Symptoms
 from mpbridge.observe.diagnose.tensor_causes import main_weights, moments, outlier, scales, weights
@@ -36,6 +37,7 @@ CAUSES: Mapping[str, Callable[[Symptoms], Suspect | None]] = {
     "no-update": no_update,
     "wrong-scale or frozen-scale": scales,
     "lost-main-weights": main_weights,
+    "lost-updates": stalled,
     "moments-lost": moments,
     "weight-corrupted": weights,
     "outlier-channel": outlier,

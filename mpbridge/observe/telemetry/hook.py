@@ -102,6 +102,9 @@ class StatisticsHook:
             self._write(line(facts, tables))
         self._judge(step, result)
 
+    def evaluating(self, training: Any) -> None:
+        """Does nothing."""
+
     def evaluated(self, training: Any, loss: float) -> None:
         """Does nothing."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.errors import AuditFailed
-from mpbridge.observe.audit.findings import Report, fault_lines
-from mpbridge.observe.witnessing.describe import Description, Nearest, lines
+from mpbridge.interop.stacks.meaning import LABELS
+from mpbridge.observe.audit.findings import Finding, Report, fault_lines
+from mpbridge.observe.witnessing.describe import UNSEEN, Description, Nearest, lines
 
 _WIDTH = 150
 
@@ -46,6 +48,8 @@ class Witnessed:
         rows = [*lines(self.described)]
         if self.nearest is not None:
             rows.append(("nearest recipe", str(self.nearest)))
+        followed = (one.found for one in self.report.findings if one.subject == "gradients" and one.ok)
+        rows += [("gradients, followed", found) for found in followed]
         width = max(len(name) for name, _ in rows) + 2
         text = [self.line]
         for name, found in rows:
@@ -77,3 +81,25 @@ class Witnessed:
             what = f"deviates from {self.promised}" if self.promised else "is not a sound training step"
             raise AuditFailed(f"step {self.step} {what}:\n{found}")
         return self
+
+
+STATES = ("storage", "main", "wire", "accumulator", "optimizer_reads", "exp_avg", "exp_avg_sq", "sharded")
+"""Rows that stay as they are for as long as a run lasts, resumes included."""
+
+
+def changes(now: Description, earlier: Mapping[str, Any]) -> list[Finding]:
+    """A fault that names the states that are not what an earlier report (`Witnessed.as_data()`) of the same run found; empty if all are. Rows that one of
+    the two could not observe are not compared."""
+    before, rows = earlier["described"], now.rows()
+    pairs = [(row, _most(before.get(row, UNSEEN)), _most(rows[row])) for row in STATES]
+    moved = [f"{LABELS[row]}: {new}, were {old}" for row, old, new in pairs if old != new and UNSEEN not in (old, new)]
+    cure = "a resume, a cast or a rebuilt optimizer changed them"
+    same = f"as in step {earlier['step']}"
+    return [
+        Finding(subject="states", promised=same, found="changed", ok=False, offenders=tuple(moved), cure=cure)
+    ] if moved else []  # fmt: skip
+
+
+def _most(text: str) -> str:
+    """A row without what only some of its tensors are."""
+    return UNSEEN if text.startswith(UNSEEN) else text.partition(", but ")[0]

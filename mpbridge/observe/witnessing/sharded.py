@@ -16,6 +16,8 @@ from mpbridge.numerics.observation.modules import bare
 from mpbridge.numerics.observation.tensors import digest, local
 from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.replicas import Copies
+from mpbridge.observe.audit.traffic import Traffic
+from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.plain import FSDP, NOBODY, TorchLoop, copies_of, cut_states, states
 
 
@@ -110,6 +112,23 @@ class Fsdp2Loop(TorchLoop):
         """From `set_gradient_divide_factor` (torchtitan: 1, since the loss is divided by the tokens of all ranks)."""
         factors = {unit.gradient_divide_factor for unit in self._units()} - {None}
         return len(self.audit_ranks()) / min(factors) if factors else 1.0
+
+    def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
+        """As elsewhere, and the sums over tensor-parallel ranks of replicated parameters' gradients: `reduce_dtype` asks for them too."""
+        seen = super().audit_traffic(promised, watch, microbatches)
+        if {unit.mp_policy.reduce_dtype for unit in self._units()} == {torch.float32}:
+            mine = set(self.audit_ranks())
+            whole: dict[int, list[str]] = {}
+            for name, parameter in self.named_parameters():
+                if self._is_cut_twice(parameter) and parameter.placements[-1].is_replicate():
+                    whole.setdefault(int(parameter.numel()), []).append(name)
+            seen.faults += [
+                f"{name}: summed over {len(one.group)} tensor-parallel ranks in {one.dtype}, reduce_dtype is fp32"
+                for one in watch.functional
+                if one.kind == "all_reduce" and one.dtype != "fp32" and not set(one.group) <= mine
+                for name in whole.get(one.elements, ())
+            ]
+        return seen
 
     def _begin(self, name: str, parameter: Any) -> int:
         return first_element(name, parameter)

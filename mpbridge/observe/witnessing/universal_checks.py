@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.numerics.observation.tensors import digest, is_narrow, local
-from mpbridge.observe.audit.findings import Finding
+from mpbridge.observe.audit.findings import Finding, judged
 from mpbridge.observe.audit.gradients import gradient_findings
-from mpbridge.observe.audit.holdings import Held, holdings
+from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
 from mpbridge.observe.audit.judge import weight_findings
 from mpbridge.observe.audit.not_observable import why_unseen
 from mpbridge.observe.audit.observe import Observed
@@ -101,6 +102,35 @@ def _followed(
         widths={dtype: dtype for dtype in seen},
         most=loop.of_the_mean / result.loss_scale if loop.foreign else None,
     )
+
+
+def unmeant(loop: Loop) -> list[Finding]:
+    """What nobody means without saying so: a policy is how to say it. Collective."""
+    short = [
+        held.name
+        for held in holdings(loop)
+        if type(held.inner).__name__ in ADAMS and held.main is None and _is_short(held.updated)
+    ]
+    rotary = [
+        live.parameter
+        for live in loop.tensors()
+        if live.role == "buffers" and live.parameter.endswith("inv_freq") and _is_short(live.tensor)
+    ]
+    rows = (
+        ("main weights", "FP32 under Adam", "none, for weights of 16 bits", short,
+         "updates below half a unit of the weight's format are lost: train FP32 parameters or keep main weights; if it is meant, pass policy='full_bf16'"),
+        ("rotary frequencies", "FP32", "16 bits", rotary,
+         "angles are wrong by whole radians at long positions: keep inv_freq in FP32 where the model is cast"),
+    )  # fmt: skip
+    found = [
+        judged(subject, promised, from_all(names), found=seen, cure=cure)
+        for subject, promised, seen, names, cure in rows
+    ]
+    return [one for one in found if not one.ok]
+
+
+def _is_short(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and local(tensor).element_size() == 2
 
 
 def hidden(loop: Loop) -> list[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.base import Imported
+from mpbridge.observe.audit.as_read import AsRead
 from mpbridge.observe.audit.examine import everywhere, judge, promises_of
 from mpbridge.observe.audit.findings import Finding, Report
 from mpbridge.observe.audit.observe import Observed, look
@@ -24,8 +25,8 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.describe import describe, nearest
 from mpbridge.observe.witnessing.kinds import loop_of
 from mpbridge.observe.witnessing.loops import Loop, Update
-from mpbridge.observe.witnessing.report import Witnessed
-from mpbridge.observe.witnessing.universal_checks import Afterwards, Happened, hidden, noted, sound
+from mpbridge.observe.witnessing.report import Witnessed, changes
+from mpbridge.observe.witnessing.universal_checks import Afterwards, Happened, hidden, noted, sound, unmeant
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
@@ -34,42 +35,6 @@ from mpbridge.precision.resolve import resolve
 Policy = str | MixedPrecisionConfig | PrecisionPolicy | Imported
 """A recipe's name, a config, a policy, or a stack's imported configuration (mpbridge.interop.stacks.importers)."""
 OnFault = Literal["raise", "show"]
-
-
-def witness(
-    model: Any,
-    optimizer: Any,
-    policy: Policy | None = None,
-    *,
-    at: Collection[int] | Callable[[int], bool] = (1,),
-    on_fault: OnFault = "show",
-    show: Callable[[str], None] | None = None,
-    scaler: Any = None,
-    clip: float | None = None,
-    group: Any = None,
-    name: str = "",
-) -> Witness:
-    """A witness of this model's and optimizer's training steps; every rank creates one and runs the same steps under it.
-
-    model: as the loop calls it: wrapped by DistributedDataParallel, fully_shard, FSDP, DeepSpeed, megatron-core (a list of chunks of an interleaved
-    pipeline), or not at all. optimizer: as the loop steps it; a list if there are several. policy: None: the step is described, and judged only by
-    what every sound run satisfies; otherwise by everything it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed after the
-    step, on every rank. show: called with each report as text, on rank 0; None: no output. scaler: torch's GradScaler, if the loop has one.
-    clip: the norm that the loop clips gradients to (0: never), if known. group: the process group that averages gradients, if not all
-    ranks. name: display name of the policy. Raises BadValue for objects that are not a model and an optimizer.
-    """
-    return Witness(
-        model,
-        optimizer,
-        policy,
-        at=at,
-        on_fault=on_fault,
-        show=show,
-        scaler=scaler,
-        clip=clip,
-        group=group,
-        name=name,
-    )
 
 
 def policy_of(policy: Policy, name: str = "") -> tuple[PrecisionPolicy, str]:
@@ -91,9 +56,18 @@ def policy_of(policy: Policy, name: str = "") -> tuple[PrecisionPolicy, str]:
 
 
 class Witness:
-    """`with witness(...):` around one step, or `with w.step():` around every step, of which only the due ones are observed.
+    """A witness of this model's and optimizer's training steps: `with witness(...):` around one step, or `with w.step():` around every step, of which only
+    the due ones are observed. Every rank creates one and runs the same steps under it.
 
     A step is everything from the first micro-batch's forward pass to the optimizer's update. Outside of observed steps no hooks are installed.
+
+    model: as the loop calls it: wrapped by DistributedDataParallel, fully_shard, FSDP, DeepSpeed, megatron-core (a list of chunks of an interleaved
+    pipeline), or not at all. optimizer: as the loop steps it; a list if there are several. policy: None: the step is described, and judged only by
+    what every sound run satisfies; otherwise by everything it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed after the
+    step, on every rank. show: called with each report as text, on rank 0; None: no output. scaler: torch's GradScaler, if the loop has one.
+    clip: the norm that the loop clips gradients to (0: never), if known. group: the process group that averages gradients, if not all
+    ranks. name: display name of the policy. since: a report of the same run before it was resumed, or its `as_data()`: the first report names states that
+    changed, as each later one does against the one before it. Raises BadValue for objects that are not a model and an optimizer.
     """
 
     def __init__(
@@ -109,6 +83,7 @@ class Witness:
         clip: float | None = None,
         group: Any = None,
         name: str = "",
+        since: Witnessed | Mapping[str, Any] | None = None,
     ) -> None:
         if not callable(at) and not (isinstance(at, Collection) and all(isinstance(step, int) for step in at)):
             raise BadValue(f"at={at!r}: expected numbers of steps, such as {{1}}, or a function of a step's number")
@@ -123,6 +98,7 @@ class Witness:
         self.taken = 0
         """Steps so far, observed or not."""
         self.reports: list[Witnessed] = []
+        self._since = since.as_data() if isinstance(since, Witnessed) else since
         self._loop: Loop = loop_of(model, optimizer, scaler=scaler, group=group)
         if clip is not None and self._loop.configs.optimizer is None:
             self._loop.configs.optimizer = SimpleNamespace(clip_grad=clip)
@@ -154,7 +130,8 @@ class Witness:
         watching, self._observing = self._observing, None
         if watching is None:
             raise BadValue("end() without begin()")
-        found = watching.concluded(self.taken, self.promised, microbatches)
+        found = watching.concluded(self.taken, self.promised, microbatches, self._since)
+        self._since = found.as_data()
         self.reports.append(found)
         if self.show is not None and _rank() == 0:
             self.show(str(found))
@@ -216,6 +193,10 @@ class Witness:
         return promises_of(self.policy, loop)  # type: ignore[arg-type]
 
 
+witness = Witness
+"""`mpbridge.witness`."""
+
+
 class _Observation:
     """One step being observed."""
 
@@ -238,10 +219,12 @@ class _Observation:
         """Backward passes that had begun when an optimizer stepped."""
         self._undo = (loop.on_update(self._updated), loop.on_step(self._begins))
         self.watch.start(loop.model)
+        self._reading = AsRead(loop, self.before.read, self.watch.aside)
 
     def stop(self) -> None:
         """Removes every hook."""
         self.watch.stop()
+        self._reading.stop()
         for undo in self._undo:
             undo()
 
@@ -270,7 +253,7 @@ class _Observation:
     def _look(self, result: StepResult | None, microbatches: int = 1) -> Observed:
         return look(self.loop, self.under, self.watch, self.before if result else None, result, microbatches)
 
-    def concluded(self, step: int, promised: str, microbatches: int) -> Witnessed:
+    def concluded(self, step: int, promised: str, microbatches: int, since: Mapping[str, Any] | None) -> Witnessed:
         """The report, the same on every rank."""
         late = self.loop.pending()
         if late is not None:
@@ -295,11 +278,12 @@ class _Observation:
             finite=all(from_all(bool(self.updates) or _is_finite(self.loop))),
         )
         findings = noted(findings, happened)
-        findings += hidden(self.loop)
+        findings += hidden(self.loop) + (unmeant(self.loop) if self.promises is None else [])
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
-        report = Report(stage="live", findings=tuple(findings), facts=facts)
         scaled = self.scale != 1.0
         described = describe(self.loop, ranks, stepped=applied > 0, scaled=scaled, scale=self.scale)
+        findings += [] if since is None else changes(described, since)
+        report = Report(stage="live", findings=tuple(findings), facts=facts)
         near = nearest(described, layers=self.loop.run.facts.shape.num_layers)
         return Witnessed(step=step, described=described, nearest=near, promised=promised, report=report)
 

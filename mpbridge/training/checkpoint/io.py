@@ -26,6 +26,7 @@ from mpbridge.training.checkpoint.index import INDEX
 from mpbridge.training.checkpoint.moments import mean_second
 from mpbridge.training.checkpoint.plain import encoded
 from mpbridge.training.checkpoint.random_states import random_entry, random_states, set_random_states
+from mpbridge.training.checkpoint.read_back import different, digests
 from mpbridge.training.checkpoint.reader import STATE, Contents
 from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
 from mpbridge.training.checkpoint.writer import BackgroundWrite, attempted, staged
@@ -126,7 +127,7 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
         answer = judge(found, training.run, path, reset=reset_optimizer)
         with _explained(path, None), Contents(place) as contents:
             plain = _run_state(contents)
-            _take_up(training, contents, weights_only=answer.kind == "weights only")
+            _take_up(training, contents, weights_only=answer.kind == "weights only", exactly=answer.kind == "same")
             with _together():
                 _resume_plain(training, plain, contents, same_layout=found.parallel == of_run(training.run).parallel)
             moment = None if answer.kind == "weights only" else plain.get("second_moment")
@@ -270,7 +271,8 @@ _COUNTERS = ("iteration", "consumed", "skipped", "nonfinite", "tokens")
 """Names of the fields of train.metrics.Counters."""
 
 
-def _take_up(training: Training, contents: Contents, *, weights_only: bool) -> None:
+def _take_up(training: Training, contents: Contents, *, weights_only: bool, exactly: bool = False) -> None:
+    """exactly: the run stores everything as the saved one did, so that its state must be the checkpoint's, bit for bit."""
     engine, shelf = training.engine, state.Shelf.of(contents.index)
     state.prime(engine.optimizer)
     contents.delayed_format = extra_state.format_of(engine.run.policy)
@@ -288,8 +290,16 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool) -> N
             state.check_numbers(saved, str(contents.folder / STATE))
             loaded["optimizer"] = state.optimizer_state(contents.load(fresh), fresh, saved)
             state.split_remainders(loaded, pairs)
+    given = digests(loaded) if exactly else {}
     with extra_state.pickled_here():
         engine.load_state(loaded, optimizer=not weights_only)
+        changed = different(given, engine) if exactly else []
+    with _together():
+        if changed:
+            raise CheckpointError(
+                f"{contents.folder}: {len(changed)} of {len(given)} tensors are not in the run as they were loaded ({', '.join(changed[:3])}): "
+                "something changes them between the checkpoint and the first step"
+            )
 
 
 def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Contents, *, same_layout: bool) -> None:

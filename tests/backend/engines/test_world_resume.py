@@ -24,10 +24,7 @@ def test_two_processes_resume_to_the_bit(resumed: dict[str, Any], name: str) -> 
     assert report[name] == report["straight"]
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [("tp2", "pp2"), ("tp2", "dp2"), ("dp2_sharded_overlap", "dp2_sharded")],
-)
+@pytest.mark.parametrize(("name", "other"), [("tp2", "pp2"), ("tp2", "dp2"), ("dp2_sharded_overlap", "dp2_sharded")])
 def test_a_checkpoint_goes_on_in_another_layout(resumed: dict[str, Any], name: str, other: str) -> None:
     report = resumed[f"{name}/fp32"]
     assert report[other] == pytest.approx(report["straight"], rel=1e-6)

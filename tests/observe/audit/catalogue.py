@@ -189,4 +189,5 @@ CATALOGUE = (
     Fault("gradients by way of E4M3 to their weights", h.operands_of("wgrad", "dy", h.through_e4m3), ("tensorwise", "delayed"), ("quantized GEMMs",), "wgrad dy"),
     Fault("half of the gradient's rows lost", h.operands_of("wgrad", "dy", h.halved), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "wgrad dy", quick=True),
     Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w"),
+    Fault("quantized copy of an old weight in dgrad", h.operands_of("dgrad", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "dgrad w", quick=True),
 )  # fmt: skip

@@ -9,6 +9,8 @@ import torch
 
 from mpbridge.common.formats import E2M1, E4M3
 from mpbridge.observe.audit.operands import LOOKED, is_nearest_e2m1, is_rounded_from, is_rounded_with, patch_of
+from mpbridge.observe.audit.products import Products
+from mpbridge.precision.regions import Gemms, Quant
 
 CODES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -74,11 +76,34 @@ def test_a_bounded_number_of_elements_is_judged_in_whole_blocks_elsewhere_each_t
         lines, columns = (part[:, 0] // shape[1]).long(), (part[0] % shape[1]).long()
         assert part.numel() <= max(LOOKED, 2 * across * 256)
         assert columns[0] % 128 == 0
-        assert columns.numel() % 128 == 0 or columns.numel() == shape[1]
+        assert columns.numel() % 128 == 0 or columns[-1] == shape[1] - 1
         for line in lines.view(-1)[::across].tolist():
             assert set(range(line // across * across, min(shape[0], line // across * across + across))) <= set(
                 lines.tolist()
             )
         seen |= {(int(line) // across, int(columns[0])) for line in lines}
-    blocks = -(-shape[0] // across) * max(1, shape[1] // 256)
+    blocks = -(-shape[0] // across) * -(-shape[1] // 256)
     assert len(seen) > min(blocks, 300) / 2
+
+
+@pytest.mark.parametrize("every", [1, 16, 250])
+@pytest.mark.parametrize(("shape", "across"), [((256, 1024), 1), ((512, 1024), 16), ((64, 1160), 1)])
+def test_audits_at_any_interval_come_to_every_block(shape: tuple[int, int], across: int, every: int) -> None:
+    whole, seen = torch.empty(shape), torch.zeros(shape, dtype=torch.bool)
+    for audit in range(3000):
+        patch = patch_of(whole, across=across, seed=7 + every * audit)
+        seen[patch.lines, patch.columns] = True
+    assert bool(seen.all())
+
+
+def test_audits_keep_every_row_of_the_input_that_wgrad_reads() -> None:
+    quant = Quant(format="e4m3", scaling="mxfp8")
+    rows, seen = torch.arange(200.0).view(200, 1).expand(200, 32), set()
+    for step in range(0, 60 * 250, 250):
+        products = Products(lambda path: Gemms(fprop=quant, dgrad=quant, wgrad=quant), seed=step)
+        products.enters("linear", rows)
+        kept, largest, first = products._xs["linear"][0]
+        assert torch.equal(kept, rows[first : first + 64])
+        assert largest == 199.0
+        seen |= set(kept[:, 0].int().tolist())
+    assert seen == set(range(200))

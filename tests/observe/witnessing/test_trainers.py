@@ -34,7 +34,7 @@ SHARDED = ("deepspeed", "megatron-lm", "torchtitan", "automodel")
     ("stack", "size"), [(stack, size) for stack in PACKAGES for size in (1, 2) if size == 2 or stack not in SHARDED]
 )
 @pytest.mark.timeout(600)
-def test_what_a_stack_does_is_what_the_table_of_words_says(stack: str, size: int) -> None:
+def test_what_a_stack_does_is_what_the_table_of_words_says(stack: str, size: int, tmp_path: Path) -> None:
     for package in PACKAGES[stack]:
         pytest.importorskip(package, reason=f"{package} is not installed: its own loop is what this runs")
     checkouts = os.environ.get("MPBRIDGE_CHECKOUTS", "")
@@ -47,7 +47,9 @@ def test_what_a_stack_does_is_what_the_table_of_words_says(stack: str, size: int
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         world if size > 1 else alone,
-        env=os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+        # a run of DeepSpeed's that was killed leaves the lock of an extension behind, and every later one would wait for it
+        env=os.environ
+        | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
         capture_output=True,
         text=True,
         timeout=580,

@@ -1,0 +1,102 @@
+"""`mpbridge disclose FOLDER`: what a run computed in, for a model card, for MLPerf, or as a signed record of a checkpoint. Loads no framework."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mpbridge.cli.text import print_json, print_line, print_whole
+from mpbridge.common.errors import BadValue
+from mpbridge.common.report.history import PRECISION
+from mpbridge.common.report.progress import bar
+from mpbridge.training.checkpoint.store import MANIFEST, step_of
+from mpbridge.training.disclosure.evidence import Evidence, read_evidence
+
+SUMMARY = "say what a run computed in: for a model card, MLPerf, or as a signed record"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="a run's folder (logger.log_dir), a checkpoint, or with --sign a folder to publish"
+    )  # fmt: skip
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="the run of a checkpoint (default: the folder that contains it)"
+    )
+    parser.add_argument("--mllog", type=Path, metavar="FILE", help="append MLPerf Training 6.1's nine keys to this log")
+    parser.add_argument(
+        "--sign", type=Path, metavar="KEY", help="write a record into the checkpoint, signed by this private key (PEM)"
+    )
+    parser.add_argument(
+        "--publish",
+        action="store_true",
+        help="with --sign: also sign the whole folder in OpenSSF model signing's format",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the model card's text, or what was written. Returns 1 if the record's verdict is FAILED."""
+    if args.publish and args.sign is None:
+        raise BadValue("--publish signs the folder: give --sign KEY too")
+    if args.sign is not None:
+        return _sign(args)
+    evidence = _evidence(args)
+    if args.mllog is not None:
+        from mpbridge.training.disclosure.mlperf import write_mllog
+
+        keys = write_mllog(evidence, args.mllog)
+        if args.json:
+            print_json(keys)
+        else:
+            for key, value in keys.items():
+                print_line(f"{key} = {value}")
+            print_line(f"{'emulated; ' if evidence.emulated else ''}written to {args.mllog}")
+        return 0
+    if args.json:
+        print_json(dict(evidence.data) | {"audit": list(evidence.audits)})
+        return 0
+    from mpbridge.training.disclosure.card import model_card
+
+    print_whole(model_card(evidence))
+    return 0
+
+
+def _evidence(args: argparse.Namespace) -> Evidence:
+    folder: Path = args.folder
+    if not (folder / MANIFEST).exists():
+        return read_evidence(args.run or folder)
+    around = [place for place in (folder.parent, folder.resolve().parent.parent) if (place / PRECISION).exists()]
+    if args.run is None and not around:
+        raise BadValue(
+            f"{folder} is a checkpoint, and no folder around it is a run's: name it (--run DIR, its logger.log_dir)"
+        )
+    return read_evidence(args.run or around[0]).until(step_of(folder))
+
+
+def _sign(args: argparse.Namespace) -> int:
+    from mpbridge.training.disclosure.keys import read_key, sign_folder
+    from mpbridge.training.disclosure.record import MODEL_SIGNATURE, RECORD, sign_checkpoint
+
+    folder, signer = args.folder, read_key(args.sign, private=True)
+    if args.sign.resolve().is_relative_to(folder.resolve()):
+        raise BadValue(f"{args.sign} lies in the folder that it signs, and would be published with it: move it out")
+    if not (folder / MANIFEST).exists():
+        if not args.publish:
+            raise BadValue(
+                f"{folder} is no checkpoint of mpbridge (it has no {MANIFEST}): to sign any folder, add --publish"
+            )
+        sign_folder(folder, signer, MODEL_SIGNATURE)
+        print_line(f"{folder / MODEL_SIGNATURE}: signed by {signer.id[:12]}")
+        return 0
+    evidence = _evidence(args)
+    with bar("hashing") as told:
+        result = sign_checkpoint(folder, evidence, signer, publish=args.publish, told=told)
+    if args.json:
+        print_json({"record": str(folder / RECORD), "key": signer.id, **result})
+    else:
+        counts = ", ".join(f"{len(result[f'{word}Tests'])} {word}" for word in ("passed", "warned", "failed"))
+        print_line(f"{folder / RECORD}: {result['result']} ({counts}), signed by {signer.id[:12]}")
+        for text in (*result["failedTests"], *result["warnedTests"]):
+            print_line(text, indent="  ")
+    return 1 if result["result"] == "FAILED" else 0

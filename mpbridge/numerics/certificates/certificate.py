@@ -1,0 +1,282 @@
+"""A recipe's certificate: its rows, and one sentence for each GEMM and for the recipe."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.numerics.certificates.attention import attention_rows, newton_schulz_row
+from mpbridge.numerics.certificates.expected import NOT_OFFERED, Expected, Operands, Variant, cast
+from mpbridge.numerics.certificates.figures import SIDES, bounds, gain, gemm_figures, operand_figures, product
+from mpbridge.numerics.certificates.tensors import KINDS, Linear, drawn, with_signal
+from mpbridge.numerics.operands import COPY_OF, Side
+from mpbridge.numerics.rules import Release
+from mpbridge.numerics.scales import DEFAULT_RELEASE
+from mpbridge.planning.certificates.optimizer import Training, optimizer_rows, sentence
+from mpbridge.planning.certificates.row import Row
+from mpbridge.planning.certificates.scales import clipped_moments, clipping, nvfp4_second_pass, second_pass
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import GEMMS, Gemm
+
+REPLICAS = 6
+_BINS = 64
+"""Of the positions of elements below their block's maximum."""
+_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
+"""Number of tensors -> 97.5 % quantile of Student's t with one degree of freedom less."""
+_WORDS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}
+_NAMES = {"x": "activations", "w": "weights", "dy": "gradients"}
+_EXACT = frozenset({"MSE", "alignment", "floor bits", "flushed", "one step bits", "plateau bits"})
+"""Sums over all outcomes of the rounding; over random tensors they still have an interval."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Every figure of one recipe."""
+
+    recipe: str
+    te: str
+    variant: Variant | None = None
+    rows: tuple[Row, ...] = ()
+    sentences: Mapping[str, str] = field(default_factory=dict)
+    """'fprop', 'dgrad', 'wgrad', 'recipe' -> sentence."""
+    training: Training | None = None
+    seconds: float = 0.0
+
+    def value(self, where: str, quantity: str, tensor: str = "normal") -> float | None:
+        """A figure; None if the certificate lacks it."""
+        return next((r.value for r in self.rows if (r.where, r.quantity, r.tensor) == (where, quantity, tensor)), None)
+
+    def as_data(self) -> dict[str, Any]:
+        """The certificate as JSON types."""
+        found = {
+            "recipe": self.recipe,
+            "te": self.te,
+            "seconds": round(self.seconds, 2),
+            "sentences": dict(self.sentences),
+            "rows": [r.as_data() for r in self.rows],
+        }
+        if self.variant is not None:
+            found["variant"] = {"name": self.variant.name, "offered": self.variant.offered}
+        return found
+
+
+def certificate(
+    recipe: str,
+    policy: PrecisionPolicy,
+    training: Training,
+    *,
+    release: Release = DEFAULT_RELEASE,
+    variant: Variant | None = None,
+    kinds: Iterable[str] = tuple(KINDS),
+    own: Mapping[str, Linear] | None = None,
+    replicas: int = REPLICAS,
+) -> Certificate:
+    """The certificate of a settled policy. own: name -> the user's tensors. Raises what `Quantizer` raises."""
+    began, threads = time.perf_counter(), torch.get_num_threads()
+    # the operations are small: threads would wait for each other, on a busy machine for long
+    torch.set_num_threads(1)
+    try:
+        found = _certificate(recipe, policy, training, release, variant, tuple(kinds), own or {}, replicas)
+    finally:
+        torch.set_num_threads(threads)
+    return replace(found, seconds=time.perf_counter() - began)
+
+
+def _certificate(
+    recipe: str, policy: PrecisionPolicy, training: Training, release: Release, variant: Variant | None,
+    kinds: tuple[str, ...], own: Mapping[str, Linear], replicas: int,
+) -> Certificate:  # fmt: skip
+    maker = _Maker(policy, release, variant)
+    samples: dict[str, list[Linear]] = {kind: [drawn(kind, seed) for seed in range(replicas)] for kind in kinds}
+    samples |= {f"yours: {name}": [linear] for name, linear in own.items()}
+    rows = [row for kind, linears in samples.items() for row in maker.rows(kind, linears)]
+    rows += [*maker.second_passes(samples), *optimizer_rows(policy, training)]
+    rows += [newton_schulz_row(kind) for kind in (torch.bfloat16, torch.float32) if training.name == "muon"]
+    rows += attention_rows(policy.compute.torch())
+    made = Certificate(
+        recipe=recipe, te=".".join(map(str, release)), variant=variant, rows=tuple(rows), training=training
+    )
+    said: dict[str, str] = {gemm: maker.sentence(made, gemm, next(iter(samples))) for gemm in GEMMS}
+    said["recipe"] = _whole(made, policy, training, variant, next(iter(samples)))
+    return replace(made, sentences=said)
+
+
+class _Maker:
+    """Makes the rows of one policy: the rule of each GEMM is that of its last region, which covers what no other does."""
+
+    def __init__(self, policy: PrecisionPolicy, release: Release, variant: Variant | None) -> None:
+        self.compute = policy.compute.torch()
+        rules = policy.regions[-1].rules
+        made: dict[Any, Operands] = {q: Operands(q, release=release, variant=variant) for q in rules.distinct}
+        self.operands: dict[Gemm, Operands | None] = {
+            gemm: None if (quant := getattr(rules, gemm)) is None or gemm in quant.row.high else made[quant]
+            for gemm in GEMMS
+        }
+
+    def expected(self, x: torch.Tensor, gemm: Gemm, side: Side) -> Expected:
+        """x: FP32."""
+        made = self.operands[gemm]
+        return cast(x, self.compute) if made is None else made.expected(x.to(self.compute), gemm=gemm, side=side)
+
+    def rows(self, kind: str, linears: list[Linear]) -> Iterator[Row]:
+        """Rows of operands and GEMMs on tensors of one kind, means over them."""
+        found: dict[tuple[str, str], list[float]] = {}
+        for seed, linear in enumerate(linears):
+            for key, value in self._figures(linear, seed):
+                found.setdefault(key, []).append(value)
+        for (where, quantity), values in found.items():
+            gemm, _, rest = where.partition(" ")
+            made = self.operands[gemm]  # type: ignore[index]
+            limit = bounds(made, rest.split()[0]).get(quantity) if made is not None and rest else None  # type: ignore[arg-type]
+            yield Row(
+                part="operand" if rest else "gemm", where=where, tensor=kind, quantity=quantity, value=_mean(values), ci95=_interval(values),
+                bound=None if limit is None else limit[0], condition="" if limit is None else limit[1],
+                derivation="closed form" if quantity.endswith("closed form") else "exact" if quantity in _EXACT and len(values) == 1 else "measured",
+            )  # fmt: skip
+
+    def _figures(self, linear: Linear, seed: int) -> Iterator[tuple[tuple[str, str], float]]:
+        sources: dict[Side, torch.Tensor] = {"x": linear.x, "w": linear.w, "dy": linear.dy}
+        for gemm, (first, second) in SIDES.items():
+            pair = tuple(self.expected(sources[side], gemm, side) for side in (first, second))
+            exact = tuple(
+                sources[side].to(self.compute if self.operands[gemm] else torch.float32).double()
+                for side in (first, second)
+            )
+            for side, one in zip((first, second), pair, strict=True):
+                for quantity, value in {**operand_figures(one), **self._closed(one, gemm, side)}.items():
+                    yield (f"{gemm} {side} {COPY_OF[gemm, side]}", quantity), value
+            for quantity, value in gemm_figures(gemm, pair[0], pair[1], exact).items():  # type: ignore[arg-type]
+                yield (gemm, quantity), value
+            made = self.operands[gemm]
+            if made is not None and first == "dy" and pair[0].draws is None:
+                yield (
+                    (f"{gemm} dy {COPY_OF[gemm, 'dy']}", "small-signal gain"),
+                    gain(made, linear.dy.to(self.compute), gemm, seed),
+                )
+        yield ("wgrad", "alignment over fresh data"), self._fresh(linear, seed)
+
+    def _closed(self, found: Expected, gemm: Gemm, side: Side) -> dict[str, float]:
+        """Alignment and floor of NVFP4's stochastic rounding from the energy of the elements near their block's maximum alone."""
+        made = self.operands[gemm]
+        if made is None or not made.stochastic(side) or made.changed_on(side):
+            return {}
+        source = (found.source if COPY_OF[gemm, side] == "row" else found.source.T).reshape(-1, 16).abs()
+        position = (source / source.amax(1, keepdim=True).clamp_min(1e-300)).flatten()
+        low = 1 - clipping(E4M3).worst
+        index = ((position - low) / (1 - low) * _BINS).floor().long()
+        energy = source.square().flatten() / source.square().sum()
+        sums = torch.zeros(_BINS + 1, dtype=torch.float64).index_add_(0, index[index >= 0], energy[index >= 0])
+        alignment, floor = clipped_moments(E4M3, sums.tolist())
+        return {"alignment, closed form": alignment, "floor bits, closed form": floor}
+
+    def _fresh(self, linear: Linear, seed: int) -> float:
+        """Along the true gradient: what of it is left after averaging over many batches, less 1."""
+        signal = with_signal(linear, seed)
+        assert signal.truth is not None
+        dy, x = (self.expected(t, "wgrad", side) for t, side in ((signal.dy, "dy"), (signal.x, "x")))  # type: ignore[arg-type]
+        reference = product("wgrad", signal.dy.to(self.compute).double(), signal.x.to(self.compute).double())
+        found, truth = product("wgrad", dy.mean, x.mean), signal.truth.T.double()
+        return float((found * truth).sum() / (reference * truth).sum()) - 1
+
+    def second_passes(self, samples: Mapping[str, list[Linear]]) -> Iterator[Row]:
+        """What moves if the forward copies are dequantized to the compute dtype and quantized again."""
+        made = self.operands["fprop"]
+        if made is None:
+            return
+        yield from _conditions(made)
+        for side in ("x", "w"):
+            for kind, linears in samples.items():
+                moved = [_moved(made, getattr(one, side).to(self.compute), side, self.compute) for one in linears]
+                for index, word in enumerate(("scales moved", "values moved")):
+                    values = [one[index] for one in moved]
+                    yield Row(
+                        part="second pass",
+                        where=f"fprop {side} row",
+                        tensor=kind,
+                        quantity=word,
+                        value=_mean(values),
+                        ci95=_interval(values),
+                    )
+
+    def sentence(self, made: Certificate, gemm: Gemm, kind: str) -> str:
+        """A GEMM's figures in one sentence."""
+        one, plateau = (made.value(gemm, name, kind) or 0.0 for name in ("one step bits", "plateau bits"))
+        first, second = SIDES[gemm]
+        alone = {
+            side: made.value(gemm, f"plateau of the {word} alone", kind)
+            for side, word in ((first, "first"), (second, "second"))
+        }
+        known = {side: value for side, value in alone.items() if value is not None}
+        worst = min(known, key=lambda side: known[side])
+        even = len(known) == 2 and abs(known[first] - known[second]) < 0.25
+        who = f"{_NAMES[first]} and {_NAMES[second]} alike" if even else f"the rounding of {_NAMES[worst]}"
+        text = f"{_WORDS[gemm]}: {_bits(one)} in one step"
+        if plateau - one > 0.05:
+            text += f", {_bits(plateau)} after averaging over steps on fixed tensors, where {who} stop{'' if even else 's'} it"
+        else:
+            text += f", set by {who}; rounding is the same at every step, so averaging over steps does not help"
+        fresh = made.value(gemm, "alignment over fresh data", kind)
+        return (
+            text
+            if fresh is None or abs(fresh) < 5e-5
+            else f"{text}; over fresh data {abs(fresh):.2%} of the gradient is {'lost' if fresh < 0 else 'added'}"
+        )
+
+
+def _bits(value: float) -> str:
+    return "no error" if math.isinf(value) else f"{value:.1f} bits"
+
+
+def _conditions(made: Operands) -> Iterator[Row]:
+    """The exact condition under which a scale moves, and its share with log amax uniform."""
+    quantizer = made.quantizer
+    powers = (
+        quantizer is None
+        or quantizer.rule == "e8m0_blocks"
+        or (quantizer._power_of_two and not quantizer.quant.row.history)
+    )
+    if quantizer is not None and quantizer.rule == "e4m3_blocks":
+        low, high = nvfp4_second_pass(E2M1, E4M3)
+        yield Row(part="second pass", where="block scales", quantity="vanishing blocks", value=math.log2(high / low), derivation="closed form",
+                  condition=f"448 * block amax / tensor amax in ({low:.3g}, {high:.3g}]: zero on the second pass; share of the octave above {low:.3g}")  # fmt: skip
+        return
+    found = second_pass(E4M3 if quantizer is None else quantizer.format_of("x"))
+    yield Row(part="second pass", where="block scales" if powers else "scales", quantity="share that halves", value=found.share if powers else 0.0,
+              derivation="closed form", condition=found.condition if powers else "FP32 scales: the largest code returns as itself")  # fmt: skip
+
+
+def _moved(made: Operands, x: torch.Tensor, side: Any, kind: torch.dtype) -> tuple[float, float]:
+    """(share of scales, share of values) that a second pass changes."""
+    first = made.expected(x, gemm="fprop", side=side)
+    second = made.expected(first.mean.to(kind), gemm="fprop", side=side)
+    scales = (second.scale / first.scale - 1).abs() > 2.0**-20
+    values = (second.mean - first.mean).abs() > first.mean.abs() * 2.0**-8
+    return float(scales.double().mean()), float(values.double().mean())
+
+
+def _whole(made: Certificate, policy: PrecisionPolicy, training: Training, variant: Variant | None, kind: str) -> str:
+    found = {gemm: made.value(gemm, "one step bits", kind) or 0.0 for gemm in GEMMS}
+    worst = min(found, key=lambda gemm: found[gemm])
+    text = f"the weakest product is the {_WORDS[worst]}, {_bits(found[worst])} in one step"
+    if variant is not None:
+        text = f"{variant.words}{'' if variant.offered else f' ({NOT_OFFERED})'}: {text}"
+    lost = sentence(policy, training)
+    return f"{text}; {lost}" if lost else f"{text}; the optimizer loses nothing notable"
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values)
+
+
+def _interval(values: list[float]) -> float | None:
+    """Half the width of the 95 % interval of the mean."""
+    if len(values) < 2 or any(math.isinf(value) for value in values):
+        return None
+    return _STUDENT.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))

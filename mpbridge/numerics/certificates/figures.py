@@ -1,0 +1,128 @@
+"""Figures of operands and GEMMs from expected operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.numerics.certificates.expected import Expected, Operands
+from mpbridge.numerics.operands import Side
+from mpbridge.planning.certificates.scales import clipping, relative_error
+from mpbridge.precision.regions import Gemm
+
+SIDES: Mapping[Gemm, tuple[Side, Side]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+"""GEMM -> its two operands."""
+SIGNAL = 0.05
+"""Size of the signal, relative to the tensor's RMS, whose gain is measured."""
+
+
+def bits(square: float) -> float:
+    """-log2 of the root of a relative squared error; infinite for none."""
+    return -0.5 * math.log2(square) if square > 0 else math.inf
+
+
+def operand_figures(found: Expected) -> dict[str, float]:
+    """Error, alignment, clipping, flushing and floor of one operand."""
+    energy = float(found.source.square().sum())
+    bias = found.mean - found.source
+    nonzero = max(int((found.source != 0).sum()), 1)
+    return {
+        "MSE": (_unbiased(found, bias) + float(found.variance.sum())) / energy,
+        "alignment": float((bias * found.source).sum()) / energy,
+        "clipped": float(found.clipped.double().mean()),
+        "largest loss": _largest_loss(found),
+        "flushed": float(found.zero.sum()) / nonzero,
+        "floor bits": bits(_unbiased(found, bias) / energy),
+    }
+
+
+def _largest_loss(found: Expected) -> float:
+    """Largest relative loss of a clipped element of an otherwise representable block."""
+    lost = 1 - (found.mean / found.source).abs()
+    kept = found.clipped & (found.mean != 0)
+    return float(lost[kept].amax()) if bool(kept.any()) else 0.0
+
+
+def _unbiased(found: Expected, bias: torch.Tensor) -> float:
+    """The squared error of the expectation; of draws, less what their number leaves in it."""
+    extra = 0.0 if found.draws is None else float(found.variance.sum()) / found.draws.shape[0]
+    return max(float(bias.square().sum()) - extra, 0.0)
+
+
+def gain(operands: Operands, x: torch.Tensor, gemm: Gemm, seed: int) -> float:
+    """Share of a small persistent signal s under x that reaches the mean of Q(x + s), less 1: <E Q(x+s) - E Q(x-s), s> / (2 <s, s>) - 1."""
+    generator = torch.Generator().manual_seed(seed)
+    size = float(x.float().square().mean().sqrt()) * SIGNAL
+    up, down = ((x.float() + sign * size * torch.randn(x.shape, generator=generator.manual_seed(seed))).to(x.dtype) for sign in (1, -1))  # fmt: skip
+    plus, minus = (operands.expected(one, gemm=gemm, side="dy") for one in (up, down))
+    signal = plus.source - minus.source
+    return float(((plus.mean - minus.mean) * signal).sum() / signal.square().sum()) - 1
+
+
+def product(gemm: Gemm, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The GEMM's product of its operands: x Wt, dy W or dyt x."""
+    return a @ b.T if gemm == "fprop" else a @ b if gemm == "dgrad" else a.T @ b
+
+
+def gemm_figures(gemm: Gemm, a: Expected, b: Expected, exact: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    """Errors of a GEMM against the product of the unrounded operands.
+
+    one step: expected error of one product; plateau: error of the mean over steps on the same tensors; the plateau with only one operand rounded
+    shows which of them sets it.
+    """
+    reference = product(gemm, *exact)
+    energy = float(reference.square().sum())
+    if a.draws is not None:
+        return _drawn(gemm, a.draws, b, reference)
+    error = product(gemm, a.mean, b.mean) - reference
+    noise = product(gemm, a.variance, b.mean.square()).sum() + product(gemm, a.mean.square(), b.variance).sum()
+    noise = noise + product(gemm, a.variance, b.variance).sum()
+    first = product(gemm, a.mean, b.source) - reference
+    second = product(gemm, a.source, b.mean) - reference
+    return {
+        "one step bits": bits(float(error.square().sum() + noise) / energy),
+        "plateau bits": bits(float(error.square().sum()) / energy),
+        "alignment": float((error * reference).sum()) / energy,
+        "plateau of the first alone": bits(float(first.square().sum()) / energy),
+        "plateau of the second alone": bits(float(second.square().sum()) / energy),
+    }
+
+
+def _drawn(gemm: Gemm, draws: torch.Tensor, b: Expected, reference: torch.Tensor) -> dict[str, float]:
+    """`gemm_figures` of draws."""
+    energy = float(reference.square().sum())
+    errors = torch.stack([product(gemm, one, b.mean) - reference for one in draws])
+    mean, count = errors.mean(0), len(draws)
+    one = float(errors.square().sum()) / count
+    fixed = float(mean.square().sum())
+    second = product(gemm, draws.mean(0), b.source) - product(gemm, draws.mean(0), b.mean)
+    return {
+        "one step bits": bits(one / energy),
+        "plateau bits": bits(max(fixed - (one - fixed) / (count - 1), 0.0) / energy),
+        "alignment": float((mean * reference).sum()) / energy,
+        "plateau of the second alone": bits(float(second.square().sum()) / energy),
+    }
+
+
+def concentration(gemm_one: float, plateau: float, counts: tuple[int, ...]) -> list[tuple[int, float]]:
+    """(number of steps averaged, bits) from the bits of one step and of the plateau: error(B)**2 = plateau**2 + (one**2 - plateau**2)/B."""
+    one, floor = (0.0 if math.isinf(value) else 4.0**-value for value in (gemm_one, plateau))
+    return [(count, bits(floor + max(one - floor, 0.0) / count)) for count in counts]
+
+
+def bounds(operands: Operands, side: Side) -> dict[str, tuple[float, str]]:
+    """Quantity -> (bound, why) that holds for every tensor whose scales are normal numbers."""
+    made = operands.quantizer
+    if made is not None and made.rule == "e4m3_blocks" and not operands.changed_on(side):
+        worst = clipping(E4M3).worst
+        reach = E2M1.largest / (1 - worst)
+        return {"largest loss": (worst, f"a scale rounded down by at most 16/17 puts a block's maximum at {reach:g}, clipped to 6")}  # fmt: skip
+    if made is not None and made.rule == "e4m3_blocks":
+        return {"clipped": (0.0, "no block's maximum exceeds 6")}
+    number = E4M3 if made is None else made.format_of(side)
+    # a code below the normal numbers errs by half the smallest; a block has at most as many as it has elements, and a maximum of half the largest
+    why = f"a normal number of {number.name.upper()} is rounded by at most {relative_error(number):.4f} of itself"
+    return {"MSE": (relative_error(number) ** 2 * 1.01, why), "clipped": (0.0, "the scale maps the amax to the largest code or below")}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Closed forms of what rounding does to scales, updates and optimizer states."""

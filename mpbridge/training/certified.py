@@ -1,0 +1,153 @@
+"""What a certificate needs to know of a run: its schedule, weight scale and micro-batches, and tensors from a file or a run's statistics."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.common.errors import BadValue, Contradiction
+from mpbridge.common.files import LIMITS, opened
+from mpbridge.planning.certificates.optimizer import Training
+from mpbridge.settings.schema import defaults
+from mpbridge.training.lr import scheduler
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpbridge.numerics.certificates.tensors import Linear
+    from mpbridge.settings.run import Run
+
+STANDARD_DEVIATION = 0.02
+"""megatron-core's init_method_std."""
+POINTS = 49
+ELEMENTS = 1 << 18
+"""Elements of a weight that are read: whole rows from its beginning."""
+MOST = 4
+"""Tensors of a file that are certified, largest first."""
+
+
+def training_of(run: Run, *, whole: bool = False, sigma: float | None = None) -> Training:
+    """A run's learning rates and states. whole: the whole schedule by megatron-core, which it imports; else its highest and its last rate."""
+    section = {**defaults("optimizer"), **{k: v for k, v in run.inputs["optimizer"].items() if v is not None}}
+    model = run.inputs["model"]
+    peak, last = (float(section.get(name) or 0.0) for name in ("lr", "min_lr"))
+    ends = ((0.0, peak), *(((1.0, last),) if last else ()))
+    micro = int(run.train["micro_batch_size"]) * run.facts.parallel.data
+    return Training(
+        sigma=sigma or float(model.get("init_method_std") or STANDARD_DEVIATION),
+        points=_schedule(run) if whole and peak else ends,
+        name=run.facts.optimizer.name,
+        beta1=float(section["adam_beta1"]),
+        beta2=float(section["adam_beta2"]),
+        eps=float(section["adam_eps"]),
+        weight_decay=float(section["weight_decay"]),
+        micro_batches=max(1, int(run.train["global_batch_size"]) // max(micro, 1)),
+    )
+
+
+def _schedule(run: Run) -> tuple[tuple[float, float], ...]:
+    """(share of the run, learning rate) from megatron-core's own scheduler."""
+    group: dict[str, Any] = {"lr": 0.0, "max_lr": None, "min_lr": None}
+    made = scheduler(run, SimpleNamespace(param_groups=[group]))
+    total = int(run.train["train_iters"]) * int(run.train["global_batch_size"])
+    points = []
+    for index in range(POINTS):
+        made.num_steps = round(index / (POINTS - 1) * total)
+        points.append((index / (POINTS - 1), float(made.get_lr(group))))
+    return tuple(points)
+
+
+def sigma_of(folder: Path) -> float:
+    """Median RMS of a run's weight matrices at its last measurement. Raises BadValue if it measured none."""
+    from mpbridge.observe.telemetry.reading import read
+
+    measured = read(folder).measured
+    rows = measured[-1].tables["weights"] if measured else []
+    sizes = [
+        row["rms"] for row in rows if "norm" not in row["parameter"] and "bias" not in row["parameter"] and row["rms"]
+    ]
+    if not sizes:
+        raise BadValue(
+            f"--tensors {folder}: no measured weights (expected a run with logger.precision_every=N, or a safetensors file)"
+        )
+    return float(statistics.median(sizes))
+
+
+def tensors_of(file: Path) -> dict[str, Linear]:
+    """Linears of a safetensors file: `x`, `w` and `dy` (or NAME.x ...), else its largest matrices as weights. Raises BadValue, Contradiction."""
+    from safetensors import safe_open
+
+    from mpbridge.numerics.certificates.tensors import drawn
+
+    shapes = _header(file)
+    names = {name.rpartition(".")[0] for name in shapes if name.rpartition(".")[2] in ("x", "dy")}
+    found: dict[str, Linear] = {}
+    with safe_open(file, framework="pt") as stream:
+
+        def read(name: str) -> torch.Tensor:
+            return _few(stream.get_slice(name), shapes[name])
+
+        if names:
+            return {base or file.stem: _linear(base, shapes, read) for base in sorted(names)[:MOST]}
+        matrices = sorted(
+            (n for n, s in shapes.items() if len(s) == 2 and min(s) >= 128), key=lambda n: -math.prod(shapes[n])
+        )
+        if not matrices:
+            raise BadValue(f"--tensors {file}: no matrix of at least 128 by 128 (expected x, w and dy, or weights)")
+        for name in matrices[:MOST]:
+            w = read(name)
+            other = drawn("normal", 0)
+            found[name] = type(other)(x=_wide(other.x, w.shape[1]), w=w, dy=_wide(other.dy, w.shape[0]))
+    return found
+
+
+def _linear(base: str, shapes: dict[str, list[int]], read: Any) -> Linear:
+    from mpbridge.numerics.certificates.tensors import Linear
+
+    prefix = f"{base}." if base else ""
+    missing = [f"{prefix}{side} is missing" for side in ("x", "w", "dy") if f"{prefix}{side}" not in shapes]
+    if missing:
+        raise Contradiction(missing, subject=f"the tensors of {base or 'the file'} are not those of a linear")
+    x, w, dy = (read(f"{prefix}{side}") for side in ("x", "w", "dy"))
+    tokens = min(x.shape[0], dy.shape[0])
+    if x.shape[1] != w.shape[1] or dy.shape[1] != w.shape[0]:
+        raise BadValue(
+            f"{prefix}x is {list(x.shape)}, w {list(w.shape)}, dy {list(dy.shape)}: expected [tokens, in], [out, in], [tokens, out]"
+        )
+    return Linear(x=x[:tokens], w=w, dy=dy[:tokens])
+
+
+def _few(stored: Any, shape: list[int]) -> torch.Tensor:
+    """Whole rows, in FP32, cut to multiples of 128: the largest block, so that no padding takes part."""
+    if len(shape) != 2 or min(shape) < 128:
+        raise BadValue(f"a tensor of shape {shape}: expected a matrix of at least 128 by 128")
+    columns = shape[1] // 128 * 128
+    rows = max(128, min(shape[0], ELEMENTS // columns) // 128 * 128)
+    return stored[:rows, :columns].float()  # type: ignore[no-any-return]
+
+
+def _wide(x: torch.Tensor, columns: int) -> torch.Tensor:
+    import torch
+
+    return torch.randn((x.shape[0], columns), generator=torch.Generator().manual_seed(columns))
+
+
+def _header(file: Path) -> dict[str, list[int]]:
+    """Tensor -> shape, read within limits. Raises BadValue."""
+    try:
+        with opened(file) as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 2 <= size <= LIMITS["safetensors header"].size:
+                raise ValueError(f"a header of {size} bytes")
+            header = json.loads(stream.read(size))
+        return {
+            name: list(one["shape"])
+            for name, one in header.items()
+            if name != "__metadata__" and str(one["dtype"]) in ("F32", "BF16", "F16", "F64")
+        }
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadValue(f"--tensors {file}: not a safetensors file ({error})") from None

@@ -1,0 +1,220 @@
+"""A signed record of a checkpoint: in-toto statements in DSSE envelopes beside its files, and OpenSSF model signing of a published folder. Offline.
+
+Formats: in-toto Statement v1, SLSA provenance v1 and test-result v0.1 (predicates), DSSE 1.0; one envelope a line. A signature says who claims something,
+not that it is true.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from mpbridge import __version__
+from mpbridge.common.errors import CheckpointError, Refused
+from mpbridge.common.files import ProgressCallback, opened, parsed
+from mpbridge.training.checkpoint.store import MANIFEST, audit_of, read_manifest, step_of, write_whole
+from mpbridge.training.checkpoint.verdict import read_fingerprint
+from mpbridge.training.disclosure.evidence import Evidence
+from mpbridge.training.disclosure.hashing import digests
+from mpbridge.training.disclosure.keys import Signer, check_folder, model_signing_for, sign_folder
+
+RECORD = "precision.intoto.jsonl"
+MODEL_SIGNATURE = "model.sig"
+"""OpenSSF model signing's bundle."""
+OUTSIDE = frozenset({RECORD, MODEL_SIGNATURE})
+"""Files of a signed folder that the record does not name."""
+PAYLOAD = "application/vnd.in-toto+json"
+STATEMENT = "https://in-toto.io/Statement/v1"
+PROVENANCE, RESULT = "https://slsa.dev/provenance/v1", "https://in-toto.io/attestation/test-result/v0.1"
+MEANINGS = {PROVENANCE: "how it was trained", RESULT: "what the audits found"}
+BUILD_TYPE = "tag:mpbridge,2026:training/v1"
+_LARGEST = 1 << 28
+_PYPI = frozenset({"torch", "megatron_core", "transformer_engine", "torchao"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a verified record says."""
+
+    key: str
+    """Id of the key that signed it."""
+    files: int
+    provenance: Mapping[str, Any]
+    """SLSA's predicate."""
+    result: Mapping[str, Any]
+    """The test result's predicate: 'result' is PASSED, WARNED or FAILED."""
+
+
+def sign_checkpoint(
+    folder: Path, evidence: Evidence, signer: Signer, *, publish: bool, told: ProgressCallback
+) -> Mapping[str, Any]:
+    """Writes the record into a checkpoint's folder, and model signing's bundle if it is to be published; returns the test result.
+
+    Raises CheckpointError for damaged files, Refused if the audits are of another run.
+    """
+    step, manifest = step_of(folder), read_manifest(folder)
+    found = digests(folder, OUTSIDE, told)
+    listed = {name: facts["sha256"] for name, facts in manifest["files"].items()} | {MANIFEST: found.get(MANIFEST)}
+    if faults := differences(listed, found):
+        raise CheckpointError(
+            "\n".join([f"{folder} is not as it was saved, so it is not signed:", *(f"  - {x}" for x in faults)])
+        )
+    bodies = _predicates(folder, evidence.until(step), step, publish)
+    if publish:
+        model_signing_for(signer)  # before anything is written
+    subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in found.items()]
+    lines = [
+        signer.envelope({"_type": STATEMENT, "subject": subjects, "predicateType": kind, "predicate": body}, PAYLOAD)
+        for kind, body in bodies.items()
+    ]
+    write_whole(folder / RECORD, "".join(f"{line}\n" for line in lines))
+    if publish:
+        sign_folder(folder, signer, MODEL_SIGNATURE)
+    return bodies[RESULT]
+
+
+def _predicates(folder: Path, evidence: Evidence, step: int, publish: bool) -> dict[str, dict[str, Any]]:
+    saved, data = read_fingerprint(folder), evidence.data
+    trained = {one["recipe"] for one in evidence.audits}
+    if not trained:
+        raise Refused(f"{evidence.path} has no audit up to step {step}: it is of another run than {folder}")
+    if saved.recipe not in trained or saved.engine != data["engine"]:
+        raise Refused(
+            f"{evidence.path} is of another run than {folder}: recipe {', '.join(sorted(trained))} on {data['engine']}, the checkpoint's {saved.recipe} on {saved.engine}"
+        )
+    policy = saved.policy.fingerprint()
+    byproducts: list[dict[str, Any]] = [
+        {"name": evidence.path.name, "digest": {"sha256": _digest_of(evidence.path)}, "annotations": {"in": "the run's folder"}}
+    ]  # fmt: skip
+    byproducts += [{"name": MODEL_SIGNATURE, "uri": MODEL_SIGNATURE}] if publish else []
+    provenance = {
+        "buildDefinition": {
+            "buildType": BUILD_TYPE,
+            "externalParameters": {"recipe": saved.recipe, "config": data["config"]},
+            "internalParameters": {
+                "policy": saved.policy.as_data(), "fingerprint": policy, "engine": saved.engine,
+                "realization": data["realization"], "parallel": dict(saved.parallel),
+            },
+            "resolvedDependencies": [{"uri": _package(name, text)} for name, text in data["versions"].items() if text],
+        },
+        "runDetails": {
+            "builder": {"id": "tag:mpbridge,2026:cli", "version": {"mpbridge": __version__}},
+            "metadata": {"invocationId": f"step {step}"},
+            "byproducts": byproducts,
+        },
+    }  # fmt: skip
+    tests: dict[bool, list[str]] = {True: [], False: []}
+    for one in evidence.audits:
+        text = f"{one['stage']} audit of step {one['step']} ({one['reason']})"
+        tests[one["ok"]].append(text if one["ok"] else f"{text}: {'; '.join(map(str, one['faults']))}")
+    mark = audit_of(folder)
+    if mark == "suspect":
+        tests[False].append("this checkpoint is marked suspect")
+    warned = [f"not observed: {name}" for name in sorted({row for one in evidence.live for row in one["not_observed"]})]
+    warned += ["the state in this checkpoint was not audited"] if mark == "unaudited" else []
+    result = {
+        "result": "FAILED" if tests[False] else "WARNED" if warned else "PASSED",
+        "configuration": [{"name": "precision policy", "digest": {"sha256": policy}}],
+        "passedTests": tests[True], "warnedTests": warned, "failedTests": tests[False],
+    }  # fmt: skip
+    return {PROVENANCE: provenance, RESULT: result}
+
+
+def _digest_of(file: Path) -> str:
+    return digests(file.parent, frozenset(), lambda done, total: None, only=[file.name])[file.name]
+
+
+def _package(name: str, version: str) -> str:
+    kind = "pypi" if name in _PYPI else "generic"
+    return f"pkg:{kind}/{name.replace('_', '-')}@{quote(version, safe='')}"
+
+
+def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """A line for each file that was added, is missing or has another SHA-256."""
+    lines = [f"{name} was added" for name in sorted(found.keys() - wanted.keys())]
+    lines += [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
+    return lines + [
+        f"{name} was changed" for name in sorted(wanted.keys() & found.keys()) if wanted[name] != found[name]
+    ]
+
+
+def verify_record(folder: Path, signer: Signer, told: ProgressCallback) -> Verified:
+    """Checks a folder against its record. signer: the public key. Raises Refused naming everything that is wrong."""
+    statements, found = _statements(folder, signer), digests(folder, OUTSIDE, told)
+    try:
+        faults, bodies = _faults(folder, statements, found)
+        names = [one["name"] for one in bodies[PROVENANCE]["runDetails"]["byproducts"]]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise Refused(f"{folder / RECORD} lacks facts that a record has ({type(error).__name__}: {error})") from None
+    if MODEL_SIGNATURE in names or os.path.lexists(folder / MODEL_SIGNATURE):
+        faults += check_folder(folder, signer, MODEL_SIGNATURE)
+    _refuse(folder, faults)
+    return Verified(key=signer.id, files=len(found), provenance=bodies[PROVENANCE], result=bodies[RESULT])
+
+
+def _faults(
+    folder: Path, statements: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]
+) -> tuple[list[str], dict[str, Mapping[str, Any]]]:
+    """(lines about files and facts that differ, the statements' predicates by type)."""
+    faults: list[str] = []
+    for statement in statements.values():
+        wanted = {str(one["name"]): one["digest"]["sha256"] for one in statement["subject"]}
+        faults += [line for line in differences(wanted, found) if line not in faults]
+    bodies = {kind: statement["predicate"] for kind, statement in statements.items()}
+    if not faults:
+        faults += _disagreements(folder, bodies)
+    return faults, bodies
+
+
+def _statements(folder: Path, signer: Signer) -> dict[str, Mapping[str, Any]]:
+    """Predicate type -> statement, both signed by the key. Raises Refused."""
+    with opened(folder / RECORD) as stream:
+        data = stream.read(_LARGEST + 1)
+    lines, faults = data.splitlines(), []
+    found: dict[str, Mapping[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        where = f"{RECORD}, line {number}"
+        fault, payload = signer.opened(line, PAYLOAD)
+        if fault:
+            faults.append(f"{where}: {fault}")
+            continue
+        statement = parsed(payload, where)
+        kind = statement.get("predicateType") if isinstance(statement, dict) else None
+        if kind not in MEANINGS or statement.get("_type") != STATEMENT:
+            faults.append(f"{where}: expected a statement of {' or '.join(MEANINGS)}")
+        elif kind in found:
+            faults.append(f"{where}: a second statement of {MEANINGS[kind]}")
+        else:
+            found[kind] = statement
+    if not faults:
+        faults += [f"{RECORD}: the statement of {MEANINGS[kind]} is missing" for kind in MEANINGS if kind not in found]
+    _refuse(folder, faults)
+    return found
+
+
+def _disagreements(folder: Path, bodies: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What a validly signed record says otherwise than the checkpoint that it is about."""
+    saved, build, result = read_fingerprint(folder), bodies[PROVENANCE]["buildDefinition"], bodies[RESULT]
+    policy = saved.policy.fingerprint()
+    pairs: Sequence[tuple[str, Any, Any]] = (
+        ("recipe", build["externalParameters"]["recipe"], saved.recipe),
+        ("engine", build["internalParameters"]["engine"], saved.engine),
+        ("policy", build["internalParameters"]["fingerprint"], policy),
+        ("audited policy", result["configuration"][0]["digest"]["sha256"], policy),
+    )
+    lines = [f"the record's {name} is {said}, the checkpoint's {there}" for name, said, there in pairs if said != there]
+    mark = audit_of(folder)
+    if result["result"] == "PASSED" and (mark != "good" or result["failedTests"]):
+        lines.append(
+            f"the record says PASSED, the checkpoint is marked {mark} and {len(result['failedTests'])} audits failed"
+        )
+    return lines
+
+
+def _refuse(folder: Path, faults: Sequence[str]) -> None:
+    if faults:
+        raise Refused("\n".join([f"{folder} is not what was signed:", *(f"  - {fault}" for fault in faults)]))

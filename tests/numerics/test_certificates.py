@@ -1,0 +1,218 @@
+"""Expectations against every outcome, a second implementation in numpy, and Transformer Engine's definitions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.cli.main import main
+from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.numerics.certificates import attention
+from mpbridge.numerics.certificates.certificate import certificate
+from mpbridge.numerics.certificates.expected import VARIANTS, Operands, ms_eden, stochastic_e2m1
+from mpbridge.numerics.certificates.figures import bits, gain, operand_figures
+from mpbridge.numerics.certificates.tensors import KINDS
+from mpbridge.numerics.rounding import round_stochastic
+from mpbridge.planning.certificates.optimizer import Training
+from mpbridge.planning.certificates.scales import nvfp4_second_pass, second_pass
+from mpbridge.precision.policy import Quant
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+
+NVFP4 = Quant(format="e2m1", scaling="nvfp4")
+TRAINING = Training(sigma=0.02, points=((0.0, 1e-3),))
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_stochastic_rounding_has_the_moments_of_its_256_outcomes() -> None:
+    scaled = torch.cat([torch.linspace(-6.5, 6.5, 2081), torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])])
+    outcomes = torch.stack(
+        [round_stochastic(scaled, torch.full(scaled.shape, k, dtype=torch.uint8)) for k in range(256)]
+    ).double()
+    mean, variance, zero = stochastic_e2m1(scaled.double())
+    torch.testing.assert_close(mean, outcomes.mean(0), atol=1e-12, rtol=0)
+    torch.testing.assert_close(variance, outcomes.var(0, unbiased=False), atol=1e-12, rtol=0)
+    torch.testing.assert_close(zero, (outcomes == 0).double().mean(0), atol=1e-12, rtol=0)
+
+
+def in_numpy(x: Any, byte: Any, np: Any, types: Any) -> Any:
+    """NVFP4 of [blocks, 16] in FP64 from the format's definition: S = 448 * 6 / amax, scales to nearest, codes up with floor((part of a step) + byte/256)."""
+    whole = 448 * 6 / np.abs(x).max()
+    scale = (np.abs(x).max(1, keepdims=True) / 6 * whole).astype(types.float8_e4m3fn).astype(np.float64)
+    y = np.minimum(np.abs(x) * whole / scale, 6.0)
+    step = np.where(y >= 4, 2.0, np.where(y >= 2, 1.0, 0.5))
+    return np.sign(x) * np.minimum(np.floor(y / step + byte / 256) * step, 6.0) * scale / whole
+
+
+def test_an_expected_gradient_is_the_mean_of_a_second_implementation() -> None:
+    np, types = pytest.importorskip("numpy"), pytest.importorskip("ml_dtypes")
+    x = normal(64, 128)
+    found = Operands(NVFP4).expected(x, gemm="dgrad", side="dy")
+    blocks = x.double().numpy().reshape(-1, 16)
+    outcomes = np.stack([in_numpy(blocks, byte, np, types) for byte in range(256)])
+    wanted = torch.from_numpy(outcomes.mean(0)).reshape(x.shape)
+    # FP32 multipliers and FP64 differ in the last bits, which moves a probability by 1/256 where 256 f is a whole number
+    off = (found.mean - wanted).abs() > 1e-5 * wanted.abs() + 1e-6
+    assert float(off.double().mean()) < 0.01
+    drawn = np.random.default_rng(0).integers(0, 256, (400, *blocks.shape))
+    mean = torch.from_numpy(np.mean([in_numpy(blocks, byte, np, types) for byte in drawn], 0)).reshape(x.shape)
+    z = ((mean - found.mean) / (found.variance / 400).sqrt())[found.variance > 1e-9]
+    assert abs(float(z.mean())) < 5 / math.sqrt(z.numel())
+    assert float(z.std()) == pytest.approx(1.0, abs=0.05)
+
+
+# a few blocks hold most of a lognormal tensor's energy, so its scales are few
+@pytest.mark.parametrize(
+    ("kind", "chance"), [("normal", 0.0002), ("student-3", 0.001), ("lognormal", 0.004), ("sparse", 0.0005)]
+)
+def test_nvfp4_gradients_are_short_by_what_the_closed_form_says(kind: str, chance: float) -> None:
+    policy = resolve(get_mixed_precision_config("bf16_with_nvfp4_mixed")).settled()
+    made = certificate("nvfp4", policy, TRAINING, kinds=(kind,), replicas=2)
+    for where in ("dgrad dy row", "wgrad dy column"):
+        alignment, predicted = (made.value(where, name, kind) for name in ("alignment", "alignment, closed form"))
+        floor, floor_predicted = (made.value(where, name, kind) for name in ("floor bits", "floor bits, closed form"))
+        assert alignment is not None
+        assert predicted is not None
+        # eight random bits add at most 1/256 of a step, on average 1/512, to the loss by clipping
+        assert -0.001 - chance < alignment - predicted < chance
+        assert floor == pytest.approx(floor_predicted, abs=0.1 + 100 * chance)
+    losses = [row for row in made.rows if row.quantity == "largest loss" and row.bound is not None]
+    assert losses
+    assert all(row.value <= row.bound for row in losses)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("variant", "alignment", "floor"),
+    [(None, -0.00398, 6.62), ("scale-up", -0.00072, 10.19), ("headroom", -0.00072, 10.18)],
+)
+def test_rounding_the_scale_up_removes_the_clipping(variant: str | None, alignment: float, floor: float) -> None:
+    made = Operands(NVFP4, variant=None if variant is None else VARIANTS[variant])
+    found = operand_figures(made.expected(normal(1024, 1024), gemm="dgrad", side="dy"))
+    assert found["alignment"] == pytest.approx(alignment, abs=4e-5)
+    assert found["floor bits"] == pytest.approx(floor, abs=0.05)
+    assert (found["clipped"] == 0) is (variant is not None)
+    # only gradients are changed
+    x = normal(128, 128)
+    assert torch.equal(
+        made.expected(x, gemm="fprop", side="x").mean, Operands(NVFP4).expected(x, gemm="fprop", side="x").mean
+    )
+
+
+def test_outliers_pass_less_of_a_small_signal_unless_the_scale_is_rounded_up() -> None:
+    x = KINDS["sparse"]((1024, 512), torch.Generator().manual_seed(0)).bfloat16()
+    plain, up = (gain(Operands(NVFP4, variant=v), x, "wgrad", 1) for v in (None, VARIANTS["scale-up"]))
+    assert plain < -0.01 < up
+
+
+@pytest.mark.parametrize(("format_", "element"), [("e4m3", "E4M3"), ("hybrid", "E4M3")])
+def test_mxfp8_scales_move_exactly_where_the_condition_holds(format_: str, element: str) -> None:
+    made = Operands(Quant(format=format_, scaling="mxfp8"))
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(4096, 32, generator=generator) * torch.exp2(torch.rand(4096, 1, generator=generator))).bfloat16()
+    first = made.expected(x, gemm="fprop", side="x")
+    second = made.expected(first.mean.bfloat16(), gemm="fprop", side="x")
+    peak = (x.double() * first.scale).abs().amax(1)
+    law = second_pass(E4M3)
+    assert torch.equal((second.scale != first.scale).any(1), (peak > law.low) & (peak <= law.high))
+    assert torch.equal(second.mean, first.mean)
+    assert float(((peak > law.low) & (peak <= law.high)).double().mean()) == pytest.approx(law.share, abs=0.02)
+
+
+def test_nvfp4_blocks_vanish_on_the_second_pass_exactly_where_the_condition_holds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1 << 14, 16, generator=generator) * torch.exp2(-20 * torch.rand(1 << 14, 1, generator=generator))
+    x[0] = 4.0
+    x = x.bfloat16()
+    made = Operands(NVFP4)
+    first = made.expected(x, gemm="fprop", side="x").mean
+    second = made.expected(first.bfloat16(), gemm="fprop", side="x").mean
+    vanished = (first != 0).any(1) & (second == 0).all(1)
+    low, high = nvfp4_second_pass(E2M1, E4M3)
+    v = x.double().abs().amax(1) / 6 * (448 * 6 / 4.0)
+    assert int(vanished.sum()) > 50
+    # a block amax in BF16 that gives v at an end of the interval exactly is not among these
+    assert torch.equal(vanished, (v > low) & (v <= high))
+
+
+def test_ms_eden_needs_redrawn_signs_to_average_out() -> None:
+    x, generator = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+    errors = {}
+    for name, signs in (("redrawn", None), ("fixed", torch.ones(128))):
+        mean = torch.stack([ms_eden(x, generator, signs=signs) for _ in range(64)]).mean(0)
+        errors[name] = bits(float((mean - x).square().sum() / x.square().sum()))
+    assert errors["redrawn"] > 6 > 4 > errors["fixed"]
+
+
+def test_rowwise_is_torchaos_own() -> None:
+    pytest.importorskip("torchao")
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    x = normal(64, 128)
+    made = Operands(Quant(format="e4m3", scaling="rowwise")).expected(x, gemm="fprop", side="x")
+    theirs = hp_tensor_to_float8_dynamic(
+        x, torch.float8_e4m3fn, LinearMMConfig(), scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1, round_scales_to_power_of_2=True,
+    )  # fmt: skip
+    assert torch.equal(made.mean, theirs._data.double() / theirs._scale.double())
+
+
+def test_attention_errs_to_one_side_only_if_rounded_before_the_division() -> None:
+    before = [attention.attention_bias(torch.bfloat16, sign=sign, rows=512)[0] for sign in (-1.0, 1.0)]
+    after = attention.attention_bias(torch.bfloat16, divided=True, rows=512)[0]
+    assert all(0.15 < value < 0.25 for value in before)
+    assert abs(after) < 0.05
+    assert 6 < attention.mismatch(torch.bfloat16) / attention.mismatch(torch.float16) < 10
+
+
+def test_a_certificate_of_ones_own_tensors_beside_a_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save = pytest.importorskip("safetensors.torch").save_file
+    file, page = tmp_path / "mine.safetensors", tmp_path / "page.html"
+    save({"fc.x": normal(256, 128), "fc.w": normal(128, 128), "fc.dy": normal(256, 128)}, file)
+    command = ["certify", "bf16_with_nvfp4_mixed", "--tensors", str(file), "--against", "scale-up", "--out", str(page)]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    own = [row for row in found["rows"] if row.get("tensor") == "yours: fc"]
+    assert {row["part"] for row in own} == {"operand", "gemm", "second pass"}
+    assert found["against"]["variant"] == {"name": "scale-up", "offered": False}
+    assert "no stack offers this yet" in found["against"]["sentences"]["recipe"]
+    assert {row["derivation"] for row in found["rows"]} == {"exact", "closed form", "measured"}
+    assert "Numeric certificate" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bf16_mixed", "--variant", "scale-up"], "variants are of NVFP4"),
+        (["bf16_mxpf8"], "nearest"),
+        (["bf16_mixed", "--tensors", "{file}"], "not a safetensors file"),
+        (["bf16_mixed", "--te", "two"], "not a Transformer Engine release"),
+        (["optimizer.rate=1"], "no setting in optimizer"),
+    ],
+)
+def test_misuse_names_the_cure(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other"
+    file.write_text("text")
+    assert main(["certify", *(a.format(file=file) for a in arguments)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_variant_says_whether_transformer_engine_offers_it() -> None:
+    assert {name for name, one in VARIANTS.items() if not one.offered} == {
+        "scale-up",
+        "headroom",
+        "ms-eden",
+        "ms-eden-fixed",
+    }
+    assert all(dataclasses.is_dataclass(one) and one.words for one in VARIANTS.values())
