@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
+from mpbridge.common.files import write
 from mpbridge.common.formats import plain
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.exporters import STACKS
@@ -151,4 +152,4 @@ def _write(path: Path, found: Imported, told: Answer) -> None:
     said = {name: plain(value) for name, value in told.overrides.items()}
     engine = {} if told.engine is None else {"engine": told.engine}
     text = yaml.safe_dump({"extends": told.recipe, **engine, **said}, sort_keys=False)
-    path.write_text(f"# from {found.stack} {found.version}\n{text}", encoding="utf-8")
+    write(path, f"# from {found.stack} {found.version}\n{text}")
