@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue
+from mpbridge.common.files import write
 
 SUMMARY = "measure this machine's GEMMs, copies and collectives, for --machine-file"
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     path = Path(args.out)
     try:
-        path.write_text(text, encoding="utf-8")
+        write(path, text)
     except OSError as error:
         raise BadValue(f"--out {path}: {error.strerror or error}") from None
     print_whole(text.removesuffix("\n"))

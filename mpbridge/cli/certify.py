@@ -82,7 +82,14 @@ def _certificate(args: argparse.Namespace, recipe: str | None, variant: str | No
     from mpbridge.numerics.rules import release_of
     from mpbridge.training.certified import sigma_of, tensors_of, training_of
 
-    asked = argparse.Namespace(recipe=recipe, config=args.config, engine=None, emulate=None, overrides=args.overrides)
+    # the shipped model is made deep enough for the edge layers of every recipe; no figure depends on the depth
+    deep = (
+        []
+        if args.config or any(one.startswith("model.num_layers=") for one in args.overrides)
+        else ["model.num_layers=16"]
+    )
+    overrides = [*deep, *args.overrides]
+    asked = argparse.Namespace(recipe=recipe, config=args.config, engine=None, emulate=None, overrides=overrides)
     box = container(asked)
     made = box.resolved(box.smallest_world())
     if variant is not None and not any(quant.scaling == "nvfp4" for quant in made.policy.quants):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
+from mpbridge.common.files import write
 from mpbridge.common.formats import plain
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.exporters import STACKS
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the recipe, its differences and what is inert or contradictory. Returns 1 if no recipe can express it."""
+    """Prints the recipe, its differences and what is inert or contradictory. Returns 1 if no recipe can express it, or what decides is not in it."""
     found = _read(args)
     told = (
         answer(found.fields, engine=found.engine, meaning=found.meaning)
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(_data(found, told))
     else:
         _print(found, told)
-    return 0 if told.recipe is not None else 1
+    return 0 if told.recipe is not None and not found.undecided else 1
 
 
 def _read(args: argparse.Namespace) -> Imported:
@@ -90,6 +91,7 @@ HEADINGS = (
     ("inert", "has no effect there"),
     ("cannot_express", "mpbridge cannot express"),
     ("unknown", "unknown there"),
+    ("undecided", "undecided: what decides stands elsewhere"),
     ("in_force", "not said, decided by its defaults"),
     ("assumed", "assumed"),
 )
@@ -97,7 +99,8 @@ HEADINGS = (
 
 
 def _print(found: Imported, told: Answer) -> None:
-    print_line(f"{found.stack} {found.version}: {told}")
+    doubt = "undecided; with what is not said at its defaults, " if found.undecided else ""
+    print_line(f"{found.stack} {found.version}: {doubt}{told}")
     print_line()
     shown = rows(found.meaning)
     print_table(("fact", "meaning"), [(label(name, found.meaning), text) for name, text in shown.items()])
@@ -149,4 +152,4 @@ def _write(path: Path, found: Imported, told: Answer) -> None:
     said = {name: plain(value) for name, value in told.overrides.items()}
     engine = {} if told.engine is None else {"engine": told.engine}
     text = yaml.safe_dump({"extends": told.recipe, **engine, **said}, sort_keys=False)
-    path.write_text(f"# from {found.stack} {found.version}\n{text}", encoding="utf-8")
+    write(path, f"# from {found.stack} {found.version}\n{text}")

@@ -11,7 +11,7 @@ from typing import Any
 from mpbridge.cli.options import DEFAULT_CONFIG, find_config
 from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue, MpbridgeError
-from mpbridge.common.files import text_of
+from mpbridge.common.files import text_of, write
 from mpbridge.common.machines import machine
 from mpbridge.planning.hardware.capability import ASSUMED, can_run
 from mpbridge.planning.memory.by_role import fit
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(f"{', '.join(taken)} already exist: choose an empty folder (mpbridge init DIR)")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write(folder / name, text)
         print_line(f"{folder / name}  {WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
     print_whole(

@@ -137,10 +137,11 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
 
 def _write(result: Rehearsal, folder: Path) -> Path:
     """Writes report.json, then index.html in `folder`. Returns the page's path."""
+    from mpbridge.common.files import write
     from mpbridge.training.rehearse.page import page
 
     folder.mkdir(parents=True, exist_ok=True)
     result.write(folder / "report.json")
     path = folder / "index.html"
-    path.write_text(page(result), encoding="utf-8")
+    write(path, page(result))
     return path

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpbridge.common.tables.prose import prose
+from mpbridge.common.tables.prose import printable, prose
 from mpbridge.common.tables.table import Column, Table, table
 
 
@@ -35,13 +35,13 @@ def print_line(text: str = "", *, indent: str = "") -> None:
 
 def print_whole(text: str) -> None:
     """Prints lines that are copied or read by a program, such as commands, settings, YAML or a plot: never wrapped."""
-    print(text)
+    print(printable(text))
 
 
 def complain(text: str) -> None:
     """Prints a line on stderr, never wrapped: one line per fault, as searches and programs expect."""
     if sys.stderr is not None:  # closed: print would write to stdout
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, title: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Opens files from untrusted sources: only regular files, never through a link; strict and bounded parsing of JSON."""
+"""Opens files from untrusted sources and writes every output: only regular files, never through a link; strict and bounded parsing of JSON."""
 
 from __future__ import annotations
 
@@ -89,6 +89,24 @@ def opened_to_write(file: Path, *, append: bool = False) -> IO[str]:
     return os.fdopen(handle, "a+" if append else "w+", encoding="utf-8", buffering=1)
 
 
+def write(file: Path, content: str | bytes) -> None:
+    """Writes a whole output file; text as UTF-8. Raises as `opened_to_write` does, and OSError if it cannot be written."""
+    with os.fdopen(_descriptor(file, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as stream:
+        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            stream.truncate()
+        stream.write(content.encode() if isinstance(content, str) else content)
+
+
+def folder_inside(folder: Path, name: str) -> Path:
+    """`folder`/`name`, for what a library writes there. Raises CheckpointError if it is a link: it may lead elsewhere."""
+    place = folder / name
+    if place.is_symlink():
+        raise CheckpointError(
+            f"{place} is a symbolic link, expected a folder: nothing is written through it; remove it"
+        )
+    return place
+
+
 def _descriptor(file: Path, flags: int, mode: int = 0) -> int:
     try:
         handle = os.open(file, flags | _SAFE, mode)
@@ -97,6 +115,8 @@ def _descriptor(file: Path, flags: int, mode: int = 0) -> int:
             _refuse(file, os.lstat(file).st_mode)
         raise
     found = os.fstat(handle)
+    if flags & os.O_CREAT and stat.S_ISCHR(found.st_mode):  # such as /dev/null: nobody's content
+        return handle
     if not stat.S_ISREG(found.st_mode) or (flags & os.O_CREAT and found.st_nlink > 1):
         os.close(handle)
         if stat.S_ISREG(found.st_mode):

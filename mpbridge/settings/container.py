@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mpbridge.common.errors import BadValue, Contradiction, UnknownName
+from mpbridge.common.files import write
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.settings.load import COMMAND_LINE, TOP, dump_yaml, read
@@ -251,7 +252,7 @@ class ConfigContainer:
     def dump(self, path: str | os.PathLike[str]) -> None:
         """Writes `to_yaml()`. Raises BadValue when the file cannot be written."""
         try:
-            Path(path).write_text(self.to_yaml(), encoding="utf-8")
+            write(Path(path), self.to_yaml())
         except OSError as error:
             raise BadValue(f"configuration {path} cannot be written: {error}") from None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.files import write
 from mpbridge.common.probe import installed
 from mpbridge.common.report.console import tell
 from mpbridge.planning.rules.admit import require_here
@@ -71,7 +72,7 @@ def write_precision(run: Run, folder: Path | None) -> None:
         "config": settings_of(run),
     }
     _make(folder)
-    (folder / "precision.json").write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+    write(folder / "precision.json", json.dumps(data, indent=2, default=str) + "\n")
 
 
 def settings_of(run: Run) -> dict[str, Any]:

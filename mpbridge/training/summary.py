@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpbridge.common.errors import CheckpointError
+from mpbridge.common.files import why, write
 from mpbridge.common.report.console import warn
 from mpbridge.training.preflight import settings_of
 
@@ -94,9 +96,9 @@ def write_summary(summary: Summary, folder: Path | None) -> None:
 def _write(path: Path, data: Any) -> None:
     text = json.dumps(data, indent=2, default=str) + "\n"
     try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        warn(f"{path} cannot be written ({error.strerror or error}) and is incomplete")
+        write(path, text)
+    except (OSError, CheckpointError) as error:
+        warn(f"{path} cannot be written ({why(error)}) and is incomplete")
 
 
 def write_timing(run: Any, meter: Any, folder: Path | None) -> None:

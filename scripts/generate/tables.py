@@ -335,6 +335,85 @@ def bytes_table() -> str:
     return markdown(("recipe", "compute", "kept", "bytes per parameter, 1 GPU", "8 GPUs"), rows)
 
 
+def certificate_data(name: str) -> dict[str, Any]:
+    path = ROOT / "scripts" / "evidence" / "data" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
+    def bits(pair: Sequence[float | None]) -> str:
+        one, plateau = ("exact" if value is None else f"{value:.2f}" for value in pair)
+        return one if one == plateau else f"{one} -> {plateau}"
+
+    def percent(value: float | None, digits: int = 2) -> str:
+        return "" if value is None else f"{100 * value:+.{digits}f}"
+
+    found = []
+    for row in rows:
+        errors, alignments, gains = row["dy"]
+        found.append(
+            (
+                f"`{row[named] or 'as Transformer Engine does'}`",
+                *(bits(row[gemm]) for gemm in ("fprop", "dgrad", "wgrad")),
+                f"{1e3 * errors[0]:.3g}",
+                " / ".join(percent(value) for value in alignments),
+                " / ".join(percent(value, 1) for value in gains if value is not None),
+                percent(row["fresh"]),
+                row["sentence"].rpartition(" in one step; ")[2] if named == "recipe" else "",
+                f"{row['seconds']:.0f}",
+            )
+        )
+    return markdown(
+        (
+            named,
+            "forward, bits: one step -> plateau",
+            "input gradient",
+            "weight gradient",
+            "gradients' MSE x 1e-3",
+            "their alignment, %: normal / Student 3 / lognormal / sparse",
+            "small-signal gain, %",
+            "over fresh data, %",
+            "optimizer",
+            "seconds",
+        ),
+        found,
+    )
+
+
+@table("certificates")
+def certificate_table() -> str:
+    """The certificate of every built-in recipe, as scripts/evidence/certificates.py measured it."""
+    return certificate_rows(certificate_data("certificates")["recipes"], "recipe")
+
+
+@table("certificate-variants")
+def certificate_variant_table() -> str:
+    from mpbridge.numerics.certificates.expected import NOT_OFFERED, VARIANTS
+
+    rows = certificate_rows(certificate_data("certificates")["variants"], "variant")
+    words = [(f"`{one.name}`", one.words, "yes" if one.offered else NOT_OFFERED) for one in VARIANTS.values()]
+    return rows + "\n\n" + markdown(("variant", "what it changes", "Transformer Engine has it"), words)
+
+
+@table("published-and-ours")
+def published_table() -> str:
+    rows = certificate_data("certificates")["published"]
+    return markdown(
+        ("source", "what", "published", "ours", "agrees", "why not"),
+        [
+            (
+                r["source"],
+                r["what"],
+                f"{r['published']:.10g}",
+                f"{r['ours']:.5g}",
+                "yes" if r["agrees"] else "**no**",
+                r["why"],
+            )
+            for r in rows
+        ],
+    )
+
+
 def notes(cls: type) -> dict[str, str]:
     """field -> the note under it, from a dataclass's source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]

@@ -196,7 +196,7 @@ def test_a_certificate_of_ones_own_tensors_beside_a_variant(tmp_path: Path, caps
         (["bf16_mxpf8"], "nearest"),
         (["bf16_mixed", "--tensors", "{file}"], "not a safetensors file"),
         (["bf16_mixed", "--te", "two"], "not a Transformer Engine release"),
-        (["optimizer.rate=1"], "no field"),
+        (["optimizer.rate=1"], "no setting in optimizer"),
     ],
 )
 def test_misuse_names_the_cure(

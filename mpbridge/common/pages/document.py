@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpbridge.common import files
 from mpbridge.common.errors import BadValue
 from mpbridge.common.pages.sampling import packed, plain, spare, thin
 from mpbridge.common.tables.table import Column, table
@@ -133,8 +136,7 @@ class Page:
         while True:
             blocks = [packed(block) for block in self.blocks]
             data = {"title": self.title, "made": self.made, "glossary": self.glossary, "blocks": blocks}
-            # the only sequence that could end the script element early
-            text = template.render(title=self.title, data=_json(data).replace("</", "<\\/"), **assets)
+            text = template.render(title=self.title, data=_json(data), policy=_policy(assets), **assets)
             if len(text.encode()) <= largest:
                 return text
             if not spare(self.blocks):
@@ -150,11 +152,27 @@ _ASSETS = {
 
 
 def _json(data: Any) -> str:
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    """JSON for a script element: without `<` no value can end the element or open a comment in it."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _policy(assets: Mapping[str, str]) -> str:
+    """A content security policy: the page's own scripts and styles by hash, and nothing from anywhere."""
+
+    def hashes(*names: str) -> str:
+        digests = (hashlib.sha256(assets[name].encode()).digest() for name in names)
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+    own = f"script-src {hashes('uplot', 'script')}; style-src {hashes('uplot_style', 'style')}"
+    return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
 
 
 def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None:
     """Raises BadValue if a file (or folder) cannot be written at `path`, the value of `option`; call it before the work, not after it."""
+    if path.is_symlink() and not folder:
+        raise BadValue(
+            f"{option} {path} is a symbolic link, which outputs are not written through: remove it, or name its target"
+        )
     if folder:
         place = path
         while not place.exists() and place != place.parent:
@@ -174,6 +192,6 @@ def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None
 def write(path: Path, text: str, *, option: str = "--out") -> None:
     """Writes a page. Raises BadValue with the file's name if it cannot be written after all."""
     try:
-        path.write_text(text, encoding="utf-8")
+        files.write(path, text)
     except OSError as error:
         raise BadValue(f"{option} {path} cannot be written: {error.strerror or error}") from None

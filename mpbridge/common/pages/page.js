@@ -8,6 +8,7 @@
     for (const [name, value] of Object.entries(values)) {
       if (name === "class") node.className = value;
       else if (name === "text") node.textContent = value;
+      else if (name === "style") node.style.cssText = value; // the page's policy allows no style attribute
       else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
       else if (value !== undefined && value !== null) node.setAttribute(name, value);
     }

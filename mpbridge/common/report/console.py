@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
-from mpbridge.common.tables.prose import prose
+from mpbridge.common.tables.prose import printable, prose
 
 UPSTREAM = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
 """Beginnings of warnings that megatron-core 0.16.1 emits at every import or construction; `doctor` reports the fact."""
@@ -70,7 +70,7 @@ def silence() -> None:
 def warn(text: str) -> None:
     """Prints a line on stderr, if there is one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def console(*, speaks: bool = True) -> Console:

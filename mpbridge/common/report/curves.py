@@ -140,7 +140,7 @@ def _number(value: float) -> str:
 # --- as a picture --------------------------------------------------------------------------------------------------------------------------
 def picture(runs: Sequence[Curves], path: Path) -> None:
     """Draws all curves of all runs in one picture. Raises MpbridgeError without matplotlib, BadValue if the picture cannot be written."""
-    from mpbridge.common.report.pictures import pyplot
+    from mpbridge.common.report.pictures import pyplot, save
 
     plt = pyplot()
     figure, all_axes = plt.subplots(2, 2, figsize=(12, 7))
@@ -159,9 +159,4 @@ def picture(runs: Sequence[Curves], path: Path) -> None:
         if axes.lines:
             axes.legend(fontsize=8)
     figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise BadValue(f"picture {path} cannot be written: {error}") from None
-    finally:
-        plt.close(figure)
+    save(figure, path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpbridge.common import files
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.shipped import install
 
@@ -23,7 +24,9 @@ def drawable(*, report: bool = False) -> bool:
     except ValueError:  # it is in sys.modules without a spec
         there = False
     if report and not there:
-        print(f"no picture: {MISSING}", file=sys.stderr, flush=True)
+        from mpbridge.common.report.console import warn
+
+        warn(f"no picture: {MISSING}")
     return there
 
 
@@ -56,12 +59,19 @@ def stacked_bars(path: Path, panels: Sequence[Panel]) -> None:
     figure, places = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False, layout="constrained")
     for panel, axes in zip(panels, places[:, 0], strict=True):
         _draw(axes, panel, plt.get_cmap("tab20"))
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure in the format of the name's ending (PNG without one) and closes it. Raises BadValue if it cannot be written."""
+    drawn = io.BytesIO()
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(drawn, dpi=110, format=path.suffix.lstrip(".") or "png")
+        files.write(path, drawn.getvalue())
     except (OSError, ValueError) as error:
         raise BadValue(f"picture {path} cannot be written: {error}") from None
     finally:
-        plt.close(figure)
+        pyplot().close(figure)
 
 
 def _draw(axes: Any, panel: Panel, colours: Any) -> None:

@@ -11,9 +11,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from mpbridge.common.report.console import tell
+from mpbridge.common.tables.prose import printable
 
 REDRAW = 0.25
 """Minimum seconds between redraws: rich's own refresh thread would compete with training for CPU cores."""
@@ -109,5 +111,5 @@ def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None
     """A bar on stderr if that is a terminal; call the returned function with (done, total)."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task(what)
+        task = progress.add_task(escape(printable(what)))
         yield lambda done, total: progress.update(task, completed=done, total=max(total, 1))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpbridge.common.errors import UnknownName
-from mpbridge.common.files import lines_of, text_of
+from mpbridge.common.files import folder_inside, lines_of, opened_to_write, text_of, write
 from mpbridge.common.report.console import warn
 from mpbridge.common.shipped import install
 
@@ -61,7 +61,7 @@ class TrackedRun:
     def remember(self, tracker: str, identity: str) -> None:
         """Stores the id so that the run can be continued."""
         known = self._known() | {tracker: identity}
-        (self.folder / "trackers.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        write(self.folder / "trackers.json", json.dumps(known, indent=1) + "\n")
 
     def _known(self) -> dict[str, str]:
         try:
@@ -119,7 +119,7 @@ class Csv:
             self.columns += new
             self._rewrite([*rows, row])
             return
-        with self.path.open("a", newline="", encoding="utf-8") as stream:
+        with opened_to_write(self.path, append=True) as stream:
             csv.DictWriter(stream, self.columns).writerow(row)
 
     def _rows(self) -> list[dict[str, str]]:
@@ -156,7 +156,7 @@ class TensorBoard:
 
         # purge_step hides the events of steps that will be repeated
         self._writer: Any = SummaryWriter(
-            str(place.folder / "tensorboard"), purge_step=place.after + 1 if place.after else None
+            str(folder_inside(place.folder, "tensorboard")), purge_step=place.after + 1 if place.after else None
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -200,7 +200,7 @@ class Wandb:
         self._run: Any = wandb.init(
             project=place.project,
             name=place.name,
-            dir=str(place.folder),
+            dir=str(folder_inside(place.folder, "wandb").parent),
             mode=mode,
             id=identity,
             resume="allow" if identity and mode == "online" else None,
@@ -225,7 +225,7 @@ class Mlflow:
         # a server that goes away later is given up soon, unless the user wants MLflow to try for longer: its own default is 7 times, for 120 s each
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{ANSWER:.0f}")
-        store = place.folder.resolve() / "mlflow.db"
+        store = folder_inside(place.folder.resolve(), "mlflow.db")
         uri = place.section.get("mlflow_uri") or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store}"
         if str(uri).startswith(("http://", "https://")):
             require_answer(str(uri), seconds=ANSWER)
@@ -242,7 +242,7 @@ class Mlflow:
                 found.experiment_id
                 if found is not None
                 else self._client.create_experiment(
-                    place.project, artifact_location=(place.folder.resolve() / "mlflow").as_uri()
+                    place.project, artifact_location=folder_inside(place.folder.resolve(), "mlflow").as_uri()
                 )
             )
             made = self._client.create_run(experiment, run_name=place.name, tags={"recipe": place.recipe})

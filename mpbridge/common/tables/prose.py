@@ -17,6 +17,19 @@ _ARGUMENT = re.compile(r"-\S+|.*[^\w'-].*|[A-Z][A-Z_]*")
 _SETTING = re.compile(r"[a-z_]+(\.\w+)+=\S*[^\s,;.]")
 
 
+_UNPRINTABLE = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for first, last in ((0, 8), (11, 31), (127, 159), (0x202A, 0x202E), (0x2066, 0x2069), (0xD800, 0xDFFF))
+    for code in range(first, last + 1)
+}
+"""Characters that command a terminal, reorder what it shows or cannot be encoded -> as escapes; a tab and a line's end are text."""
+
+
+def printable(text: str) -> str:
+    """A text that a terminal only shows: everything printed passes through here, since any of it may come from a file."""
+    return text.translate(_UNPRINTABLE)
+
+
 def crowded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, whole: Sequence[bool] = ()) -> bool:
     """Whether the columns, two blanks apart, would be too narrow to read; whole: columns that are never wrapped."""
     longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
@@ -35,7 +48,7 @@ def record(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
 def prose(text: str, width: int | None, *, indent: str = "") -> str:
     """Each line of `text`, indented, in lines of at most `width` characters with its own leading blanks; None: not wrapped."""
     out: list[str] = []
-    for line in text.split("\n"):
+    for line in printable(text).split("\n"):
         whole = f"{indent}{line}"
         words = whole.lstrip(" ")
         fits = width is None or len(whole) <= width

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mpbridge.common.tables.prose import crowded, record, wrapped
+from mpbridge.common.tables.prose import crowded, printable, record, wrapped
 from mpbridge.common.tables.units import size
 
 if TYPE_CHECKING:
@@ -75,16 +75,22 @@ class Table:
 
     def texts(self) -> list[list[str]]:
         """The rows as displayed."""
-        return [[column.text(cell) for column, cell in zip(self.columns, row, strict=True)] for row in self.rows]
+        return [
+            [printable(column.text(cell)) for column, cell in zip(self.columns, row, strict=True)] for row in self.rows
+        ]
 
     def lines(self, width: int | None = None) -> list[str]:
         """As plain text: the title, then the widest form whose lines fit `width` (None: any): a table; a table with the last column's text on lines of its
         own; each row as 'column: text'."""
-        heading = [] if not self.title else [self.title] if width is None else wrapped(self.title, width)
-        return [*heading, *self._body(width), *([] if not self.note else [self.note] if width is None else wrapped(self.note, width))]  # fmt: skip
+        heading = self._beside(self.title, width)
+        return [*heading, *self._body(width), *self._beside(self.note, width)]
+
+    def _beside(self, text: str, width: int | None) -> list[str]:
+        whole = printable(text)
+        return [] if not whole else [whole] if width is None else wrapped(whole, width)
 
     def _body(self, width: int | None) -> list[str]:
-        names, rows = [column.name for column in self.columns], self.texts()
+        names, rows = [printable(column.name) for column in self.columns], self.texts()
         lines = self._aligned(names, rows)
         if width is None or all(len(line) <= width for line in lines):
             return lines
@@ -142,7 +148,7 @@ class Table:
         full = self.filled()
         if full.fits(options.max_width):
             yield full._rich()
-            yield Text(full.note) if full.note else Text("", end="")
+            yield Text(printable(full.note)) if full.note else Text("", end="")
         else:
             yield Text("\n".join(full.lines(options.max_width)))
 
@@ -151,11 +157,14 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        made = RichTable(title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")  # fmt: skip
+        made = RichTable(title=Text(printable(self.title)) if self.title else None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")  # fmt: skip
         made.show_header = any(column.name for column in self.columns)
         for column in self.columns:
             made.add_column(
-                column.name, no_wrap=column.whole, overflow="fold", justify="right" if column.number else "left"
+                Text(printable(column.name)),
+                no_wrap=column.whole,
+                overflow="fold",
+                justify="right" if column.number else "left",
             )
         for row, tone in zip(self.texts(), self._tones(), strict=True):
             # Text, not str: brackets in a value are not markup

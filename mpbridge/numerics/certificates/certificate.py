@@ -155,7 +155,7 @@ class _Maker:
             for quantity, value in gemm_figures(gemm, pair[0], pair[1], exact).items():  # type: ignore[arg-type]
                 yield (gemm, quantity), value
             made = self.operands[gemm]
-            if made is not None and first == "dy":
+            if made is not None and first == "dy" and pair[0].draws is None:
                 yield (
                     (f"{gemm} dy {COPY_OF[gemm, 'dy']}", "small-signal gain"),
                     gain(made, linear.dy.to(self.compute), gemm, seed),

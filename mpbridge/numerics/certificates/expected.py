@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import E2M1, E4M3
-from mpbridge.numerics.operands import COPY_OF, Side
+from mpbridge.numerics.operands import COPY_OF, Operand, Side
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE, peaks_over, scale_from_amax
@@ -62,6 +62,8 @@ class Variant:
         return not self.rules and not self.eden
 
 
+_OWN_ROTATION = (("hadamard", False),)
+"""MS-EDEN rotates by itself, and its result is rotated back."""
 VARIANTS: Mapping[str, Variant] = {
     one.name: one
     for one in (
@@ -71,8 +73,8 @@ VARIANTS: Mapping[str, Variant] = {
         Variant(name="4over6", words="weights choose between 6 and 4", options=(("four_over_six", "weights"),)),
         Variant(name="scale-up", words="the gradients' block scales rounded up", rules=(("nvfp4_scale_up", True),)),
         Variant(name="headroom", words="the gradients' block maxima mapped to 6 * 16/17", rules=(("nvfp4_headroom", 17 / 16),)),
-        Variant(name="ms-eden", words="gradients by MS-EDEN, signs redrawn at every step", eden="redrawn"),
-        Variant(name="ms-eden-fixed", words="gradients by MS-EDEN, one set of signs", eden="fixed"),
+        Variant(name="ms-eden", words="gradients by MS-EDEN, signs redrawn at every step", options=_OWN_ROTATION, eden="redrawn"),
+        Variant(name="ms-eden-fixed", words="gradients by MS-EDEN, one set of signs", options=_OWN_ROTATION, eden="fixed"),
     )
 }  # fmt: skip
 """Name -> variant of NVFP4."""
@@ -100,7 +102,8 @@ class Operands:
         self.quantizer = Quantizer(
             self.quant, [SLOT], randomness=Randomness(0, cpu), device=cpu, release=release, compiled=False
         )
-        self._plain = self.quantizer.rules
+        if variant is not None:
+            vary(self.quantizer, variant)
 
     @property
     def per_tensor(self) -> bool:
@@ -126,8 +129,6 @@ class Operands:
         if self.variant is not None and self.variant.eden and side == "dy":
             return self._eden(x, COPY_OF[gemm, side])
         made, number = self.quantizer, self.quantizer.format_of(side)
-        changes = dict(self.variant.rules) if self.variant is not None and side == "dy" else {}
-        made.rules = replace(self._plain, **changes)
         if self.quant.row.history:  # a steady state: the stored scale is that of this very tensor
             table, index = made._place(SLOT, side)
             table.scale[index] = number.largest / x.abs().amax().float()
@@ -179,6 +180,18 @@ class Operands:
         )  # fmt: skip
 
 
+def vary(quantizer: Quantizer, variant: Variant) -> None:
+    """Applies the variant's rules to a quantizer, also one that trains (`Emulation.quantizers`): for gradients only, from now on."""
+    plain, changed = quantizer.rules, replace(quantizer.rules, **dict(variant.rules))
+    operand = quantizer.operand
+
+    def varied(x: torch.Tensor, *, side: Side, **more: Any) -> Operand:
+        quantizer.rules = changed if side == "dy" else plain
+        return operand(x, side=side, **more)
+
+    quantizer.operand = varied  # type: ignore[method-assign]
+
+
 def exact(x: torch.Tensor) -> Expected:
     """An operand that is not rounded."""
     value = x.double()
@@ -204,7 +217,7 @@ def stochastic_e2m1(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 # --- MS-EDEN, arXiv 2601.22813, section 3 ------------------------------------------------------------------------------------------------
-EDEN_DRAWS = 16
+EDEN_DRAWS = 8
 EDEN_ROTATION, EDEN_CLIP, EDEN_BOUND = 128, 0.93, 256.0
 """Length of the rotation, where the block maximum is put, and the largest block scale, which leaves the correction room."""
 

@@ -30,7 +30,7 @@ def operand_figures(found: Expected) -> dict[str, float]:
     bias = found.mean - found.source
     nonzero = max(int((found.source != 0).sum()), 1)
     return {
-        "MSE": float(bias.square().sum() + found.variance.sum()) / energy,
+        "MSE": (_unbiased(found, bias) + float(found.variance.sum())) / energy,
         "alignment": float((bias * found.source).sum()) / energy,
         "clipped": float(found.clipped.double().mean()),
         "largest loss": _largest_loss(found),

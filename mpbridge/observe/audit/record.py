@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue
+from mpbridge.common.files import write
 from mpbridge.common.report.history import PRECISION, changes, read_history
 from mpbridge.observe.audit.findings import Report
 
@@ -39,7 +40,7 @@ def write_section(path: Path, report: Report, *, history: Sequence[Mapping[str, 
     if history:
         section["history"] = _kept(history)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=2) + "\n")
+    write(path, json.dumps(data, indent=2) + "\n")
 
 
 def _kept(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -67,7 +68,7 @@ def doubt(folder: Path, *, after: int) -> None:
             if found.get("audit") != "good" or not int(found.get("step", 0)) > after:
                 continue
             fresh = path.with_name(f"{path.name}.new")
-            fresh.write_text(json.dumps(found | {"audit": "suspect"}, indent=1, sort_keys=True), encoding="utf-8")
+            write(fresh, json.dumps(found | {"audit": "suspect"}, indent=1, sort_keys=True))
             fresh.replace(path)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             continue  # a resume refuses a manifest that cannot be read

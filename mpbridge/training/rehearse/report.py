@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mpbridge.common.files import write
 from mpbridge.common.tables.table import Table, table
 from mpbridge.training.rehearse.measure import OWN_ERROR, RecipeMeasurement
 
@@ -151,7 +152,7 @@ class Rehearsal:
 
     def write(self, path: Path) -> None:
         """Writes JSON; numbers that JSON cannot represent become null."""
-        path.write_text(json.dumps(_finite(self.as_data()), indent=1) + "\n", encoding="utf-8")
+        write(path, json.dumps(_finite(self.as_data()), indent=1) + "\n")
 
 
 def complaints(row: TensorSummary) -> list[Complaint]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge import __version__
+from mpbridge.common import files
 from mpbridge.common.errors import BadValue
 from mpbridge.common.tables.units import size
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -72,7 +73,7 @@ def scores(result: Tuned) -> dict[str, dict[str, Any]]:
 def write(path: Path, content: dict[str, Any]) -> None:
     """The recipe file. Raises BadValue if it cannot be written."""
     try:
-        path.write_text(dump_yaml(content), encoding="utf-8")
+        files.write(path, dump_yaml(content))
     except OSError as error:
         raise BadValue(
             f"--out {path}: {error.strerror or error} (expected a file name in an existing folder)"

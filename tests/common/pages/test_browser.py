@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import itertools
 import json
@@ -48,6 +50,7 @@ addEventListener("load", () => drawn(() => {
 LISTEN = """
 <script>
 window.faults = []; addEventListener("error", (event) => window.faults.push(event.message));
+addEventListener("securitypolicyviolation", (event) => window.faults.push(`${event.violatedDirective}: ${event.sample}`));
 window.marks = { words: [], lines: [] };
 const context = CanvasRenderingContext2D.prototype, { fillText, lineTo } = context;
 context.fillText = function (word, x, y) { if (word.includes(": step ")) marks.words.push([word, x, y, this.measureText(word).width]); return fillText.call(this, word, x, y); };
@@ -109,6 +112,10 @@ def deep() -> str:
 def shown(tmp_path: Path, width: int, *, dark: bool = False, made: str = "", acts: str = ACTS) -> dict[str, Any]:
     path = tmp_path / "page.html"
     text = (made or page()).replace("<head>", f"<head>{LISTEN}", 1)
+    # the page's policy allows its own scripts only; the first one added here stands before it
+    script = acts.strip().removeprefix("<script>").removesuffix("</script>")
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    text = text.replace("script-src ", f"script-src &#39;sha256-{allowed}&#39; ", 1)
     path.write_text(text.replace("</body>", f"{acts}</body>", 1), encoding="utf-8")
     command = [
         str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=60000",
@@ -186,3 +193,37 @@ def test_light_and_dark_wide_and_narrow(tmp_path: Path) -> None:
                 assert abs(down - down_) > 10 or right < left_ or right_ < left, f"'{one}' lies on '{two}'"
         assert brightness(light["background"]) > 600 > 200 > brightness(light["text"])
         assert brightness(dark["text"]) > 500 > 200 > brightness(dark["background"])
+
+
+HOSTILE = (
+    "<!--<script>",
+    "</script><img src=x onerror=faults.push(1)>",
+    "\"'><b id=bold>",
+    "javascript:faults.push(1)",
+    "{{ 7 * 7 }}\u2028&lt;",
+)
+LOOKING = """
+<script>
+addEventListener("load", () => drawn(() => {
+  const out = document.createElement("pre"); out.id = "seen";
+  out.textContent = JSON.stringify({ errors: window.faults, title: document.title, text: document.body.textContent, odd: document.querySelectorAll("#bold, main img, main script").length, links: [...document.querySelectorAll("a")].map((one) => one.protocol) });
+  document.body.append(out);
+}));
+</script>
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("word", HOSTILE)
+def test_no_value_is_anything_but_text(word: str, tmp_path: Path) -> None:
+    made = Page(word, {word: word}, {word: word})
+    made.heading(word, word, "bad")
+    made.text(word)
+    made.verdicts(word, [{"text": word, "word": word, "tone": word, "href": word, "more": [word]}])
+    made.chart(word, [(word, [(0, 1.0), (1, 2.0)], word)], x=word, y=word, marks=[(1, word)], note=word)
+    made.table(word, [Column(name=word, help=word, layer=True), Column(name="b")], [[word, {"text": word, "href": word, "tone": word, "tip": word}]])  # fmt: skip
+    made.heat(word, [word], [word], {(word, word): 2.0}, low=1.0, high=4.0, unit=word, note=word)
+    seen = shown(tmp_path, 1000, made=made.html(), acts=LOOKING)
+    assert (seen["errors"], seen["odd"], seen["title"]) == ([], 0, word)
+    assert set(seen["links"]) == {"file:"}
+    assert seen["text"].count(word) > 10

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ def test_nothing_is_loaded_and_nothing_ends_the_data_early() -> None:
     assert not re.search(r"""(src|href)=["']?[a-z]+:|url\(|@import|fetch\(|XMLHttpRequest|import\(""", text)
     assert "alert(1)" in data_of(text)["blocks"][0]["text"]
     assert text.count("</script>") == 3
+    page.text("<!--<script>")  # inside a script element it makes the next end tag a part of the script
+    assert "<!--<script>" not in page.html().split("<main")[1]
     assert data_of(text)["title"] == "</script><b>x</b>"
 
 
@@ -111,3 +116,40 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     ):
         with pytest.raises(BadValue, match=said):
             writable(path, folder=folder)
+
+
+class _Elements(HTMLParser):
+    """What a browser is told: the policy, and the text of each script and style element."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.policy, self.inside, self.found = "", "", []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.inside = tag if tag in ("script", "style") and "type" not in found else ""
+        self.policy = found.get("content") or "" if found.get("http-equiv") else self.policy
+        assert not [name for name in found if name.startswith("on") or name == "style"]
+
+    def handle_data(self, text: str) -> None:
+        if self.inside:
+            self.found.append((self.inside, text))
+            self.inside = ""
+
+
+def test_the_policy_allows_the_page_s_own_scripts_by_hash_and_no_other() -> None:
+    seen = _Elements(Page("t", {}).html())
+    rules = dict(rule.strip().split(" ", 1) for rule in seen.policy.split(";"))
+    assert (rules["default-src"], rules["base-uri"], rules["form-action"]) == ("'none'", "'none'", "'none'")
+    for kind in ("script", "style"):
+        own = [hashlib.sha256(text.encode()).digest() for found, text in seen.found if found == kind]
+        assert rules[f"{kind}-src"].split() == [f"'sha256-{base64.b64encode(one).decode()}'" for one in own]
+        assert len(own) == 2
+
+
+def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "page.html").symlink_to(tmp_path / "victim")
+    with pytest.raises(BadValue, match="symbolic link"):
+        writable(tmp_path / "page.html")

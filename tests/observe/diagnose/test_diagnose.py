@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Written:
             self.weights[step, name] = {"parameter": name, "rms": 1.0, "amax": 1.1, "nonfinite": 0, "main_gap": 0.0, "exp_avg_rms": 1e-3, "exp_avg_sq_mean": 1e-6}  # fmt: skip
         self.events: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
+        self.audited: dict[str, list[str]] = {}
         self.config: dict[str, Any] = {}
 
     def loss(self, steps: range, by: float) -> None:
@@ -78,7 +80,7 @@ class Written:
         (self.folder / FILE).write_text("".join(lines))
         if self.events:
             (self.folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in self.events))
-        audits = [{"step": 1, "ok": True, "facts": {}}]
+        audits = [{"step": 1, "ok": True, "facts": self.audited}]
         (self.folder / "precision.json").write_text(
             json.dumps({"recipe": "r", "audit": {"history": audits}, "config": self.config})
         )
@@ -265,6 +267,22 @@ def test_main_weights_that_do_not_reach_the_model(run: Written) -> None:
     found = run.diagnosed()
     assert first(found) == "lost-main-weights"
     assert found.suspects[0].step == 35
+
+
+@pytest.mark.parametrize(("lost", "accused"), [("77", True), ("12", False)])
+def test_weights_that_stop_moving_are_told_what_is_predicted_and_what_was_seen(
+    run: Written, lost: str, accused: bool
+) -> None:
+    run.audited = {"weights moved": ["all", f"14 of 14, {lost}% of the updates of bf16 weights below rounding", "ok"]}
+    for row in run.rows:
+        row["lr"] = 1e-4
+    found = run.diagnosed()
+    assert (first(found) == "lost-updates") is accused
+    if accused:
+        said = "; ".join(found.suspects[0].evidence)
+        assert "step 1: 77% of the updates of bf16 weights below rounding" in said
+        # weights of 0.021: E erf(half a gap / (sqrt 2 * 0.229 lr)) over the octaves of N(0, 0.021)
+        assert re.search(r"predicted at lr 0.0001 and weights of 0.021 .*: 7[567]% lost", said)
 
 
 def test_nan_out_of_nowhere_names_the_first_input(run: Written) -> None:
