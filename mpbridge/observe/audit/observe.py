@@ -18,6 +18,7 @@ from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_fau
 from mpbridge.observe.audit.gradients import Followed, followed
 from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import Quantizations, quantizations
+from mpbridge.observe.audit.replay import Replayed, replay
 from mpbridge.observe.audit.replicas import Copies, copies
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.traffic import Traffic, traffic
@@ -158,6 +159,7 @@ class Observed:
     quantized: Quantizations | None = None
     followed: Followed | None = None
     traffic: Traffic | None = None
+    replayed: Replayed | None = None
 
 
 def look(
@@ -185,6 +187,9 @@ def look(
             seen.quantized = quantizations(engine, promises, watch)
         if result is not None and before is not None:
             seen.followed = followed(engine, watch, result.loss)
+    if before is not None and result is not None and not getattr(engine, "foreign", False):
+        seen.replayed = replay(engine, before.starts)
+        seen.replayed.declared = before.undeclared
     return seen
 
 
