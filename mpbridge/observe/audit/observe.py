@@ -140,6 +140,8 @@ class Tally:
     elements: int = 0
     bytes: int = 0
     offenders: list[str] = field(default_factory=list)
+    unpromised: set[str] = field(default_factory=set)
+    """Buffers for which the policy says nothing, by the last part of their names."""
 
 
 @dataclass
@@ -269,6 +271,8 @@ def _add(seen: Observed, promises: Promises, one: Any, *, free: bool) -> None:
     tally.bytes += 0 if free else size(one.tensor)
     if promised is not None and promised != found:
         tally.offenders.append(one.parameter or one.role)
+    if promised is None and one.role == "buffers":
+        tally.unpromised.add(one.parameter.rpartition(".")[2])
     if one.parameter:
         seen.layouts.setdefault(one.parameter, {})[one.role] = found
 
@@ -284,4 +288,5 @@ def merged(ranks: list[Observed]) -> Mapping[tuple[str, str, str], Tally]:
                 into.elements + tally.elements,
                 into.bytes + tally.bytes,
             )
+            into.unpromised |= tally.unpromised
     return found
