@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the recipe, its differences and what is inert or contradictory. Returns 1 if no recipe can express it."""
+    """Prints the recipe, its differences and what is inert or contradictory. Returns 1 if no recipe can express it, or what decides is not in it."""
     found = _read(args)
     told = (
         answer(found.fields, engine=found.engine, meaning=found.meaning)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(_data(found, told))
     else:
         _print(found, told)
-    return 0 if told.recipe is not None else 1
+    return 0 if told.recipe is not None and not found.undecided else 1
 
 
 def _read(args: argparse.Namespace) -> Imported:
@@ -91,6 +91,7 @@ HEADINGS = (
     ("inert", "has no effect there"),
     ("cannot_express", "mpbridge cannot express"),
     ("unknown", "unknown there"),
+    ("undecided", "undecided: what decides stands elsewhere"),
     ("in_force", "not said, decided by its defaults"),
     ("assumed", "assumed"),
 )
@@ -98,7 +99,8 @@ HEADINGS = (
 
 
 def _print(found: Imported, told: Answer) -> None:
-    print_line(f"{found.stack} {found.version}: {told}")
+    doubt = "undecided; with what is not said at its defaults, " if found.undecided else ""
+    print_line(f"{found.stack} {found.version}: {doubt}{told}")
     print_line()
     shown = rows(found.meaning)
     print_table(("fact", "meaning"), [(label(name, found.meaning), text) for name, text in shown.items()])

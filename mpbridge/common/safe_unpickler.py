@@ -118,6 +118,8 @@ class _Reader:
         raise CheckpointError("a pickle without an end")
 
     def marked(self) -> list[Any]:
+        if not any(item is _MARK for item in self.stack):
+            raise CheckpointError("a pickle that collects items without a mark")
         at = len(self.stack) - 1 - next(n for n, item in enumerate(reversed(self.stack)) if item is _MARK)
         items = self.stack[at + 1 :]
         del self.stack[at:]

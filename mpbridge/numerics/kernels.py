@@ -82,7 +82,10 @@ class BlockRule:
 
 
 BLOCK_RULES: Mapping[str, BlockRule] = types.MappingProxyType(
-    {"fp32_blocks": BlockRule(blockwise_factors), "e8m0_blocks": BlockRule(mxfp8_block_factors, powers_of_two=True)}
+    {
+        "fp32_blocks": BlockRule(blockwise_factors),
+        "e8m0_blocks": BlockRule(mxfp8_block_factors, powers_of_two=True),
+    }
 )
 """`emulation` of a row of precision/scalings -> its arithmetic."""
 

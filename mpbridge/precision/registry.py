@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, overload
 
 from mpbridge.common.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName, cut
@@ -18,6 +15,7 @@ from mpbridge.common.shipped import recipe_file, recipe_files
 from mpbridge.common.traits import traits
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.recipe import Factory, Recipe
+from mpbridge.precision.recipe_code import call, function
 from mpbridge.precision.recipes import BUILT_IN
 from mpbridge.precision.yaml_loader import read_yaml, said
 
@@ -101,7 +99,7 @@ def _fill() -> None:
 
 
 def _from_entry_point(point: importlib.metadata.EntryPoint) -> MixedPrecisionConfig:
-    return _call(point.load(), point.value)
+    return call(point.load(), point.value)
 
 
 def _store(entry: Recipe) -> None:
@@ -219,9 +217,9 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
             raise RecipeError(
                 f"recipe={text!r} is code that comes with this configuration: name the recipe yourself (--recipe)"
             )
-        return _call(_function(text), text)
+        return call(function(text), text)
     entry = recipe(text)
-    return _call(entry.make, entry.name)
+    return call(entry.make, entry.name)
 
 
 def _file(name: str) -> Path | None:
@@ -251,33 +249,34 @@ def describe(name: str) -> Recipe:
     )
 
 
-def _stated_engine(path: Path | None, depth: int = 0) -> str | None:
-    """The engine that a recipe file, or the nearest of the files that it extends, states. Raises UnknownName for one that there is not."""
+def _chain(path: Path | None, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The contents of a recipe file and of the files that it extends, as far as they can be read; the use of one that cannot be read says so."""
     import yaml
 
     try:
         data = None if path is None else read_yaml(path)
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, MpbridgeError):
-        return None  # its use says so
-    if path is None or not isinstance(data, dict):
-        return None
-    if data.get(ENGINE) is not None:
-        return traits(str(data[ENGINE])).name
-    base = str(data.get("extends") or "")
-    return _stated_engine(path.parent / base, depth + 1) if base.endswith((".yaml", ".yml")) and depth < 20 else None
+        return
+    if path is not None and isinstance(data, dict):
+        yield data
+        base = str(data.get("extends") or "")
+        if base.endswith((".yaml", ".yml")) and depth < _DEEPEST:
+            yield from _chain(path.parent / base, depth + 1)
 
 
-def _extended(path: Path, depth: int = 0) -> Recipe | None:
-    """The named recipe at the end of a file's chain of `extends`; None: there is none, or the file cannot be read (its use says so)."""
-    import yaml
+_DEEPEST = 20
+"""Files that extend each other in a chain; a circle ends there, and using one names it."""
 
-    try:
-        data = read_yaml(path)
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, MpbridgeError):
-        return None
-    base = str(data.get("extends") or "") if isinstance(data, dict) else ""
-    if base.endswith((".yaml", ".yml")):
-        return _extended(path.parent / base, depth + 1) if depth < 20 else None
+
+def _stated_engine(path: Path | None) -> str | None:
+    """The engine that a recipe file, or the nearest of the files that it extends, states. Raises UnknownName for one that there is not."""
+    stated = next((data[ENGINE] for data in _chain(path) if data.get(ENGINE) is not None), None)
+    return None if stated is None else traits(str(stated)).name
+
+
+def _extended(path: Path) -> Recipe | None:
+    """The named recipe at the end of a file's chain of `extends`; None: there is none, or a file of the chain cannot be read."""
+    base = next((str(data.get("extends") or "") for data in reversed(tuple(_chain(path)))), "")
     return recipes[base] if base and not _is_place(base) and base in recipes else None
 
 
@@ -289,68 +288,18 @@ def evidence_of(name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def model_of(name: str, depth: int = 0) -> str | None:
+def model_of(name: str) -> str | None:
     """The model whose linears a recipe file's rules under `modules:` name, where it is none of megatron-core's: by the evidence of the file that wrote them.
 
-    A file that extends another has that one's rules unless it states its own. The file was read before, so it can be read.
+    A file that extends another has that one's rules unless it states its own.
     """
-    said = evidence_of(name).get(FOREIGN)
-    if said or not name.endswith((".yaml", ".yml")) or depth >= 20:
-        return str(said) if said else None
-    data = read_yaml(Path(name)) or {}
-    base = str(data.get("extends") or "")
-    inherits = "modules" not in data and base.endswith((".yaml", ".yml"))
-    return model_of(str(Path(name).parent / base), depth + 1) if inherits else None
-
-
-def _call(factory: Any, name: str) -> MixedPrecisionConfig:
-    try:
-        made = factory()
-    except MpbridgeError as error:
-        raise RecipeError(f"recipe {name!r} failed: {error}") from error
-    except Exception as error:
-        # a KeyError in a factory is the factory's fault, not an unknown name
-        raise RecipeError(f"recipe {name!r} raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, MixedPrecisionConfig):
-        raise RecipeError(f"recipe {name!r} returned {type(made).__name__}, expected a MixedPrecisionConfig")
-    return made.derive()
-
-
-def _function(text: str) -> Any:
-    where, colon, function = text.rpartition(":")
-    if not colon:
-        raise RecipeError(f"recipe {text!r} names a file: say which of its functions, as in {text}:my_recipe")
-    module = _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
-    if not hasattr(module, function):
-        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UnknownName(f"function in {where}", function, public)
-    return getattr(module, function)
-
-
-def _module(where: str) -> ModuleType:
-    try:
-        return importlib.import_module(where)
-    except Exception as error:
-        raise RecipeError(f"recipe module {where!r} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _module_from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise RecipeError(f"recipe file {path}: no such file")
-    name = f"mpbridge_recipe_{path.stem}_{abs(hash(path.resolve())):x}"
-    if name in sys.modules:  # executed once: its @register lines must not run twice
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # a .py file always has a spec
-    assert spec.loader is not None  # and a loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise RecipeError(f"recipe file {path} cannot be executed: {type(error).__name__}: {error}") from error
-    return module
+    for data in _chain(Path(name)) if name.endswith((".yaml", ".yml")) else ():
+        evidence = data.get(EVIDENCE)
+        if isinstance(evidence, Mapping) and evidence.get(FOREIGN):
+            return str(evidence[FOREIGN])
+        if "modules" in data:
+            return None
+    return None
 
 
 def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:

@@ -31,93 +31,56 @@ SHARE, FRACTION = Range(least=0, most=1), Range(least=0, below=1)
 RATE = Range(least=0, below=1000)
 """A learning rate: far above any useful one."""
 
+_PARALLEL = " ".join(name for name in Parallelism.__dataclass_fields__ if name.endswith("_size"))
+_BOUNDS: dict[Range, dict[str, str]] = {
+    SIZE: {
+        "parallel": _PARALLEL,
+        "model": f"{_PARALLEL} "
+        "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels "
+        "num_moe_experts moe_ffn_hidden_size moe_router_topk moe_shared_expert_intermediate_size "
+        "vocab_size max_sequence_length moe_latent_size moe_router_num_groups moe_router_group_topk "
+        "moe_router_topk_limited_devices q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
+        "v_head_dim yarn_rotary_scaling_factor yarn_original_max_position_embeddings",
+        "train": "micro_batch_size global_batch_size eval_interval log_interval threads exit_interval",
+        "data": "seq_length vocab_divisible_by workers",
+        "scheduler": "lr_decay_iters lr_wsd_decay_iters",
+        "checkpoint": "save_interval keep_last keep_every",
+        "ddp": "num_distributed_optimizer_instances bucket_size",
+    },
+    POSITIVE: {
+        "model": "layernorm_epsilon init_method_std embedding_init_method_std rotary_scaling_factor rotary_base "
+        "yarn_beta_fast yarn_beta_slow",
+        "optimizer": "adam_eps",
+    },
+    FRACTION: {
+        "model": "hidden_dropout attention_dropout",
+        "optimizer": "adam_beta1 adam_beta2 sgd_momentum",
+    },
+    COUNT: {
+        "model": "mtp_num_layers moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps yarn_mscale "
+        "yarn_mscale_all_dim",
+        "train": "train_iters eval_iters seed timeout_minutes",
+        "scheduler": "lr_warmup_iters start_weight_decay end_weight_decay",
+        "audit": "every",
+        "logger": "precision_every",
+        "optimizer": "weight_decay clip_grad",
+    },
+    Range(above=0, most=1): {"model": "rotary_percent"},
+    SHARE: {
+        "scheduler": "lr_warmup_fraction",
+        "optimizer": "optimizer_offload_fraction",
+    },
+    RATE: {
+        "scheduler": "lr_warmup_init",
+        "optimizer": "lr min_lr decoupled_lr decoupled_min_lr",
+    },
+}
+"""Bound -> section -> names of its settings."""
 LIMITS: dict[str, Range] = {
-    **dict.fromkeys(
-        (
-            f"{section}.{name}"
-            for section in ("parallel", "model")
-            for name in Parallelism.__dataclass_fields__
-            if name.endswith("_size")
-        ),
-        SIZE,
-    ),
-    "model.num_layers": SIZE,
-    "model.hidden_size": SIZE,
-    "model.num_attention_heads": SIZE,
-    "model.num_query_groups": SIZE,
-    "model.ffn_hidden_size": SIZE,
-    "model.kv_channels": SIZE,
-    "model.num_moe_experts": SIZE,
-    "model.moe_ffn_hidden_size": SIZE,
-    "model.moe_router_topk": SIZE,
-    "model.moe_shared_expert_intermediate_size": SIZE,
-    "model.vocab_size": SIZE,
-    "model.max_sequence_length": SIZE,
-    "model.layernorm_epsilon": POSITIVE,
-    "model.hidden_dropout": FRACTION,
-    "model.attention_dropout": FRACTION,
-    "model.init_method_std": POSITIVE,
-    "model.embedding_init_method_std": POSITIVE,
-    "model.mtp_num_layers": COUNT,
-    "model.moe_latent_size": SIZE,
-    "model.moe_router_num_groups": SIZE,
-    "model.moe_router_group_topk": SIZE,
-    "model.moe_router_topk_limited_devices": SIZE,
-    "model.moe_aux_loss_coeff": COUNT,
-    "model.moe_z_loss_coeff": COUNT,
-    "model.moe_input_jitter_eps": COUNT,
-    "model.q_lora_rank": SIZE,
-    "model.kv_lora_rank": SIZE,
-    "model.qk_head_dim": SIZE,
-    "model.qk_pos_emb_head_dim": SIZE,
-    "model.v_head_dim": SIZE,
-    "model.rotary_scaling_factor": POSITIVE,
-    "model.rotary_base": POSITIVE,
-    "model.yarn_rotary_scaling_factor": SIZE,
-    "model.yarn_original_max_position_embeddings": SIZE,
-    "model.yarn_beta_fast": POSITIVE,
-    "model.yarn_beta_slow": POSITIVE,
-    "model.yarn_mscale": COUNT,
-    "model.yarn_mscale_all_dim": COUNT,
-    "model.rotary_percent": Range(above=0, most=1),
-    "train.micro_batch_size": SIZE,
-    "train.global_batch_size": SIZE,
-    "train.train_iters": COUNT,
-    "train.eval_interval": SIZE,
-    "train.eval_iters": COUNT,
-    "train.seed": COUNT,
-    "train.log_interval": SIZE,
-    "train.threads": SIZE,
-    "train.exit_interval": SIZE,
-    "train.timeout_minutes": COUNT,
-    "data.seq_length": SIZE,
-    "data.vocab_divisible_by": SIZE,
-    "data.workers": SIZE,
-    "scheduler.lr_decay_iters": SIZE,
-    "scheduler.lr_warmup_iters": COUNT,
-    "scheduler.lr_warmup_fraction": SHARE,
-    "scheduler.lr_warmup_init": RATE,
-    "scheduler.lr_wsd_decay_iters": SIZE,
-    "scheduler.start_weight_decay": COUNT,
-    "scheduler.end_weight_decay": COUNT,
-    "audit.every": COUNT,
-    "logger.precision_every": COUNT,
-    "checkpoint.save_interval": SIZE,
-    "checkpoint.keep_last": SIZE,
-    "checkpoint.keep_every": SIZE,
-    "optimizer.lr": RATE,
-    "optimizer.min_lr": RATE,
-    "optimizer.decoupled_lr": RATE,
-    "optimizer.decoupled_min_lr": RATE,
-    "optimizer.adam_beta1": FRACTION,
-    "optimizer.adam_beta2": FRACTION,
-    "optimizer.adam_eps": POSITIVE,  # with a gradient of zero it is the divisor
-    "optimizer.weight_decay": COUNT,
-    "optimizer.clip_grad": COUNT,
-    "optimizer.sgd_momentum": FRACTION,
-    "optimizer.optimizer_offload_fraction": SHARE,
-    "ddp.num_distributed_optimizer_instances": SIZE,
-    "ddp.bucket_size": SIZE,
+    f"{section}.{name}": bound
+    for bound, sections in _BOUNDS.items()
+    for section, names in sections.items()
+    for name in names.split()
 }
 
 SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")

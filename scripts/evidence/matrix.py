@@ -96,7 +96,17 @@ def run(python: Path, part: str, report: Path) -> None:
     """One part of the suite; its report is complete or absent."""
     partial = report.with_suffix(".partial")
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={partial}", *part.split()]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        f"--junitxml={partial}",
+        *part.split(),
+    ]
     subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)
     if partial.exists():
         partial.rename(report)
@@ -119,14 +129,15 @@ def row(one: Environment, python: Path, reports: list[Path]) -> tuple[str, list[
     cases = [case for report in reports for case in read(report)]
     counted = Counter(kind for _, kind, _ in cases)
     wrong = [(test, why) for test, kind, why in cases if kind in ("failure", "error")]
-    cells = [one.why, *have[: len(SHOWN)], str(counted["passed"]), str(counted["skipped"]), str(len(wrong))]
+    done = f"{len(reports)} of {len(PARTS)}"
+    cells = [one.why, *have[: len(SHOWN)], done, str(counted["passed"]), str(counted["skipped"]), str(len(wrong))]
     lines = [f"* `{one.name}`: `{test}`: {re.sub(r'[`|<>]', '', why)[:200]}" for test, why in wrong]
     return f"| {' | '.join(cells)} |", lines
 
 
 def write(rows: list[str], wrong: list[str]) -> None:
     """The table between the page's marks."""
-    head = ["environment", "Python", *SHOWN[:-1], "passed", "skipped", "failed"]
+    head = ["environment", "Python", *SHOWN[:-1], "parts run", "passed", "skipped", "failed"]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
     text = [f"Commit {commit}, {datetime.date.today()}.", "", f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     text += [*rows, "", *(["What failed, with the first line of why:", "", *wrong] if wrong else ["Nothing failed."])]

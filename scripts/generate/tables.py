@@ -414,28 +414,6 @@ def published_table() -> str:
     )
 
 
-@table("certificate-correlation")
-def correlation_table() -> str:
-    data = certificate_data("certificate_correlation")
-    rows = [
-        (
-            name,
-            *(f"{row[key][0]:+.2f} ({row[key][1]:+.2f} to {row[key][2]:+.2f})" for key in ("gradient", "loss")),
-            row["verdict"],
-        )
-        for name, row in data["rows"].items()
-    ]
-    return markdown(
-        (
-            "figure",
-            "gradient error against FP32: rank correlation, three seeds",
-            "difference of the last loss",
-            "predicts",
-        ),
-        rows,
-    )
-
-
 def notes(cls: type) -> dict[str, str]:
     """field -> the note under it, from a dataclass's source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]

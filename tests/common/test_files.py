@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import mpbridge
+from mpbridge.common import safe_unpickler
+from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import LIMITS, bytes_of, lines_of, text_of
 
 ROOT = Path(mpbridge.__file__).parent
@@ -65,3 +67,10 @@ def test_a_file_above_its_limit_is_refused_with_its_size(tmp_path: Path, kind: s
     file.write_text("one\ntwo")
     assert text_of(file, kind=kind) == "one\ntwo"
     assert list(lines_of(file)) == ["one\n", "two"]
+
+
+# found by scripts/evidence/fuzz_readers.py
+@pytest.mark.parametrize("data", [b"\x90\x02\xff\xff}q\xff}\x00X\x01\x00\x00\x00a", b"u.", b"t.", b"e."])
+def test_a_pickle_without_a_mark_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        safe_unpickler.read(data, safe_unpickler.any_call)

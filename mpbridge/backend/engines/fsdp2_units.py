@@ -11,12 +11,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
-from mpbridge.common.errors import BadValue
+from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+except ImportError:
+    raise Refused(
+        f"engine=fsdp2 needs a torch whose FSDP2 takes a reduce-scatter of the caller's (2.13 and 2.15 do, 2.6 does not), found {torch.__version__}: "
+        "install a newer torch, or use another engine"
+    ) from None
 
 
 def unit_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:

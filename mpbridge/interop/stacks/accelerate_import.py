@@ -200,8 +200,7 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
     if stage is None:
         stage = 2
         read.default("deepspeed_config.zero_stage", stage)
-    if file is not None:
-        assumed.append(f"{cut(file)} decides: pass that file (--from deepspeed)")
+    undecided = () if file is None else (f"{cut(file)} decides: pass that file (--from deepspeed)",)
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     base = "bf16" if word == "fp8" else word  # fp8 converts the linears of a BF16 model
     data |= {base: {"enabled": True}} if base in ("bf16", "fp16") else {}
@@ -212,7 +211,7 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
         meaning = dataclasses.replace(inner.meaning, regions=(Region(quant=quant),))
         fields = {**inner.fields, **quant_fields(quant)}
         inner = dataclasses.replace(inner, meaning=meaning, fields=fields, cannot_express=tuple(cannot))
-    found = dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed))
+    found = dataclasses.replace(inner, stack=NAME, version=version, undecided=undecided, assumed=tuple(assumed))
     return with_rest(updated_by(found, None), read)
 
 

@@ -124,6 +124,8 @@ class Imported:
     """Known settings that are not about precision."""
     in_force: tuple[str, ...] = ()
     """'setting=value' of what it does not say and the stack's own default decides."""
+    undecided: tuple[str, ...] = ()
+    """Settings that decide the precision and stand elsewhere, each with what would tell; the meaning shown holds them at their defaults."""
     assumed: tuple[str, ...] = ()
     """Assumptions: a version, a default, a variable."""
 

@@ -21,7 +21,7 @@ from mpbridge.precision.yaml_loader import of_bounded_size
 
 LONGEST = 2000
 """Maximum length of one line about a file, regardless of its contents."""
-_LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "in_force", "assumed")
+_LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "in_force", "undecided", "assumed")
 
 
 def read_file(

@@ -70,12 +70,12 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
     if len(open_) - len(found.assumed) > MANY:
         names = ", ".join(line.partition("=")[0] for line in open_[len(found.assumed) :])
         open_ = [*found.assumed, f"{names}: concern precision, but decide nothing that is read here"]
-    open_ += [
-        f"{path}=auto: filled in by the launcher (Trainer, accelerate); assumed to be {text}"
-        for path, text in read.autos
-    ]
+    autos = {path: f"{path}=auto: filled in by the launcher (Trainer, accelerate)" for path, _ in read.autos}
+    decide = [path for path, text in read.autos if PRECISION.search(path) and text in ("on", "off")]
+    open_ += [f"{autos[path]}; assumed to be {text}" for path, text in read.autos if path not in decide]
     return dataclasses.replace(
         found,
+        undecided=(*found.undecided, *(f"{autos[path]}: say true or false" for path in decide)),
         cannot_express=cannot,
         unknown=tuple(dict.fromkeys(unknown)),
         other=tuple(dict.fromkeys(other)),

@@ -367,7 +367,7 @@ class _Script:
         held = self.values.get(name)
         self.asked.add(name)
         if name in "@*":
-            numbered = [self.env[str(n)] for n in range(1, len(self.env) + 1) if str(n) in self.env]
+            numbered = [self.env[n] for n in sorted(filter(str.isdecimal, self.env), key=int) if int(n)]
             return numbered, [] if numbered else ['"$@" has no values: assumed empty (--env 1=...)'], True
         present = held is not None and (any(held.words) or ":" not in operator)
         if operator.endswith("+"):

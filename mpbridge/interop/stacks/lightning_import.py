@@ -71,7 +71,7 @@ def read(words: Iterable[str], *, version: str) -> Imported:
     found = read_data({"trainer": data, **optimizer}, version=version)
     file = rest.pop("config", None)
     decides = (f"--config {cut(file)} decides what is not said here, but is not read: pass that file",) if file else ()
-    return dataclasses.replace(found, assumed=(*decides, *found.assumed), other=(*found.other, *map(cut, rest)))
+    return dataclasses.replace(found, undecided=(*decides, *found.undecided), other=(*found.other, *map(cut, rest)))
 
 
 @dataclass
@@ -96,6 +96,7 @@ class _TrainerSettings:
     in_force: tuple[str, ...] = ()
     """Defaults of that configuration."""
     inert: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
     cannot: list[str] = field(default_factory=list)
     contradicts: list[str] = field(default_factory=list)
@@ -126,7 +127,8 @@ def read_data(data: Any, *, version: str) -> Imported:
         meaning = dataclasses.replace(meaning, compute=compute, autocast=compute, regions=(Region(quant=said.quant),))
     found = Imported(
         stack=NAME, version=version, fields=_fields(said, meaning), engine=engine_with("optimizer") if said.fsdp else DEFAULT,
-        meaning=meaning, inert=tuple(said.inert), contradicts=tuple(said.contradicts), cannot_express=tuple(said.cannot), assumed=tuple(said.assumed),
+        meaning=meaning, inert=tuple(said.inert), contradicts=tuple(said.contradicts), cannot_express=tuple(said.cannot),
+        undecided=tuple(said.undecided), assumed=tuple(said.assumed),
         in_force=said.in_force,
     )  # fmt: skip
     kind, arguments = _class_of(data.get("optimizer") or "")
@@ -330,7 +332,7 @@ def _meaning(said: _TrainerSettings) -> Meaning:
 def _by_deepspeeds_file(said: _TrainerSettings, config: Any) -> Meaning:
     """DeepSpeedStrategy(config=...): its own settings decide; the precision's section is the fallback."""
     if not isinstance(config, Mapping):
-        said.assumed.append(f"config={cut(config)} decides: pass that file (--from deepspeed)")
+        said.undecided.append(f"config={cut(config)} decides: pass that file (--from deepspeed)")
     data = dict(config) if isinstance(config, Mapping) else {"zero_optimization": {"stage": 2}}
     section = {DType.BF16: "bf16", DType.FP16: "fp16"}.get(said.base)
     if section is not None and section not in data:
@@ -338,6 +340,7 @@ def _by_deepspeeds_file(said: _TrainerSettings, config: Any) -> Meaning:
     inner = deepspeed_import.read_data(data, version=DEEPSPEED)
     said.contradicts += inner.contradicts
     said.cannot += inner.cannot_express
+    said.undecided += inner.undecided
     said.settings, said.in_force = inner.fields, inner.in_force
     return inner.meaning
 

@@ -69,8 +69,8 @@ def read_data(data: Any, *, version: str) -> Imported:
     if fp16:
         meaning = dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
     inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.at(name) and read_.flag(name)]
-    if read_.at("deepspeed"):
-        assumed.append(f"deepspeed={cut(read_.at('deepspeed'))} decides: pass that file (--from deepspeed)")
+    file = read_.at("deepspeed")
+    undecided = (f"deepspeed={cut(file)} decides: pass that file (--from deepspeed)",) if file else ()
     fields = fields_of(meaning, cannot)
     if fp16 and fields:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
@@ -78,7 +78,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         cannot.append(f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded is not None else DEFAULT, meaning=meaning, inert=tuple(inert),
-        contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
+        contradicts=tuple(contradicts), cannot_express=tuple(cannot), undecided=undecided, assumed=tuple(assumed),
     )  # fmt: skip
     return with_rest(_updated(found, read_), read_, own=" unless the script itself reads it")
 

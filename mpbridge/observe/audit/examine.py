@@ -21,6 +21,7 @@ from mpbridge.observe.audit.not_observable import FACTOR, why_unseen
 from mpbridge.observe.audit.observe import Observed, look
 from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import quantization_findings
+from mpbridge.observe.audit.replay import declared, replay_findings
 from mpbridge.observe.audit.replicas import replica_findings
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.traffic import traffic_findings
@@ -222,7 +223,9 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     if norm is not None:
         good = math.isfinite(norm) and norm > 0.0
         findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
-    return findings
+    replayed = [rank.replayed for rank in ranks if rank.replayed is not None]
+    whole = parallel.tensor == parallel.pipeline == parallel.expert == 1
+    return findings + replay_findings(replayed, norm=norm, clip=declared(engine, "clip_grad"), whole=whole)
 
 
 def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why: str) -> list[Finding]:

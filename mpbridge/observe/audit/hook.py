@@ -112,7 +112,10 @@ class AuditHook:
         self.cadence.begin()
         if self.cadence.due(self.step + 1):
             engine = training.engine
-            self._before = Before(engine, self._last)
+            scheduler = getattr(training, "scheduler", None)
+            # a custom loop may have another: only megatron-core's tells a group's rate at any time
+            known = type(scheduler).__name__ == "OptimizerParamScheduler"
+            self._before = Before(engine, self._last, scheduler if known else None)
             promises = promises_of(engine.run.policy, engine)
             self._watch = Watch(promises.gemms if promises.seen else lambda path: None, seed=self.step)
             self._watch.start(engine.model)

@@ -29,7 +29,11 @@ def tensor_findings(ranks: Sequence[Observed], promises: Promises, *, live: bool
             by_rank = [
                 [n for key, tally in rank.tensors.items() if key[0] == role for n in tally.offenders] for rank in ranks
             ]
-            findings.append(_role(role, tallies, by_rank))
+            named = {key: tally for key, tally in tallies.items() if tally.unpromised}
+            if len(named) < len(tallies):
+                findings.append(_role(role, {key: tallies[key] for key in tallies if key not in named}, by_rank))
+            if named:
+                findings.append(_unpromised(named))
     if live:
         findings += _missing({key[0] for key in together}, promises)
     return findings
@@ -51,6 +55,19 @@ def _role(role: str, tallies: dict[tuple[str, str], Tally], by_rank: list[list[s
         bytes=sum(tally.bytes for tally in tallies.values()),
         offenders=wrong,
         cure=cure,
+    )
+
+
+def _unpromised(tallies: dict[tuple[str, str], Tally]) -> Finding:
+    """Buffers that no recipe decides: each is named with the dtype in which it lives, so that none is taken for kept in FP32."""
+    found = (f"{kind}: {', '.join(sorted(tally.unpromised))}" for (_, kind), tally in sorted(tallies.items()))
+    return Finding(
+        subject="other buffers",
+        promised="-",
+        found="; ".join(found),
+        ok=True,
+        count=sum(tally.count for tally in tallies.values()),
+        bytes=sum(tally.bytes for tally in tallies.values()),
     )
 
 

@@ -18,6 +18,7 @@ from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_fau
 from mpbridge.observe.audit.gradients import Followed, followed
 from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import Quantizations, quantizations
+from mpbridge.observe.audit.replay import Replayed, replay
 from mpbridge.observe.audit.replicas import Copies, copies
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.traffic import Traffic, traffic
@@ -139,6 +140,8 @@ class Tally:
     elements: int = 0
     bytes: int = 0
     offenders: list[str] = field(default_factory=list)
+    unpromised: set[str] = field(default_factory=set)
+    """Buffers for which the policy says nothing, by the last part of their names."""
 
 
 @dataclass
@@ -158,6 +161,7 @@ class Observed:
     quantized: Quantizations | None = None
     followed: Followed | None = None
     traffic: Traffic | None = None
+    replayed: Replayed | None = None
 
 
 def look(
@@ -185,6 +189,9 @@ def look(
             seen.quantized = quantizations(engine, promises, watch)
         if result is not None and before is not None:
             seen.followed = followed(engine, watch, result.loss)
+    if before is not None and result is not None and not getattr(engine, "foreign", False):
+        seen.replayed = replay(engine, before.starts)
+        seen.replayed.declared = before.undeclared
     return seen
 
 
@@ -264,6 +271,8 @@ def _add(seen: Observed, promises: Promises, one: Any, *, free: bool) -> None:
     tally.bytes += 0 if free else size(one.tensor)
     if promised is not None and promised != found:
         tally.offenders.append(one.parameter or one.role)
+    if promised is None and one.role == "buffers":
+        tally.unpromised.add(one.parameter.rpartition(".")[2])
     if one.parameter:
         seen.layouts.setdefault(one.parameter, {})[one.role] = found
 
@@ -279,4 +288,5 @@ def merged(ranks: list[Observed]) -> Mapping[tuple[str, str, str], Tally]:
                 into.elements + tally.elements,
                 into.bytes + tally.bytes,
             )
+            into.unpromised |= tally.unpromised
     return found

@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.common.errors import AuditFailed
+from mpbridge.numerics.observation.modules import is_rotary, module_paths
 from mpbridge.numerics.observation.tensors import digest, local
 from mpbridge.observe.audit.adapter import answer
 from mpbridge.observe.audit.findings import Finding, judged
+from mpbridge.observe.audit.holdings import holdings
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -56,7 +59,7 @@ class Copies:
     """One rank's whole parameters and shards."""
 
     whole: dict[Key, int] = field(default_factory=dict)
-    """Digest of each parameter that this rank holds whole, or gathers."""
+    """Digest of each parameter that this rank holds whole, or gathers; of its main weights and moments where it has all of them; of rotary frequencies."""
     shards: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Parameter -> (elements here, elements in all)."""
 
@@ -76,7 +79,34 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
                 seen.whole[key] = read[name]
         else:
             seen.whole[key] = digest(parameter)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        seen.whole |= _states(engine, slices) | _frequencies(engine)
     return seen
+
+
+def _states(engine: Any, slices: tuple[int, int, int]) -> dict[Key, int]:
+    """Digests of main weights and moments of every parameter that this rank updates as a whole; ranks of one tensor-parallel slice have the same."""
+    found: dict[Key, int] = {}
+    for held in holdings(engine):
+        if held.updated is None or hasattr(held.parameter, "_local_tensor"):
+            continue
+        if local(held.updated).numel() != held.parameter.numel():
+            continue  # a shard
+        _, expert_tensor, expert = _key(held.name, held.parameter, slices)
+        place = (expert_tensor, expert) if expert else (slices[0], 0)
+        tensors = {"main weights": held.main} | {role: held.state.get(role) for role in ("exp_avg", "exp_avg_sq")}
+        for role, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor) and type(local(tensor)) in (torch.Tensor, torch.nn.Parameter):
+                found[f"{held.name} ({role})", *place] = digest(local(tensor).detach())
+    return found
+
+
+def _frequencies(engine: Any) -> dict[Key, int]:
+    return {
+        (f"{path}.inv_freq", 0, 0): digest(module.inv_freq)
+        for module, path in module_paths(engine.model).items()
+        if is_rotary(module) and isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+    }
 
 
 def _slices() -> tuple[int, int, int]:

@@ -8,13 +8,14 @@ import torch
 
 from mpbridge.numerics.observation.tensors import digest, local, positions
 from mpbridge.observe.audit.holdings import Held, holdings
+from mpbridge.observe.audit.replay import Start, start_of, undeclared
 
 
 class Before:
     """What an update is compared with: a digest of everything that it changes, and a sample of its values."""
 
-    def __init__(self, engine: Any, since: Before | None = None) -> None:
-        """since: the same before the last observed update, if every update from then on still holds."""
+    def __init__(self, engine: Any, since: Before | None = None, scheduler: Any = None) -> None:
+        """since: the same before the last observed update, if every update from then on still holds. scheduler: megatron-core's, which sets the rates."""
         self.digests: dict[str, int] = {}
         self.samples: dict[str, torch.Tensor] = {}
         self.moments: dict[str, torch.Tensor] = {}
@@ -22,17 +23,32 @@ class Before:
         self.after: dict[str, torch.Tensor] = {}
         """Parameter that the observed update moved -> the same sample after it."""
         self.moments_after: dict[str, torch.Tensor] = {}
+        self.steps: dict[str, float] = {}
+        """Parameter -> number of updates that its optimizer counts."""
+        self.steps_after: dict[str, float] = {}
         self.zeros: set[str] = set()
         """Parameters whose gradient in the observed step was zero."""
         self.stale: tuple[list[str], list[str]] = [], []
         """Parameters that the forward pass did not read as their main weights: rounded, and quantized."""
         self.since = since
+        self.starts: dict[str, Start] = {}
+        """Parameter -> what its step begins with, where that can be replayed."""
+        self.rates: dict[str, float] = {}
+        """Parameter -> the rate of its group before the step; a schedule may set the next step's rate before the audit looks."""
+        foreign = bool(getattr(engine, "foreign", False))
+        self.undeclared = [] if foreign else undeclared(engine, scheduler)
         for held in holdings(engine):
             trained = held.trained
             if trained is not None:
                 self.digests[held.name] = digest(trained)
                 self.samples[held.name] = sampled(trained)
                 self.moments |= _second(held)
+                self.steps[held.name] = _step(held)
+            if held.group is not None and "lr" in held.group:
+                self.rates[held.name] = float(held.group["lr"])
+            start = None if foreign else start_of(held)
+            if start is not None:
+                self.starts[held.name] = start
 
     def read(self, seen: Any) -> None:
         """Records what the forward pass before the update read (an audit.weights.Weights)."""
@@ -42,6 +58,7 @@ class Before:
         """Records what the observed update made of a parameter that it moved."""
         self.after[held.name] = sampled(trained)
         self.moments_after |= _second(held)
+        self.steps_after[held.name] = _step(held)
 
     def was_zero(self, name: str) -> bool:
         """Whether the gradient was zero in the last observed update too: a block that starts at zero has one after it."""
@@ -56,12 +73,29 @@ class Before:
         return int(changed.sum()) >= 4 and torch.equal(self.samples[name], last.samples[name])
 
     def is_emptied(self, name: str) -> bool:
-        """Whether the second moment that the last observed update left has become zero."""
+        """Whether the second moment is less than the last observed update left of it: no update makes it smaller than beta2 times what it was."""
         last = self.since
         if last is None or name not in last.moments_after:
             return False
-        now = self.moments.get(name)
-        return int((last.moments_after[name] != 0).sum()) >= 4 and (now is None or not bool(now.any()))
+        then, now = last.moments_after[name], self.moments.get(name)
+        if now is None or not bool(now.any()):
+            return int((then != 0).sum()) >= 4
+        updates = self.steps.get(name, 0.0) - last.steps_after.get(name, 0.0)
+        if updates < 0 or not last.steps_after.get(name) or name not in self.starts:
+            return False  # the optimizer does not say how often it changed them
+        least = then * self.starts[name].settings.betas[1] ** updates * (1 - _LOST) - _UNDERFLOW
+        return bool((now < least).any())
+
+
+_LOST = 1e-3
+"""Share of a second moment that its roundings may lose between two audits, at most some hundreds of updates."""
+_UNDERFLOW = 2.0**-125
+"""Below FP32's normal range moments may be flushed to zero."""
+
+
+def _step(held: Held) -> float:
+    """Number of updates that the optimizer counts for a parameter."""
+    return float(held.state.get("step", (held.group or {}).get("step", 0)) or 0)
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:

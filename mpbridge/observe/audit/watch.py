@@ -137,7 +137,9 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self.ran: dict[str, Any] = {}
         """Linear, core attention, router or norm that returned something -> its module."""
         self.loss: Counter[str] = Counter()
-        """dtype of the cross entropy's operations."""
+        """dtype of the cross entropy's operations, of what its result is converted from, and of the loss at which backward starts."""
+        self._has_loss = False
+        """Whether the cross entropy of a micro-batch was computed and its backward pass has not begun."""
         self.angles: dict[str, str] = {}
         self.stream: dict[str, Counter[str]] = defaultdict(Counter)
         """Layer -> dtype of the residual stream after it."""
@@ -196,6 +198,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         if self._is_transformed():
             return
         self._stack.append((module, path))
+        self._has_loss = False
         self._inputs.append(list(tensors_in(args)))
         source = floating(args) if is_linear(module) else None
         if source is not None:
@@ -276,8 +279,14 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             self._norm(name, args[0])
         if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
+            self._has_loss = True
+        elif self._has_loss and name == "_to_copy" and self._is_of_the_loss(args[0]):
+            self.loss[storage(args[0])] += 1
         if name == "ones_like" and not self._stack and _begins_backward(args[0]):
             self.roots.append(float(args[0].detach()))
+            if self._has_loss:
+                self.loss[storage(args[0])] += 1
+            self._has_loss = False
 
     def _softmax(self, name: str, read: torch.Tensor) -> None:
         module, path = self._here()
@@ -326,6 +335,11 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
     def _of_the_loss(self, name: str) -> bool:
         """Whether an operation belongs to the cross entropy: in the model's own forward pass, or after it if the loop computes the loss."""
         return self._at_root() if self._stack else name in _BEHIND and torch.is_grad_enabled()
+
+    def _is_of_the_loss(self, read: torch.Tensor) -> bool:
+        """Whether what is converted between the cross entropy and backward is its result: outside of submodules and of backward."""
+        outside = not self._stack or self._at_root()
+        return outside and read.is_floating_point() and torch._C._current_autograd_node() is None
 
     def _at_root(self) -> bool:
         """Whether the operation belongs to the model itself, not to a submodule."""

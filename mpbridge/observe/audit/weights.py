@@ -13,6 +13,7 @@ import torch
 from mpbridge.common.formats import E4M3
 from mpbridge.numerics.observation.tensors import digest, is_narrow, local, positions
 from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
+from mpbridge.observe.audit.replay import half_ulp, is_decoupled
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.watch import Watch
 
@@ -67,7 +68,7 @@ def _expected(held: Held, trained: torch.Tensor, earlier: torch.Tensor) -> torch
     where = positions(trained.numel()).to(trained.device)
     update = adam(held, first[where].double(), second[where].double())
     decay = float(group.get("weight_decay") or 0.0)
-    return update + decay * earlier.double() if _is_decoupled(held, group) else update
+    return update + decay * earlier.double() if is_decoupled(held, group) else update
 
 
 def adam(held: Held, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -79,22 +80,8 @@ def adam(held: Held, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return first / low / ((second / high).sqrt() + group["eps"])  # type: ignore[no-any-return]
 
 
-def _is_decoupled(held: Held, group: dict[str, Any]) -> bool:
-    """Whether weight decay is decoupled from the moments."""
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
-    return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))
-
-
 def _is_wide(held: Held) -> bool:
     return all(local(held.state[name]).dtype is torch.float32 for name in ("exp_avg", "exp_avg_sq"))
-
-
-def half_ulp(values: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
-    """Half a unit in the last place of each element where numbers are kept in that dtype, in the dtype of `values`."""
-    info = torch.finfo(kept)
-    _, exponent = torch.frexp(values)
-    return torch.ldexp(torch.full_like(values, info.eps / 4), exponent).clamp_min(info.tiny * info.eps / 2)
 
 
 _ROOM = 1.0 + 2.0**-7
@@ -257,7 +244,8 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
             seen.unused.append(name)  # a head that a foreign loop does not use
             continue
         rests = held.rests or (foreign and (held.group or {}).get("lr", lr) == 0)
-        due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests, zeros=zeros)
+        still = lr > 0 and before.rates.get(name) == 0 and bool((held.group or {}).get("lr_mult", 1.0))
+        due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests, still=still, zeros=zeros)
         if name in seen.moved:
             if is_another(held, trained, before.samples.get(name), None if foreign else lr):
                 seen.otherwise.append(name)
@@ -286,10 +274,11 @@ def _motion(
     lr: float,
     *,
     rests: bool,
+    still: bool,
     zeros: Collection[str],
 ) -> bool:
     """Records whether the parameter moved, and whether an update larger than rounding was due. rests: a foreign loop gives its group a rate of 0 in this
-    step, or skips its optimizer. zeros: parameters whose gradient is zero."""
+    step, or skips its optimizer. still: its rate was 0 before the step, unlike the step's. zeros: parameters whose gradient is zero."""
     name = held.name
     size, known = _update(held, trained, lr)
     without = known and not bool(size.any())
@@ -304,7 +293,7 @@ def _motion(
         seen.moved.append(name)
     elif rests:
         seen.small.append(name)
-    elif held.group is not None and lr > 0 and not held.group.get("lr", lr) and held.group.get("lr_mult", 1.0):
+    elif still:
         seen.frozen_rate.append(name)
     elif without and name in zeros:
         seen.zero.append(name)

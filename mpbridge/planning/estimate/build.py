@@ -19,7 +19,7 @@ from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight
 from mpbridge.planning.estimate.work import Collective, Work
 from mpbridge.planning.memory.keeps import moments
 from mpbridge.planning.memory.layers import parameters
-from mpbridge.planning.memory.ranks import Chunk, Coordinates
+from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
 from mpbridge.planning.memory.uncounted import left_out_of_time
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -75,30 +75,11 @@ def work(policy: PrecisionPolicy, run: RunFacts, rank: int, known: Standing | No
 
 def divisible(run: RunFacts) -> None:
     """Raises BadValue, naming every such size, if tensors or batches cannot be divided as the layout requires."""
-    shape, parallel = run.shape, run.parallel
-    pairs = [
-        ("hidden_size", shape.hidden_size, "tensor parallel", parallel.tensor),
-        ("num_attention_heads", shape.num_attention_heads, "tensor parallel", parallel.tensor),
-        ("vocab_size", shape.vocab_size, "tensor parallel", parallel.tensor),
-        ("seq_length", shape.seq_length, "context parallel", parallel.context),
-        (
-            "global_batch_size",
-            run.global_batch_size,
-            "micro batch x data parallel",
-            run.micro_batch_size * parallel.data,
-        ),
-    ]
-    if shape.experts:
-        pairs.append(("num_moe_experts", shape.experts, "expert parallel", parallel.expert))
-    if not all(shape.expert_layers):
-        pairs.append(("ffn_hidden_size", shape.ffn_hidden_size, "tensor parallel", parallel.tensor))
-    faults = [f"{name}={value} cannot be divided by {what} {size}" for name, value, what, size in pairs if value % size]
-    if shape.num_query_groups % parallel.tensor and parallel.tensor % shape.num_query_groups:
-        faults.append(
-            f"num_query_groups={shape.num_query_groups} cannot be divided by tensor parallel {parallel.tensor}"
-        )
-    if faults:
-        raise BadValue("; ".join(faults))
+    faults, batch = [undivided(run)], run.micro_batch_size * run.parallel.data
+    if run.global_batch_size % batch:
+        faults.append(f"global_batch_size {run.global_batch_size} by micro batch x data parallel {batch}")
+    if any(faults):
+        raise BadValue(f"cannot be divided: {'; '.join(filter(None, faults))}")
 
 
 def _layers(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:

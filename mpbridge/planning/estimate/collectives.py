@@ -32,14 +32,12 @@ def tensor_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chu
     if run.parallel.sequence:
         for kind, times, size in (("all_gather", gathers, whole // ranks), ("reduce_scatter", reductions, whole)):
             if times:
-                yield Collective(kind=kind, group="tensor", ranks=ranks, dtype=wide.short, bytes=size, times=times)  # type: ignore[arg-type]
+                yield _collective(kind, "tensor", ranks, wide, size, times)
     elif reductions:
-        yield Collective(
-            kind="all_reduce", group="tensor", ranks=ranks, dtype=wide.short, bytes=whole, times=reductions
-        )
+        yield _collective("all_reduce", "tensor", ranks, wide, whole, reductions)
     heads = _heads(run, chunks)
     if heads:
-        yield Collective(kind="all_reduce", group="tensor", ranks=ranks, dtype="fp32", bytes=rows * 4, times=3 * heads)
+        yield _collective("all_reduce", "tensor", ranks, DType.FP32, rows * 4, 3 * heads)
 
 
 def _heads(run: RunFacts, chunks: tuple[Chunk, ...]) -> int:
@@ -74,14 +72,7 @@ def context_collectives(policy: PrecisionPolicy, run: RunFacts, layers: int) -> 
         return
     width = 2 * shape.num_query_groups * shape.kv_channels // run.parallel.tensor
     size = tokens(run) * width * policy.compute.bytes
-    yield Collective(
-        kind="send",
-        group="context",
-        ranks=ranks,
-        dtype=policy.compute.short,
-        bytes=size,
-        times=3 * (ranks - 1) * layers,
-    )
+    yield _collective("send", "context", ranks, policy.compute, size, 3 * (ranks - 1) * layers)
 
 
 def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> Iterator[Collective]:
@@ -93,26 +84,11 @@ def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> 
     rows = tokens(run) // parallel.tensor * shape.expert_topk
     if parallel.expert > 1:
         size = rows * shape.hidden_size * policy.compute.bytes
-        yield Collective(
-            kind="all_to_all",
-            group="expert",
-            ranks=parallel.expert,
-            dtype=policy.compute.short,
-            bytes=size,
-            times=4 * experts,
-        )
+        yield _collective("all_to_all", "expert", parallel.expert, policy.compute, size, 4 * experts)
         # the router's probabilities are sent with the tokens
-        wide = (
-            DType.FP32 if policy.router is DType.FP32 or run.model.get("moe_router_dtype") == "fp32" else policy.compute
-        )
-        yield Collective(
-            kind="all_to_all",
-            group="expert",
-            ranks=parallel.expert,
-            dtype=wide.short,
-            bytes=rows * wide.bytes,
-            times=2 * experts,
-        )
+        exact = policy.router is DType.FP32 or run.model.get("moe_router_dtype") == "fp32"
+        wide = DType.FP32 if exact else policy.compute
+        yield _collective("all_to_all", "expert", parallel.expert, wide, rows * wide.bytes, 2 * experts)
 
 
 def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
@@ -128,14 +104,7 @@ def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates
     back = virtual - int(first)
     for kind, times in (("send", onward + back), ("receive", onward + back)):
         if times:
-            yield Collective(
-                kind=kind,  # type: ignore[arg-type]
-                group="pipeline",
-                ranks=stages,
-                dtype=policy.pipeline.short,
-                bytes=size,
-                times=times,
-            )
+            yield _collective(kind, "pipeline", stages, policy.pipeline, size, times)
 
 
 def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
@@ -156,10 +125,10 @@ def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
                 continue
             size = buffer.elements * buffer.grads.bytes
             if not buffer.distributed:
-                yield _once("all_reduce", group, buffer.group, buffer.grads, size)
+                yield _collective("all_reduce", group, buffer.group, buffer.grads, size)
                 continue
-            yield _once("reduce_scatter", group, buffer.group, buffer.grads, size)
-            yield _once(
+            yield _collective("reduce_scatter", group, buffer.group, buffer.grads, size)
+            yield _collective(
                 "all_gather", group, buffer.group, buffer.params, buffer.elements * buffer.params.bytes // buffer.group
             )
 
@@ -178,11 +147,12 @@ def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         if "norm" in parameter.weight.path.rpartition(".")[0] or parameter.weight.path.endswith(_WHOLE_BIASES)
     )
     wire = wires(policy)["gradients"]
-    yield _once("all_reduce", "tensor", run.parallel.tensor, wire, size * wire.bytes)
+    yield _collective("all_reduce", "tensor", run.parallel.tensor, wire, size * wire.bytes)
 
 
-def _once(kind: str, group: str, ranks: int, dtype: DType, size: int) -> Collective:
-    return Collective(kind=kind, group=group, ranks=ranks, dtype=dtype.short, bytes=size)  # type: ignore[arg-type]
+def _collective(kind: str, group: str, ranks: int, dtype: DType, size: int, times: int = 1) -> Collective:
+    """size: bytes of one rank's part, as `Collective.bytes`."""
+    return Collective(kind=kind, group=group, ranks=ranks, dtype=dtype.short, bytes=size, times=times)  # type: ignore[arg-type]
 
 
 def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
@@ -201,20 +171,6 @@ def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterato
             gathered[wire["parameters"]] += parameter.weight.elements
             reduced[wire["gradients"]] += parameter.weight.elements
     for dtype, count in gathered.items():
-        yield Collective(
-            kind="all_gather",
-            group="data",
-            ranks=ranks,
-            dtype=dtype.short,
-            bytes=count * dtype.bytes // ranks,
-            times=2 * micro,
-        )
+        yield _collective("all_gather", "data", ranks, dtype, count * dtype.bytes // ranks, 2 * micro)
     for dtype, count in reduced.items():
-        yield Collective(
-            kind="reduce_scatter",
-            group="data",
-            ranks=ranks,
-            dtype=dtype.short,
-            bytes=count * dtype.bytes,
-            times=micro,
-        )
+        yield _collective("reduce_scatter", "data", ranks, dtype, count * dtype.bytes, micro)

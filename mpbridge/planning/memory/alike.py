@@ -78,19 +78,11 @@ def _modules(shape: ModelShape, mixture: bool, experts: bool) -> tuple[tuple[str
     """(linears of a layer, its parameters), with experts under both of their names; experts: all of them, otherwise only the first."""
     if mixture and not shape.expert_layers:
         return (), ()
+    count = None if experts else min(1, shape.experts or 0)
     found = [
         weight
         for grouped in (False, True)
-        for weight in layer_weights(
-            shape,
-            tensor=1,
-            expert_tensor=1,
-            local_experts=(shape.experts or 0) if experts else min(1, shape.experts or 0),
-            mixture=mixture,
-            shared_gate=True,
-            whole_down=True,
-            grouped=grouped,
-        )
+        for weight in layer_weights(shape, mixture=mixture, local_experts=count, shared_gate=True, grouped=grouped)
     ]
     linears = dict.fromkeys(weight.module for weight in found if weight.linear)
     return tuple(linears), tuple(dict.fromkeys(weight.path for weight in found))

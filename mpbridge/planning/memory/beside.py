@@ -6,12 +6,11 @@ Checked against Megatron-LM's published test cases (live bytes minus states, H10
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from mpbridge.common.facts import RunFacts
-from mpbridge.common.machines import Machine
 from mpbridge.planning.memory.buckets import bucket_size
 from mpbridge.planning.memory.lasting import gather_buffer, graph_inputs, placeholders, workspaces
 from mpbridge.planning.memory.layers import parameters
@@ -25,6 +24,21 @@ CONTEXT = 2**30
 STAGE_TENSORS = 2
 """Tensors of a model chunk that follows a stage boundary: its input, which the block keeps until the next one, and that input's gradient."""
 
+_CASES = "on Megatron-LM's test cases"
+KINDS: Mapping[str, tuple[Known, float, str]] = {
+    "workspaces": ("measured", 0.2, f"cuBLAS workspaces of torch and Transformer Engine, {_CASES}"),
+    "gradient placeholders": ("measured", 0.1, f"one tensor per weight shape under gradient_accumulation_fusion, {_CASES}"),
+    "communication": ("estimated", 0.2, "gathered layers and gradients in transit"),
+    "overlap buffers": ("measured", 0.3, "one 15B case with tp_comm_overlap"),
+    "gather buffer": ("measured", 0.1, f"megatron-core's global memory buffer, {_CASES}"),
+    "pipeline buffers": ("measured", 0.1, f"the input of each model chunk and its gradient, {_CASES}"),
+    "CUDA graphs": ("estimated", 0.5, "static inputs of the captured layers"),
+    "context": ("estimated", 0.5, "CUDA context and NCCL"),
+    "fragmentation": ("estimated", 1.0, "2 % of activations: blocks that the allocator holds but cannot use"),
+    "dispatch": ("estimated", 1.0, "DeepEP's and HybridEP's own buffers: space for every rank's tokens, in both directions"),
+}  # fmt: skip
+"""Kind -> how its size is known, its band (`Beside.band`), and from what."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
@@ -37,34 +51,24 @@ class Beside:
     """Relative error not exceeded in nine of ten comparisons; for an estimate, a judgement."""
     because: str
 
+    @classmethod
+    def of(cls, name: str, size: int) -> Self:
+        """That many bytes of a kind in `KINDS`."""
+        known, band, because = KINDS[name]
+        return cls(name=name, bytes=size, known=known, band=band, because=because)
+
 
 def beside(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> tuple[Beside, ...]:
     """Everything of that kind on a rank that torch counts; without a GPU only communication buffers."""
-    return tuple(part for part in _parts(policy, run, at) if part.bytes)
+    return tuple(Beside.of(name, size) for name, size in _sizes(policy, run, at) if size)
 
 
 def outside(policy: PrecisionPolicy, run: RunFacts, activations: int) -> tuple[Beside, ...]:
     """What torch does not count: the CUDA context, space that its allocator cannot use, buffers that a dispatcher allocates itself."""
     if run.machine is None or not run.machine.gpu:
         return ()
-    found = (
-        Beside(name="context", bytes=CONTEXT, known="estimated", band=0.5, because="CUDA context and NCCL"),
-        Beside(
-            name="fragmentation",
-            bytes=int(0.02 * activations),
-            known="estimated",
-            band=1.0,
-            because="2 % of activations: blocks that the allocator holds but cannot use",
-        ),
-        Beside(
-            name="dispatch",
-            bytes=_dispatch(policy, run),
-            known="estimated",
-            band=1.0,
-            because="DeepEP's and HybridEP's own buffers: space for every rank's tokens, in both directions",
-        ),
-    )
-    return tuple(part for part in found if part.bytes)
+    sizes = {"context": CONTEXT, "fragmentation": int(0.02 * activations), "dispatch": _dispatch(policy, run)}
+    return tuple(Beside.of(name, size) for name, size in sizes.items() if size)
 
 
 def _dispatch(policy: PrecisionPolicy, run: RunFacts) -> int:
@@ -75,68 +79,21 @@ def _dispatch(policy: PrecisionPolicy, run: RunFacts) -> int:
     return 2 * tokens * parallel.expert * shape.hidden_size * policy.compute.bytes
 
 
-def _parts(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Beside]:
+def _sizes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[tuple[str, int]]:
     parallel, shape, machine = run.parallel, run.shape, run.machine
     rows = shape.seq_length * run.micro_batch_size // parallel.context
     whole = rows * shape.hidden_size * policy.compute.bytes
     share = whole // (parallel.tensor if parallel.sequence else 1)
     if machine is not None and machine.gpu:
-        yield from _on_a_gpu(policy, run, at, machine)
-    yield Beside(
-        name="communication",
-        bytes=_communication(policy, run, at),
-        known="estimated",
-        band=0.2,
-        because="gathered layers and gradients in transit",
-    )
+        yield "workspaces", workspaces(run, machine)
+        yield "gradient placeholders", placeholders(policy, run, at)
+    yield "communication", _communication(policy, run, at)
     if run.model.get("tp_comm_overlap") and parallel.tensor > 1:
-        yield Beside(
-            name="overlap buffers",
-            bytes=4 * whole,
-            known="measured",
-            band=0.3,
-            because="one 15B case with tp_comm_overlap",
-        )
-    yield Beside(
-        name="gather buffer",
-        bytes=gather_buffer(policy, run, at),
-        known="measured",
-        band=0.1,
-        because="megatron-core's global memory buffer, on Megatron-LM's test cases",
-    )
+        yield "overlap buffers", 4 * whole
+    yield "gather buffer", gather_buffer(policy, run, at)
     if parallel.pipeline > 1:
-        yield Beside(
-            name="pipeline buffers",
-            bytes=STAGE_TENSORS * share * sum(not chunk.first for chunk in at.chunks(run)),
-            known="measured",
-            band=0.1,
-            because="the input of each model chunk and its gradient, on Megatron-LM's test cases",
-        )
-    yield Beside(
-        name="CUDA graphs",
-        bytes=graph_inputs(policy, run, at),
-        known="estimated",
-        band=0.5,
-        because="static inputs of the captured layers",
-    )
-
-
-def _on_a_gpu(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, machine: Machine) -> Iterator[Beside]:
-    """What the GPU's libraries keep, independent of communication."""
-    yield Beside(
-        name="workspaces",
-        bytes=workspaces(run, machine),
-        known="measured",
-        band=0.2,
-        because="cuBLAS workspaces of torch and Transformer Engine, on Megatron-LM's test cases",
-    )
-    yield Beside(
-        name="gradient placeholders",
-        bytes=placeholders(policy, run, at),
-        known="measured",
-        band=0.1,
-        because="one tensor per weight shape under gradient_accumulation_fusion, on Megatron-LM's test cases",
-    )
+        yield "pipeline buffers", STAGE_TENSORS * share * sum(not chunk.first for chunk in at.chunks(run))
+    yield "CUDA graphs", graph_inputs(policy, run, at)
 
 
 def _communication(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -214,35 +213,21 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, Pre
     found: list[tuple[str, PrecisionPolicy, RunFacts]] = []
     parallel, optimizer = run.parallel, run.optimizer
     if not optimizer.distributed and run.traits.distributed_optimizer == "optional" and parallel.data > 1:
-        found.append(
-            (
-                "ddp.use_distributed_optimizer=true",
-                policy,
-                dataclasses.replace(run, optimizer=dataclasses.replace(optimizer, distributed=True)),
-            )
-        )
+        sharded = replace(run, optimizer=replace(optimizer, distributed=True))
+        found.append(("ddp.use_distributed_optimizer=true", policy, sharded))
     # with quantized GEMMs the precision-aware optimizer failed on several releases (rule precision-aware-with-fp8)
     if not policy.precision_aware and optimizer.distributed and policy.compute is DType.BF16 and not policy.quantized:
-        lower = dataclasses.replace(
-            policy, precision_aware=True, main_params=DType.FP32, exp_avg=DType.BF16, exp_avg_sq=DType.BF16
-        )
+        lower = replace(policy, precision_aware=True, main_params=DType.FP32, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
         found.append(("use_precision_aware_optimizer with bf16 moments", lower, run))
     if run.model.get("recompute_granularity") != "full":
         settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        found.append(
-            (
-                "model.recompute_granularity=full recompute_method=uniform recompute_num_layers=1",
-                policy,
-                dataclasses.replace(run, model={**run.model, **settings}),
-            )
-        )
+        words = "model." + " ".join(f"{name}={value}" for name, value in settings.items())
+        found.append((words, policy, replace(run, model={**run.model, **settings})))
     if run.micro_batch_size > 1:
-        found.append(("train.micro_batch_size=1", policy, dataclasses.replace(run, micro_batch_size=1)))
+        found.append(("train.micro_batch_size=1", policy, replace(run, micro_batch_size=1)))
     for words, sizes in _layouts(run):
         # a placement of layers on stages is valid only for that number of stages
-        changed = (
-            dataclasses.replace(run, parallel=sizes) if sizes.pipeline == parallel.pipeline else unsplit(run, sizes)
-        )
+        changed = replace(run, parallel=sizes) if sizes.pipeline == parallel.pipeline else unsplit(run, sizes)
         found.append((words, policy, changed))
     return found
 
@@ -251,29 +236,14 @@ def _layouts(run: RunFacts) -> list[tuple[str, Parallel]]:
     """Larger tensor, pipeline or expert parallelism in a world of the same size."""
     sizes, shape = run.parallel, run.shape
     found: list[tuple[str, Parallel]] = []
-    tensor = sizes.tensor * 2
-    if (
-        sizes.data % 2 == 0
-        and tensor <= 8
-        and shape.num_attention_heads % tensor == 0
-        and shape.vocab_size % tensor == 0
-        and shape.ffn_hidden_size % tensor == 0
-    ):
-        found.append(
-            (
-                f"tensor_model_parallel_size={tensor} with sequence_parallel=true",
-                dataclasses.replace(sizes, tensor=tensor, sequence=True),
-            )
-        )
-    if sizes.data % 2 == 0 and shape.num_layers % (sizes.pipeline * 2) == 0:
-        found.append(
-            (
-                f"pipeline_model_parallel_size={sizes.pipeline * 2}",
-                dataclasses.replace(sizes, pipeline=sizes.pipeline * 2, virtual_pipeline=None),
-            )
-        )
+    tensor, pipeline = sizes.tensor * 2, sizes.pipeline * 2
+    split = (shape.num_attention_heads, shape.vocab_size, shape.ffn_hidden_size)
+    if sizes.data % 2 == 0 and tensor <= 8 and not any(size % tensor for size in split):
+        words = f"tensor_model_parallel_size={tensor} with sequence_parallel=true"
+        found.append((words, replace(sizes, tensor=tensor, sequence=True)))
+    if sizes.data % 2 == 0 and shape.num_layers % pipeline == 0:
+        words = f"pipeline_model_parallel_size={pipeline}"
+        found.append((words, replace(sizes, pipeline=pipeline, virtual_pipeline=None)))
     if shape.experts and shape.experts % (sizes.expert * 2) == 0 and sizes.expert_data % 2 == 0:
-        found.append(
-            (f"expert_model_parallel_size={sizes.expert * 2}", dataclasses.replace(sizes, expert=sizes.expert * 2))
-        )
+        found.append((f"expert_model_parallel_size={sizes.expert * 2}", replace(sizes, expert=sizes.expert * 2)))
     return found

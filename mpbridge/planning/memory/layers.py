@@ -207,22 +207,23 @@ class ShapeKey:
 def layer_weights(
     shape: ModelShape,
     *,
-    tensor: int,
-    expert_tensor: int,
-    local_experts: int,
     mixture: bool,
-    shared_gate: bool,
-    whole_down: bool,
+    tensor: int = 1,
+    expert_tensor: int = 1,
+    local_experts: int | None = None,
+    shared_gate: bool = False,
+    whole_down: bool = True,
     first_expert: int = 0,
     grouped: bool = False,
 ) -> tuple[Weight, ...]:
     """A rank's share of the parameters of one layer.
 
-    mixture: the layer's MLP consists of experts. whole_down: latent attention's down projections are replicated on every rank (Transformer Engine's modules), not split.
-    grouped: experts are one module with one weight per expert (Transformer Engine's GroupedLinear).
+    mixture: the layer's MLP consists of experts. local_experts: None: all. whole_down: latent attention's down projections are replicated on every rank
+    (Transformer Engine's modules), not split. grouped: experts are one module with one weight per expert (Transformer Engine's GroupedLinear).
     """
+    here = (shape.experts or 0) if local_experts is None else local_experts
     return _layer_weights(
-        ShapeKey(shape), tensor, expert_tensor, local_experts, mixture, shared_gate, whole_down, first_expert, grouped
+        ShapeKey(shape), tensor, expert_tensor, here, mixture, shared_gate, whole_down, first_expert, grouped
     )
 
 

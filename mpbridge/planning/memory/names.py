@@ -180,10 +180,5 @@ def _rows(fates: Mapping[str, Mapping[str, set[int]]]) -> list[tuple[str, str, s
 
 
 def _of_layer(shape: ModelShape, mixture: bool) -> tuple[str, ...]:
-    found: list[str] = []
-    for grouped in (False, True):
-        every = layer_weights(
-            shape, tensor=1, expert_tensor=1, local_experts=shape.experts or 0, mixture=mixture, shared_gate=False, whole_down=True, grouped=grouped
-        )  # fmt: skip
-        found += [weight.module for weight in every if weight.linear]
-    return tuple(dict.fromkeys(found))
+    every = (weight for grouped in (False, True) for weight in layer_weights(shape, mixture=mixture, grouped=grouped))
+    return tuple(dict.fromkeys(weight.module for weight in every if weight.linear))

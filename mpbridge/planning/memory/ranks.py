@@ -209,3 +209,30 @@ def in_flight(run: RunFacts, stage: int) -> float:
         # warm-up of the interleaved schedule, in chunks, each 1/virtual of the stage
         return min(total * 1.0, ((depth - 1) * 2 + (virtual - 1) * stages + 1) / virtual)
     return float(min(depth, total))
+
+
+def undivided(run: RunFacts) -> str:
+    """Sizes that are no multiple of the number of ranks that they are split over, as text; empty if there are none."""
+    shape, sizes = run.shape, run.parallel
+    expert_tensor = sizes.expert_tensor or sizes.tensor
+    groups = shape.num_query_groups
+    wrong = [
+        f"{name} {size} by {by} {ranks}"
+        for name, size, by, ranks in (
+            ("num_attention_heads", shape.num_attention_heads, "tensor", sizes.tensor),
+            (
+                "num_query_groups",
+                groups if groups % sizes.tensor and sizes.tensor % groups else 0,
+                "tensor",
+                sizes.tensor,
+            ),
+            ("ffn_hidden_size", shape.ffn_hidden_size, "tensor", sizes.tensor),
+            ("vocab_size", shape.vocab_size, "tensor", sizes.tensor),
+            ("num_moe_experts", shape.experts or 0, "expert", sizes.expert),
+            ("moe_ffn_hidden_size", shape.expert_ffn_hidden_size, "expert tensor", expert_tensor),
+            ("moe_shared_expert_intermediate_size", shape.shared_expert_size, "tensor", sizes.tensor),
+            ("seq_length", shape.seq_length, "2 x context", 2 * sizes.context if sizes.context > 1 else 1),
+        )
+        if size % ranks
+    ]
+    return "; ".join(wrong)

@@ -71,6 +71,12 @@ class LinearShape:
     split: str | None
     """'column' or 'row'."""
 
+    def misfit(self, level: Level, dimension: Dimension, value: int, multiple: int, cure: str, source: str) -> Misfit:
+        """A finding about this linear."""
+        return Misfit(
+            level=level, module=self.module, layers=self.layers, dimension=dimension, value=value, multiple=multiple, cure=cure, source=source
+        )  # fmt: skip
+
 
 def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Misfit, ...]:
     """Every finding, required ones first. Empty: all sizes fit the recipe."""
@@ -138,8 +144,6 @@ def _linears(run: RunFacts, layer: int) -> tuple[Weight, ...]:
         expert_tensor=parallel.expert_tensor or parallel.tensor,
         local_experts=1,
         mixture=shape.is_expert_layer(layer),
-        shared_gate=False,
-        whole_down=True,
         grouped=shape.grouped_gemm,
     )
     return tuple(weight for weight in weights if weight.linear)
@@ -159,12 +163,11 @@ def _judge(gemm: LinearShape, run: RunFacts) -> Iterator[Misfit]:
 
     finding = functools.partial(_unless_multiple, gemm)
     if gemm.tokens is None and gemm.module.endswith("linear_fc1"):  # one finding for both of an expert's linears
-        yield Misfit(
-            level="experts", module=gemm.module, layers=gemm.layers, dimension="tokens of an expert", value=0, multiple=need.expert,
-            cure=f"megatron-core pads each expert's tokens to {need.expert}: about {need.expert // 2} rows of each expert are wasted"
-            " (model.moe_router_padding_for_quantization pads in the router instead, without copies)",
-            source=_EXPERT_SOURCE,
-        )  # fmt: skip
+        cure = (
+            f"megatron-core pads each expert's tokens to {need.expert}: about {need.expert // 2} rows of each expert are wasted"
+            " (model.moe_router_padding_for_quantization pads in the router instead, without copies)"
+        )
+        yield gemm.misfit("experts", "tokens of an expert", 0, need.expert, cure, _EXPERT_SOURCE)
     elif gemm.tokens is not None:
         yield from finding("required", "tokens", gemm.tokens, tokens, _tokens_cure(gemm.tokens, tokens), need.source)
     yield from finding("required", "in", gemm.inner, need.inner, _size_cure(gemm, "in", need.inner, run), need.source)
@@ -176,43 +179,29 @@ def _judge(gemm: LinearShape, run: RunFacts) -> Iterator[Misfit]:
             yield from finding("fast", dimension, value, FAST, f"a multiple of {FAST} fills the tiles", _FAST_SOURCE)  # type: ignore[arg-type]
     small = need.gains_above
     if small is not None and gemm.inner <= small[0] and gemm.outer <= small[1]:
-        yield Misfit(
-            level="fast", module=gemm.module, layers=gemm.layers, dimension="size", value=gemm.outer, multiple=1,
-            cure=f"{gemm.outer} x {gemm.inner} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)", source=_SMALL_SOURCE,
-        )  # fmt: skip
+        cure = (
+            f"{gemm.outer} x {gemm.inner} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)"
+        )
+        yield gemm.misfit("fast", "size", gemm.outer, 1, cure, _SMALL_SOURCE)
 
 
 def _unless_multiple(
     gemm: LinearShape, level: Level, dimension: Dimension, value: int, multiple: int, cure: str, source: str
 ) -> Iterator[Misfit]:
     if value % multiple:
-        yield Misfit(
-            level=level,
-            module=gemm.module,
-            layers=gemm.layers,
-            dimension=dimension,
-            value=value,
-            multiple=multiple,
-            cure=cure,
-            source=source,
-        )
+        yield gemm.misfit(level, dimension, value, multiple, cure, source)
 
 
 def _shards(gemm: LinearShape, need: Sizes, run: RunFacts) -> Iterator[Misfit]:
     """Column-parallel inputs must be quantizable in shards (asserted); row-parallel gradients fall back to a gather in 16 bits."""
-    level: Level = "required" if gemm.split == "column" else "gatherable"
     step = _shard_step(gemm, run)
-    if gemm.shard % step:
-        whole = step * run.parallel.tensor
-        yield Misfit(
-            level=level, module=gemm.module, layers=gemm.layers, dimension="tokens of a sequence shard", value=gemm.shard, multiple=step,
-            cure=f"pad sequences to a multiple of {whole}" + ("" if level == "required" else "; otherwise the gradient is gathered in 16 bits"), source=need.shard_source,
-        )  # fmt: skip
-    if gemm.split == "column" and gemm.inner % need.shard and gemm.inner % need.inner == 0:
-        yield Misfit(
-            level="required", module=gemm.module, layers=gemm.layers, dimension="in", value=gemm.inner, multiple=need.shard,
-            cure=_size_cure(gemm, "in", need.shard, run), source=need.shard_source,
-        )  # fmt: skip
+    level: Level = "required" if gemm.split == "column" else "gatherable"
+    otherwise = "" if level == "required" else "; otherwise the gradient is gathered in 16 bits"
+    cure = f"pad sequences to a multiple of {step * run.parallel.tensor}{otherwise}"
+    yield from _unless_multiple(gemm, level, "tokens of a sequence shard", gemm.shard, step, cure, need.shard_source)
+    if gemm.split == "column" and gemm.inner % need.inner == 0:
+        cure = _size_cure(gemm, "in", need.shard, run)
+        yield from _unless_multiple(gemm, "required", "in", gemm.inner, need.shard, cure, need.shard_source)
 
 
 def _shard_step(gemm: LinearShape, run: RunFacts) -> int:
@@ -225,19 +214,12 @@ def _vocabulary(policy: PrecisionPolicy, run: RunFacts) -> list[Misfit]:
     step, rows = vocabulary_multiple(run), run.shape.vocab_size
     if rows % step == 0 or not policy.mixed:
         return []
-    cure = f"model.vocab_size={rows + -rows % step}"
     return [
         Misfit(
-            level="fast",
-            module="output_layer",
-            layers=(),
-            dimension="vocabulary",
-            value=rows,
-            multiple=step,
-            cure=cure,
-            source="Megatron-LM make-vocab-size-divisible-by",
+            level="fast", module="output_layer", layers=(), dimension="vocabulary", value=rows, multiple=step,
+            cure=f"model.vocab_size={rows + -rows % step}", source="Megatron-LM make-vocab-size-divisible-by",
         )
-    ]
+    ]  # fmt: skip
 
 
 def _tokens_cure(tokens: int, multiple: int) -> str:
@@ -256,13 +238,9 @@ def _field(module: str, side: str) -> str:
     """The setting that determines one dimension of a linear."""
     last = module.rpartition(".")[2]
     if (last, side) in (("linear_fc1", "out"), ("linear_fc2", "in")):
-        return (
-            "model.moe_shared_expert_intermediate_size"
-            if "shared" in module
-            else "model.moe_ffn_hidden_size"
-            if "experts" in module
-            else "model.ffn_hidden_size"
-        )
+        if "shared" in module:
+            return "model.moe_shared_expert_intermediate_size"
+        return "model.moe_ffn_hidden_size" if "experts" in module else "model.ffn_hidden_size"
     fields = {
         ("linear_qkv", "out"): "model.kv_channels or num_query_groups",
         ("linear_q_down_proj", "out"): "model.q_lora_rank",

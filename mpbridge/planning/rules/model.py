@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType, say
 from mpbridge.common.versions import Window
+from mpbridge.planning.memory.ranks import stage_chunks, undivided
 from mpbridge.planning.rules.base import ARGUMENTS, Case, Rule
 
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
@@ -66,35 +67,7 @@ def _sent(case: Case) -> DType:
     return DType.FP32 if _residual(case) else case.policy.compute
 
 
-def _undivided(case: Case) -> str | None:
-    shape, sizes = case.run.shape, case.run.parallel
-    expert_tensor = sizes.expert_tensor or sizes.tensor
-    groups = shape.num_query_groups
-    wrong = [
-        f"{name} {size} by {by} {ranks}"
-        for name, size, by, ranks in (
-            ("num_attention_heads", shape.num_attention_heads, "tensor", sizes.tensor),
-            (
-                "num_query_groups",
-                groups if groups % sizes.tensor and sizes.tensor % groups else 0,
-                "tensor",
-                sizes.tensor,
-            ),
-            ("ffn_hidden_size", shape.ffn_hidden_size, "tensor", sizes.tensor),
-            ("vocab_size", shape.vocab_size, "tensor", sizes.tensor),
-            ("num_moe_experts", shape.experts or 0, "expert", sizes.expert),
-            ("moe_ffn_hidden_size", shape.expert_ffn_hidden_size, "expert tensor", expert_tensor),
-            ("moe_shared_expert_intermediate_size", shape.shared_expert_size, "tensor", sizes.tensor),
-            ("seq_length", shape.seq_length, "2 x context", 2 * sizes.context if sizes.context > 1 else 1),
-        )
-        if size % ranks
-    ]
-    return "; ".join(wrong) or None
-
-
 def _unstaged(case: Case) -> str | None:
-    from mpbridge.planning.memory.ranks import stage_chunks
-
     try:
         stage_chunks(case.run)
     except BadValue as error:
@@ -105,7 +78,7 @@ def _unstaged(case: Case) -> str | None:
 RULES: tuple[Rule, ...] = (
     Rule(
         id="sizes-do-not-divide",
-        found=_undivided,
+        found=lambda c: undivided(c.run),
         expected="every size to be a multiple of the number of ranks that it is split over",
         cure="another parallel size, or another model size",
         source=f"{_CONFIG}; transformer/moe/moe_layer.py BaseMoELayer.__init__ for experts",

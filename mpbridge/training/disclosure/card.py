@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpbridge import __version__
+from mpbridge.common.tables.table import table
 from mpbridge.training.disclosure.evidence import Evidence
 
 ROWS = (
@@ -33,15 +34,11 @@ def model_card(evidence: Evidence) -> str:
         + (f"; not observed: {', '.join(unseen)}." if unseen else ".")
     )
     shown = [name for name in (*ROWS, *sorted(n for n in found if n.startswith("wire: "))) if name in found]
-    lines = [f"| {_cell(name)} | {' | '.join(map(_cell, found[name]))} |" for name in shown]
-    head = ["| what | promised | found on live tensors | | last seen at step |", "|---|---|---|---|---|"]
-    return "\n".join(["## Numerical precision", "", text, "", *head, *lines])
+    columns = ("what", "promised", "found on live tensors", "", "last seen at step")
+    rows = ([" ".join(str(cell).split()) for cell in (name, *found[name])] for name in shown)
+    return "\n".join(["## Numerical precision", "", text, "", table("", columns, rows).markdown()])
 
 
 def _steps(steps: list[int]) -> str:
     named = [str(step) for step in steps]
     return ", ".join(named if len(named) <= 8 else [*named[:4], f"... ({len(named)} audits)", named[-1]])
-
-
-def _cell(value: object) -> str:
-    return " ".join(str(value).replace("|", "\\|").split())

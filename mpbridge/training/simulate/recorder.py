@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import FakeWork
 
+from mpbridge.common.errors import Refused
 from mpbridge.numerics.observation.modules import tensors_in
 from mpbridge.numerics.observation.operations import OperationObserver
 from mpbridge.numerics.observation.tensors import storage
@@ -16,6 +16,13 @@ from mpbridge.planning.estimate.build import work
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
+
+try:
+    from torch._C._distributed_c10d import FakeWork
+except ImportError:
+    raise Refused(
+        f"recording a simulated step needs a torch with FakeWork (2.13 and 2.15 have it, 2.6 does not), found {torch.__version__}: install a newer torch"
+    ) from None
 
 Wire = tuple[str, int, str, int]
 """(kind, ranks of the group, dtype, input bytes)."""

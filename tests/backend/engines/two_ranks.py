@@ -192,7 +192,9 @@ def wire_audited(folder: Path) -> Any:
         if isinstance(module, FSDPModule):
             group = module._get_fsdp_state()._fsdp_param_group
             if group is not None:
-                group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=torch.bfloat16)
+                # torch 2.15 keeps the policy with each parameter
+                for holder in [group] if hasattr(group, "mp_policy") else group.fsdp_params:
+                    holder.mp_policy = dataclasses.replace(holder.mp_policy, reduce_dtype=torch.bfloat16)
     found = {"narrow": _wire(narrow)}
     experts = {
         "num_moe_experts": 4,

@@ -102,7 +102,7 @@ def test_a_deepspeed_configuration_inside_lightnings_strategy_decides() -> None:
     assert own.meaning.loss_scale is not None
     assert own.meaning.loss_scale.static == 8
     file = strategy("DeepSpeedStrategy", config="ds.json")
-    assert any("ds.json decides" in line for line in file.assumed)
+    assert any("ds.json decides" in line for line in file.undecided)
 
 
 @pytest.mark.parametrize("word", ["64-true", "transformer-engine"])

@@ -11,6 +11,7 @@ import torch
 from tests.observe.audit import compute_faults as c
 from tests.observe.audit import faults as f
 from tests.observe.audit import hostile_faults as h
+from tests.observe.audit import step_faults as s
 
 SHARDED = {"use_distributed_optimizer": True}
 AWARE = {"use_precision_aware_optimizer": True}
@@ -125,6 +126,7 @@ CATALOGUE = (
     Fault("residual stream rounded", c.stream_rounded, ("residual", "fp32"), ("residual stream",), quick=True),
     Fault("residual stream rounded before a norm", c.stream_rounded_before_norm, ("fp32",), ("residual stream",)),
     Fault("cross entropy in BF16", c.loss_in_bf16, ("ddp", "fsdp2"), ("loss",), quick=True),
+    Fault("loss rounded after the cross entropy", c.loss_rounded_afterwards, ("ddp", "fp32", "fsdp2"), ("loss",), quick=True),
     Fault("logits narrow", c.logits_narrow, ("logits",), ("logits",), "output_layer", quick=True),
     Fault("rotary angles in BF16", c.angles_in_bf16, ("ddp", "fp32"), ("rotary angles",), "inv_freq", quick=True),
     Fault("rotary angles rounded", c.angles_rounded, ("ddp",), ("rotary angles",), "inv_freq"),
@@ -190,4 +192,18 @@ CATALOGUE = (
     Fault("half of the gradient's rows lost", h.operands_of("wgrad", "dy", h.halved), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "wgrad dy", quick=True),
     Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w"),
     Fault("quantized copy of an old weight in dgrad", h.operands_of("dgrad", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "dgrad w", quick=True),
+    # the optimizer's step
+    Fault("moments zeroed before every step", s.moments_zeroed_before_every_step, (*ALL, "aware"), ("optimizer step",), "does not follow", early=False, quick=True),
+    Fault("half of every second moment zeroed once", s.moments_times(0.0, "exp_avg_sq"), ("ddp", "dist", "mfsdp"), ("bits of states",), "exp_avg_sq", early=False, quick=True),
+    Fault("half of every second moment halved once", s.moments_times(0.5, "exp_avg_sq"), ("ddp", "dist"), ("bits of states",), "exp_avg_sq", early=False),
+    Fault("first moment of 12 bits", h.states_with(12, "exp_avg"), ("ddp", "fsdp2", "mfsdp"), ("optimizer step",), "exp_avg", quick=True),
+    Fault("rates doubled inside the step", s.rates_doubled_inside, (*ALL, "aware", "fp32"), ("optimizer step",), "are not what the update makes", quick=True),
+    Fault("weight decay of 0", s.setting(weight_decay=0.0), ALL, ("optimizer step",), "weight decay 0, declared", quick=True),
+    Fault("weight decay of 10", s.setting(weight_decay=10.0), CORE, ("optimizer step",), "weight decay 10, declared"),
+    Fault("beta1 of 0", s.setting(betas=(0.0, 0.999)), ALL, ("optimizer step",), "beta1 0, declared"),
+    Fault("beta2 of 0.5", s.setting(betas=(0.9, 0.5)), ("ddp", "mfsdp"), ("optimizer step",), "beta2 0.5, declared", quick=True),
+    Fault("eps of 0.01", s.setting(eps=0.01), ("ddp", "fsdp2"), ("optimizer step",), "eps 0.01, declared"),
+    Fault("gradients never clipped", s.never_clipped, ("ddp",), ("gradients", "gradient norm as clipped"), quick=True),
+    Fault("norm halved", s.norm_times(0.5), CORE, ("gradient norm as clipped",), quick=True),
+    Fault("norm in BF16", s.norm_in_bf16, ("ddp",), ("gradient norm as clipped",)),
 )  # fmt: skip

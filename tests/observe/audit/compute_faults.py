@@ -86,6 +86,12 @@ def loss_in_bf16(engine: Any) -> None:
     model.compute_language_model_loss = loss
 
 
+def loss_rounded_afterwards(engine: Any) -> None:
+    model = gpt(engine)
+    real = model.compute_language_model_loss
+    model.compute_language_model_loss = lambda *args, **kwargs: real(*args, **kwargs).bfloat16().float()
+
+
 def logits_narrow(engine: Any) -> None:
     layer = gpt(engine).output_layer
     del layer._forward_impl

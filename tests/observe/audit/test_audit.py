@@ -92,6 +92,15 @@ def test_unusual_but_healthy_run_is_not_stopped(build: Any, drive: Any, case: st
     assert hook.reports["live"].ok
 
 
+def test_a_buffer_that_no_recipe_decides_is_named_with_its_dtype(build: Any, drive: Any) -> None:
+    hook = AuditHook()
+    drive(build("bf16", model=EXPERTS), hook)
+    promised, other = hook.reports["live"].find("buffers"), hook.reports["live"].find("other buffers")
+    assert (promised.promised, promised.found, promised.ok) == ("fp32", "fp32", True)
+    # megatron-core casts the counts of tokens with the model (Megatron-LM #7081)
+    assert "bf16: local_tokens_per_expert" in other.found
+
+
 def test_frozen_sgd_is_named_at_a_rate_that_shows(build: Any, drive: Any) -> None:
     engine, hook = build({"recipe": "full_bf16"}, optimizer={"optimizer": "sgd", "lr": 1.0}), AuditHook()
     engine.optimizer.chained_optimizers[0].optimizer.step = lambda *args, **kwargs: None

@@ -98,6 +98,26 @@ def test_another_rate_than_the_groups_is_named(build: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_a_schedule_that_reaches_a_rate_of_0_after_the_step_is_healthy(build: Any, kind: str) -> None:
+    engine = build(kind)
+
+    def rates(value: float) -> None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = value
+
+    rates(1e-9)  # some weights stand still in the last step, whose update is below their rounding
+    real = engine.train_step
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        rates(0.0)
+        return result
+
+    engine.train_step = train_step
+    assert faults(engine, nothing, steps=1) == []
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
 def test_a_block_that_begins_at_zero_is_healthy(build: Any, kind: str) -> None:
     """LLaMA-Pro's block expansion, or projections of zeros from a converted folder: nothing before them gets a gradient in the first step."""
     engine = build(kind)

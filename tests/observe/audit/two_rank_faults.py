@@ -174,6 +174,7 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
     from tests.observe.audit import compute_faults as c
     from tests.observe.audit import faults as f
     from tests.observe.audit import hostile_faults as h
+    from tests.observe.audit import step_faults as s
 
     return {
         "never reduced": ("ddp", _never_reduced, 0, {"wire: gradients", "gradients", "replicas"}),
@@ -198,6 +199,11 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "more travels between stages": ("pipeline", _more_between_stages, 0, {"wire: stages"}),
         "a gradient doubled on the second stage": ("pipeline", _on_rank_1(_last_weight_doubled), 0, {"gradients"}),
         "all gradients halved, sum of tokens": ("sum of tokens", h.all_gradients_times(0.5), 0, {"gradients"}),
+        "rank 1's main weight one ulp apart": ("ddp", _on_rank_1(s.one_ulp_apart("main")), 1, {"replicas"}),
+        "rank 1's moment one ulp apart": ("ddp", _on_rank_1(s.one_ulp_apart("exp_avg")), 1, {"replicas"}),
+        "rank 1's rotary frequencies": ("ddp", _on_rank_1(s.frequencies_times(1.01)), 0, {"replicas"}),
+        "rank 1's rate": ("dist", _on_rank_1(s.rate_times(1.1)), 1, {"optimizer settings"}),
+        "rank 1's rate on FSDP2": ("fsdp2", _on_rank_1(s.rate_times(1.1)), 1, {"optimizer settings"}),
         "healthy, sum of tokens": ("sum of tokens", f.nothing, 0, set()),
         "healthy, pipeline": ("pipeline", f.nothing, 0, set()),
         "healthy": ("ddp", f.nothing, 0, set()),
@@ -257,6 +263,13 @@ QUICK = (
     "parameters not gathered",
     "rank 1's shard frozen",
     "rank 1's FSDP2 shard frozen",
+    "rank 1's main weight one ulp apart",
+    "rank 1's moment one ulp apart",
+    "rank 1's rotary frequencies",
+    "rank 1's rate",
+    "rank 1's rate on FSDP2",
+    "healthy",
+    "healthy, FSDP2",
     "healthy, sharded",
     "more travels between stages",
     "healthy, pipeline",

@@ -34,7 +34,7 @@ def configs() -> tuple[Any, Any, Any]:
 
 
 def main(recipe: str, by_hand: bool) -> None:
-    torch.distributed.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)

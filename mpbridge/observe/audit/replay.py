@@ -1,0 +1,301 @@
+"""Replays the optimizer's step on sampled elements: from the moments, weight and settings that it found and the gradient that it read to what it left."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.numerics.observation.tensors import local, positions
+from mpbridge.observe.audit.findings import Finding, joined, judged, offenders
+from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_ROUNDINGS = 2.0**-22
+"""Error of a moment in FP32 relative to the sum of its two terms: two products, a sum and, in torch, a difference, each within half a unit in the last place."""
+_STORED = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
+"""Dtype of a moment -> what storing it may lose, relative to it. Moments with scales of their own are not replayed."""
+_UPDATE = 5e-5
+"""Error of an update relative to it: 1 - 0.999**1 in FP32 is off by 3e-5, and its square root by half of that."""
+_TINY = 2.0**-125
+"""Results below FP32's normal range may be flushed to zero."""
+_NORM = {torch.float32: 1e-4}
+"""Error of the global norm: FP32 sums in another order. Gradients of 16 bits are rounded again where they are clipped."""
+_NORM_NARROW = 2.0**-8
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the optimizer's group said before the step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Settings:
+        """The settings of an Adam's parameter group."""
+        first, second = (float(beta) for beta in group["betas"])
+        decay = float(group.get("weight_decay") or 0.0)
+        return cls(float(group["lr"]), (first, second), float(group["eps"]), decay)
+
+    def __str__(self) -> str:
+        return f"lr {self.lr:g}, betas {self.betas[0]:g} {self.betas[1]:g}, eps {self.eps:g}, weight decay {self.weight_decay:g}"
+
+
+@dataclass(slots=True)
+class Start:
+    """One parameter's sampled elements before the step."""
+
+    settings: Settings
+    weight: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    """In FP64; empty before the first update."""
+
+
+@dataclass
+class Replayed:
+    """One rank's observation."""
+
+    looked: int = 0
+    """Elements."""
+    wrong: list[str] = field(default_factory=list)
+    settings: dict[str, Settings] = field(default_factory=dict)
+    """Parameter -> settings that its update began with."""
+    declared: list[str] = field(default_factory=list)
+    """Settings that are not the declared ones."""
+    squares: dict[str, tuple[float, int, int]] = field(default_factory=dict)
+    """Parameter -> (sum of squares of the gradient that was read, its elements here, those of the whole parameter)."""
+    narrow: bool = False
+    """Whether a gradient was read in 16 bits."""
+
+
+def is_replayed(held: Held) -> bool:
+    """Whether the update follows from Adam's rule and what is stored can be read to the bit."""
+    group = held.group
+    if group is None or held.rests or type(held.inner).__name__ not in ADAMS or held.trained is None:
+        return False
+    if group.get("amsgrad") or group.get("maximize") or "betas" not in group:
+        return False
+    narrow = local(held.updated).dtype is not torch.float32
+    if narrow and not type(held.inner).__name__.endswith("FusedAdam"):
+        return False  # torch's kernels round every intermediate result to the parameter's dtype
+    stored = [held.state[name] for name in MOMENTS if name in held.state]
+    return all(not hasattr(one, "_data") and local(one).dtype in _STORED for one in stored)
+
+
+def start_of(held: Held) -> Start | None:
+    """What the coming step begins with; None if its result cannot be replayed."""
+    if not is_replayed(held):
+        return None
+    trained = held.trained
+    assert trained is not None
+    assert held.group is not None
+    return Start(Settings.of(held.group), _sampled(trained), _moments(held))
+
+
+def _sampled(flat: torch.Tensor) -> torch.Tensor:
+    return flat[positions(flat.numel()).to(flat.device)].double()
+
+
+def _moments(held: Held) -> dict[str, torch.Tensor]:
+    found = {name: held.moment(name) for name in MOMENTS}
+    return {name: _sampled(moment) for name, moment in found.items() if moment is not None}
+
+
+def replay(engine: Any, starts: Mapping[str, Start]) -> Replayed:
+    """Every replayable parameter of this rank after its step, beside what Adam's rule makes of its start."""
+    seen = Replayed()
+    for held in holdings(engine):
+        gradient = held.gradient if held.updated is not None else None
+        if gradient is not None:
+            seen.squares[held.name] = (float(gradient.float().norm()) ** 2, gradient.numel(), held.whole)
+            seen.narrow |= gradient.dtype is not torch.float32
+        start = starts.get(held.name)
+        if start is None or not is_replayed(held):
+            continue
+        seen.settings[held.name] = start.settings
+        if gradient is None or held.trained is None or gradient.numel() != held.trained.numel():
+            continue
+        seen.looked += start.weight.numel()
+        fault = _fault(held, start, _sampled(gradient))
+        if fault:
+            seen.wrong.append(f"{held.name}: {fault}")
+    return seen
+
+
+def _f32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+@torch.no_grad()
+def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
+    """'' or the first result that Adam's rule does not give."""
+    group, settings = held.group or {}, start.settings
+    decoupled = is_decoupled(held, group)
+    if settings.weight_decay and not decoupled:
+        gradient = gradient + settings.weight_decay * start.weight
+    wanted, room = {}, {}
+    for name, beta, term in zip(MOMENTS, settings.betas, (gradient, gradient * gradient), strict=True):
+        stored = held.state.get(name)
+        if stored is None:
+            return f"{name} is missing"
+        old = start.moments.get(name, torch.zeros_like(term))
+        found, narrow = held.moment(name), _STORED[local(stored).dtype]
+        if found is None or found.numel() != (held.trained if held.trained is not None else found).numel():
+            return ""
+        # torch rounds 1 - beta, Transformer Engine rounds beta first
+        ways = [beta * old + keep * term for keep in {_f32(1.0 - beta), _f32(1.0 - _f32(beta))}]
+        room[name] = _ROUNDINGS * ((beta * old).abs() + ((1.0 - beta) * term).abs()) + _TINY
+        wanted[name] = ways[0]
+        left = [(_sampled(found) - way).abs() > room[name] + narrow * way.abs() for way in ways]
+        wrong = min(int(one.sum()) for one in left)
+        if wrong:
+            return (
+                f"{name} of {wrong} of {term.numel()} elements does not follow from the moment before and the gradient"
+            )
+    return _weight_fault(held, start, wanted, room, decoupled=decoupled)
+
+
+def _weight_fault(
+    held: Held,
+    start: Start,
+    moments: Mapping[str, torch.Tensor],
+    room: Mapping[str, torch.Tensor],
+    *,
+    decoupled: bool,
+) -> str:
+    group, settings, trained = held.group or {}, start.settings, held.trained
+    if trained is None or trained.dtype not in _STORED or held.kept not in _STORED:
+        return ""
+    step = float(held.state.get("step", group.get("step", 1)) or 1)
+    first, second = (1 - beta**step for beta in settings.betas) if group.get("bias_correction", True) else (1.0, 1.0)
+    denominator = (moments["exp_avg_sq"] / second).sqrt() + settings.eps
+    update = moments["exp_avg"] / first / denominator
+    decay = settings.weight_decay * start.weight if decoupled else torch.zeros_like(update)
+    wanted = start.weight - settings.lr * (update + decay)
+    bound = settings.lr * (_UPDATE * (update.abs() + decay.abs()) + room["exp_avg"] / first / denominator)
+    # where a second moment is near zero, its own rounding shows in the quotient
+    bound = bound + settings.lr * update.abs() * (room["exp_avg_sq"] / second).sqrt() / denominator
+    bound = bound + 4 * half_ulp(torch.maximum(start.weight.abs(), wanted.abs()), held.kept)
+    wrong = int(((_sampled(trained) - wanted).abs() > bound).sum())
+    return f"{wrong} of {wanted.numel()} elements are not what the update makes of them ({settings})" if wrong else ""
+
+
+def half_ulp(values: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
+    """Half a unit in the last place of each element where numbers are kept in that dtype, in the dtype of `values`."""
+    info = torch.finfo(kept)
+    _, exponent = torch.frexp(values)
+    return torch.ldexp(torch.full_like(values, info.eps / 4), exponent).clamp_min(info.tiny * info.eps / 2)
+
+
+def is_decoupled(held: Held, group: Mapping[str, Any]) -> bool:
+    """Whether weight decay is decoupled from the moments."""
+    if "decoupled_weight_decay" in group:
+        return bool(group["decoupled_weight_decay"])
+    return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))
+
+
+def declared(engine: Any, name: str) -> Any:
+    """A field of the optimizer's config as its author wrote it, or megatron-core's default; None if nothing declares it."""
+    config = getattr(getattr(engine, "configs", None), "optimizer", None)
+    default = getattr(type(config), name, None)
+    return (engine.run.inputs.get("optimizer") or {}).get(name, default)
+
+
+def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
+    """Settings of the optimizer's groups that are not the declared ones, before a step. scheduler: megatron-core's, whose rates this step should have."""
+    wrong: dict[str, None] = {}
+    for held in holdings(engine):
+        group = held.group
+        if group is None or "betas" not in group or type(held.inner).__name__ not in ADAMS:
+            continue
+        if not group.get("default_config", True):
+            continue  # a group with settings of its own
+        wanted: dict[str, list[Any]] = {
+            "beta1": [declared(engine, "adam_beta1")],
+            "beta2": [declared(engine, "adam_beta2")],
+            "eps": [declared(engine, "adam_eps")],
+            "weight decay": _decays(engine, group, scheduler),
+            "rate": [] if scheduler is None else [scheduler.get_lr(group) * by for by in (1, group.get("lr_mult", 1))],
+        }
+        now = Settings.of(group)
+        found = {
+            "beta1": now.betas[0],
+            "beta2": now.betas[1],
+            "eps": now.eps,
+            "weight decay": now.weight_decay,
+            "rate": now.lr,
+        }
+        for name, values in wanted.items():
+            known = [float(value) for value in values if value is not None]
+            if known and not any(math.isclose(found[name], value, rel_tol=1e-6) for value in known):
+                wrong[f"{name} {found[name]:g}, declared {joined(f'{value:g}' for value in known)}"] = None
+    return list(wrong)
+
+
+def _decays(engine: Any, group: Mapping[str, Any], scheduler: Any) -> list[Any]:
+    """The weight decay that a group may have: the scheduler's times the group's factor; without one, the declared one with or without it."""
+    factor = float(group.get("wd_mult", 1.0))
+    if scheduler is not None:
+        return [scheduler.get_wd(group) * factor]
+    plain = declared(engine, "weight_decay")
+    return [] if plain is None else [plain, plain * factor]
+
+
+def replay_findings(ranks: Sequence[Replayed], *, norm: float | None, clip: float | None, whole: bool) -> list[Finding]:
+    """What the optimizer's step made, its settings over ranks, and the norm and clipping of its gradients.
+
+    norm: that the step reported; clip: the declared limit; whole: every rank has every parameter or a shard of it, so that norms add up.
+    """
+    findings = []
+    looked = sum(rank.looked for rank in ranks)
+    if looked:
+        cure = "find what changes moments, gradients, rates or weights around the optimizer's step"
+        promised = "Adam's, from the declared settings"
+        wrong = [[*rank.declared, *rank.wrong] for rank in ranks]
+        findings.append(judged("optimizer step", promised, wrong, cure=cure, count=looked))
+    if len(ranks) > 1 and looked:
+        findings.append(_settings_finding(ranks))
+    if whole and norm is not None and clip is not None and any(rank.squares for rank in ranks):
+        findings.append(_norm_finding(ranks, norm, clip))
+    return findings
+
+
+def _settings_finding(ranks: Sequence[Replayed]) -> Finding:
+    names: dict[str, dict[Settings, list[str]]] = {}
+    for number, rank in enumerate(ranks):
+        for name, settings in rank.settings.items():
+            names.setdefault(name, {}).setdefault(settings, []).append(f"rank {number}")
+    wrong = []
+    for name, found in names.items():
+        sides = [f"{settings} ({', '.join(who)})" for settings, who in found.items()]
+        wrong += [f"{name}: {' against '.join(sides)}"] if len(sides) > 1 else []
+    return judged("optimizer settings", "equal on every rank", [wrong], count=len(names))
+
+
+def _norm_finding(ranks: Sequence[Replayed], norm: float, clip: float) -> Finding:
+    """The gradients that were read have the reported norm, cut to the declared limit."""
+    total = 0.0
+    for name in {name for rank in ranks for name in rank.squares}:
+        parts = [rank.squares[name] for rank in ranks if name in rank.squares]
+        elements = sum(here for _, here, _ in parts)
+        # replicas count once, shards add up
+        total += sum(square for square, *_ in parts) * (parts[0][2] / elements if elements else 0.0)
+    wanted = norm * (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0)
+    tolerance = _NORM_NARROW if any(rank.narrow for rank in ranks) else _NORM[torch.float32]
+    good = math.isclose(math.sqrt(total), wanted, rel_tol=tolerance, abs_tol=1e-30)
+    return Finding(
+        subject="gradient norm as clipped",
+        promised=f"{wanted:.5g}",
+        found=f"{math.sqrt(total):.5g}",
+        ok=good,
+        count=sum(here for rank in ranks for _, here, _ in rank.squares.values()),
+        offenders=() if good else offenders([["reported norm, limit and gradients do not fit"]] * len(ranks)),
+        cure="" if good else "the norm is taken over all gradients, in FP32, and divides them once",
+    )

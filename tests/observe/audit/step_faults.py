@@ -1,0 +1,113 @@
+"""Faults of the optimizer's step: what it begins with, the settings that it uses, the norm and the limit of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.observe.audit.faults import gpt, inner, states
+
+
+def _around(engine: Any, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+    """`before` and `after` around the inner optimizer's update."""
+    optimizer = inner(engine)
+    real = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = real(*args, **kwargs)
+        after()
+        return result
+
+    optimizer.step = step
+
+
+def moments_zeroed_before_every_step(engine: Any) -> None:
+    def zero() -> None:
+        for state in states(engine):
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+
+    _around(engine, zero)
+
+
+def moments_times(factor: float, *names: str) -> Callable[[Any], None]:
+    """Once, now: half of the elements of every moment of these names."""
+
+    def plant(engine: Any) -> None:
+        for state in states(engine):
+            for name in names:
+                state[name].view(-1)[::2] *= factor
+
+    return plant
+
+
+def rates_doubled_inside(engine: Any) -> None:
+    """The groups show the promised rates before and after the update."""
+
+    def times(factor: float) -> Callable[[], None]:
+        def act() -> None:
+            for group in inner(engine).param_groups:
+                group["lr"] *= factor
+
+        return act
+
+    _around(engine, times(2.0), times(0.5))
+
+
+def setting(**values: Any) -> Callable[[Any], None]:
+    """The optimizer's groups have other settings than its config declares."""
+
+    def plant(engine: Any) -> None:
+        for group in inner(engine).param_groups:
+            group.update(values)
+
+    return plant
+
+
+def never_clipped(engine: Any) -> None:
+    """The live config's limit is switched off; the author wrote 1."""
+    for config in {id(one): one for one in (engine.configs.optimizer, engine.optimizer.config)}.values():
+        config.clip_grad = 0.0
+
+
+def norm_times(factor: float) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        real = engine.optimizer.get_grad_norm
+        engine.optimizer.get_grad_norm = lambda: real() * factor
+
+    return plant
+
+
+def norm_in_bf16(engine: Any) -> None:
+    real = engine.optimizer.get_grad_norm
+    engine.optimizer.get_grad_norm = lambda: float(torch.tensor(float(real())).bfloat16()) * (1 + 2.0**-9)
+
+
+def one_ulp_apart(which: str) -> Callable[[Any], None]:
+    """One FP32 element of a main weight or moment, now: too little to show in the rounded parameter."""
+
+    def plant(engine: Any) -> None:
+        optimizer = inner(engine)
+        weight = max((p for group in optimizer.param_groups for p in group["params"]), key=lambda p: p.numel())
+        tensor = weight.data if which == "main" else optimizer.state[weight][which]
+        tensor.view(torch.int32).view(-1)[7] += 1
+
+    return plant
+
+
+def frequencies_times(factor: float) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        gpt(engine).rotary_pos_emb.inv_freq *= factor
+
+    return plant
+
+
+def rate_times(factor: float) -> Callable[[Any], None]:
+    def plant(engine: Any) -> None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] *= factor
+
+    return plant
