@@ -16,7 +16,7 @@ from typing import Any
 
 from mpbridge.common.errors import cut, nearest
 from mpbridge.interop.stacks.base import Imported
-from mpbridge.interop.stacks.reading import Reader, in_force, raise_faults
+from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, in_force, raise_faults
 
 PRECISION = re.compile(
     r"dtype|precision|fp(4|8|16|32)\b|fp(4|8|16|32)_|bf16|float(8|16|32)|mxfp8|nvfp4|autocast|quanti[sz]|loss_scale|amax|tf32|half_"
@@ -59,7 +59,7 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
         where = cut(f"{under}.{path}" if under else path)
         if path in read.asked or any(path.startswith(f"{one}.") for one in read.whole):
             continue
-        fault = _unknown(where, sections)
+        fault = _unknown(where, sections, suggest=len(unknown) < MOST_SUGGESTED)
         if fault is not None:
             if f"{where} " not in f"{said} " and f"{where}:" not in said:
                 unknown.append(f"{fault}{own}" if own else fault)
@@ -90,7 +90,7 @@ def unknown_of(stack: str, section: str, names: Iterable[str]) -> tuple[str, ...
     return tuple(fault for fault in faults if fault is not None)
 
 
-def _unknown(path: str, sections: Mapping[str, frozenset[str]]) -> str | None:
+def _unknown(path: str, sections: Mapping[str, frozenset[str]], *, suggest: bool = True) -> str | None:
     """A key unknown to its section, with the nearest known one; None if it is known."""
     if not sections:
         return None
@@ -100,7 +100,7 @@ def _unknown(path: str, sections: Mapping[str, frozenset[str]]) -> str | None:
         names = sections.get(section)
         if names is not None and parts[depth] not in names and not parts[depth].startswith("_"):
             here = ".".join(parts[: depth + 1])
-            near = nearest(parts[depth], names, most=1)
+            near = nearest(parts[depth], names, most=1) if suggest else ()
             return here + (f" (nearest: {f'{section}.' if section else ''}{near[0]})" if near else "")
     return None
 

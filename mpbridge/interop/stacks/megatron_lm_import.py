@@ -21,7 +21,7 @@ from mpbridge.interop.stacks.megatron_lm import CORE, NAME
 from mpbridge.interop.stacks.megatron_lm_defaults import in_force
 from mpbridge.interop.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, inert
 from mpbridge.interop.stacks.megatron_lm_options import options
-from mpbridge.interop.stacks.reading import stray
+from mpbridge.interop.stacks.reading import MOST_SUGGESTED, stray
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.versions import SINCE_017
 
@@ -168,12 +168,12 @@ def _parse(words: list[str], version: str) -> Parsed:
         position += 1
         if not word.startswith("--"):
             if word.strip() and not word.endswith(".py"):
-                read.unknown.append(stray(word, known))
+                read.unknown.append(stray(word, known if len(read.unknown) < MOST_SUGGESTED else ()))
             continue
         name, equals, attached = word.partition("=")
         values: list[str] = [attached] if equals else []
         if name not in known:
-            near = nearest(name, known, most=1)
+            near = nearest(name, known, most=1) if len(read.unknown) < MOST_SUGGESTED else ()
             whole = (
                 f" (quoted as one word: its parser needs {cut(name.split()[0])} and its value as separate words)"
                 if " " in name

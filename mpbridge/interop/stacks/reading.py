@@ -9,6 +9,8 @@ from mpbridge.common.errors import BadValue, brief, cut, nearest
 from mpbridge.common.formats import DType, dtype, say
 
 _ABSENT = object()
+MOST_SUGGESTED = 20
+"""Unknown names of a file that are said with the nearest known one: a comparison with all of them takes milliseconds."""
 
 
 class Reader:

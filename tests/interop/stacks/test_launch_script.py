@@ -128,6 +128,14 @@ def test_a_pattern_of_a_script_is_not_matched() -> None:
     assert time.process_time() - started < 10
 
 
+@pytest.mark.parametrize("word", ["--ab{}", "bf{}"])
+def test_unknown_words_without_number_are_named_in_little_time(word: str) -> None:
+    started = time.process_time()
+    found = read_args(" ".join(["--bf16", *map(word.format, range(20_000))]))
+    assert len(found.unknown) == 20_000
+    assert time.process_time() - started < 60
+
+
 def test_an_outer_variable_is_the_environment_and_what_the_script_sets_wins() -> None:
     assert read_script("torchrun x.py --n ${N:-1}", {"N": "3"}).words == ["--n", "3"]
     found = read_script("N=1\ntorchrun x.py --n $N", {"N": "3", "M": "1"})
