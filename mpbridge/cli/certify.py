@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN|FILE",
         help="your own: a safetensors file with x, w and dy, or weights; or a run's folder, for the size of its weights",
     )
-    parser.add_argument("--variant", choices=VARIANT_NAMES, help="a change of NVFP4; some of them no stack offers yet")
+    parser.add_argument(
+        "--variant",
+        choices=VARIANT_NAMES,
+        metavar="VARIANT",
+        help=f"a change of NVFP4, some of which no stack offers yet: {', '.join(VARIANT_NAMES)}",
+    )
     parser.add_argument("--against", metavar="OTHER", help="another recipe, or a variant of this one, side by side")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="write a page: a self-contained HTML file")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -17,8 +17,8 @@ from mpbridge.backend.devices import device_layer
 from mpbridge.backend.engines.parallel import start_process_group
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.observe.audit import AuditHook
+from mpbridge.observe.audit.cadence import LATEST, SHARE
 from mpbridge.observe.audit.examine import audit, promises_of
-from mpbridge.observe.audit.hook import LATEST, SHARE
 from mpbridge.observe.audit.invariants import broken
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.settings.container import ConfigContainer

@@ -41,7 +41,8 @@ def test_the_public_names_are_those_promised() -> None:
     assert set(mpbridge.__all__) == NAMES
     assert set(dir(mpbridge)) == NAMES
     for name in NAMES - {"__version__", "recipes"}:
-        assert getattr(mpbridge, name).__name__ == name
+        # a witness is an object of the class that the front door names as the function it once was
+        assert getattr(mpbridge, name).__name__ == {"witness": "Witness"}.get(name, name)
     assert "bf16_mixed" in mpbridge.recipes
 
 

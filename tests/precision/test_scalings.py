@@ -25,6 +25,8 @@ MAY_NAME_ONE = FOREIGN | {
     "precision/recipes.py": "a recipe says which scaling it is",
     "planning/rules/": "a rule may speak of one scaling",
     "interop/stacks/": "another stack's word for a scaling stands beside ours",
+    "training/disclosure/evidence.py": "MLPerf's words for precisions",
+    "cli/certify.py": "variants are of NVFP4 alone",
     "precision/registry.py": "words of other stacks, with what to choose here",
     "precision/config.py": "megatron-core's own defaults, which mean nothing",
     "precision/megatron_spec/fields.py": "megatron-core's own defaults of fp8_recipe and fp4_recipe",

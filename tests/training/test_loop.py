@@ -191,9 +191,9 @@ def test_a_summary_that_cannot_be_written_is_named_and_ends_no_run(
         Summary(recipe="fp32", iterations=1, skipped=0, nonfinite=0, consumed_samples=1, first_loss=1.0, last_loss=1.0),
         tmp_path,
     )
-    assert (
-        f"{tmp_path / 'summary.json'} cannot be written (Is a directory) and is incomplete" in capsys.readouterr().err
-    )
+    place = tmp_path / "summary.json"
+    said = f"{place} cannot be written ({place} is a folder, expected a regular file: it is neither followed nor opened) and is incomplete"
+    assert said in capsys.readouterr().err
 
 
 def test_exit_interval_stops_the_run(tmp_path: Path) -> None:

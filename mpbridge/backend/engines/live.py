@@ -88,6 +88,21 @@ def _one_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     return plain and codes[0].untyped_storage().data_ptr() == codes[1].untyped_storage().data_ptr()  # type: ignore[union-attr]
 
 
+def follow_main_weights(chunks: list[Any], optimizer: Any) -> None:
+    """Rounds the loaded main weights into the parameters: a checkpoint of the other realization has weights at rest rounded by another rule.
+
+    Where FusedAdam owns the main weights, or parameters are their own, megatron-core's copy does nothing."""
+    from mpbridge.backend.megatron.inside_optimizer import gather_now
+
+    for part in parts(optimizer):
+        copy = getattr(part, "_copy_main_params_to_model_params", None)
+        if copy is not None:
+            copy()
+    for chunk in chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
+            gather_now([chunk])
+
+
 def forget_main_weights(optimizer: Any) -> None:
     """Makes FusedAdam's own main weights follow the parameters again; megatron-core's `reload_model_params` does not update them."""
     for part in parts(optimizer):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank, on_first_rank
+from mpbridge.backend.engines.live import follow_main_weights
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables.units import size
@@ -128,6 +129,8 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
         with _explained(path, None), Contents(place) as contents:
             plain = _run_state(contents)
             _take_up(training, contents, weights_only=answer.kind == "weights only", exactly=answer.kind == "same")
+            if answer.kind != "weights only" and found.realization != of_run(training.run).realization:
+                follow_main_weights(training.engine.model, training.engine.optimizer)
             with _together():
                 _resume_plain(training, plain, contents, same_layout=found.parallel == of_run(training.run).parallel)
             moment = None if answer.kind == "weights only" else plain.get("second_moment")

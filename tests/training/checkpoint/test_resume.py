@@ -161,10 +161,12 @@ def test_moments_that_are_lost_behind_a_resume_are_said_by_the_run_and_named_by_
     kept = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
     log = {"log_dir": str(tmp_path / "run"), "precision_every": 0}
     go(run("bf16_mixed", checkpoint=kept, train={"exit_interval": 3}, logger=log))
-    second = go(run("bf16_mixed", checkpoint=kept, logger=log), Loses())
+    # an audit would stop the run at its first step
+    second = go(run("bf16_mixed", checkpoint=kept, logger=log, train={"audit": "warn"}), Loses())
     assert second.summary.notes["optimizer states"] == "lost at the resume"
     found = diagnose(tmp_path / "run")
-    assert [one.cause for one in found.suspects] == ["bad-resume"]
+    # the audit of the first step after it saw moments that do not follow from those before
+    assert [one.cause for one in found.suspects] == ["bad-resume", "not-as-promised"]
     assert "states were lost between the file and the first step" in found.suspects[0].evidence[-1]
 
 
@@ -271,7 +273,8 @@ def two(tmp_path_factory):
             (name, "second"): base | kept,
         }
     third = {"checkpoint": {"load": str(folder / "fp32" / "step_00000003")}}
-    specs["fp32", "lost"] = {"recipe": "fp32", "ddp": DIST, "hooks": [Loses()]} | third
+    lost = {"recipe": "fp32", "ddp": DIST, "hooks": [Loses()], "train": {"audit": "warn"}}
+    specs["fp32", "lost"] = lost | third
     base, load = {"recipe": "fp32"} | RESHARD, {"checkpoint": {"load": str(folder / "tensor")}}
     tensor, pipeline = (
         {"parallel": {"tensor_model_parallel_size": 2}},
