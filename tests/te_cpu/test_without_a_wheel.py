@@ -169,6 +169,7 @@ total = torch.ones(3)
 with one_by_one():
     dist.all_reduce(total)
 assert total.tolist() == [1, 1, 1]
+dist.destroy_process_group()  # its threads end before the interpreter does
 """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
