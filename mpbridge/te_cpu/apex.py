@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from importlib.machinery import ModuleSpec
 
 import torch
 
@@ -22,5 +23,6 @@ def _accumulate(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.
 def make() -> types.ModuleType:
     """The module: `wgrad_gemm_accum_fp32` adds into FP32, `wgrad_gemm_accum_fp16` into 16 bits."""
     made = types.ModuleType(NAME, __doc__)
+    made.__spec__ = ModuleSpec(NAME, None)
     made.wgrad_gemm_accum_fp32 = made.wgrad_gemm_accum_fp16 = _accumulate  # type: ignore[attr-defined]
     return made

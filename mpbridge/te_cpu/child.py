@@ -35,6 +35,7 @@ def _begin() -> dict[str, Any]:
 @contextmanager
 def _work_refused(script: str | None) -> Iterator[None]:
     """In the block, process groups are refused: a script that makes one while it is only imported would wait for its own parent."""
+    owners: tuple[Any, ...] = (dist, distributed_c10d)
     made = distributed_c10d.init_process_group
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -42,12 +43,12 @@ def _work_refused(script: str | None) -> Iterator[None]:
             f'{script} begins its work again in a process that it has started, which must only import it: put what it runs below `if __name__ == "__main__":`'
         )
 
-    for owner in (dist, distributed_c10d):
-        owner.init_process_group = refuse  # type: ignore[assignment]
+    for owner in owners:
+        owner.init_process_group = refuse
     try:
         yield
     finally:
-        for owner in (dist, distributed_c10d):
+        for owner in owners:
             owner.init_process_group = made
 
 

@@ -110,6 +110,16 @@ class NullStream:
         """True: nothing is pending."""
         return True
 
+    def is_capturing(self) -> bool:
+        """False: there are no CUDA graphs."""
+        return False
+
+    def __enter__(self) -> NullStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NullStream)
 
