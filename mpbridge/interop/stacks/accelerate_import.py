@@ -15,7 +15,7 @@ from mpbridge.interop.stacks.accelerate_launch import as_file
 from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.known_keys import with_rest
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.megatron_lm import DEFAULT_VERSION as LM_VERSION
+from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as LM_VERSION
 from mpbridge.interop.stacks.reading import Reader, raise_faults, stray
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.interop.stacks.torch_import import fields_of, quant_fields

@@ -13,17 +13,13 @@ from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.interop.stacks.megatron_lm_import import read
+from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME
+from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as DEFAULT_VERSION
+from mpbridge.interop.stacks.megatron_lm_options import VERSIONS as VERSIONS
 from mpbridge.interop.stacks.sharded_torch import environment, process_wide
-from mpbridge.precision.megatron_spec.versions import RELEASES, SINCE_017
+from mpbridge.precision.megatron_spec.versions import SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant
-
-NAME = "megatron-lm"
-VERSIONS = dict(one.megatron_lm for one in RELEASES if one.megatron_lm)
-"""Supported versions; the first belongs to the released megatron-core."""
-DEFAULT_VERSION = [*VERSIONS][-1]
-
-CORE = {one.megatron_lm[0]: one.version for one in RELEASES if one.megatron_lm}
-"""Version -> its megatron-core."""
 
 Flags = Iterator[str]
 
@@ -59,8 +55,6 @@ def _core(request: Request) -> str:
 
 def _meaning(request: Request, words: list[str]) -> Meaning:
     """The flags' meaning in Megatron-LM, with the rules of the file beside them, and the softmax of an implementation that reads its flag."""
-    from mpbridge.interop.stacks.megatron_lm_import import read
-
     found = read(shlex.split(" ".join(words)), version=request.version).meaning
     regions = tuple(megatron_modules.regions_said(request, core=_core(request)))
     return dataclasses.replace(found, regions=regions, softmax_fp32=request.policy.softmax_fp32)
