@@ -68,9 +68,7 @@ def test_a_stage_is_the_recipe_alone_from_the_same_state(whole, tmp_path):
 
 @pytest.mark.parametrize("at", [2, 3, 5], ids=["before the switch", "at the switch", "behind the switch"])
 def test_a_scheduled_run_is_resumed_on_either_side_to_the_bit(whole, tmp_path, at):
-    first = go(
-        run(LIST, emulate=True, checkpoint={"save": str(tmp_path / "kept")}, train={"exit_interval": at})
-    )
+    first = go(run(LIST, emulate=True, checkpoint={"save": str(tmp_path / "kept")}, train={"exit_interval": at}))
     place = tmp_path / "kept"
     if at == 5:  # a checkpoint may be renamed
         place = store.locate(place).rename(tmp_path / "best")

@@ -10,12 +10,14 @@ import dataclasses
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
+from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
     SCALER_COST,
     SPELL,
     environment,
     filter_lines,
+    noted,
     output_layer,
     regions_there,
     scaler_arguments,
@@ -56,9 +58,13 @@ def export(request: Request) -> Export:
     quant = theirs.regions[-1].quant
     by_te = quant is not None and SCALINGS[quant.scaling] == "TERecipeKwargs"
     lines = [*output_layer(quant if by_te else None, "accelerate's convert_model")]
+    theirs = noted(theirs, lines)
     costs = COSTS | ({"quantization": DELAYED} if quant is not None and quant.row.history else {})
     lines += compared(request.ours, theirs, with_main(costs, theirs))
-    pieces = (Fragment(name="python", text=_python(policy, theirs)), *environment([quant] if quant else ()))
+    pieces = (
+        Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs))),
+        *environment([quant] if quant else ()),
+    )
     return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 
 

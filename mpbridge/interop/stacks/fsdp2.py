@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
     SCALER_COST,
@@ -64,7 +65,7 @@ def export(request: Request) -> Export:
             Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only")
         )
     lines += compared(request.ours, theirs, with_main(COSTS, theirs))
-    piece = Fragment(name="python", text=_python(policy, theirs))
+    piece = Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs)))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
 

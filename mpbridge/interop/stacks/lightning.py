@@ -9,12 +9,14 @@ import dataclasses
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
+from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
     SCALER_COST,
     SPELL,
     TORCH_SCALER,
     environment,
+    noted,
     output_layer,
     regions_there,
     torch_meaning,
@@ -54,8 +56,12 @@ def export(request: Request) -> Export:
     theirs = _meaning(policy)
     quant = theirs.regions[-1].quant
     lines = [*output_layer(quant, "the plugin")]
+    theirs = noted(theirs, lines)
     lines += compared(request.ours, theirs, with_main(COSTS, theirs))
-    pieces = (Fragment(name="python", text=_python(theirs)), *environment([quant] if quant else ()))
+    pieces = (
+        Fragment(name="python", text=commented(NAME, theirs, _python(theirs))),
+        *environment([quant] if quant else ()),
+    )
     return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpbridge.common.formats import DType, say
@@ -94,6 +95,11 @@ def output_layer(quant: Quant | None, who: str) -> tuple[Line, ...]:
         return ()
     text = f"in high precision here; {who} converts every linear, including the output layer"
     return (Line(fidelity="different", fact="output layer", text=text),)
+
+
+def noted(theirs: Meaning, lines: Iterable[Line]) -> Meaning:
+    """`theirs` with the note that the lines of `output_layer` have no field for."""
+    return dataclasses.replace(theirs, note="; ".join(f"{line.fact}: {line.text}" for line in lines))
 
 
 def filter_lines(policy: PrecisionPolicy, depth: str) -> list[str]:

@@ -9,6 +9,7 @@ import dataclasses
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
+from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import SCALER_COST, SPELL, TORCH_SCALER, torch_meaning, with_main
 from mpbridge.precision.policy import PrecisionPolicy
@@ -37,7 +38,7 @@ def export(request: Request) -> Export:
     policy = request.policy
     theirs = _meaning(policy)
     lines = compared(request.ours, theirs, with_main(COSTS, theirs))
-    piece = Fragment(name="python", text=_python(theirs))
+    piece = Fragment(name="python", text=commented(NAME, theirs, _python(theirs)))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=lines)
 
 
