@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         nargs="?",
         metavar="FILE",
-        help="a script, YAML, JSON, TOML, Python (read as text, FILE.py:FUNCTION), or a Megatron checkpoint's folder, common.pt or .metadata",
+        help="a script, YAML, JSON, TOML, Python (FILE.py:FUNCTION, read as text, or what export wrote), or a Megatron checkpoint's folder, common.pt or .metadata",
     )
     parser.add_argument("--args", metavar="TEXT", help="command-line arguments instead of a file")
     parser.add_argument(

@@ -12,15 +12,23 @@ import pytest
 import torch
 
 from mpbridge.cli.main import main
-from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
 from mpbridge.numerics.certificates import attention
 from mpbridge.numerics.certificates.certificate import certificate
 from mpbridge.numerics.certificates.expected import VARIANTS, Operands, ms_eden, stochastic_e2m1
-from mpbridge.numerics.certificates.figures import bits, gain, operand_figures
+from mpbridge.numerics.certificates.figures import (
+    bits,
+    bounds,
+    concentration,
+    gain,
+    gemm_figures,
+    operand_figures,
+    product,
+)
 from mpbridge.numerics.certificates.tensors import KINDS
 from mpbridge.numerics.rounding import round_stochastic
 from mpbridge.planning.certificates.optimizer import Training
-from mpbridge.planning.certificates.scales import nvfp4_second_pass, second_pass
+from mpbridge.planning.certificates.scales import nvfp4_second_pass, relative_error, second_pass
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -91,14 +99,17 @@ def test_nvfp4_gradients_are_short_by_what_the_closed_form_says(kind: str, chanc
 
 
 @pytest.mark.parametrize(
-    ("variant", "alignment", "floor"),
-    [(None, -0.00398, 6.62), ("scale-up", -0.00072, 10.19), ("headroom", -0.00072, 10.18)],
+    ("variant", "alignment", "floor", "error"),
+    [(None, -0.00398, 6.62, 18.83), ("scale-up", -0.00072, 10.19, 22.20), ("headroom", -0.00072, 10.18, 23.53)],
 )
-def test_rounding_the_scale_up_removes_the_clipping(variant: str | None, alignment: float, floor: float) -> None:
+def test_rounding_the_scale_up_removes_the_clipping(
+    variant: str | None, alignment: float, floor: float, error: float
+) -> None:
     made = Operands(NVFP4, variant=None if variant is None else VARIANTS[variant])
     found = operand_figures(made.expected(normal(1024, 1024), gemm="dgrad", side="dy"))
     assert found["alignment"] == pytest.approx(alignment, abs=4e-5)
     assert found["floor bits"] == pytest.approx(floor, abs=0.05)
+    assert found["MSE"] == pytest.approx(error * 1e-3, rel=3e-3)
     assert (found["clipped"] == 0) is (variant is not None)
     # only gradients are changed
     x = normal(128, 128)
@@ -113,18 +124,77 @@ def test_outliers_pass_less_of_a_small_signal_unless_the_scale_is_rounded_up() -
     assert plain < -0.01 < up
 
 
-@pytest.mark.parametrize(("format_", "element"), [("e4m3", "E4M3"), ("hybrid", "E4M3")])
-def test_mxfp8_scales_move_exactly_where_the_condition_holds(format_: str, element: str) -> None:
-    made = Operands(Quant(format=format_, scaling="mxfp8"))
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(4096, 32, generator=generator) * torch.exp2(torch.rand(4096, 1, generator=generator))).bfloat16()
-    first = made.expected(x, gemm="fprop", side="x")
-    second = made.expected(first.mean.bfloat16(), gemm="fprop", side="x")
-    peak = (x.double() * first.scale).abs().amax(1)
-    law = second_pass(E4M3)
-    assert torch.equal((second.scale != first.scale).any(1), (peak > law.low) & (peak <= law.high))
+def both(generator: torch.Generator, blocks: int) -> torch.Tensor:
+    """Blocks of 128, [blocks, 128], whose sizes are spread over an octave."""
+    x = torch.randn(blocks, 128, generator=generator) * torch.exp2(torch.rand(blocks, 1, generator=generator))
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "format_", "side", "element"),
+    [
+        ("mxfp8", "e4m3", "x", E4M3),
+        ("mxfp8", "hybrid", "x", E4M3),
+        ("mxfp8", "hybrid", "dy", E5M2),
+        ("blockwise", "e4m3", "x", E4M3),
+    ],
+)
+def test_powers_of_two_move_exactly_where_the_condition_holds(
+    scaling: str, format_: str, side: Any, element: NumberFormat
+) -> None:
+    options = (("power_of_two", True),) if scaling == "blockwise" else ()
+    made, gemm = Operands(Quant(format=format_, scaling=scaling, options=options)), "dgrad" if side == "dy" else "fprop"
+    x = both(torch.Generator().manual_seed(0), 4096)
+    first = made.expected(x, gemm=gemm, side=side)  # type: ignore[arg-type]
+    second = made.expected(first.mean.bfloat16(), gemm=gemm, side=side)  # type: ignore[arg-type]
+    peak = (x.double() * first.scale).abs().view(-1, made.quantizer.block(side).along).amax(1)  # type: ignore[union-attr]
+    law = second_pass(element)
+    moves = (peak > law.low) & (peak <= law.high if law.closed else peak < law.high)
+    assert torch.equal((second.scale != first.scale).view(len(peak), -1).any(1), moves)
     assert torch.equal(second.mean, first.mean)
-    assert float(((peak > law.low) & (peak <= law.high)).double().mean()) == pytest.approx(law.share, abs=0.02)
+    assert float(moves.double().mean()) == pytest.approx(law.share, abs=0.02)
+
+
+def test_fp32_scales_return_the_largest_code_as_itself() -> None:
+    made = Operands(Quant(format="e4m3", scaling="tensorwise"))
+    for seed in range(16):
+        x = both(torch.Generator().manual_seed(seed), 8).float()
+        first, second = (one := made.expected(x, gemm="fprop", side="x")), made.expected(one.mean.float(), gemm="fprop", side="x")  # fmt: skip
+        torch.testing.assert_close(second.mean, first.mean, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("side", "element"), [("x", E4M3), ("dy", E5M2)])
+def test_a_normal_number_errs_by_at_most_the_bound_and_reaches_it(side: Any, element: NumberFormat) -> None:
+    made = Operands(Quant(format="hybrid", scaling="tensorwise"))
+    scaled = torch.linspace(2.0 ** (2 - element.bias), 4.0, 1 << 18).float()
+    x = torch.cat([scaled, torch.tensor([element.largest])])[None]  # the largest makes the scale 1
+    found = made.expected(x, gemm="dgrad" if side == "dy" else "fprop", side=side)
+    worst = float((found.mean / x.double() - 1).abs().amax())
+    bound = relative_error(element)
+    assert 0.999 * bound < worst <= bound * (1 + 1e-6)
+    assert bounds(made, side)["MSE"][0] == pytest.approx(bound**2, rel=0.02)
+
+
+def test_a_gemms_errors_are_those_of_draws() -> None:
+    dy, x, w = normal(128, 128), normal(128, 128, seed=1), normal(128, 128, seed=2)
+    made = Operands(NVFP4)
+    for gemm, other, side in (("dgrad", w, "w"), ("wgrad", x, "x")):
+        pair = made.expected(dy, gemm=gemm, side="dy"), made.expected(other, gemm=gemm, side=side)  # type: ignore[arg-type]
+        wanted = product(gemm, dy.double(), other.double())  # type: ignore[arg-type]
+        # the transform is orthogonal: up to its rounding to BF16 the product stays
+        rotated = product(gemm, pair[0].source, pair[1].source)  # type: ignore[arg-type]
+        assert float((rotated - wanted).norm() / wanted.norm()) < 2**-7
+        found = gemm_figures(gemm, *pair, (dy.double(), other.double()))  # type: ignore[arg-type]
+        drawn = torch.stack(
+            [
+                product(gemm, one.dequantized().double(), pair[1].mean)  # type: ignore[arg-type]
+                for one in (made.quantizer.operand(dy, slot="linear", gemm=gemm, side="dy") for _ in range(64))  # type: ignore[union-attr, arg-type]
+            ]
+        )
+        law = dict(concentration(found["one step bits"], found["plateau bits"], (1, 16)))
+        for count, predicted in law.items():
+            error = (drawn.view(-1, count, *wanted.shape).mean(1) - wanted).square().sum((1, 2)).mean()
+            assert bits(float(error / wanted.square().sum())) == pytest.approx(predicted, abs=0.02)
 
 
 def test_nvfp4_blocks_vanish_on_the_second_pass_exactly_where_the_condition_holds() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 from mpbridge.common.errors import DataError, brief, cut, nearest
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks import deepspeed_import, megatron_lm_import
+from mpbridge.interop.stacks import deepspeed, megatron_lm_import
 from mpbridge.interop.stacks.accelerate import NAME
 from mpbridge.interop.stacks.accelerate_launch import as_file
 from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.known_keys import with_rest
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.megatron_lm import DEFAULT_VERSION as LM_VERSION
+from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as LM_VERSION
 from mpbridge.interop.stacks.reading import Reader, raise_faults, stray
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.interop.stacks.torch_import import fields_of, quant_fields
@@ -49,8 +49,8 @@ def read(words: Iterable[str], *, version: str) -> Imported:
     return dataclasses.replace(found, unknown=unknown, assumed=(*assumed, *found.assumed))
 
 
-def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Imported:
-    """The file's meaning for a model loaded in `storage`. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
+def read_data(data: Any, *, version: str) -> Imported:
+    """The file's meaning for a model loaded in FP32. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"an accelerate configuration is a mapping, found {type(data).__name__}")
     read = Reader(data)
@@ -61,7 +61,7 @@ def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Import
     raise_faults(read.faults, "this accelerate configuration")
     kind = read.text("distributed_type", "NO").upper()
     assumed = [
-        f"the model is loaded in {storage.short.upper()}",
+        "the model is loaded in FP32",
         f"accelerate {version}: what FSDP upcasts differs between versions",
     ]
     word, inert = _on_a_cpu(read, word, kind)
@@ -76,7 +76,7 @@ def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Import
         return dataclasses.replace(found, inert=(*inert, *found.inert))
     cannot: list[str] = []
     contradicts: list[str] = []
-    meaning, quant = _meaning(read, word, kind, storage, cannot, contradicts)
+    meaning, quant = _meaning(read, word, kind, cannot, contradicts)
     fields = fields_of(meaning, cannot, quant)
     if word == "fp16" and fields:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
@@ -92,17 +92,17 @@ def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Import
 
 
 def _meaning(
-    read: Reader, word: str, kind: str, storage: DType, cannot: list[str], contradicts: list[str]
+    read: Reader, word: str, kind: str, cannot: list[str], contradicts: list[str]
 ) -> tuple[Meaning, Quant | None]:
-    """(meaning of the value for a model loaded in `storage`, its quantization)."""
+    """(meaning of the value, its quantization)."""
     if kind not in _KINDS:
         near = nearest(kind, _KINDS, most=1)
         hint = f"; nearest: {near[0]}" if near else ""
         contradicts.append(f"distributed_type={cut(kind)}: accelerate has no such type{hint}; described as DDP")
-    base = storage if word == "no" else WORDS[word]
+    base = WORDS[word]
     sharded = kind in ("FSDP", "TPU_FSDP")
     second = sharded and read.number("fsdp_config.fsdp_version", 1) == 2
-    meaning = _fsdp(word, base, storage, second=second) if sharded else _ddp(word, base, storage)
+    meaning = _fsdp(word, base, second=second) if sharded else _ddp(word, base)
     whole = {str(read.at(f"fsdp_config.{key}", "")).upper() for key in _DIVIDES} & {"NO_SHARD", "3"}
     if sharded and whole and not second:
         meaning = dataclasses.replace(meaning, sharded="nothing")
@@ -137,22 +137,23 @@ def _on_a_cpu(read: Reader, word: str, kind: str) -> tuple[str, tuple[str, ...]]
     return word, ()
 
 
-def _ddp(word: str, base: DType, storage: DType) -> Meaning:
+def _ddp(word: str, base: DType) -> Meaning:
     """One process or DDP: gradients and moments have the stored dtype, and autocast is on unless mixed_precision is 'no'."""
     return Meaning(
-        storage=storage, compute=base, autocast=None if word == "no" else base, wire=storage, accumulator=storage,
-        exp_avg=storage, exp_avg_sq=storage,
-    )  # fmt: skip
+        storage=DType.FP32,
+        compute=base,
+        autocast=None if word == "no" else base,
+        wire=DType.FP32,
+        accumulator=DType.FP32,
+    )
 
 
-def _fsdp(word: str, base: DType, storage: DType, *, second: bool) -> Meaning:
+def _fsdp(word: str, base: DType, *, second: bool) -> Meaning:
     """Parameters are upcast to FP32 under any mixed_precision, gathered and reduced in the 16-bit dtype; autocast only with FSDP1."""
     autocast = None if word == "no" or second else base
-    held = storage if word == "no" else DType.FP32
     return Meaning(
-        storage=held, compute=base, autocast=autocast, wire=base, accumulator=held, exp_avg=held, exp_avg_sq=held,
-        sharded="everything",
-    )  # fmt: skip
+        storage=DType.FP32, compute=base, autocast=autocast, wire=base, accumulator=DType.FP32, sharded="everything"
+    )
 
 
 def quantized(read: Reader, cannot: list[str]) -> Quant | None:
@@ -204,7 +205,7 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     base = "bf16" if word == "fp8" else word  # fp8 converts the linears of a BF16 model
     data |= {base: {"enabled": True}} if base in ("bf16", "fp16") else {}
-    inner = deepspeed_import.read_data(data, version="0.19")
+    inner = deepspeed.read_data(data, version="0.19")
     if word == "fp8":
         cannot = list(inner.cannot_express)
         quant = quantized(read, cannot)

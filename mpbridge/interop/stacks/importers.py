@@ -62,7 +62,7 @@ def text_of(path: Path) -> str:
 def read_python(
     text: str, path: Path | None, function: str = "", *, stack: str | None = None, version: str | None = None
 ) -> Imported:
-    """The meaning of a Python configuration, from its text alone: of one function, or of the top level for stacks that train from a script.
+    """The meaning of a Python configuration, from its text alone: of one function, or of the comment that `export` wrote.
 
     Raises DataError if the stack has no such files, and for expressions that are nested too deeply.
     """
@@ -75,21 +75,20 @@ def read_python(
 
 
 def _read_python(text: str, path: Path | None, function: str, stack: str | None, version: str | None) -> Imported:
-    from mpbridge.interop.stacks import torch_python
+    from mpbridge.interop.stacks import data_comment
     from mpbridge.interop.stacks.python_text import Reading
 
     name = path.name if path is not None else "the file"
-    stack = stack or next((found for mark, found in _PYTHON if mark in text), None) or torch_python.recognize(text)
-    if stack is not None and stack in torch_python.MARKS:
-        reading = Reading()
-        script = torch_python.PythonScript(reading, reading.module(text, path, name), name)
-        if function:
-            reading.function(script.module, function)
-        else:
-            reading.script(script.module)
-        return _never_read(torch_python.read(script, stack, _version(stack, version)), version)
-    if stack is None or stack not in [found for _, found in _PYTHON]:
-        raise DataError(f"{name}: {_no_python(stack)}")
+    if not function and data_comment.has_comment(text):
+        exported = data_comment.read(text, name=name, stack=stack)
+        return _never_read(dataclasses.replace(exported, version=_version(exported.stack, version)), version)
+    stack = stack or next((found for mark, found in _PYTHON if mark in text), None)
+    functions = [found for _, found in _PYTHON]
+    if stack not in functions:
+        raise DataError(
+            f"{name}: a Python script{f' of {stack}' if stack else ''} would have to be executed: pass its configuration file or its arguments (--args)."
+            f" Of Python, functions of {' and '.join(functions)} are read as text, and what `mpbridge export` wrote, by its comment"
+        )
     module = _importer(stack)
     reading = Reading(opaque=module.OPAQUE)
     source = reading.module(text, path, name)
@@ -103,19 +102,6 @@ def _read_python(text: str, path: Path | None, function: str, stack: str | None,
         reading.function(source, function), reading.notes, name=function, version=_version(stack, version)
     )
     return _never_read(found, version)
-
-
-def _no_python(stack: str | None) -> str:
-    """Why a Python file is not read."""
-    from mpbridge.interop.stacks import torch_python
-
-    functions, scripts = " and ".join(found for _, found in _PYTHON), ", ".join(torch_python.MARKS)
-    known = f"functions of {functions}, and what `mpbridge export` writes for {scripts}, are read as text"
-    if stack is None:
-        return (
-            f"a Python configuration would have to be executed; {known}: pass the file that it writes, or the arguments"
-        )
-    return f"{stack} is not configured in Python: give its file or its arguments (of Python, {known})"
 
 
 def read_args(
@@ -248,12 +234,14 @@ _PYTHON = (("megatron.bridge", "megatron-bridge"), ("torchtitan", "torchtitan"))
 
 
 def _importer(stack: str) -> Any:
+    """The module that reads a stack's files: STACK_import, or STACK itself."""
     module = stack_module(stack)
-    name = f"{module.__name__}_import"
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(f"{module.__name__}_import")
     except ModuleNotFoundError:
-        raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
+        if not hasattr(module, "read_data"):
+            raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
+    return module
 
 
 def _lm() -> Any:

@@ -54,8 +54,6 @@ class Expressions(ABC):
         self.opaque = opaque
         """Names of functions that are not followed, since their arguments are sufficient."""
         self.notes: list[str] = []
-        self.calls: list[tuple[SourceObject, str]] = []
-        """Every call that is not followed, in order, with the unknown condition around it ('': none)."""
         self.files = Files(self)
         self.doubt: list[str] = []
         """The unknown conditions around the current statement."""
@@ -181,7 +179,6 @@ class Expressions(ABC):
                 callee=first.callee, arguments=first.arguments, attributes={**first.attributes, **named}
             )
         made = SourceObject(callee=_name_of(callee, node.func), arguments=arguments, attributes=named)
-        self.calls.append((made, self.doubt[-1] if self.doubt else ""))
         if isinstance(callee, Dotted):
             self._doubt_what_it_changes(callee, made)
         return made

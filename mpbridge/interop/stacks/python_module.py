@@ -6,14 +6,21 @@ import ast
 import functools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mpbridge.common.errors import DataError
 from mpbridge.common.files import text_of
 from mpbridge.interop.stacks.python_values import Dotted, SourceFunction
 
-if TYPE_CHECKING:
-    from mpbridge.interop.stacks.python_expressions import Expressions
+
+class Evaluates(Protocol):
+    """What a module needs of who reads it (python_expressions.Expressions)."""
+
+    files: Files
+    notes: list[str]
+
+    def value(self, node: ast.expr, scope: dict[str, Any], module: Module) -> Any:
+        """The value of an expression."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -24,13 +31,12 @@ def _parsed(text: str) -> ast.Module:
 class Module:
     """One file's text: its functions, classes and constants by name, and the sources of its imports."""
 
-    def __init__(self, text: str, path: Path | None, name: str, reading: Expressions) -> None:
+    def __init__(self, text: str, path: Path | None, name: str, reading: Evaluates) -> None:
         try:
             tree = _parsed(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise DataError(f"{name}: is not Python: {error}") from None
         self.path, self.name, self.reading = path, name, reading
-        self.body = tree.body
         self.functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         self.classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
         self.constants = {
@@ -73,7 +79,7 @@ def imported(body: Iterable[ast.stmt]) -> dict[str, tuple[int, str, str]]:
 class Files:
     """The other files of a checkout, each parsed once."""
 
-    def __init__(self, reading: Expressions) -> None:
+    def __init__(self, reading: Evaluates) -> None:
         self._reading = reading
         self._modules: dict[Path, Module | None] = {}
 

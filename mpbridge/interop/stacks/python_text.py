@@ -45,10 +45,6 @@ class Reading(Expressions):
             raise UnknownName(f"function of {module.name}", name, module.functions)
         return self.call(SourceFunction(module.functions[name], module), (), {})
 
-    def script(self, module: Module) -> None:
-        """Follows the top level of a file and collects what it calls in `calls`."""
-        self._run(module.body, {}, module)
-
     def call(self, function: SourceFunction, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The value of a call."""
         if self._depth >= DEEPEST:

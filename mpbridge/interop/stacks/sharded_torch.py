@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpbridge.common.formats import DType, say
@@ -79,13 +80,6 @@ def scaler_arguments(scale: LossScale) -> str:
 
 TORCH_SCALER = LossScale(initial=2.0**16, window=2000.0, minimum=0.0, hysteresis=1)
 """torch's GradScaler with its defaults."""
-SCALER_COST = "torch's GradScaler halves at every overflow and has no minimum"
-
-
-def with_main(costs: Mapping[str, str], theirs: Meaning) -> Mapping[str, str]:
-    """`costs`, with what it means that the stack updates the stored parameters where a separate copy is updated here."""
-    text = "they start from FP32 values, not from values rounded to 16 bits, and 16-bit gradients are cast up before they are added"
-    return costs if theirs.main is not None or theirs.storage is not DType.FP32 else {**costs, "main": text}
 
 
 def output_layer(quant: Quant | None, who: str) -> tuple[Line, ...]:
@@ -94,6 +88,11 @@ def output_layer(quant: Quant | None, who: str) -> tuple[Line, ...]:
         return ()
     text = f"in high precision here; {who} converts every linear, including the output layer"
     return (Line(fidelity="different", fact="output layer", text=text),)
+
+
+def noted(theirs: Meaning, lines: Iterable[Line]) -> Meaning:
+    """`theirs` with the note that the lines of `output_layer` have no field for."""
+    return dataclasses.replace(theirs, note="; ".join(f"{line.fact}: {line.text}" for line in lines))
 
 
 def filter_lines(policy: PrecisionPolicy, depth: str) -> list[str]:

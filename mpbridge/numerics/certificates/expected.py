@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import E2M1, E4M3
-from mpbridge.numerics.operands import COPY_OF, Operand, Side
+from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE, peaks_over, scale_from_amax
@@ -94,7 +94,7 @@ class Operands:
             self.quant = replace(quant, options=tuple({**dict(quant.options), **dict(variant.options)}.items()))
             if "four_over_six" in dict(variant.options):
                 release = max(release, _FOUR_OVER_SIX_SINCE)
-        self._signs = torch.Generator().manual_seed(5)
+        self._draws = None if variant is None or not variant.eden else Eden(variant)
         self.quantizer: Quantizer | None = None
         if quant.row.emulation == "torchao":
             return
@@ -126,8 +126,8 @@ class Operands:
             return exact(x)
         if self.quantizer is None:
             return self._rowwise(x, gemm, side)
-        if self.variant is not None and self.variant.eden and side == "dy":
-            return self._eden(x, COPY_OF[gemm, side])
+        if self._draws is not None and side == "dy":
+            return _eden(x, COPY_OF[gemm, side], self._draws)
         made, number = self.quantizer, self.quantizer.format_of(side)
         if self.quant.row.history:  # a steady state: the stored scale is that of this very tensor
             table, index = made._place(SLOT, side)
@@ -161,33 +161,26 @@ class Operands:
         flushed = ((mean == 0) & (x != 0)).double()
         return Expected(source=x.double(), mean=mean, variance=nothing, zero=flushed, clipped=nothing > 0, scale=multiplier)  # fmt: skip
 
-    def _eden(self, x: torch.Tensor, copy: str) -> Expected:
-        """MS-EDEN, rotated back. Its moments have no short closed form here: mean and variance over draws."""
-        assert self.variant is not None
-        source = x.double() if copy == "row" else x.t().double().contiguous()
-        fixed = torch.ones(EDEN_ROTATION)
-        found = torch.stack(
-            [
-                ms_eden(source.float(), self._signs, signs=fixed if self.variant.eden == "fixed" else None).double()
-                for _ in range(EDEN_DRAWS)
-            ]
-        )
-        if copy == "column":
-            source, found = source.t(), found.transpose(1, 2)
-        no = torch.zeros_like(source)
-        return Expected(
-            source=source, mean=found.mean(0), variance=found.var(0), zero=no, clipped=no > 0, scale=torch.ones(()), draws=found
-        )  # fmt: skip
+
+def _eden(x: torch.Tensor, copy: OperandCopy, eden: Eden) -> Expected:
+    """MS-EDEN, rotated back. Its moments have no short closed form here: mean and variance over draws."""
+    source, no = x.double(), torch.zeros_like(x, dtype=torch.float64)
+    found = torch.stack([eden.drawn(x, copy).double() for _ in range(EDEN_DRAWS)])
+    return Expected(
+        source=source, mean=found.mean(0), variance=found.var(0), zero=no, clipped=no > 0, scale=torch.ones(()), draws=found
+    )  # fmt: skip
 
 
 def vary(quantizer: Quantizer, variant: Variant) -> None:
     """Applies the variant's rules to a quantizer, also one that trains (`Emulation.quantizers`): for gradients only, from now on."""
     plain, changed = quantizer.rules, replace(quantizer.rules, **dict(variant.rules))
-    operand = quantizer.operand
+    operand, eden = quantizer.operand, Eden(variant) if variant.eden else None
 
-    def varied(x: torch.Tensor, *, side: Side, **more: Any) -> Operand:
+    def varied(x: torch.Tensor, *, gemm: Gemm, side: Side, **more: Any) -> Operand:
+        if eden is not None and side == "dy":
+            return Operand(eden.drawn(x, COPY_OF[gemm, side]))
         quantizer.rules = changed if side == "dy" else plain
-        return operand(x, side=side, **more)
+        return operand(x, gemm=gemm, side=side, **more)
 
     quantizer.operand = varied  # type: ignore[method-assign]
 
@@ -248,6 +241,20 @@ def ms_eden(
     random = torch.rand(wanted.shape, generator=generator)
     value = (codes * _stochastic_e4m3(wanted, random) / encode).reshape(-1, n)
     return (value if rotated else (value @ matrix.t()) * signs).reshape(x.shape)
+
+
+class Eden:
+    """Draws of MS-EDEN under one of its variants."""
+
+    def __init__(self, variant: Variant) -> None:
+        self._generator = torch.Generator().manual_seed(5)
+        self._signs = torch.ones(EDEN_ROTATION) if variant.eden == "fixed" else None
+
+    def drawn(self, x: torch.Tensor, copy: OperandCopy) -> torch.Tensor:
+        """x, [tokens, features], in FP32, quantized along the features (row copy) or the tokens; both multiples of 128."""
+        source = x.float() if copy == "row" else x.t().float()
+        found = ms_eden(source, self._generator, signs=self._signs)
+        return found if copy == "row" else found.t()
 
 
 def _stochastic_e4m3(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

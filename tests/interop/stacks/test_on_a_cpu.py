@@ -9,7 +9,7 @@ import pytest
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Imported
-from mpbridge.interop.stacks.importers import read_args, read_python, read_text
+from mpbridge.interop.stacks.importers import read_args, read_text
 
 FP32, BF16, FP16 = DType.FP32, DType.BF16, DType.FP16
 
@@ -46,27 +46,6 @@ def test_fp8_on_a_cpu_is_torchaos_alone() -> None:
     torchao = accelerate(**said, fp8_config={"backend": "AO"})
     assert not torchao.contradicts
     assert any("the first and the last linear" in line for line in torchao.cannot_express)
-
-
-def test_an_accelerator_made_on_a_cpu_is_read_so_and_shards_nothing() -> None:
-    text = "from accelerate import Accelerator, FullyShardedDataParallelPlugin\nplugin = FullyShardedDataParallelPlugin()\n"
-    found = read_python(f"{text}Accelerator(cpu=True, mixed_precision='fp16', fsdp_plugin=plugin)", None)
-    assert (found.meaning.compute, found.meaning.sharded) == (FP32, "nothing")
-    assert read_python(f"{text}Accelerator(mixed_precision='fp16', fsdp_plugin=plugin)", None).meaning.compute is FP16
-
-
-def test_a_model_loaded_in_bf16_keeps_its_weights_under_accelerates_ddp() -> None:
-    text = "import torch\nfrom accelerate import Accelerator\nmodel.to(torch.bfloat16)\nAccelerator(mixed_precision='bf16')\n"
-    found = read_python(text, None).meaning
-    assert (found.storage, found.autocast, found.wire, found.exp_avg) == (BF16, BF16, BF16, BF16)
-
-
-@pytest.mark.parametrize(("version", "autocast"), [("", BF16), ("fsdp_version=1", BF16), ("fsdp_version=2", None)])
-def test_accelerates_autocast_stays_on_over_fsdp1_which_is_its_plugins_default(
-    version: str, autocast: DType | None
-) -> None:
-    text = f"from accelerate import Accelerator\nplugin = FullyShardedDataParallelPlugin({version})\nAccelerator(mixed_precision='bf16', fsdp_plugin=plugin)"
-    assert read_python(text, None).meaning.autocast is autocast
 
 
 def lightning(text: str) -> Imported:

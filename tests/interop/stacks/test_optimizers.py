@@ -44,7 +44,6 @@ def data(stack: str, text: str) -> Imported:
     return read_text(text, stack=stack, name="x.yaml")
 
 
-FSDP2 = "import torch\nfrom torch.distributed.fsdp import fully_shard\nfully_shard(model)\noptimizer = torch.optim.{}\n"
 NAMED = {
     # (first moment, second moment, bytes per parameter), by hand from what each stack stores
     "megatron-lm": (lambda: read_args("--bf16 --optimizer lion"), "fp32", "none: Lion", "14"),
@@ -72,7 +71,6 @@ NAMED = {
         lambda: read_args("--bf16 --optim sgd --optim_args momentum=0.9", stack="transformers"), "fp32", "none: SGD", "12"
     ),
     "torchtitan": (lambda: toml('[optimizer]\nname = "Lion"\n[training]\nsteps = 1\n'), "fp32", "none: Lion", "12/N"),
-    "fsdp2": (lambda: read_python(FSDP2.format("SGD(p, lr=1)"), Path("x.py"), stack="fsdp2"), "none: SGD", "none: SGD", "8/N"),
 }  # fmt: skip
 
 
@@ -98,7 +96,6 @@ def test_the_moments_are_those_of_the_optimizer_that_is_named(case: str) -> None
         data("deepspeed", '{"bf16": {"enabled": true}}'),
         read_args("precision=bf16-mixed", stack="lightning"),
         read_args("--training.steps 1", stack="torchtitan"),
-        read_python(FSDP2.partition("optimizer")[0], Path("x.py"), stack="fsdp2"),
     ],
     ids=lambda found: found.stack,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 
 from mpbridge import MixedPrecisionConfig, recipes
-from mpbridge.common.errors import BadValue, DataError
+from mpbridge.cli.main import main
+from mpbridge.common.errors import DataError
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Imported
 from mpbridge.interop.stacks.exporters import STACKS, export
@@ -129,66 +129,48 @@ def test_autocast_around_bf16_parameters_is_exported_where_a_stack_has_it(stack:
 
 
 @pytest.mark.parametrize("stack", SETS_UP)
-def test_a_set_up_is_recognized_by_its_calls_and_never_run(stack: str, tmp_path: Path) -> None:
+def test_a_pasted_export_is_recognized_by_its_comment_and_never_run(stack: str, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    text = export("fp32_params_bf16_compute", stack).pieces[0].text
-    path.write_text(f"{text}\nopen({str(tmp_path / 'RAN')!r}, 'w')\n")
-    assert read_file(path).stack == stack
+    text = "\n".join(f"    {line}" for line in export("fp32_params_bf16_compute", stack).pieces[0].text.splitlines())
+    path.write_text(f"def main():\n{text}\n    open({str(tmp_path / 'RAN')!r}, 'w')\n")
+    found = read_file(path)
+    assert (found.stack, found.undecided) == (stack, ())
     assert not (tmp_path / "RAN").exists()
+    with pytest.raises(DataError, match=f"is for {stack}, not for deepspeed"):
+        read_file(path, stack="deepspeed")
 
 
-def test_what_a_set_up_leaves_open_is_said() -> None:
+def test_an_export_that_was_changed_since_is_undecided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = export("fp32_params_bf16_compute", "fsdp2").pieces[0].text
-    found = read_python(text.replace("reduce_dtype=torch.float32", "reduce_dtype=args.dtype"), None)
-    assert any("reduce_dtype" in line and "known only at run time" in line for line in found.assumed)
-    assert found.meaning.wire.short == "bf16"  # what FSDP2 does without a reduce_dtype
-    under = read_python(f"{text}\nif args.long:\n    fully_shard(model)\n", None)
-    assert any("under `if args.long`" in line for line in under.assumed)
+    path = tmp_path / "train.py"
+    for changed in (
+        text.replace("reduce_dtype=torch.float32", "reduce_dtype=args.dtype"),
+        text.rpartition("\n")[0],
+        f"{text}\n{text}",
+    ):
+        path.write_text(changed)
+        assert main(["import", str(path)]) == 1
+        assert "undecided" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stack", [one for one in STACKS if one not in (*SETS_UP, "torchtitan", "megatron-bridge")])
-def test_python_of_a_stack_without_python_settings_is_refused_with_its_name(stack: str) -> None:
-    with pytest.raises(DataError, match=rf"{stack} is not configured in Python.*fsdp2"):
-        read_python("import torch\n", None, stack=stack)
+@pytest.mark.parametrize("stack", [None, "fsdp2", "megatron-lm"])
+def test_python_that_export_did_not_write_is_refused_with_what_to_give(stack: str | None) -> None:
+    with pytest.raises(DataError, match=rf"Python script.*{stack or ''}.* would have to be executed: pass its config"):
+        read_python("from torch.distributed.fsdp import fully_shard\nfully_shard(model)\n", None, stack=stack)
 
 
-@pytest.mark.parametrize("stack", SETS_UP)
-def test_a_script_without_the_call_that_decides_is_refused_by_that_call(stack: str) -> None:
-    with pytest.raises(DataError, match=rf"it has no \w+\(\.\.\.\).*{stack}"):
-        read_python("import torch\n", None, stack=stack)
-
-
-def test_a_word_that_torchao_lacks_is_one_readable_error() -> None:
-    text = export("bf16_with_fp8_rowwise", "fsdp2").pieces[0].text
-    with pytest.raises(BadValue, match=r"from_recipe_name\('other'\): expected tensorwise, rowwise"):
-        read_python(text.replace('"rowwise"', '"other"'), None)
-
-
-ODD = {
-    "no policy": "fully_shard(model)",
-    "a policy that is none": "fully_shard(1, mp_policy=3)",
-    "a dtype that is none": "model.to(torch.nonsense)\nfully_shard(model)",
-    "a filter of words": "def quantized(m, n):\n    return 'a' <= int(n) < depth - 'b'\nFloat8LinearConfig.from_recipe_name('rowwise')\nfully_shard(m)",
-    "a list for a word": "from accelerate import Accelerator\nAccelerator(mixed_precision=[1])",
-    "a word of nobody": "from accelerate import Accelerator, FullyShardedDataParallelPlugin\nFullyShardedDataParallelPlugin()\nAccelerator(mixed_precision='fp4')",
-    "a scale that is none": "ShardedGradScaler(init_scale='x', growth_interval=[])\nfully_shard(m)",
-    "an object for a number": "FusedAdam(master_weights=object(), exp_avg_dtype=3)\nfully_shard(m)",
-    "objects all over": "import lightning\nTrainer(strategy=Strategy(), plugins=[1, Plugin(), None], precision=Word())",
-    "numbers all over": "import transformers\nTrainingArguments(bf16=3, fp16=[], dtype=4)",
-    "a long sum": "x = " + "+".join("1" * 3000) + "\nfully_shard(model)",
-    "a long chain": "x = a" + ".b" * 3000 + "\nfully_shard(model)",
-}
-
-
-@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
-def test_an_odd_set_up_ends_in_an_answer_or_in_our_own_error(text: str) -> None:
-    with contextlib.suppress(BadValue, DataError):
-        assert read_python(text, None).meaning.storage
-
-
-def test_a_word_that_an_argument_of_the_script_gives_is_no_bf16() -> None:
-    text = (
-        export("bf16_mixed", "accelerate").pieces[0].text.replace('mixed_precision="bf16"', "mixed_precision=args.mp")
-    )
-    found = read_python(text, None)
-    assert any("mixed_precision = args.mp" in line for line in found.assumed)
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "{}", "[1]}", '{"code": [1]}', '{"code": "ab"}', '{"code": [1, 2], "storage": "bf16"}', '{"storage": "x", "compute": "bf16"}', '{"code": ' + "[" * 100_000 + "}",
+        '{"wire": "fp32", "accumulator": "fp32", "storage": "fp32", "compute": "bf16", "code": [0, 0], "sharded": "most"}',
+        '{"wire": "fp32", "accumulator": "fp32", "storage": "fp32", "compute": "bf16", "code": [0, 0], "quant": {"format": "e4m3", "scaling": "x"}}',
+        '{"wire": "fp32", "accumulator": "fp32", "storage": "fp32", "compute": "bf16", "code": [0, 0], "loss_scale": {"initial": "x"}}',
+        '{"wire": "fp32", "accumulator": "fp32", "storage": "fp32", "compute": "bf16", "code": [0, 0], "regions": []}',
+    ],
+)  # fmt: skip
+def test_a_comment_that_export_did_not_write_is_one_readable_error(comment: str) -> None:
+    with pytest.raises(
+        DataError, match=r"the comment `mpbridge export --to fsdp2` in line 1 cannot be read|would have"
+    ):
+        read_python(f"# mpbridge export --to fsdp2: {comment}\n", None)
