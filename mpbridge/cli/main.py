@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,10 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(error, as_json)
         code = error.exit_code
     except ModuleNotFoundError as error:
-        needed = NEEDED.get((error.name or "").partition(".")[0])
-        if needed is None:
+        needed, asker = NEEDED.get((error.name or "").partition(".")[0]), _importer(error)
+        ours = asker.startswith("mpbridge.")
+        # what a script imports is the script's own affair, as under `python SCRIPT`: the traceback says who asked
+        if (arguments[0] == "on-cpu" and "torch" in sys.modules) or (ours and needed is None):
             raise
         text = f"this requires {needed}, which is not installed in this environment: {install()} installs it with its dependencies"
+        if not ours:
+            text = f"{asker} imports {error.name}, which is not installed in this environment: install the package that provides it"
         _complain(Refused(text), as_json)
         code = Refused.exit_code
     except BrokenPipeError:
@@ -99,6 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse's own, after --help
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     return code
+
+
+def _importer(error: ModuleNotFoundError) -> str:
+    """'module (file, line)' of the import that failed."""
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if "importlib" not in frame.f_code.co_filename
+    ]
+    frame, line = frames[-1]
+    return f"{frame.f_globals.get('__name__', '?')} ({frame.f_code.co_filename}, line {line})"
 
 
 def _flushed(code: int) -> int:

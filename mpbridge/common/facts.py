@@ -15,6 +15,8 @@ Realization = Literal["native", "emulated"]
 
 ADAMS = ("adam", "torch_adamw")
 """Values of optimizer.optimizer with Adam's two moments for every parameter."""
+MUONS = ("muon", "dist_muon")
+"""Values under which hidden matrices get orthogonalized momentum and everything else Adam; dist_muon is megatron-core's layer-wise sharded one."""
 
 
 def least_left(beta2: float, steps: int = 1) -> float:

@@ -3,8 +3,12 @@
 import json
 import os
 import runpy
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from mpbridge.te_cpu.children import VARIABLE
 from mpbridge.te_cpu.context import transformer_engine_on_cpu
@@ -20,11 +24,32 @@ def _begin() -> dict[str, Any]:
     # the script decides whether its children are ranks of one world, so they keep its port
     _STAY.enter_context(foreign_code(own_port=False))
     name, path = wanted.get("init_main_from_name"), wanted.get("init_main_from_path")
-    if path:
-        return runpy.run_path(path, run_name="__mp_main__")
-    if name and name != "__main__" and not name.endswith(".__main__"):
-        return runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
+    with _work_refused(path or name):
+        if path:
+            return runpy.run_path(path, run_name="__mp_main__")
+        if name and name != "__main__" and not name.endswith(".__main__"):
+            return runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
     return {}
+
+
+@contextmanager
+def _work_refused(script: str | None) -> Iterator[None]:
+    """In the block, process groups are refused: a script that makes one while it is only imported would wait for its own parent."""
+    owners: tuple[Any, ...] = (dist, distributed_c10d)
+    made = distributed_c10d.init_process_group
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f'{script} begins its work again in a process that it has started, which must only import it: put what it runs below `if __name__ == "__main__":`'
+        )
+
+    for owner in owners:
+        owner.init_process_group = refuse
+    try:
+        yield
+    finally:
+        for owner in owners:
+            owner.init_process_group = made
 
 
 globals().update({name: value for name, value in _begin().items() if not name.startswith("__")})

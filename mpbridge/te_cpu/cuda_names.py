@@ -24,6 +24,7 @@ from mpbridge.common.transformer_engine import CUDA_VERSION
 from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand
 from mpbridge.te_cpu import premultiplied
+from mpbridge.te_cpu.cuda_answers import answers
 from mpbridge.te_cpu.played import Played
 from mpbridge.te_cpu.refusals import refused_graph
 
@@ -82,19 +83,6 @@ def _properties(played: Played) -> types.SimpleNamespace:
     )
 
 
-class _Index:
-    """`torch.cuda.device(...)`: there is only one."""
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-
 def _counters(played: Played) -> dict[str, Any]:
     """Functions that report memory: nothing is allocated on a GPU."""
     total = played.machine.memory_bytes
@@ -104,12 +92,8 @@ def _counters(played: Played) -> dict[str, Any]:
         ("reset_peak_memory_stats", "reset_max_memory_allocated", "ipc_collect", "init", "_lazy_init", "set_stream"),
         nothing,
     )
-    out |= {
-        "mem_get_info": lambda *args, **kwargs: (min(total, _unoccupied()), total),
-        "get_per_process_memory_fraction": lambda *args, **kwargs: 1.0,
-        "memory_stats": lambda *args, **kwargs: {},
-    }
-    return out
+    out["mem_get_info"] = lambda *args, **kwargs: (min(total, _unoccupied()), total)
+    return out | {"get_per_process_memory_fraction": lambda *args, **kwargs: 1.0}
 
 
 def _unoccupied() -> int:
@@ -169,7 +153,6 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield cuda, "is_initialized", lambda: True
     yield cuda, "device_count", lambda: devices
     yield cuda, "current_device", lambda: 0
-    yield cuda, "device", _Index
     yield cuda, "get_device_properties", lambda *args, **kwargs: properties
     yield cuda, "get_device_capability", lambda *args, **kwargs: played.capability
     yield cuda, "get_device_name", lambda *args, **kwargs: played.machine.name
@@ -179,7 +162,9 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield cuda, "CUDAGraph", type("CUDAGraph", (graph,), {"__new__": refused_graph("CUDAGraph")})
     for name in ("graph", "make_graphed_callables", "graph_pool_handle"):
         yield cuda, name, refused_graph(name)
-    for name, answer in _counters(played).items():
+    counters = _counters(played)
+    yield from answers(played, devices, counters["mem_get_info"])
+    for name, answer in counters.items():
         for owner in (cuda, cuda.memory):  # torch's own test helpers ask the latter
             if hasattr(owner, name):
                 yield owner, name, answer
@@ -201,7 +186,6 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield DeviceMesh, "from_group", staticmethod(_on_a_cpus_mesh(DeviceMesh.from_group))
     for owner in (dist, device_mesh):
         yield owner, "init_device_mesh", _on_a_cpus_mesh(device_mesh.init_device_mesh)
-    yield cuda, "default_generators", (torch.default_generator,)
     yield torch, "set_default_device", _default_device(torch.set_default_device)
     for owner in (dist, distributed_c10d):
         for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):

@@ -1,8 +1,8 @@
 """What a third-party CUDA-only script or test run needs besides Transformer Engine to run on a CPU.
 
 It adjusts the environment and changes none of their files: a substitute for `triton`, which Megatron-LM imports unguarded; the
-compiled index helper of the installed megatron-core, instead of building it in a source tree; `typing.override` on Python 3.11; spawned
-processes that play the same machine.
+compiled index helper of the installed megatron-core, instead of building it in a source tree; Apex's fused weight gradient; `typing.override` on
+Python 3.11; spawned processes that play the same machine.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mpbridge.te_cpu import apex
 from mpbridge.te_cpu.children import children_play
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.refusals import caller
@@ -179,6 +180,9 @@ def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator
     connections: CUDA_DEVICE_MAX_CONNECTIONS=1 too, which Megatron-LM's scripts require. own_port: this process is not part of its parent's world.
     """
     made = _stand_in_for_triton()
+    if importlib.util.find_spec(apex.NAME) is None:
+        sys.modules[apex.NAME] = apex.make()
+        made.append(apex.NAME)
     finders: list[Any] = [_HelperFinder(), _UtilsFinder()]
     sys.meta_path[:0] = finders
     added = not hasattr(typing, "override")

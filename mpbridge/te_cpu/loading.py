@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,19 +66,39 @@ def environment() -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
+class _Metadata:
+    """Answers `importlib.metadata` with the version of the package that is loaded, wherever others lie on the path; finds no modules."""
+
+    def __init__(self, package: Package) -> None:
+        self.folder = str(package.folder)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """None: the package is imported already."""
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        """Transformer Engine's own distribution, if it is asked for."""
+        name = getattr(context, "name", None)
+        if name is None or name.replace("_", "-").lower() != "transformer-engine":
+            return ()
+        wanted = importlib.metadata.DistributionFinder.Context(name=name, path=[self.folder])
+        return importlib.metadata.MetadataPathFinder.find_distributions(wanted)
+
+
 @contextmanager
 def loaded(package: Package) -> Iterator[types.ModuleType]:
     """Transformer Engine's package, importable in the block; afterwards `sys.modules` and `sys.path` are as they were."""
     refuse_foreign()
     hidden = {name: module for name, module in sys.modules.items() if ours(name)}
-    path = list(sys.path)
+    path, finder = list(sys.path), _Metadata(package)
     others = [name for name in _loaded if name != package.version]
     if others:
         raise Refused(
             f"Transformer Engine {others[0]} was already loaded in this process, and other modules keep its classes: {package.version} needs a separate process"
         )
     try:
-        sys.path[:0] = [str(package.folder), *(str(folder) for folder in folders() if folder != package.folder)]
+        # last: whatever else lies there must not hide a checkout on PYTHONPATH
+        sys.path += [place for place in map(str, (package.folder, *folders())) if place not in path]
+        sys.meta_path.insert(0, finder)
         for name in hidden:
             del sys.modules[name]
         if package.version in _loaded:
@@ -95,6 +116,8 @@ def loaded(package: Package) -> Iterator[types.ModuleType]:
             del sys.modules[name]
         sys.modules.update(hidden)
         sys.path[:] = path
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
 
 
 def _import(package: Package) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, TypeVar
+
+import torch
 
 KernelFunction = TypeVar("KernelFunction", bound=Callable[..., Any])
 
@@ -12,9 +16,26 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def kernel(function: KernelFunction) -> KernelFunction:
-    """Registers a function under its own name."""
-    KERNELS[function.__name__] = function
+    """Registers a function under its own name; lists of tensors are checked as the extension's binding checks them."""
+    KERNELS[function.__name__] = (
+        _lists_checked(function) if "tensor_lists" in signature(function).parameters else function
+    )
     return function
+
+
+def _lists_checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    order = list(signature(function).parameters).index("tensor_lists")
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        lists = named["tensor_lists"] if "tensor_lists" in named else given[order]
+        if lists is None or any(not isinstance(one, torch.Tensor) for tensors in lists for one in tensors):
+            raise TypeError(
+                f"{function.__name__}(): incompatible function arguments: tensor_lists holds something that is no tensor"
+            )
+        return function(*given, **named)
+
+    return call
 
 
 def argument_lists(function: Callable[..., Any], **names: tuple[str, ...]) -> Callable[..., Any]:

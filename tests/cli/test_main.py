@@ -349,3 +349,14 @@ def test_output_is_utf8_safe_on_a_plain_pipe(monkeypatch):
     monkeypatch.setattr(sys, "stdout", out)
     assert main(["list"]) == 0
     out.getvalue().encode("ascii")
+
+
+def test_a_missing_module_is_named_with_who_imports_it(said, tmp_path, monkeypatch):
+    (tmp_path / "strangers_package.py").write_text("import no_such_dependency\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("mpbridge.cli.list.run", lambda args: __import__("strangers_package"))
+    code, _, text = said("list")
+    assert code == 1
+    assert f"strangers_package ({tmp_path / 'strangers_package.py'}, line 1) imports no_such_dependency" in " ".join(
+        text.split()
+    )

@@ -44,7 +44,7 @@ def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), ti
     assert " passed" in done.stdout
 
 
-KERNELS = ("kernels.py", "groups.py", "group_refusals.py", "gemm_refusals.py", "nvfp4_layouts.py")
+KERNELS = ("kernels.py", "answers.py", "groups.py", "group_refusals.py", "gemm_refusals.py", "nvfp4_layouts.py")
 """Single functions of the extension."""
 RUNS = ("training.py", "audited.py", "witnessed.py", "matrix.py", "agreement.py", "measured.py")
 """Runs of the engine, faults planted into them, what has to train, the agreement with the emulation, and statistics."""

@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 
-from tests.te_cpu.wheels import OLDEST, ROOT, environment, release_or_skip
+import pytest
+
+from mpbridge.common.transformer_engine import VARIABLE, choose
+from tests.te_cpu.wheels import FOLDERS, OLDEST, ROOT, environment, release_or_skip
 
 SCRIPT = '''
 import multiprocessing, sys
@@ -57,6 +60,68 @@ def test_processes_that_a_script_spawns_play_the_same_machine(tmp_path) -> None:
     done = on_cpu(script, "--flag", "x")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("{'name': 'B200', 'weight': 'cpu', 'value': 7}")
+
+
+ASKS = """
+import importlib.metadata, sys
+import shadowed, transformer_engine
+print(shadowed.__file__, importlib.metadata.version("transformer-engine"), transformer_engine.__file__)
+"""
+
+
+def test_what_lies_beside_transformer_engine_hides_no_checkout(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """site-packages may be the folder of Transformer Engine, and holds an older copy of what PYTHONPATH names."""
+    release_or_skip(OLDEST)
+    package = choose(OLDEST, FOLDERS)
+    beside, checkout = tmp_path / "site", tmp_path / "checkout"
+    for folder in (beside, checkout):
+        folder.mkdir()
+        (folder / "shadowed.py").write_text("", encoding="utf-8")
+    for found in package.folder.glob("transformer_engine*"):
+        (beside / found.name).symlink_to(found)
+    script = tmp_path / "scripts" / "asks.py"
+    script.parent.mkdir()
+    script.write_text(ASKS, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(checkout))
+    monkeypatch.setenv(VARIABLE, str(beside))
+    done = on_cpu(script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == [
+        str(checkout / "shadowed.py"),
+        package.version,
+        str(beside / "transformer_engine/__init__.py"),
+    ]
+
+
+def test_a_scripts_own_import_error_passes_through(tmp_path) -> None:
+    (tmp_path / "asker.py").write_text("import megatron.core.no_such_module", encoding="utf-8")
+    script = tmp_path / "script.py"
+    script.write_text("import asker", encoding="utf-8")
+    done = on_cpu(script)
+    assert done.returncode == 1
+    assert "No module named 'megatron.core.no_such_module'" in done.stderr.strip().splitlines()[-1]
+    assert f'File "{tmp_path / "asker.py"}", line 1' in done.stderr
+    assert "not installed" not in done.stderr
+
+
+UNGUARDED = """
+import multiprocessing, torch
+torch.distributed.init_process_group("nccl")
+context = multiprocessing.get_context("spawn")
+child = context.Process(target=print)
+child.start()
+child.join()
+raise SystemExit(child.exitcode)
+"""
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED, encoding="utf-8")
+    done = on_cpu(script)
+    assert done.returncode == 1
+    assert f"{script} begins its work again in a process that it has started" in done.stderr
+    assert 'below `if __name__ == "__main__":`' in done.stderr
 
 
 def test_check_says_that_the_target_is_played() -> None:

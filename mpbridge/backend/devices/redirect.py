@@ -87,7 +87,8 @@ class NullEvent:
 class NullStream:
     """A CUDA stream of a device that runs in order; every stream is the same one."""
 
-    cuda_stream = 0
+    cuda_stream = stream_id = priority = 0
+    device = torch.device("cuda", 0)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -109,6 +110,16 @@ class NullStream:
         """True: nothing is pending."""
         return True
 
+    def is_capturing(self) -> bool:
+        """False: there are no CUDA graphs."""
+        return False
+
+    def __enter__(self) -> NullStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NullStream)
 
@@ -116,14 +127,15 @@ class NullStream:
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """`factory` with a CUDA device replaced by the CPU and without pinned memory."""
+    """`factory` with a CUDA device replaced by the CPU; memory that is asked for as pinned is only marked so."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if names_cuda(kwargs.get("device")):
                 kwargs["device"] = CPU
-            kwargs.pop("pin_memory", None)
+            if kwargs.pop("pin_memory", None):
+                return _marked(factory(*args, **kwargs))
         return factory(*args, **kwargs)
 
     return create
@@ -190,6 +202,26 @@ def to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 def same(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The object itself: `.cuda()` and `.pin_memory()` on a CPU."""
     return self
+
+
+def _marked(tensor: Any) -> Any:
+    """The tensor, whose storage, and with it every view, says that it is pinned."""
+    if type(tensor) in _PLAIN:
+        tensor.untyped_storage()._mpbridge_pinned = True
+    return tensor
+
+
+def is_pinned(tensor: Any, *args: Any, **kwargs: Any) -> bool:
+    """`Tensor.is_pinned` as on a machine with a GPU."""
+    return type(tensor) in _PLAIN and hasattr(tensor.untyped_storage(), "_mpbridge_pinned")
+
+
+def pin(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.pin_memory` as on a machine with a GPU: a copy, or the tensor itself if it is pinned already or of a library's own class."""
+    return tensor if type(tensor) not in _PLAIN or is_pinned(tensor) else _marked(tensor.clone())
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CpuAutocast(torch.autocast):

@@ -1,0 +1,111 @@
+"""What a played GPU answers where torch's CPU build would answer otherwise: expected values are those of a machine with one GPU, by torch's documentation."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import transformer_engine_torch as tex
+from transformer_engine.pytorch.attention.dot_product_attention.softmax import FusedScaleMaskSoftmax
+from transformer_engine.pytorch.utils import attention_mask_func
+
+
+def test_random_states_of_all_devices_are_kept_and_given_back() -> None:
+    states = torch.cuda.get_rng_state_all()
+    assert len(states) == torch.cuda.device_count() == len(torch.cuda.default_generators) == 1
+    drawn = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state_all(states)
+    assert torch.equal(torch.rand(4, device="cuda"), drawn)
+    torch.cuda.manual_seed_all(7)
+    assert torch.cuda.initial_seed() == 7
+    torch.cuda.seed_all()
+    assert torch.cuda.initial_seed() != 7
+
+
+def test_the_accelerator_is_the_played_gpu() -> None:
+    found = torch.accelerator
+    assert found.is_available()
+    assert found.current_accelerator() == torch.device("cuda")
+    assert (found.device_count(), found.current_device_index()) == (1, 0)
+    found.set_device_index(0)
+    found.synchronize()
+    with found.device_index(0):
+        assert found.memory_allocated() == 0
+    assert isinstance(found.current_stream(), torch.Stream)
+    assert torch.Stream("cuda").device.type == "cuda"
+
+
+def test_pinned_memory_says_so_and_is_a_copy() -> None:
+    plain = torch.zeros(4)
+    pinned = plain.pin_memory()
+    assert (plain.is_pinned(), pinned.is_pinned(), pinned[1:].is_pinned()) == (False, True, True)
+    assert pinned.pin_memory() is pinned
+    pinned += 1
+    assert plain.sum() == 0
+    assert torch.empty(3, pin_memory=True).is_pinned()
+    assert not torch.empty(3).is_pinned()
+
+
+def test_a_loader_with_workers_pins_its_batches() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    batches = [batch for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, pin_memory=True)]
+    assert [batch.is_pinned() for batch in batches] == [True, True]
+    assert torch.cat(batches).tolist() == list(range(8))
+
+
+def test_memory_statistics_have_torchs_keys() -> None:
+    stats = torch.cuda.memory_stats()
+    for key in (
+        "allocated_bytes.all.current", "reserved_bytes.all.peak", "active.small_pool.freed", "inactive_split_bytes.large_pool.current",
+        "segment.all.allocated", "requested_bytes.all.peak", "num_alloc_retries", "num_ooms", "oversize_segments.current",
+    ):  # fmt: skip
+        assert stats[key] == 0
+    assert "Allocated memory" in torch.cuda.memory_summary()
+
+
+def test_lists_that_hold_no_tensors_are_refused_as_the_extension_refuses_them() -> None:
+    flag = torch.zeros(1, dtype=torch.int)
+    for lists in ([[None]], None, [[torch.ones(2)], [1.0]]):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            tex.multi_tensor_l2norm(0, flag, lists, False)
+    assert float(tex.multi_tensor_l2norm(0, flag, [[torch.full((4,), 2.0)]], False)[0]) == 4.0
+
+
+def test_the_weight_gradients_gemm_adds_and_rounds_once() -> None:
+    import fused_weight_gradient_mlp_cuda as apex
+
+    torch.manual_seed(3)
+    x, grad = (torch.randn(2, 8, n, dtype=torch.bfloat16) for n in (16, 24))
+    exact = torch.einsum("abo,abi->oi", grad.double(), x.double())
+    for accumulate, dtype in (
+        (apex.wgrad_gemm_accum_fp32, torch.float32),
+        (apex.wgrad_gemm_accum_fp16, torch.bfloat16),
+    ):
+        main = torch.full((24, 16), 1000.0, dtype=dtype)
+        accumulate(x, grad, main)
+        # one rounding of the sum: half a unit in the last place of BF16 at 1,000 is 2
+        torch.testing.assert_close(main.double(), (exact + 1000).to(dtype).double(), rtol=0, atol=1e-3)
+
+
+def test_an_attention_row_without_a_key_is_zero_in_the_kernel_and_the_mean_beside_it() -> None:
+    """As on a GPU: scaled_masked_softmax.cu multiplies a row whose maximum is -10000 by zero; Transformer Engine's path in plain torch does not."""
+    scores = torch.randn(2, 2, 32, 32).to(torch.bfloat16)
+    mask = torch.zeros(1, 1, 32, 32, dtype=torch.bool)
+    mask[..., 5, :] = True
+    soft = FusedScaleMaskSoftmax(attention_mask_func, softmax_in_fp32=True)
+    fused, plain = (
+        (setattr(soft, "scaled_masked_softmax_fusion_type", on), soft(scores.clone(), mask, "arbitrary", 1.0))[1]
+        for on in (True, False)
+    )
+    assert torch.equal(fused[..., :5, :], plain[..., :5, :])
+    assert not fused[..., 5, :].any()
+    assert torch.equal(plain[..., 5, :], torch.full_like(plain[..., 5, :], 1 / 32))
+
+
+def test_the_first_torch_compile_says_that_nothing_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert [torch.compile(lambda x: x + 1, fullgraph=True)(1) for _ in range(2)] == [2, 2]
+    said = [record.getMessage() for record in caplog.records if "compiles nothing" in record.getMessage()]
+    assert len(said) == 1
+    assert __name__ in said[0]
