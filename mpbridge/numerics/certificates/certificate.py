@@ -76,9 +76,10 @@ def certificate(
     variant: Variant | None = None,
     kinds: Iterable[str] = tuple(KINDS),
     own: Mapping[str, Linear] | None = None,
+    beside: Iterable[Row] = (),
     replicas: int = REPLICAS,
 ) -> Certificate:
-    """The certificate of a settled policy. own: name -> the user's tensors. Raises what `Quantizer` raises."""
+    """The certificate of a settled policy. own: name -> the user's tensors; beside: rows about them. Raises what `Quantizer` raises."""
     began, threads = time.perf_counter(), torch.get_num_threads()
     # the operations are small: threads would wait for each other, on a busy machine for long
     torch.set_num_threads(1)
@@ -86,7 +87,7 @@ def certificate(
         found = _certificate(recipe, policy, training, release, variant, tuple(kinds), own or {}, replicas)
     finally:
         torch.set_num_threads(threads)
-    return replace(found, seconds=time.perf_counter() - began)
+    return replace(found, rows=(*found.rows, *beside), seconds=time.perf_counter() - began)
 
 
 def _certificate(
