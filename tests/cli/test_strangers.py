@@ -103,7 +103,7 @@ def commands(folder: Path) -> list[list[str]]:
     for name, text in OTHERS.items():
         place = file(name, text)
         found += [["import", place], ["compare", place, "bf16_mixed"], ["check", "--config", place], ["estimate", "--target", "h100", "--machine-file", place]]  # fmt: skip
-        found += [["rehearse", "--tensors", place, "--out", "out/r3"], ["data", "inspect", place], ["data", "prepare", place, "--out", "out/d", "--cache", "out/cache", "--workers", "1"]]  # fmt: skip
+        found += [["certify", "bf16_with_mxfp8_mixed", "--tensors", place], ["data", "inspect", place], ["data", "prepare", place, "--out", "out/d", "--cache", "out/cache", "--workers", "1"]]  # fmt: skip
     file("hf/config.json", json.dumps(FOLDER))
     file("hf/tokenizer_config.json", json.dumps(TOKENIZER))
     file("hf/tokenizer.model", "evil")
