@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import Contradiction, MpbridgeError, UnknownName
 from mpbridge.common.formats import DType, dtype, say
-from mpbridge.interop.stacks.megatron_bridge import FIELDS
-from mpbridge.interop.stacks.megatron_bridge_import import read_data
+from mpbridge.interop.stacks.megatron_bridge_import import FIELDS, read_data
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
 from mpbridge.precision.config import twin_clashes

@@ -28,7 +28,7 @@ VERBS = [
     ["export", "fp8_mlp_only", "--to", "deepspeed"], ["import", "--args", LONG_ARGS, "--from", "megatron-lm"],
     ["init", "first"], ["plot", "run", "--no-picture"], ["diagnose", "run", "--against", "run"], ["audit", "run"],
 ]  # fmt: skip
-COPIED = ("next: cd first", "1: parallel.", "parallel.", "mixed_precision.")
+COPIED = ("next: cd first", "1: parallel.", "parallel.", "mixed_precision.", "model.")
 """How the lines of these verbs begin that hold a command or settings to paste."""
 
 

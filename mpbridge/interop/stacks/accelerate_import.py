@@ -9,13 +9,13 @@ from typing import Any
 from mpbridge.common.errors import DataError, brief, cut, nearest
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks import deepspeed_import, megatron_lm_import
+from mpbridge.interop.stacks import deepspeed, megatron_lm_import
 from mpbridge.interop.stacks.accelerate import NAME
 from mpbridge.interop.stacks.accelerate_launch import as_file
 from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.known_keys import with_rest
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.megatron_lm import DEFAULT_VERSION as LM_VERSION
+from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as LM_VERSION
 from mpbridge.interop.stacks.reading import Reader, raise_faults, stray
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.interop.stacks.torch_import import fields_of, quant_fields
@@ -205,7 +205,7 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     base = "bf16" if word == "fp8" else word  # fp8 converts the linears of a BF16 model
     data |= {base: {"enabled": True}} if base in ("bf16", "fp16") else {}
-    inner = deepspeed_import.read_data(data, version="0.19")
+    inner = deepspeed.read_data(data, version="0.19")
     if word == "fp8":
         cannot = list(inner.cannot_express)
         quant = quantized(read, cannot)

@@ -234,12 +234,14 @@ _PYTHON = (("megatron.bridge", "megatron-bridge"), ("torchtitan", "torchtitan"))
 
 
 def _importer(stack: str) -> Any:
+    """The module that reads a stack's files: STACK_import, or STACK itself."""
     module = stack_module(stack)
-    name = f"{module.__name__}_import"
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(f"{module.__name__}_import")
     except ModuleNotFoundError:
-        raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
+        if not hasattr(module, "read_data"):
+            raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
+    return module
 
 
 def _lm() -> Any:

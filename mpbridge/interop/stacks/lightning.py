@@ -12,7 +12,6 @@ from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
-    SCALER_COST,
     SPELL,
     TORCH_SCALER,
     environment,
@@ -20,7 +19,6 @@ from mpbridge.interop.stacks.sharded_torch import (
     output_layer,
     regions_there,
     torch_meaning,
-    with_main,
 )
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
@@ -31,23 +29,6 @@ DEFAULT_VERSION = "2.6"
 SCALINGS = {"delayed": "TransformerEnginePrecision"}
 EXPERTS = "only torch.nn.Linear is replaced, which can include the router; experts in 3-D parameters stay as they are"
 """What happens to the experts of a mixture."""
-COSTS = {
-    "quantization": "TransformerEnginePrecision with DelayedScaling",
-    "modules": "TransformerEnginePrecision(replace_layers=False) on a model whose linears are Transformer Engine's where you want them",
-    "edge layers": "TransformerEnginePrecision(replace_layers=False) on a model whose other layers are Transformer Engine's",
-    "autocast": "norms, softmax and loss run in FP32, in more memory",
-    "loss_scale": f"FSDPPrecision accepts no custom scaler, and the FP8 plugin has none; {SCALER_COST}",
-    "keep_fp32": "one dtype for every parameter",
-    "logits": "the model's code decides",
-    "router": "the model's code decides",
-    "residual_fp32": "FSDP casts each module's parameters and inputs; without it a module has a single dtype",
-    "softmax_fp32": "the attention kernel decides",
-    "output": "the module returns what it computed",
-    "pipeline": "it has no pipeline",
-    "wire": "torch DDP reduces in the parameter's dtype",
-    "accumulator": "gradients accumulate in the parameter's dtype",
-}
-"""Row -> what a difference costs, or the nearest equivalent there."""
 
 
 def export(request: Request) -> Export:
@@ -57,7 +38,7 @@ def export(request: Request) -> Export:
     quant = theirs.regions[-1].quant
     lines = [*output_layer(quant, "the plugin")]
     theirs = noted(theirs, lines)
-    lines += compared(request.ours, theirs, with_main(COSTS, theirs))
+    lines += compared(request.ours, theirs, NAME)
     pieces = (
         Fragment(name="python", text=commented(NAME, theirs, _python(theirs))),
         *environment([quant] if quant else ()),

@@ -17,7 +17,6 @@ from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import unknown_of, with_rest
 from mpbridge.interop.stacks.meaning import Sharded
-from mpbridge.interop.stacks.megatron_bridge import CORE, DIFFERS, FIELDS, NAME, TARGET
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, plain, without_unknown
 from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -25,6 +24,26 @@ from mpbridge.precision.megatron_spec.precision_field import Target
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 
+NAME = "megatron-bridge"
+CORE = "0.20.0"
+"""The megatron-core that it belongs to."""
+TARGET = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig"
+FIELDS: dict[str, Any] = {
+    "fp32": False, "fp16": False, "bf16": False, "params_dtype": None, "pipeline_dtype": None, "autocast_dtype": None,
+    "autocast_enabled": False, "grad_reduce_in_fp32": True, "fp8": None, "fp8_recipe": "tensorwise",
+    "first_last_layers_bf16": False, "fp8_margin": 0, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent",
+    "fp8_wgrad": True, "fp8_dot_product_attention": False, "fp8_multi_head_attention": False, "fp8_param": None,
+    "fp8_param_gather": False, "fp4": None, "fp4_recipe": "nvfp4", "fp4_param": None, "fp4_param_gather": False,
+    "loss_scale": None, "initial_loss_scale": 4294967296, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 2,
+    "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0, "reuse_grad_buf_for_mxfp8_param_ag": False,
+}  # fmt: skip
+"""Its fields and their defaults; a script compares them with Bridge's source."""
+
+DIFFERS: dict[str, dict[str, Any]] = {
+    "bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
+    "nemotron_3_super_bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
+}
+"""Its values of recipes with the same name but different values in mpbridge; scripts/evidence/stacks/bridge_exports.py compares all of them."""
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
 _OPTIMIZER = (
     "use_precision_aware_optimizer",

@@ -80,13 +80,6 @@ def scaler_arguments(scale: LossScale) -> str:
 
 TORCH_SCALER = LossScale(initial=2.0**16, window=2000.0, minimum=0.0, hysteresis=1)
 """torch's GradScaler with its defaults."""
-SCALER_COST = "torch's GradScaler halves at every overflow and has no minimum"
-
-
-def with_main(costs: Mapping[str, str], theirs: Meaning) -> Mapping[str, str]:
-    """`costs`, with what it means that the stack updates the stored parameters where a separate copy is updated here."""
-    text = "they start from FP32 values, not from values rounded to 16 bits, and 16-bit gradients are cast up before they are added"
-    return costs if theirs.main is not None or theirs.storage is not DType.FP32 else {**costs, "main": text}
 
 
 def output_layer(quant: Quant | None, who: str) -> tuple[Line, ...]:
