@@ -19,7 +19,7 @@ from mpbridge.numerics.statistics import Statistics
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.training.base import Hook
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.io import load_weights
+from mpbridge.training.checkpoint.io import load
 from mpbridge.training.rehearse.measure import RecipeMeasurement, measure
 from mpbridge.training.rehearse.report import Rehearsal, Rehearsed
 
@@ -61,7 +61,7 @@ class Listen(Hook):
     def built(self, training: Training) -> None:
         """Loads the checkpoint's weights."""
         if self.weights is not None:
-            load_weights(training, self.weights)
+            load(training, self.weights, weights_alone=True)
 
     def started(self, training: Training) -> None:
         """Starts observing."""
