@@ -211,8 +211,10 @@ def readme(*, target: str, settings: str, processes: int, log_dir: str, quantize
         alone = [(f"mpbridge {run}", "train: settings follow the options")]
     commands = [
         (f"mpbridge plan --config config.yaml{settings}", "which fields the recipe writes"),
-        (f"mpbridge check --config config.yaml --target {target}{settings}", "is it valid there"),
-        (f"mpbridge memory --config config.yaml --target {target}{settings}", "does it fit"),
+        (
+            f"mpbridge check --config config.yaml --target {target} --world-size {processes}{settings}",
+            "valid there? does it fit? how fast?",
+        ),
         *(alone if processes == 1 else []),
         *(
             [(f"mpbridge {run} --emulate", "without such a GPU: emulate its rounding")]
@@ -220,7 +222,7 @@ def readme(*, target: str, settings: str, processes: int, log_dir: str, quantize
             else []
         ),
         (several, ""),
-        (f"mpbridge audit {log_dir}", "what the audits of the run found"),
+        (f"mpbridge report {log_dir}", "how it went: audits, curves, can it resume?"),
     ]
     width = max(len(command) for command, said in commands if said)
     lines = [f"{command:{width}}  # {said}" if said else command for command, said in commands]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.planning.estimate.gemms import full_layers, tokens
+from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import Collective
 from mpbridge.planning.memory.buckets import buffers
 from mpbridge.planning.memory.keeps import kept_fp32, wires
@@ -26,7 +26,7 @@ def tensor_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chu
     ranks = run.parallel.tensor
     if ranks == 1:
         return
-    rows, hidden, wide = tokens(run), run.shape.hidden_size, policy.compute
+    rows, hidden, wide = run.tokens, run.shape.hidden_size, policy.compute
     whole = rows * hidden * wide.bytes
     gathers, reductions = _counts(run, chunks)
     if run.parallel.sequence:
@@ -35,13 +35,9 @@ def tensor_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chu
                 yield _collective(kind, "tensor", ranks, wide, size, times)
     elif reductions:
         yield _collective("all_reduce", "tensor", ranks, wide, whole, reductions)
-    heads = _heads(run, chunks)
+    heads = sum(chunk.heads(run.shape) for chunk in chunks)
     if heads:
         yield _collective("all_reduce", "tensor", ranks, DType.FP32, rows * 4, 3 * heads)
-
-
-def _heads(run: RunFacts, chunks: tuple[Chunk, ...]) -> int:
-    return sum(int(chunk.last) + (run.shape.mtp_layers if chunk.mtp else 0) for chunk in chunks)
 
 
 def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
@@ -71,17 +67,16 @@ def context_collectives(policy: PrecisionPolicy, run: RunFacts, layers: int) -> 
     if ranks == 1 or not layers:
         return
     width = 2 * shape.num_query_groups * shape.kv_channels // run.parallel.tensor
-    size = tokens(run) * width * policy.compute.bytes
+    size = run.tokens * width * policy.compute.bytes
     yield _collective("send", "context", ranks, policy.compute, size, 3 * (ranks - 1) * layers)
 
 
 def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> Iterator[Collective]:
     """Dispatch of tokens to their experts and back, forward and backward, in a micro-batch with a balanced router."""
     parallel, shape = run.parallel, run.shape
-    width = parallel.expert_tensor or parallel.tensor
-    if parallel.expert * width == 1 or not experts:
+    if parallel.expert * parallel.expert_width == 1 or not experts:
         return
-    rows = tokens(run) // parallel.tensor * shape.expert_topk
+    rows = run.tokens // parallel.tensor * shape.expert_topk
     if parallel.expert > 1:
         size = rows * shape.hidden_size * policy.compute.bytes
         yield _collective("all_to_all", "expert", parallel.expert, policy.compute, size, 4 * experts)
@@ -97,7 +92,7 @@ def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates
     if stages == 1:
         return
     virtual = run.parallel.virtual_pipeline or 1
-    rows = tokens(run) // (run.parallel.tensor if run.parallel.sequence else 1)
+    rows = run.tokens // run.parallel.sequence_width
     size = rows * run.shape.hidden_size * policy.pipeline.bytes
     first, last = at.stage == 0, at.stage == stages - 1
     onward = virtual - int(last)

@@ -75,15 +75,13 @@ def _dispatch(policy: PrecisionPolicy, run: RunFacts) -> int:
     shape, parallel = run.shape, run.parallel
     if not shape.experts or parallel.expert == 1 or run.model.get("moe_token_dispatcher_type") != "flex":
         return 0
-    tokens = shape.seq_length * run.micro_batch_size // parallel.context // parallel.tensor
-    return 2 * tokens * parallel.expert * shape.hidden_size * policy.compute.bytes
+    return 2 * (run.tokens // parallel.tensor) * parallel.expert * shape.hidden_size * policy.compute.bytes
 
 
 def _sizes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[tuple[str, int]]:
     parallel, shape, machine = run.parallel, run.shape, run.machine
-    rows = shape.seq_length * run.micro_batch_size // parallel.context
-    whole = rows * shape.hidden_size * policy.compute.bytes
-    share = whole // (parallel.tensor if parallel.sequence else 1)
+    whole = run.tokens * shape.hidden_size * policy.compute.bytes
+    share = whole // parallel.sequence_width
     if machine is not None and machine.gpu:
         yield "workspaces", workspaces(run, machine)
         yield "gradient placeholders", placeholders(policy, run, at)

@@ -86,7 +86,7 @@ def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, s
     size = bucket_size(run) if stage == 0 and index == 0 else None
     found = []
     for (apart, dtype, grads), members in groups.items():
-        ranks = (run.parallel.expert_data if apart else run.parallel.data * run.parallel.context) // instances
+        ranks = run.parallel.replicas(expert=apart) // instances
         slots, buckets = _place(
             members, ranks, size, distributed=distributed, bus=bool(run.ddp.get("pad_buckets_for_high_nccl_busbw"))
         )

@@ -58,16 +58,17 @@ def gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> in
     (transformer/moe/token_dispatcher.py), the scores of local attention (transformer/dot_product_attention.py).
     """
     parallel, shape = run.parallel, run.shape
-    rows = shape.seq_length * run.micro_batch_size // parallel.context
-    whole = rows * shape.hidden_size * policy.compute.bytes
+    whole = run.tokens * shape.hidden_size * policy.compute.bytes
     sizes = [0]
     if parallel.sequence and parallel.tensor > 1 and any(chunk.last for chunk in at.chunks(run)):
         sizes.append(whole)
     if shape.experts and run.model.get("moe_token_dispatcher_type", "allgather") == "allgather":
-        ranks = parallel.expert * (parallel.expert_tensor or parallel.tensor)
-        sizes.append(whole // (parallel.tensor if parallel.sequence else 1) * ranks if ranks > 1 else 0)
+        ranks = parallel.expert * parallel.expert_width
+        sizes.append(whole // parallel.sequence_width * ranks if ranks > 1 else 0)
     if run.model.get("transformer_impl") == "local":
-        sizes.append(rows * shape.seq_length * shape.num_attention_heads // parallel.tensor * policy.compute.bytes)
+        sizes.append(
+            run.tokens * shape.seq_length * shape.num_attention_heads // parallel.tensor * policy.compute.bytes
+        )
     return max(sizes)
 
 
@@ -83,6 +84,6 @@ def graph_inputs(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int
     states = rows * run.micro_batch_size * shape.hidden_size * policy.compute.bytes
     scope = str(model.get("cuda_graph_scope") or "attn")
     mask = run.micro_batch_size * rows * shape.seq_length if "attn" in scope else 0
-    layers = sum(len(chunk.layers) + (shape.mtp_layers if chunk.mtp else 0) for chunk in at.chunks(run))
+    layers = sum(len(chunk.built(shape)) for chunk in at.chunks(run))
     flying = in_flight(run, at.stage) if parallel.pipeline > 1 else 1.0
-    return int((states // (parallel.tensor if parallel.sequence else 1) + mask) * layers * flying)
+    return int((states // parallel.sequence_width + mask) * layers * flying)

@@ -163,9 +163,9 @@ def _evenly(
     policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
 ) -> Iterator[Role]:
     """Equal shares of what the sharding strategy shards; the alignment of the wrapper's buffers is ignored."""
-    ranks, of = run.parallel.data * run.parallel.context, holdings(policy, run)
+    of = holdings(policy, run)
     for parameter in chunk:
-        group = run.parallel.expert_data if parameter.weight.expert and run.parallel.expert > 1 else ranks
+        group = run.parallel.replicas(expert=parameter.weight.expert)
         size = parameter.weight.elements
         for name, held in of(dtype_at_rest(policy, run, parameter)[0]).items():
             if held.view_of is None:
