@@ -222,7 +222,7 @@ def readme(*, target: str, settings: str, processes: int, log_dir: str, quantize
             else []
         ),
         (several, ""),
-        (f"mpbridge audit {log_dir}", "what the audits of the run found"),
+        (f"mpbridge report {log_dir}", "how it went: audits, curves, can it resume?"),
     ]
     width = max(len(command) for command, said in commands if said)
     lines = [f"{command:{width}}  # {said}" if said else command for command, said in commands]

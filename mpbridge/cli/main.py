@@ -27,27 +27,13 @@ FOREIGN = frozenset({"on-cpu", "launch"})
 """Verbs that end in another command, whose arguments are not theirs, regardless of position."""
 NEEDED = {"megatron": "megatron-core", "torch": "torch", "numpy": "NumPy"}
 """Module -> package of dependencies that light verbs and those for foreign modules do not need: `pip install --no-deps` omits them."""
-ORDER = (
-    "list",
-    "show",
-    "diff",
-    "plan",
-    "check",
-    "memory",
-    "recommend",
-    "estimate",
-    "layouts",
-    "simulate",
-    "calibrate",
-    "doctor",
-    "init",
-    "train",
-    "launch",
-    "rehearse",
-    "tune",
-    "resume-check",
-)
-"""Order of the verbs in the help text; others follow by name."""
+DAY = ("list", "show", "plan", "check", "init", "train", "launch", "report")
+"""The verbs on the first page of the help text, in the order of a user's day."""
+PARTS = {
+    "the long form of one part of check": ("memory", "estimate", "layouts", "recommend"),
+    "the long form of one part of report": ("plot", "audit", "precision", "diagnose", "resume-check"),
+}
+"""Groups of verbs on the second page; the others follow them, by name."""
 
 
 def entry() -> None:
@@ -141,13 +127,17 @@ def verbs() -> dict[str, str]:
     )
     # a module ends in an underscore if its verb is a Python keyword: import_.py is `mpbridge import`
     found = {name.rstrip("_").replace("_", "-"): f"mpbridge.cli.{name}" for name in names}
-    return {verb: found[verb] for verb in [*(v for v in ORDER if v in found), *(v for v in found if v not in ORDER)]}
+    first = [*DAY, *(verb for group in PARTS.values() for verb in group)]
+    return {verb: found[verb] for verb in [*first, *(verb for verb in found if verb not in first)]}
 
 
 def _dispatch(arguments: list[str]) -> int:
     known = verbs()
     if arguments[:1] == ["help"] and len(arguments) > 2:
         raise BadValue(f"mpbridge help {' '.join(arguments[1:])}: expected one command, as in mpbridge help train")
+    if arguments == ["help", "--all"]:
+        print_line(_help(known, every=True))
+        return 0
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -229,18 +219,23 @@ def with_way(arguments: list[str]) -> list[str]:
     return out
 
 
-def _help(known: dict[str, str]) -> str:
+def _help(known: dict[str, str], *, every: bool = False) -> str:
+    others = [verb for verb in known if verb not in DAY and not any(verb in group for group in PARTS.values())]
+    groups = {"": DAY} | ({**PARTS, "also": tuple(others)} if every else {})
     lines = [
         f"mpbridge {__version__}: one name decides every precision fact of a megatron-core training run",
         "",
         "usage: mpbridge COMMAND ...",
-        "",
     ]
-    rows = [(f"  {verb}", str(importlib.import_module(module).SUMMARY)) for verb, module in known.items()]
+    for title, names in groups.items():
+        lines += ["", *([f"{title}:"] if title else [])]
+        lines += hanging(
+            [(f"  {verb}", str(importlib.import_module(known[verb]).SUMMARY)) for verb in names], columns_here()
+        )
     return "\n".join(
         [
             *lines,
-            *hanging(rows, columns_here()),
+            *([] if every else [f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]),
             "",
             "For details: mpbridge help COMMAND. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
         ]

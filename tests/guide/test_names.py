@@ -17,7 +17,7 @@ PUBLIC = {
 }  # fmt: skip
 VERBS = {
     "audit", "calibrate", "check", "compare", "completion", "convert", "data", "diagnose", "diff", "disclose", "doctor", "estimate", "export", "import", "init", "launch",
-    "layouts", "list", "memory", "on-cpu", "plan", "plot", "precision", "recommend", "rehearse", "resume-check", "show", "simulate", "train", "tune", "verify", "words",
+    "layouts", "list", "memory", "on-cpu", "plan", "plot", "precision", "recommend", "rehearse", "report", "resume-check", "show", "simulate", "train", "tune", "verify", "words",
 }  # fmt: skip
 DOCUMENTED = {
     "mpbridge.compat.megatron_bridge": "bf16_mixed", "mpbridge.te_cpu.pytest_plugin": "pytest_addoption",
