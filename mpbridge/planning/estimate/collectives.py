@@ -13,11 +13,10 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import Collective
-from mpbridge.planning.memory.buckets import buffers
 from mpbridge.planning.memory.keeps import kept_fp32, wires
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches
-from mpbridge.planning.memory.roles import holdings, resting
+from mpbridge.planning.memory.roles import chunk_buffers, resting
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -108,14 +107,9 @@ def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         yield from _sharded(policy, run, at)
         return
     settled = policy.settled(dict(run.optimizer.settings))
-    kept, rests = holdings(settled, run), resting(settled, run)
     for index, chunk in enumerate(parameters(run, at)):
-        rows = []
-        for parameter in chunk:
-            at_rest, _ = rests(parameter)
-            rows.append((parameter, at_rest, kept(at_rest)["grads"].dtype))
-        for buffer in buffers(run, rows, stage=at.stage, index=index):
-            group = "expert_data" if buffer.slots[0].parameter.weight.expert and run.parallel.expert > 1 else "data"
+        for buffer in chunk_buffers(settled, run, at, chunk, index):
+            group = "expert_data" if buffer.apart else "data"
             if buffer.group == 1 or not buffer.elements:
                 continue
             size = buffer.elements * buffer.grads.bytes

@@ -40,6 +40,8 @@ class Buffer:
     grads: DType
     group: int
     """Number of ranks that share it."""
+    apart: bool
+    """Whether it holds experts that are sharded over ranks."""
     distributed: bool
     slots: tuple[Slot, ...]
     """In buffer order."""
@@ -91,7 +93,15 @@ def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, s
             members, ranks, size, distributed=distributed, bus=bool(run.ddp.get("pad_buckets_for_high_nccl_busbw"))
         )
         found.append(
-            Buffer(params=dtype, grads=grads, group=ranks, distributed=distributed, slots=slots, buckets=buckets)
+            Buffer(
+                params=dtype,
+                grads=grads,
+                group=ranks,
+                apart=apart,
+                distributed=distributed,
+                slots=slots,
+                buckets=buckets,
+            )
         )
     return found
 

@@ -207,8 +207,3 @@ def test_text_that_is_no_python_is_refused_by_name(tmp_path: Path) -> None:
         read_file(tmp_path / "bad.py:broken")
     with pytest.raises((DataError, BadValue)):
         read_text("raise SystemExit('ran')", name="config.py")
-
-
-def test_bridges_own_values_of_a_name_that_means_something_else_here() -> None:
-    found = read_text("mixed_precision: bf16-with-nvfp4-mixed", stack="megatron-bridge", name="run_config.yaml")
-    assert told(found) == "bf16_with_nvfp4_mixed, fp4_param_gather=true"
