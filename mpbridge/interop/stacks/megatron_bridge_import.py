@@ -154,8 +154,16 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
             data[section] = value
     found = read_data(data, version=version)
     assumed = [f"{one}: known only at run time; left at its default" for one in not_known]
+    low = found.meaning.quantization
+    # three of recipes/nemotronh/h100: nemotronh_47b and 56b, nemotron_nano_12b_v2
+    misnamed = (
+        [f"{name} says BF16, and its GEMMs are quantized: {low}"] if "_bf16_config" in name and low != "none" else []
+    )
     return dataclasses.replace(
-        found, unknown=(*found.unknown, *unknown), assumed=(*found.assumed, *assumed, *dict.fromkeys(notes))
+        found,
+        unknown=(*found.unknown, *unknown),
+        contradicts=(*found.contradicts, *misnamed),
+        assumed=(*found.assumed, *assumed, *dict.fromkeys(notes)),
     )
 
 
