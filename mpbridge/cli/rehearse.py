@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run."""
+    """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run. Raises KeyboardInterrupt if a signal ended it."""
     if args.steps < 1 or (args.every is not None and args.every < 1):
         raise BadValue(f"--steps {args.steps}, --every {args.every}: expected at least 1")
     if args.suggest and args.tensors is not None:
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     writable(args.out, folder=True)
     out = console(speaks=rank() == 0)
     result = _rehearsed(args)
-    if args.suggest:
+    stopped = any(recipe.interrupted for recipe in result.recipes)
+    if args.suggest and not stopped:
         _suggest(args, result)
     if rank() == 0:
         page = _write(result, args.out)
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         tell(out, line)
     if rank() == 0:
         tell(out, f"report: {page}")
+    if stopped:
+        raise KeyboardInterrupt  # after what was found: the entry says so, and exits as interrupted
     return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
 
 

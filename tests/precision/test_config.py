@@ -134,9 +134,3 @@ def test_any_config_survives_yaml(data: st.DataObject) -> None:
             values[other] = values[twin]
     config = MixedPrecisionConfig(**values)
     assert WAYS["yaml"](config) == config
-
-
-def test_the_constructor_names_the_nearest_field_too():
-    with pytest.raises(UnknownName, match="nearest: grad_reduce_in_fp32"):
-        MixedPrecisionConfig(grad_reduce_fp32=True)
-    assert pickle.loads(pickle.dumps(MixedPrecisionConfig(bf16=True))) == copy.deepcopy(MixedPrecisionConfig(bf16=True))

@@ -16,7 +16,6 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region, spans_of
 from mpbridge.precision.wording import NOT_QUANTIZED, region_rule, region_text
 
-
 _HYBRID = ("mixer.in_proj", "mixer.out_proj", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
 """Linears of a hybrid's layers besides those of a GPT's: Mamba's, and the projections around latent experts (megatron-core's MambaMixer and MoELayer)."""
 

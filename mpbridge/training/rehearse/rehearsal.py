@@ -120,6 +120,9 @@ def rehearse(
             word, reasons = found.verdict()
             if rank() == 0:
                 say(f"{name}: {word} ({reasons[0]}), {found.seconds:.0f} s")
+            if found.interrupted:
+                result.title += f" (interrupted: {found.interrupted})"
+                break
     return result
 
 
@@ -162,9 +165,11 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
 def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Rehearsed:
     from mpbridge.training.loop import pretrain
 
-    began, failure = time.perf_counter(), None
+    began, failure, stopped = time.perf_counter(), None, None
     try:
-        pretrain(_run(container, recipe, steps), hooks=[ear], quiet=True)
+        done = pretrain(_run(container, recipe, steps), hooks=[ear], quiet=True)
+        if done.stopped is not None and done.iterations < steps:
+            stopped = f"{done.stopped} after {done.iterations} of {steps} steps"
     except MpbridgeError as error:
         failure = str(error)
     # without the first fifth, in which delayed scaling is still finding its scales
@@ -183,6 +188,7 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         notes=ear.notes,
         tensors=list(tensors.values()),
         measured=ear.measured,
+        interrupted=stopped,
         failure=next((part[3] for part in parts if part[3] is not None), None),
     )
 

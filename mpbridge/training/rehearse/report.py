@@ -15,8 +15,8 @@ from mpbridge.common.tables.table import Table, table
 from mpbridge.training.rehearse.measure import OWN_ERROR, RecipeMeasurement
 
 SCHEMA = 1
-RehearsalVerdict = Literal["high precision", "sound", "look closer", "damage", "failed"]
-TONES: Mapping[str, str] = {"look closer": "warn", "damage": "bad", "failed": "bad"}
+RehearsalVerdict = Literal["high precision", "sound", "look closer", "damage", "failed", "interrupted"]
+TONES: Mapping[str, str] = {"look closer": "warn", "damage": "bad", "failed": "bad", "interrupted": "warn"}
 """Verdict -> how it is marked; the others are not."""
 TensorSummary = Mapping[str, Any]
 """A tensor's summary: what mpbridge.numerics's Track.summary returns."""
@@ -75,6 +75,8 @@ class Rehearsed:
     tensors: Sequence[TensorSummary] = ()
     failure: str | None = None
     """Why the recipe could not be rehearsed."""
+    interrupted: str | None = None
+    """The signal and the step after which it ended; its tensors are those of a part, which has no verdict."""
     measured: RecipeMeasurement | None = None
     """Gradients and products against high precision's; None if only operands were examined; the verdict is then about those."""
 
@@ -92,6 +94,8 @@ class Rehearsed:
         """A verdict, and the reasons for it in sentences."""
         if self.failure is not None:
             return "failed", [self.failure]
+        if self.interrupted is not None:
+            return "interrupted", [self.interrupted]
         broken = next((i for i, loss in enumerate(self.losses, start=1) if not math.isfinite(loss)), None)
         if broken is not None:
             return "failed", [f"the loss of step {broken} is not finite"]

@@ -217,11 +217,6 @@ def test_text_that_is_no_python_is_refused_by_name(tmp_path: Path) -> None:
         read_text("raise SystemExit('ran')", name="config.py")
 
 
-def test_bridges_own_values_of_a_name_that_means_something_else_here() -> None:
-    found = read_text("mixed_precision: bf16-with-nvfp4-mixed", stack="megatron-bridge", name="run_config.yaml")
-    assert told(found) == "bf16_with_nvfp4_mixed, fp4_param_gather=true"
-
-
 @pytest.mark.parametrize(
     ("function", "said"),
     [("nemotronh_56b_pretrain_8gpu_h100_bf16_config", "says BF16, and its GEMMs are quantized: linears of the first 2"), ("nemotronh_8b_pretrain_2gpu_h100_bf16_config", None)],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError, UnknownName
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.training.rehearse.rehearsal import RECIPES, observe, read_tensors, rehearse, side_of
+from mpbridge.training.rehearse.rehearsal import RECIPES, Listen, observe, read_tensors, rehearse, side_of
 from tests.forked import ROOT
 from tests.worlds import start
 
@@ -214,6 +216,28 @@ def test_a_rehearsal_begins_from_a_checkpoints_weights(
     assert all(recipe["losses"][0] < 5.0 for recipe in report["recipes"])  # 5.8 from scratch
     assert main([*command, f"checkpoint.load={tmp_path / 'nowhere'}"]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_rehearsal_that_a_signal_ends_is_interrupted_and_judges_no_part(
+    tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped = Listen.stepped
+
+    def told(self: Listen, training: Any, result: Any) -> None:
+        stepped(self, training, result)
+        if training.counters.iteration == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Listen, "stepped", told)
+    out = tmp_path / "out"
+    words = ["rehearse", "--recipes", f"{MXFP8},bf16_mixed", "--steps", "6", "--out", str(out), *TINY, *corpus]
+    assert main(words) == 130
+    said = capsys.readouterr()
+    assert "interrupted" in said.err
+    (only,) = json.loads((out / "report.json").read_text())["recipes"]  # the second one did not begin
+    assert only["verdict"]["word"] == "interrupted"
+    assert re.fullmatch(r"SIGINT after [23] of 6 steps", only["interrupted"])
+    assert "sound" not in said.out
 
 
 @pytest.mark.slow
