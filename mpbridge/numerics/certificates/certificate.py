@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from mpbridge.common.facts import MUONS
 from mpbridge.common.formats import E2M1, E4M3
-from mpbridge.numerics.certificates.attention import attention_rows, newton_schulz_row
+from mpbridge.numerics.certificates.attention import attention_rows, newton_schulz_rows
 from mpbridge.numerics.certificates.expected import NOT_OFFERED, Expected, Operands, Variant, cast
 from mpbridge.numerics.certificates.figures import SIDES, bounds, gain, gemm_figures, operand_figures, product
 from mpbridge.numerics.certificates.tensors import KINDS, Linear, drawn, with_signal
@@ -99,8 +100,7 @@ def _certificate(
     samples |= {f"yours: {name}": [linear] for name, linear in own.items()}
     rows = [row for kind, linears in samples.items() for row in maker.rows(kind, linears)]
     rows += [*maker.second_passes(samples), *optimizer_rows(policy, training)]
-    rows += [newton_schulz_row(kind) for kind in (torch.bfloat16, torch.float32) if training.name == "muon"]
-    rows += attention_rows(policy.compute.torch())
+    rows += [*(newton_schulz_rows() if training.name in MUONS else ()), *attention_rows(policy.compute.torch())]
     made = Certificate(
         recipe=recipe, te=".".join(map(str, release)), variant=variant, rows=tuple(rows), training=training
     )
