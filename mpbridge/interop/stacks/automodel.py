@@ -16,8 +16,15 @@ from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Reque
 from mpbridge.interop.stacks.known_keys import with_rest
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.reading import Reader, raise_faults
-from mpbridge.interop.stacks.sharded_torch import SPELL, environment, output_layer, regions_there, torch_meaning
-from mpbridge.interop.stacks.torch_import import fields_of, left_out
+from mpbridge.interop.stacks.sharded_torch import (
+    SPELL,
+    environment,
+    fields_of,
+    left_out,
+    output_layer,
+    regions_there,
+    torch_meaning,
+)
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 

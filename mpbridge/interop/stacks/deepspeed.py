@@ -18,8 +18,7 @@ from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Reque
 from mpbridge.interop.stacks.known_keys import known, with_rest
 from mpbridge.interop.stacks.meaning import Meaning, Sharded
 from mpbridge.interop.stacks.reading import Reader, base_field, raise_faults
-from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER
-from mpbridge.interop.stacks.torch_import import scale_fields
+from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, scale_fields
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 
 NAME = "deepspeed"

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpbridge.common.errors import MOST_SHOWN, BadValue, DataError, cut
 from mpbridge.common.files import text_of as read_bounded
-from mpbridge.interop.stacks.accelerate_launch import launch_options
+from mpbridge.interop.stacks.accelerate_import import launch_options
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.interop.stacks.exporters import stack_module

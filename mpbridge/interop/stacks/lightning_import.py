@@ -15,13 +15,12 @@ from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.deepspeed import DEFAULT_VERSION as DEEPSPEED
 from mpbridge.interop.stacks.deepspeed import scale_of
 from mpbridge.interop.stacks.known_keys import with_rest
-from mpbridge.interop.stacks.lightning import NAME
 from mpbridge.interop.stacks.meaning import Meaning, Sharded
 from mpbridge.interop.stacks.reading import Reader, raise_faults
-from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER
-from mpbridge.interop.stacks.torch_import import fields_of, scale_fields
+from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, fields_of, scale_fields
 from mpbridge.precision.policy import Quant, Region
 
+NAME = "lightning"
 _WORDS: Mapping[str, tuple[DType, bool]] = {
     # word -> (dtype, whether parameters are cast to it)
     "32": (DType.FP32, True), "32-true": (DType.FP32, True), "16": (DType.FP16, False), "16-mixed": (DType.FP16, False),

@@ -9,6 +9,7 @@ import dataclasses
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import SPELL, regions_there, torch_meaning
 from mpbridge.precision.policy import PrecisionPolicy
@@ -78,7 +79,9 @@ def export(request: Request) -> Export:
     words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if theirs.regions[-1].quant is not None:
-        pieces.append(Fragment(name="config_registry.py", text=_python(policy)))
+        if policy.ends is not None and theirs.regions[-1].quant.scaling in EXPERT_CONVERTERS:
+            theirs = dataclasses.replace(theirs, note=f"experts: {experts(policy)}")
+        pieces.append(Fragment(name="config_registry.py", text=commented(NAME, theirs, _python(policy))))
     lines += compared(request.ours, theirs, NAME)
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
 

@@ -18,8 +18,7 @@ from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.known_keys import known, with_rest
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults, stray
-from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, torch_meaning
-from mpbridge.interop.stacks.torch_import import fields_of
+from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, fields_of, torch_meaning
 
 NAME = "transformers"
 VERSIONS = {"5.23": "5.23.0"}

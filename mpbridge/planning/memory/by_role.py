@@ -164,9 +164,8 @@ def total_parameters(run: RunFacts) -> int:
 def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
     """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam with main weights wastes if the engine has its own."""
     at = Coordinates.of(rank, run.parallel)
-    ranks = run.parallel.data * run.parallel.context
     return 4 * sum(
-        -(-p.weight.elements // (run.parallel.expert_data if p.weight.expert and run.parallel.expert > 1 else ranks))
+        -(-p.weight.elements // run.parallel.replicas(expert=p.weight.expert))
         for chunk in parameters(run, at)
         for p in chunk
     )

@@ -19,10 +19,10 @@ from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
 from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.settings.huggingface.written import config_json, refuse_differences
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.born import SOURCE
 from mpbridge.training.checkpoint.io import CONFIG
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
+from mpbridge.training.checkpoint.weights_only import SOURCE
 from mpbridge.training.weights.layouts import apart
 from mpbridge.training.weights.source import library
 
