@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpbridge.common.errors import BadValue, Contradiction, UnknownName
+from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.load import COMMAND_LINE, dotted, read
 
@@ -185,8 +185,3 @@ def test_code_that_a_strangers_configuration_names_is_not_run(tmp_path, file):
     with pytest.raises(Contradiction, match="returned NoneType"):
         ConfigContainer.load(path, trusted=True)
     assert marker.exists()
-
-
-def test_unknown_names_are_errors_of_ours():
-    with pytest.raises(UnknownName, match="nearest: optimizer"):
-        ConfigContainer().optimiser = {}
