@@ -240,9 +240,3 @@ def test_who_holds_main_weights_follows_the_flag_that_megatron_core_derives(scal
             )  # fmt: skip
         held = keeps(policy, traits("mcore"), OptimizerFacts(distributed=True, cpu_offload=offload))["main_params"]
         assert (held.owner == "optimizer") is config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-
-
-
-
-
-
