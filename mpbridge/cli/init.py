@@ -22,7 +22,7 @@ from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.corpus import entries_of
 from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
-from mpbridge.settings.load import dump_yaml
+from mpbridge.settings.load import EXTENDS, dump_yaml
 from mpbridge.training.admission import place_fault
 from mpbridge.training.data.sources import DATA_SET, located
 
@@ -163,13 +163,14 @@ def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:
 
 def starting_text(place: Path) -> str:
     """The text of a configuration, or of one made from a Hugging Face folder. Raises BadValue or Contradiction if it cannot be used."""
-    ConfigContainer.load(place)
+    made = ConfigContainer.load(place)
     if not is_reference(str(place)):
-        return text_of(place)
-    made = tree(str(place))
-    if "tokenizer" in made["data"]:  # relative to another folder than config.yaml's
-        made["data"]["tokenizer"] = str(Path(made["data"]["tokenizer"]).absolute())
-    return dump_yaml(made)
+        text = text_of(place)
+        return made.to_yaml() if EXTENDS in (load_yaml(text) or {}) else text
+    found = tree(str(place))
+    if "tokenizer" in found["data"]:  # relative to another folder than config.yaml's
+        found["data"]["tokenizer"] = str(Path(found["data"]["tokenizer"]).absolute())
+    return dump_yaml(found)
 
 
 def starter(config: str, recipe: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 
 from mpbridge import __version__
 from mpbridge.cli.text import columns_here, complain, print_line
-from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName
+from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
 from mpbridge.common.shipped import install
 from mpbridge.common.tables.prose import hanging, prose
 
@@ -156,6 +157,22 @@ def _dispatch(arguments: list[str]) -> int:
     return int(importlib.import_module(known[verb]).run(args))
 
 
+PROCESSES = frozenset(
+    {
+        "--gpus",
+        "--num-gpus",
+        "--n-gpus",
+        "--ngpus",
+        "--nproc",
+        "--nproc-per-node",
+        "--world",
+        "--processes",
+        "--devices",
+    }
+)
+"""What other programs call --world-size."""
+
+
 class Interrupted(MpbridgeError):
     """The user's Ctrl-C."""
 
@@ -194,7 +211,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises BadValue instead of printing the usage and exiting."""
-        raise BadValue(f"{self.prog}: {message} (mpbridge help {self.prog.partition(' ')[2]})")
+        raise BadValue(f"{self.prog}: {message} ({self._meant(message)}mpbridge help {self.prog.partition(' ')[2]})")
+
+    def _meant(self, message: str) -> str:
+        """The options that an unknown one in the message was probably meant to be."""
+        options = [name for action in self._actions for name in action.option_strings]
+        given = re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2])
+        found = [
+            name
+            for word in given
+            for name in (("--world-size",) if word in PROCESSES else nearest(word, options))
+            if name in options
+        ]
+        if not found and any(word in PROCESSES for word in given):
+            return "torchrun --nproc-per-node N starts processes, launch those of several nodes; "
+        return f"nearest: {', '.join(dict.fromkeys(found))}; " if found else ""
 
 
 def parser_of(verb: str, module: str) -> argparse.ArgumentParser:

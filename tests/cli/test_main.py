@@ -54,7 +54,7 @@ ANSWERS = [
     ([], 2, "usage: mpbridge"),
     (["--version"], 0, "mpbridge 0"),
     (["lst"], 2, "no command named 'lst' (nearest: list)"),
-    (["check", "--jsn"], 2, "mpbridge check: unrecognized arguments: --jsn (mpbridge help check)"),
+    (["check", "--jsn"], 2, "mpbridge check: unrecognized arguments: --jsn (nearest: --json; mpbridge help check)"),
     (["help", "memory"], 0, "--stages"),
     (["help", "memory", "more"], 2, "expected one command"),
     (["help", "memry"], 2, "nearest: memory"),

@@ -27,7 +27,7 @@ WAYS = {
     "asdict": lambda c: MixedPrecisionConfig(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c)}),
     "stored": lambda c: MixedPrecisionConfig(**c.stored()),
     "derive": lambda c: c.derive(),
-    "yaml": lambda c: MixedPrecisionConfig.from_data(yaml.safe_load(yaml.safe_dump(c.as_data()))),
+    "yaml": lambda c: MixedPrecisionConfig.from_data(yaml.safe_load(yaml.safe_dump(c.as_data(), sort_keys=False))),
 }
 
 
