@@ -22,10 +22,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.common import former_names, incomplete_te
+from mpbridge.common import incomplete_te
 
 incomplete_te.install()
-former_names.install()
 
 __version__ = "0.1.0"
 

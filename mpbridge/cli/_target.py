@@ -22,17 +22,19 @@ from mpbridge.planning.estimate.predict import longer
 from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.planning.memory.compare import REFERENCE
 from mpbridge.planning.memory.uncounted import left_out_of_memory, left_out_of_time
+from mpbridge.planning.outlook import Outlook
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
 
-_OPTIONS = {
+OPTIONS = {
     "cuda": "cuda",
     "te": "transformer_engine",
     "mcore": "megatron_core",
     "torch": "torch",
     "cublaslt": "cublaslt",
 }
+"""Option -> the field of Versions that it sets."""
 _EXAMPLES = {
     "cuda": ("11.8", "12.1", "12.4", "12.6", "12.8", "12.9", "13.0"),
     "te": ("1.13", *(f"2.{minor}" for minor in range(11)), *(f"{major}.{minor}" for major, minor in RELEASES)),
@@ -59,6 +61,11 @@ class TargetMachine:
         """The run's facts on this target; this machine's environment variables do not apply to another one."""
         changes: dict[str, Any] = {"machine": self.machine, "versions": self.versions}
         return dataclasses.replace(facts, **(changes if self.here else changes | {"environment": {}}))
+
+    def outlook(self, made: Run) -> Outlook:
+        """Whether the run is valid here, fits, and how long its step takes."""
+        later = tuple((stage.recipe, stage.policy) for stage in made.stages[1:])
+        return Outlook(policy=made.policy, facts=self.facts(made.facts), later=later, using=self.constants)
 
     def line(self) -> str:
         """A one-line description."""
@@ -106,7 +113,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine-file", metavar="FILE", help="a machine measured by `mpbridge calibrate`, instead of --target"
     )
-    for option, field in _OPTIONS.items():
+    for option, field in OPTIONS.items():
         with contextlib.suppress(argparse.ArgumentError):  # --te is shared with --emulate
             parser.add_argument(
                 f"--{option}",
@@ -119,7 +126,7 @@ def target(args: argparse.Namespace) -> TargetMachine:
     """The machine and versions that the arguments name. Raises UnknownName with the nearest names."""
     given = {
         field: _version(option, getattr(args, option))
-        for option, field in _OPTIONS.items()
+        for option, field in OPTIONS.items()
         if getattr(args, option) is not None
     }
     if getattr(args, "machine_file", None) is not None:
@@ -147,5 +154,5 @@ def _version(option: str, text: str) -> str | None:
     try:
         release(text)
     except BadValue:
-        raise UnknownName(f"version of {_OPTIONS[option].replace('_', ' ')}", text, _EXAMPLES[option]) from None
+        raise UnknownName(f"version of {OPTIONS[option].replace('_', ' ')}", text, _EXAMPLES[option]) from None
     return text

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.report.history import changes, read_history
 
+UNPROVED = "no update was ever audited, so main weights and moments are unverified"
 SUMMARY = "show what a run's audits found, when, and what changed between them"
 
 
@@ -23,18 +25,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the audits. Returns 0 if all were as promised, 1 if one was not or no update was ever audited."""
     history = read_history(args.run_dir)
-    proved = any("weights moved" in one["facts"] for one in history)
-    good = proved and all(one["ok"] for one in history)
+    answer = judged(history)
     if args.json:
         steps = [
             {**one, "changes": changes(before, one)} for before, one in zip([None, *history], history, strict=False)
         ]
-        print_json({"ok": good, "audits": steps})
+        print_json({"ok": answer["ok"] is True, "audits": steps})
     else:
         _print(history)
-        if not proved:
-            print_line("no update was ever audited, so main weights and moments are unverified")
-    return 0 if good else 1
+        if answer["ok"] is None:
+            print_line(UNPROVED)
+    return 0 if answer["ok"] else 1
+
+
+def judged(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """{"ok": whether all were as promised, or None if no update was ever audited; "words": the same in a sentence; "audits": how many}."""
+    bad = [one for one in history if not one["ok"]]
+    proved = any("weights moved" in one["facts"] for one in history)
+    if bad:
+        words = f"{len(bad)} of {len(history)} not as promised, first at step {bad[0]['step']}: {'; '.join(bad[0].get('faults', ())) or 'see there'}"
+    elif not history:
+        words = "none"
+    else:
+        words = f"{len(history)} as promised, the last of step {history[-1]['step']}" if proved else UNPROVED
+    return {"ok": False if bad else True if proved else None, "audits": len(history), "words": words}
 
 
 def _print(history: list[dict[str, Any]]) -> None:

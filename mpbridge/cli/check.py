@@ -1,27 +1,39 @@
-"""`mpbridge check`: every rule that a configuration breaks on a machine, and every size that does not fit its recipe."""
+"""`mpbridge check`: the answer before a run on one screen: is it valid, does it fit, how fast is it, what was assumed, and what else would run."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from mpbridge.cli._target import TargetMachine, add_target_arguments, asked, target
-from mpbridge.cli.options import add_run_arguments
+from mpbridge.cli._target import OPTIONS, TargetMachine, add_target_arguments, asked, on_target
+from mpbridge.cli.layouts import says_optimizer
+from mpbridge.cli.options import DEFAULT_CONFIG, add_run_arguments, wanted_world
 from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.tables.units import GIB
+from mpbridge.common.traits import DEFAULT
+from mpbridge.planning.advice import Advice, advise, peak
 from mpbridge.planning.certificates.optimizer import lost_line
-from mpbridge.planning.hardware.capability import Capability, can_run
+from mpbridge.planning.estimate.layouts import line
+from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
-from mpbridge.planning.rules.gemm_shapes import Misfit, lint, spans, token_multiple
-from mpbridge.planning.rules.table import broken, rules
+from mpbridge.planning.rules.gemm_shapes import Misfit, spans, token_multiple
+from mpbridge.planning.rules.table import rules
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import recipes
 from mpbridge.precision.wording import scale_warmup
 from mpbridge.settings.container import Run
 from mpbridge.training.admission import Admission
 from mpbridge.training.certified import training_of
 from mpbridge.training.preflight import on_cpu
 
-SUMMARY = "check whether a configuration is valid on a machine: every broken rule, every unsuitable size"
+SUMMARY = "say before a run whether it is valid, fits and how fast it is, what was assumed, and what else would run"
+_BATCHES = ("micro_batch_size", "global_batch_size")
+MOST = 3
+"""Other ways to run it that are shown."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,42 +44,128 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Other:
+    """Another way to run it."""
+
+    settings: str
+    """What to change, to paste after the command."""
+    outlook: Outlook
+    gains: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """All of the answer."""
+
+    made: Run
+    where: TargetMachine
+    outlook: Outlook
+    assumed: Sequence[tuple[str, str, str]]
+    """(what, the value, the word that sets it)."""
+    others: Sequence[_Other]
+    notes: Sequence[str]
+
+
 def run(args: argparse.Namespace) -> int:
-    """Prints the violations. Returns 1 if any is an error."""
+    """Prints the answer. Returns 1 if the run is not valid or does not fit."""
     if args.rules:
         return _list(args.json)
-    admission = Admission(here=target(args).here, training=False)
+    admission = Admission(here=args.target is None and args.machine_file is None, training=False)
     where, made = asked(args, also=admission)
+    outlook = where.outlook(made)
     lost = lost_line(made.policy, training_of(made))
     notes = [*admission.notes, *admission.trackers, *([f"{lost} (mpbridge certify)"] if lost else [])]
-    violations = judge(made, where)
-    findings = lint(made.policy, where.facts(made.facts))
-    quantizer = "emulation" if made.facts.realization == "emulated" else "transformer_engine"
-    answer = can_run(made.policy, where.machine, where.versions, quantized_by=quantizer)  # type: ignore[arg-type]
+    answer = _Answer(
+        made=made,
+        where=where,
+        outlook=outlook,
+        assumed=_assumed(args, made, where),
+        others=_others(made, where, outlook),
+        notes=notes,
+    )
     if args.json:
-        print_json(as_data(made, where, violations, findings, answer) | {"notes": notes})
+        print_json(as_data(answer))
     else:
-        _print(made, where, violations, findings, answer, notes)
-    return 1 if any(v.severity == "error" for v in violations) else 0
+        _print(answer)
+    return 0 if outlook.ok else 1
 
 
-def judge(made: Run, where: TargetMachine) -> tuple[Violation, ...]:
-    """The violations of every recipe of the run; those of later stages name the stage."""
-    facts = where.facts(made.facts)
-    found = list(broken(made.policy, facts))
-    for index, stage in enumerate(made.stages[1:], start=2):
-        later = (v for v in broken(stage.policy, facts) if v.rule not in {seen.rule for seen in found})
-        found += [dataclasses.replace(v, found=f"stage {index} ({stage.recipe}): {v.found}") for v in later]
-    return tuple(sorted(found, key=lambda v: v.severity != "error"))
+def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[tuple[str, str, str]]:
+    """What was not said, and the word that says it."""
+    found = []
+    if args.config is None:
+        found.append(("configuration", DEFAULT_CONFIG, "--config FILE"))
+    if args.target is None and args.machine_file is None:
+        found.append(("machine", f"this one, {where.machine.label}", "--target GPU"))
+    if wanted_world(args) is None:
+        found.append(
+            (
+                "processes",
+                f"{made.world_size}, as few as the parallel sizes allow",
+                f"--world-size {2 * made.world_size}",
+            )
+        )
+    if where.assumed:
+        options = [
+            f"--{option}" for option, field in OPTIONS.items() if field.replace("_", " ") in " ".join(where.assumed)
+        ]
+        found.append(("versions there", ", ".join(where.assumed), f"{' '.join(options)} X.Y"))
+    found += [
+        (name.replace("_", " "), str(made.train[name]), f"train.{name}=N")
+        for name in _BATCHES
+        if f"train.{name}" not in made.origin
+    ]
+    return found
 
 
-def as_data(
-    made: Run, where: TargetMachine, violations: Sequence[Violation], findings: Sequence[Misfit], answer: Capability
-) -> dict[str, object]:
+def _others(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
+    """What gains something: layouts with few changes, then recipes in this layout."""
+    found = [
+        _Other(settings=line(one.facts, mine.facts), outlook=one, gains=mine.gain(one))
+        for one in mine.layouts(MOST - 1, stated=says_optimizer(made.container))
+    ]
+    return [*found, *_recipes(made, where, mine)]
+
+
+def _recipes(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
+    """The recipe of the same engine and compute dtype that gains most; of those whose speeds tie, the one with the best evidence."""
+    if not mine.answer or made.emulate:
+        return []
+    held = peak(mine.policy, mine.facts) or 0.0 if mine.ok and mine.answer == "fits" else 0.0
+    found: list[tuple[Advice, _Other]] = []
+    for name, entry in recipes.items():
+        if name == made.recipe or (entry.engine or DEFAULT) != made.engine:
+            continue
+        try:
+            other = on_target(made.container, made.world_size, where, mixed_precision=name, engine=made.engine)
+        except MpbridgeError:
+            continue
+        if other.policy.compute is not mine.policy.compute or (peak(other.policy, mine.facts) or 0.0) <= held:
+            continue  # no faster GEMMs: not faster by more than the band
+        one = where.outlook(other)
+        if gains := mine.gain(one):
+            found.append((advise(entry, one), _Other(settings=f"--recipe {name}", outlook=one, gains=gains)))
+    found = [pair for pair in found if pair[0].fit == min(one.fit for one, _ in found)]
+    fastest = min((one.seconds or 0.0 for one, _ in found), default=0.0)
+    ties = sorted(
+        (pair for pair in found if (pair[0].seconds or 0.0) <= fastest * (1 + pair[0].band)),
+        key=lambda pair: pair[0].rank,
+    )
+    if not ties:
+        return []
+    more = f" ({len(ties) - 1} more within the band: mpbridge recommend)" if len(ties) > 1 else ""
+    return [dataclasses.replace(ties[0][1], gains=f"{ties[0][1].gains}{more}")]
+
+
+def as_data(answer: _Answer) -> dict[str, Any]:
     """The answer as JSON types."""
-    errors = [v for v in violations if v.severity == "error"]
+    made, where, one = answer.made, answer.where, answer.outlook
     return {
-        "ok": not errors,
+        "ok": one.ok,
+        "verdict": one.verdict,
+        "objections": one.objections,
+        "undecided": {name: why for name, why in (("fits", one.no_answer), ("time", one.no_time)) if why},
         "recipe": made.recipe,
         "engine": made.engine,
         "world_size": made.world_size,
@@ -77,13 +175,34 @@ def as_data(
             "versions": dataclasses.asdict(where.versions),
             "assumed": list(where.assumed),
         },
-        "capability": dataclasses.asdict(answer),
+        "assumed": [dict(zip(("what", "value", "set_by"), row, strict=True)) for row in answer.assumed],
+        "capability": dataclasses.asdict(one.capability),
         "played": made.played is not None,
-        "violations": [dataclasses.asdict(v) for v in violations],
-        "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in findings],
+        "violations": [dataclasses.asdict(v) for v in one.violations],
+        "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in one.misfits],
+        **_figures(one),
+        "others": [
+            {"settings": other.settings, "gains": other.gains, **_figures(other.outlook)} for other in answer.others
+        ],
         "bf16_layers": _edges(made.policy, made.facts.shape.num_layers),
         "steps_that_the_first_loss_scale_may_cost": made.policy.loss_scale.skips() if made.policy.loss_scale else 0,
-        "token_multiple": token_multiple(made.policy, where.facts(made.facts)),
+        "token_multiple": token_multiple(made.policy, one.facts),
+        "notes": list(answer.notes),
+    }
+
+
+def _figures(one: Outlook) -> dict[str, Any]:
+    fits = one.fit if one.answer else None
+    time = None if one.no_time else one.time
+    return {
+        "fit": fits and dataclasses.asdict(fits) | {"ok": fits.ok, "parts": one.parts},
+        "time": time
+        and {
+            "seconds": time.seconds,
+            "span": list(time.span),
+            "because": time.because,
+            "tokens_per_second_per_gpu": time.tokens_per_second,
+        },
     }
 
 
@@ -91,33 +210,66 @@ def _edges(policy: PrecisionPolicy, depth: int) -> list[int]:
     return list(policy.bf16_layers(depth)) if policy.quantized else []
 
 
-def _print(
-    made: Run,
-    where: TargetMachine,
-    violations: Sequence[Violation],
-    findings: Sequence[Misfit],
-    answer: Capability,
-    notes: Sequence[str],
-) -> None:
+def _print(answer: _Answer) -> None:
+    made, one, sizes = answer.made, answer.outlook, answer.made.facts.parallel
+    processes = f"{made.world_size} process{'es' if made.world_size > 1 else ''}"
+    print_line(f"recipe {made.recipe}, engine {made.engine}, {processes} on {answer.where.machine.label}")
+    virtual = f" x {sizes.virtual_pipeline}" if sizes.virtual_pipeline else ""
     print_line(
-        f"recipe {made.recipe}, engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}"
+        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}{virtual}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}"
     )
-    print_line(f"target {where.line()}")
     if made.played is not None:
         print_line(f"here   played {on_cpu(made)}")
-    print_line(f"runs   {answer.how}{'' if answer.proven else ' (unproven)'}: {answer.reason}")
+    print_line()
+    errors, warnings = len(one.errors), len(one.violations) - len(one.errors)
+    print_line(
+        f"valid  {'no' if errors else 'yes'}: {errors} error{'s' if errors != 1 else ''}, {warnings} warning{'s' if warnings != 1 else ''}"
+    )
+    print_line(f"runs   {one.capability.how}{'' if one.capability.proven else ' (unproven)'}: {one.capability.reason}")
+    print_line(f"fits   {_fits(one)}")
+    print_line(f"time   {_time(one)}")
     warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
     if warmup:
         print_line(f"scale  {warmup}")
     print_line()
-    _print_violations(violations)
-    _print_sizes(findings)
-    for note in notes:
+    _print_violations(one.violations)
+    _print_sizes(one.misfits)
+    if answer.assumed:
+        print_table(("not said", "assumed", "to say it"), answer.assumed)
+        print_line()
+    if answer.others:
+        rows = [(other.gains, _short(other.outlook), other.settings) for other in answer.others]
+        print_table(("instead", "step and memory", "to change"), rows)
+        print_line()
+    for note in answer.notes:
         print_line(f"note   {note}")
-    errors = sum(v.severity == "error" for v in violations)
-    print_line(
-        f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}"
+    print_line(f"verdict  {one.verdict}")
+
+
+def _fits(one: Outlook) -> str:
+    if not one.answer:
+        return f"not decided: {one.no_answer}"
+    need, off, have = (
+        f"{size / GIB.size:.1f}" for size in (one.memory.needed, one.memory.band, one.machine.memory_bytes)
     )
+    word = {"fits": "yes", "tight": "tight", "does not fit": "no"}[one.answer]
+    parts = ", ".join(f"{name} {size / GIB.size:.1f}" for name, size in one.parts.items())
+    return f"{word}: {need} +- {off} GiB of {have} ({parts}; mpbridge memory)"
+
+
+def _time(one: Outlook) -> str:
+    if one.no_time:
+        return f"not decided: {one.no_time}"
+    low, high = one.time.span
+    return (
+        f"{one.time.seconds:.3g} s per step ({low:.3g} to {high:.3g}: {one.time.because}), "
+        f"{one.time.tokens_per_second:,.0f} tokens/s per GPU (mpbridge estimate)"
+    )
+
+
+def _short(one: Outlook) -> str:
+    step = "" if one.no_time else f"{one.time.seconds:.3g} s, "
+    return f"{step}{one.memory.needed / GIB.size:.1f} GiB"
 
 
 def _print_violations(violations: Sequence[Violation]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from mpbridge.cli.text import print_json, print_line
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType
 from mpbridge.settings.huggingface.folder import PREFIX, folder_of, is_reference
+from mpbridge.settings.huggingface.served import METHODS
 
 if TYPE_CHECKING:
     from mpbridge.training.weights.to_checkpoint import Taken
@@ -36,6 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("bf16", "fp16", "fp32"),
         help="to a folder: dtype of the weights (default: as stored; fp32 uses main weights)",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=METHODS,
+        help="to a folder: quantize as training did, and store codes and scales in the format of that quant_method (vLLM's and SGLang's --quantization)",
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="with --quantization: quantize by this recipe (a name or a YAML file) instead of the run's",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -72,7 +84,8 @@ def _place(target: str, prefix: str) -> Path:
 
 
 def _only_to_folders(args: argparse.Namespace) -> None:
-    given = [f"--{name} {getattr(args, name)}" for name in ("like", "dtype") if getattr(args, name)]
+    options = ("like", "dtype", "quantization", "recipe")
+    given = [f"--{name} {getattr(args, name)}" for name in options if getattr(args, name)]
     if given:
         raise BadValue(f"{' and '.join(given)}: only for {CHECKPOINT}DIR {PREFIX}DIR; here weights are taken as stored")
 
@@ -130,15 +143,21 @@ def _told(taken: Taken) -> list[str]:
 def _give(args: argparse.Namespace, target: Path) -> None:
     from mpbridge.common.report.progress import bar
     from mpbridge.training.checkpoint.store import locate
+    from mpbridge.training.serving.document import Served
     from mpbridge.training.weights.to_folder import to_folder
 
     like = folder_of(args.like) if args.like else None
     if args.like and not is_reference(args.like):
         raise BadValue(f"--like {args.like}: expected {PREFIX}DIR")
+    if args.recipe and not args.quantization:
+        raise BadValue(
+            f"--recipe {args.recipe}: only with --quantization, which says in which format its codes are stored"
+        )
     path = locate(Path(args.source.removeprefix(CHECKPOINT)))
+    casting = partial(Served.of, method=args.quantization, recipe=args.recipe) if args.quantization else None
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[args.dtype] if args.dtype else None
     with bar("written", quiet=args.json) as told:
-        given = to_folder(path, target, like=like, dtype=dtype, told=told)
+        given = to_folder(path, target, like=like, dtype=dtype, casting=casting, told=told)
     if args.json:
         print_json(
             {

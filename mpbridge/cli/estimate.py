@@ -12,14 +12,13 @@ from mpbridge.cli.options import add_price_argument, add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import GIB
-from mpbridge.planning.estimate.predict import Estimate, estimate
+from mpbridge.planning.estimate.predict import Estimate
 from mpbridge.planning.estimate.timing import Timing, timing
-from mpbridge.planning.hardware.capability import refuse_unless_native
-from mpbridge.planning.memory.by_role import memory
 from mpbridge.planning.memory.compare import REFERENCE
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
+    from mpbridge.planning.memory.by_role import Memory
     from mpbridge.settings.container import Run
 
 SUMMARY = "predict step time, tokens/s and where the time goes, with an error band"
@@ -53,16 +52,19 @@ def run(args: argparse.Namespace) -> int:
         if measured is not None
         else resolved(args, machine=where.machine, versions=where.versions)
     )
-    if where.machine.gpu:
-        refuse_unless_native(made.policy, where.machine, where.versions)
-    mine = estimate(made.policy, where.facts(made.facts), None, where.constants)
+    outlook = where.outlook(made)
+    mine = outlook.time
     other = _reference(made, where)
     if args.json:
         print_json(
-            _data(made, mine, args.price) | {"reference": None if other is None else _data(made, other, args.price)}
+            _data(made, mine, args.price)
+            | {"reference": None if other is None else _data(made, other, args.price)}
+            | {"verdict": outlook.verdict, "objections": outlook.objections}
         )
     else:
         _print(made, where, mine, other, args.price)
+        for words in outlook.objections.values():
+            print_line(f"\nnot as configured: {words} (mpbridge check)")
     if measured is not None and not args.json:
         print_line(
             f"\nmeasured: {measured.seconds:.3g} s (median of {measured.steps} steps), {measured.tokens_per_second:,.0f} tokens/s per process; predicted over measured {mine.seconds / measured.seconds:.2f}"
@@ -95,7 +97,7 @@ def _reference(made: Run, where: TargetMachine) -> Estimate | None:
     """bf16_mixed on the same machine and layout; None if it cannot run there or is the requested recipe."""
     run = _plain_run(made, where)
     try:
-        return None if run is None else estimate(run.policy, where.facts(run.facts), None, where.constants)
+        return None if run is None else where.outlook(run).time
     except MpbridgeError:
         return None
 
@@ -174,7 +176,7 @@ def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Es
 
     time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
     plain = _plain_run(made, where)
-    held = {run.recipe: _by_role(run, where) for run in (made, plain) if run is not None}
+    held = {run.recipe: _by_role(where.outlook(run).memory) for run in (made, plain) if run is not None}
     panels = (
         Panel(f"Predicted step, {mine.world} GPUs", "seconds per step", time),
         Panel("Predicted memory of the fullest rank, by role", "GiB", held),
@@ -182,8 +184,7 @@ def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Es
     stacked_bars(path, panels)
 
 
-def _by_role(run: Run, where: TargetMachine) -> dict[str, float]:
+def _by_role(one: Memory) -> dict[str, float]:
     """GiB by role: states, activations, and memory other than these, including what torch does not count."""
-    one = memory(run.policy, where.facts(run.facts))
     beside = {part.name: part.bytes for part in (*one.beside, *one.outside)}
     return {name: held / GIB.size for name, held in {**one.roles, "activations": one.activations, **beside}.items()}

@@ -22,7 +22,7 @@ from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.corpus import entries_of
 from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
-from mpbridge.settings.load import dump_yaml
+from mpbridge.settings.load import EXTENDS, dump_yaml
 from mpbridge.training.admission import place_fault
 from mpbridge.training.data.sources import DATA_SET, located
 
@@ -163,13 +163,14 @@ def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:
 
 def starting_text(place: Path) -> str:
     """The text of a configuration, or of one made from a Hugging Face folder. Raises BadValue or Contradiction if it cannot be used."""
-    ConfigContainer.load(place)
+    made = ConfigContainer.load(place)
     if not is_reference(str(place)):
-        return text_of(place)
-    made = tree(str(place))
-    if "tokenizer" in made["data"]:  # relative to another folder than config.yaml's
-        made["data"]["tokenizer"] = str(Path(made["data"]["tokenizer"]).absolute())
-    return dump_yaml(made)
+        text = text_of(place)
+        return made.to_yaml() if EXTENDS in (load_yaml(text) or {}) else text
+    found = tree(str(place))
+    if "tokenizer" in found["data"]:  # relative to another folder than config.yaml's
+        found["data"]["tokenizer"] = str(Path(found["data"]["tokenizer"]).absolute())
+    return dump_yaml(found)
 
 
 def starter(config: str, recipe: str) -> dict[str, str]:
@@ -211,8 +212,10 @@ def readme(*, target: str, settings: str, processes: int, log_dir: str, quantize
         alone = [(f"mpbridge {run}", "train: settings follow the options")]
     commands = [
         (f"mpbridge plan --config config.yaml{settings}", "which fields the recipe writes"),
-        (f"mpbridge check --config config.yaml --target {target}{settings}", "is it valid there"),
-        (f"mpbridge memory --config config.yaml --target {target}{settings}", "does it fit"),
+        (
+            f"mpbridge check --config config.yaml --target {target} --world-size {processes}{settings}",
+            "valid there? does it fit? how fast?",
+        ),
         *(alone if processes == 1 else []),
         *(
             [(f"mpbridge {run} --emulate", "without such a GPU: emulate its rounding")]
@@ -220,7 +223,7 @@ def readme(*, target: str, settings: str, processes: int, log_dir: str, quantize
             else []
         ),
         (several, ""),
-        (f"mpbridge audit {log_dir}", "what the audits of the run found"),
+        (f"mpbridge report {log_dir}", "how it went: audits, curves, can it resume?"),
     ]
     width = max(len(command) for command, said in commands if said)
     lines = [f"{command:{width}}  # {said}" if said else command for command, said in commands]

@@ -11,7 +11,7 @@ from mpbridge.cli.options import add_run_arguments, container, wanted_world, who
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.tables.units import size
-from mpbridge.planning.estimate.layouts import Layout, search
+from mpbridge.planning.estimate.layouts import Layout, line, search
 from mpbridge.planning.hardware.capability import refuse_unless_native
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     world = wanted_world(args) or base.smallest_world()
     found, faults, omitted = _search(args, base, where, world)
     if args.json:
-        print_json([_data(name, one, tuple(omitted)) for name, one in found])
+        print_json([_data(name, one, tuple(omitted)) | {"changes": changes} for name, one, changes in found])
         return 0 if found else 1
     print_line(f"{world} x {where.machine.label}: predictions")
     _print(found)
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _search(
     args: argparse.Namespace, base: ConfigContainer, where: TargetMachine, world: int
-) -> tuple[list[tuple[str, Layout]], list[str], dict[str, None]]:
-    """(recipe and layout, fastest first; recipes that cannot run, with the reason; what the predictions omit)."""
-    found: list[tuple[str, Layout]] = []
+) -> tuple[list[tuple[str, Layout, str]], list[str], dict[str, None]]:
+    """(recipe, layout and what it changes: those that fit before those that are tight, each fastest first; recipes that cannot run, with the reason; what the predictions omit)."""
+    found: list[tuple[str, Layout, str]] = []
     faults: list[str] = []
     omitted: dict[str, None] = {}
     names = _names(args)
@@ -70,7 +70,7 @@ def _search(
             made = _resolved(box, world, where)
             facts = _alone(where.facts(made.facts), world)
             found += [
-                (made.recipe, one)
+                (made.recipe, one, line(one.run, made.facts) or "as configured")
                 for one in search(
                     made.policy, facts, where.machine, most=args.most, using=where.constants, stated=says_optimizer(box)
                 )
@@ -82,7 +82,7 @@ def _search(
             faults.append(error.line)
     if not where.machine.memory_bytes:
         omitted[f"memory: that of {where.machine.label} is unknown, so no layout is rejected for it"] = None
-    found.sort(key=lambda pair: pair[1].seconds)
+    found.sort(key=lambda row: (row[1].answer == "tight", row[1].seconds))
     return found, faults, omitted
 
 
@@ -132,7 +132,7 @@ def _data(name: str, one: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _print(found: list[tuple[str, Layout]]) -> None:
+def _print(found: list[tuple[str, Layout, str]]) -> None:
     rows = [
         (
             str(place), name, f"{one.run.parallel.tensor}", f"{one.run.parallel.pipeline}{f' x {one.run.parallel.virtual_pipeline}' if one.run.parallel.virtual_pipeline else ''}",
@@ -140,8 +140,8 @@ def _print(found: list[tuple[str, Layout]]) -> None:
             "distributed" if one.run.optimizer.distributed else "whole" if "exp_avg" not in one.run.traits.shards else "sharded",
             f"{one.seconds:.3g} s", f"{one.tokens_per_second:,.0f}", f"{size(one.needed)} +- {size(one.band)}, {one.answer}",
         )
-        for place, (name, one) in enumerate(found, start=1)
+        for place, (name, one, _) in enumerate(found, start=1)
     ]  # fmt: skip
     print_table(_COLUMNS, rows)
-    for place, (_, one) in enumerate(found, start=1):
-        print_whole(f"{place}: {one.line}")
+    for place, (_, _, changes) in enumerate(found, start=1):
+        print_whole(f"{place}: {changes}")

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 
 from mpbridge import __version__
 from mpbridge.cli.text import columns_here, complain, print_line
-from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName
+from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
 from mpbridge.common.shipped import install
 from mpbridge.common.tables.prose import hanging, prose
 
@@ -27,27 +28,13 @@ FOREIGN = frozenset({"on-cpu", "launch"})
 """Verbs that end in another command, whose arguments are not theirs, regardless of position."""
 NEEDED = {"megatron": "megatron-core", "torch": "torch", "numpy": "NumPy"}
 """Module -> package of dependencies that light verbs and those for foreign modules do not need: `pip install --no-deps` omits them."""
-ORDER = (
-    "list",
-    "show",
-    "diff",
-    "plan",
-    "check",
-    "memory",
-    "recommend",
-    "estimate",
-    "layouts",
-    "simulate",
-    "calibrate",
-    "doctor",
-    "init",
-    "train",
-    "launch",
-    "rehearse",
-    "tune",
-    "resume-check",
-)
-"""Order of the verbs in the help text; others follow by name."""
+DAY = ("list", "show", "plan", "check", "init", "train", "launch", "report")
+"""The verbs on the first page of the help text, in the order of a user's day."""
+PARTS = {
+    "the long form of one part of check": ("memory", "estimate", "layouts", "recommend"),
+    "the long form of one part of report": ("plot", "audit", "precision", "diagnose", "resume-check"),
+}
+"""Groups of verbs on the second page; the others follow them, by name."""
 
 
 def entry() -> None:
@@ -141,13 +128,17 @@ def verbs() -> dict[str, str]:
     )
     # a module ends in an underscore if its verb is a Python keyword: import_.py is `mpbridge import`
     found = {name.rstrip("_").replace("_", "-"): f"mpbridge.cli.{name}" for name in names}
-    return {verb: found[verb] for verb in [*(v for v in ORDER if v in found), *(v for v in found if v not in ORDER)]}
+    first = [*DAY, *(verb for group in PARTS.values() for verb in group)]
+    return {verb: found[verb] for verb in [*first, *(verb for verb in found if verb not in first)]}
 
 
 def _dispatch(arguments: list[str]) -> int:
     known = verbs()
     if arguments[:1] == ["help"] and len(arguments) > 2:
         raise BadValue(f"mpbridge help {' '.join(arguments[1:])}: expected one command, as in mpbridge help train")
+    if arguments == ["help", "--all"]:
+        print_line(_help(known, every=True))
+        return 0
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -164,6 +155,22 @@ def _dispatch(arguments: list[str]) -> int:
     # intermixed: key=value may come before, between and after options
     args = parser_of(verb, known[verb]).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
     return int(importlib.import_module(known[verb]).run(args))
+
+
+PROCESSES = frozenset(
+    {
+        "--gpus",
+        "--num-gpus",
+        "--n-gpus",
+        "--ngpus",
+        "--nproc",
+        "--nproc-per-node",
+        "--world",
+        "--processes",
+        "--devices",
+    }
+)
+"""What other programs call --world-size."""
 
 
 class Interrupted(MpbridgeError):
@@ -204,7 +211,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises BadValue instead of printing the usage and exiting."""
-        raise BadValue(f"{self.prog}: {message} (mpbridge help {self.prog.partition(' ')[2]})")
+        raise BadValue(f"{self.prog}: {message} ({self._meant(message)}mpbridge help {self.prog.partition(' ')[2]})")
+
+    def _meant(self, message: str) -> str:
+        """The options that an unknown one in the message was probably meant to be."""
+        options = [name for action in self._actions for name in action.option_strings]
+        given = re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2])
+        found = [
+            name
+            for word in given
+            for name in (("--world-size",) if word in PROCESSES else nearest(word, options))
+            if name in options
+        ]
+        if not found and any(word in PROCESSES for word in given):
+            return "torchrun --nproc-per-node N starts processes, launch those of several nodes; "
+        return f"nearest: {', '.join(dict.fromkeys(found))}; " if found else ""
 
 
 def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
@@ -229,18 +250,23 @@ def with_way(arguments: list[str]) -> list[str]:
     return out
 
 
-def _help(known: dict[str, str]) -> str:
+def _help(known: dict[str, str], *, every: bool = False) -> str:
+    others = [verb for verb in known if verb not in DAY and not any(verb in group for group in PARTS.values())]
+    groups = {"": DAY} | ({**PARTS, "also": tuple(others)} if every else {})
     lines = [
         f"mpbridge {__version__}: one name decides every precision fact of a megatron-core training run",
         "",
         "usage: mpbridge COMMAND ...",
-        "",
     ]
-    rows = [(f"  {verb}", str(importlib.import_module(module).SUMMARY)) for verb, module in known.items()]
+    for title, names in groups.items():
+        lines += ["", *([f"{title}:"] if title else [])]
+        lines += hanging(
+            [(f"  {verb}", str(importlib.import_module(known[verb]).SUMMARY)) for verb in names], columns_here()
+        )
     return "\n".join(
         [
             *lines,
-            *hanging(rows, columns_here()),
+            *([] if every else [f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]),
             "",
             "For details: mpbridge help COMMAND. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
         ]

@@ -11,9 +11,10 @@ from mpbridge.cli.options import add_run_arguments, whole
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables.units import ByteUnit, count, unit_for
-from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
+from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fullest, memory, total_parameters
 from mpbridge.planning.memory.compare import REFERENCE, Comparison, against_bf16
 from mpbridge.planning.memory.uncounted import left_out_of_memory
+from mpbridge.planning.outlook import Outlook
 from mpbridge.settings.container import Run
 
 SUMMARY = "show bytes on each GPU by role, compared with bf16_mixed, and whether they fit"
@@ -33,17 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the table. Returns 1 if a GPU is known and the run does not fit."""
     where, made = asked(args)
-    facts = where.facts(made.facts)
-    mine = memory(made.policy, facts, rank=args.rank)
+    outlook = where.outlook(made)
+    facts = outlook.facts
+    mine = outlook.memory if args.rank is None else memory(made.policy, facts, rank=args.rank)
     other = reference(made, where)
     compared = against_bf16(made.policy, facts, mine=mine, reference=(other.policy, where.facts(other.facts)))
-    fits = fit(made.policy, facts, where.machine) if where.machine.gpu else None
     stages = _stages(made, facts) if args.stages else ()
     if args.json:
-        print_json(as_data(made, facts, compared, fits, stages))
+        said = {"verdict": outlook.verdict, "objections": outlook.objections}
+        print_json(as_data(made, facts, compared, outlook.fit, stages) | said)
     else:
-        _print(made, facts, where, compared, fits, stages)
-    return 1 if fits is not None and not fits.ok else 0
+        _print(made, where, outlook, compared, stages)
+    return 1 if outlook.answer == "does not fit" else 0
 
 
 def as_data(
@@ -89,10 +91,9 @@ def _stages(made: Run, facts: RunFacts) -> tuple[Memory, ...]:
     return tuple(memory(made.policy, facts, rank=stage * step) for stage in range(facts.parallel.pipeline))
 
 
-def _print(
-    made: Run, facts: RunFacts, where: TargetMachine, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...]
-) -> None:
-    mine, other, sizes = compared.mine, compared.reference, facts.parallel
+def _print(made: Run, where: TargetMachine, outlook: Outlook, compared: Comparison, stages: tuple[Memory, ...]) -> None:
+    facts, mine, other = outlook.facts, compared.mine, compared.reference
+    sizes = facts.parallel
     unit = unit_for(max(mine.needed, other.needed))
     print_line(
         f"recipe {made.recipe}, engine {made.engine}: {count(total_parameters(facts))} parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}"
@@ -115,10 +116,12 @@ def _print(
             print_line(reason, indent="  ")
     for words in left_out_of_memory(facts):
         print_line(f"left out: {words}")
-    if fits is not None:
-        _say_fit(fits, where, unit, _fullest_words(made, facts, mine))
-        if fits.answer == "does not fit":
-            _say_nearest(made, facts, where)
+    if outlook.fit is not None:
+        _say_fit(outlook.fit, where, unit, _fullest_words(made, facts, mine))
+        if outlook.answer == "does not fit":
+            _say_nearest(made, outlook)
+    if "valid" in outlook.objections:
+        print_line(f"{outlook.objections['valid']}; mpbridge check says why")
 
 
 def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[str, str, str, str, str]]:
@@ -147,21 +150,20 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
     ]  # fmt: skip
 
 
-def _say_nearest(made: Run, facts: RunFacts, where: TargetMachine) -> None:
+def _say_nearest(made: Run, outlook: Outlook) -> None:
     from mpbridge.cli.layouts import says_optimizer
     from mpbridge.planning.estimate.layouts import line, nearest
-    from mpbridge.planning.rules.table import broken
 
     # no search: every layout would be rejected for the machine
-    for violation in broken(made.policy, facts):
+    for violation in outlook.errors:
         if violation.rule == "machine-cannot-run-it":
             print_line(f"no layout was searched: {violation.found}")
             return
-    found = nearest(made.policy, facts, where.machine, stated=says_optimizer(made.container))
+    found = nearest(outlook.policy, outlook.facts, outlook.machine, stated=says_optimizer(made.container))
     print_line(
-        f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found)}"
+        f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found, outlook.facts)}"
         if found is not None
-        else f"no layout fits on up to {64 * facts.parallel.world_size} GPUs"
+        else f"no layout fits on up to {64 * outlook.facts.parallel.world_size} GPUs"
     )
 
 

@@ -51,17 +51,23 @@ def _table(step: int, rows: Sequence[Mapping[str, Any]], top: int) -> object:
 
     columns = ("linear", "operand", "format", "flushed", "saturated", "row error", "SQNR dB", "amax", "scale", "stale")
 
-    def size(row: Mapping[str, Any]) -> float:
-        error = row["row_error"]
-        return error if isinstance(error, float) else 0.0
-
     made = []
-    for row in sorted(rows, key=size, reverse=True)[:top]:
+    for row in worst(rows, top):
         cells = [f"{row['linear']}", f"{row['side']} {row['copy']}", f"{row['format']}"]
         cells += [_shown(row[name], "{:.2%}") for name in ("flushed", "saturated", "row_error")]
         cells += [_shown(row[name], text) for name, text in (("sqnr", "{:.1f}"), ("amax", "{:.3g}"), ("scale", "{:.3g}"), ("staleness", "2**{:+.1f}"))]  # fmt: skip
         made.append(cells)
     return table(f"operands with the largest row errors, step {step}", columns, made, right=columns[3:])
+
+
+def worst(rows: Sequence[Mapping[str, Any]], top: int) -> list[Mapping[str, Any]]:
+    """The rows with the largest row errors, largest first."""
+
+    def size(row: Mapping[str, Any]) -> float:
+        error = row["row_error"]
+        return error if isinstance(error, float) else 0.0
+
+    return sorted(rows, key=size, reverse=True)[:top]
 
 
 def _shown(value: object, text: str) -> str:

@@ -12,17 +12,14 @@ from mpbridge.cli.options import add_price_argument, add_run_arguments, containe
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import size
-from mpbridge.planning.estimate.predict import estimate
+from mpbridge.planning.advice import ORDERS, Advice, advise, order
 from mpbridge.planning.estimate.timing import timing
-from mpbridge.planning.memory.by_role import memory
 from mpbridge.planning.memory.compare import REFERENCE
-from mpbridge.planning.rules.advice import ORDERS, Advice, advise, order
 from mpbridge.precision.registry import recipe, recipes
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
-    from mpbridge.common.facts import RunFacts
-    from mpbridge.settings.container import ConfigContainer, Run
+    from mpbridge.settings.container import ConfigContainer
 
 SUMMARY = "rank the valid recipes for a model on a machine, with reasons"
 
@@ -86,31 +83,13 @@ def _advice(
         try:
             # the file is read once; each recipe in turn replaces its precision section
             run = on_target(base, world, where, mixed_precision=name, engine=args.engine or entry.engine)
-            facts = where.facts(run.facts)
-            reference = memory(run.policy, facts).needed if name == REFERENCE else reference
-            omitted |= left_out(facts)
-            made.append(_timed(advise(entry, run.policy, facts, reference=reference), run, facts, where))
+            one = where.outlook(run)
+            reference = one.memory.needed if name == REFERENCE else reference
+            omitted |= left_out(one.facts)
+            made.append(advise(entry, one, reference=reference))
         except MpbridgeError as error:
             made.append(Advice(recipe=name, status=entry.status, legal=False, reason=error.line))
     return made, list(omitted)
-
-
-def _timed(advice: Advice, run: Run, facts: RunFacts, where: TargetMachine) -> Advice:
-    """Adds the predicted step time, if the machine has rates."""
-    if not advice.legal or facts.machine is None or not facts.machine.peak:
-        return advice
-    try:
-        one = estimate(run.policy, facts, None, where.constants)
-    except MpbridgeError:
-        return advice
-    return dataclasses.replace(
-        advice,
-        seconds=one.seconds,
-        band=one.band,
-        one_sided=one.one_sided,
-        speed_known="predicted",
-        hours=one.gpu_hours_per_billion_tokens,
-    )
 
 
 def _measured(advice: Advice, folder: Path) -> Advice:
@@ -134,14 +113,16 @@ def _speed(advice: Advice, price: float | None) -> tuple[str, str]:
 
 def _print(order: list[Advice], price: float | None) -> None:
     legal = [advice for advice in order if advice.legal]
-    rows = [
-        (str(place), a.recipe, a.status, _memory(a), *_speed(a, price), a.reason)
-        for place, a in enumerate(legal, start=1)
-    ]
-    print_table(
-        ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", "why"), rows, title="valid, in order"
-    )
-    print_line()
+    for fits, title in ((True, "valid and fit, in order"), (False, "valid, but do not fit")):
+        rows = [
+            (str(place), a.recipe, a.status, _memory(a), *_speed(a, price), a.reason)
+            for place, a in enumerate(legal, start=1)
+            if a.fits is fits
+        ]
+        if rows or fits:
+            columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", "why")
+            print_table(columns, rows or [("", "none", "", "", "", "", "")], title=title)
+            print_line()
     print_line(
         "memory: states and estimated activations of the fullest GPU, compared with bf16_mixed on the megatron-core engine"
     )

@@ -11,7 +11,7 @@ from mpbridge.common.traits import DEFAULT, engine_names
 from mpbridge.precision.papers import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.training.checkpoint.store import locate, step_of, whole
+from mpbridge.training.checkpoint.store import check, locate, step_of
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
 
 SUMMARY = "check whether and how a run resumes from a checkpoint"
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the verdict. Returns 0 if the run resumes, 1 if it does not, or only with the weights and that was not requested."""
     folder = locate(args.checkpoint)
     step_of(folder)
-    whole(folder)
+    check(folder, sums=False)
     saved = read_fingerprint(folder)
     wanted = wanted_fingerprint(saved, args.recipe, args.engine)
     found = verdict(saved, wanted)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpbridge.common.tables.prose import printable, prose
@@ -19,8 +20,16 @@ def on_terminal() -> bool:
 
 
 def print_json(data: Any) -> None:
-    """`data` as indented JSON."""
-    print(json.dumps(data, indent=2, default=str))
+    """`data` as indented JSON; numbers that JSON lacks are the words "nan", "inf" and "-inf", as in metrics.jsonl."""
+    print(json.dumps(_finite(data), indent=2, default=str, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else str(data)
+    if isinstance(data, Mapping):
+        return {name: _finite(value) for name, value in data.items()}
+    return [_finite(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
 def columns_here() -> int | None:

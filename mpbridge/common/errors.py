@@ -24,6 +24,9 @@ from collections.abc import Iterable
 MOST_SHOWN = 160
 """Characters of a value in a message."""
 
+MOST_LISTED = 24
+"""Known names in a message, if none is near."""
+
 MOST_NAMED = 8
 """Unknown names in one place that are reported individually, with the nearest known one; the rest are only counted."""
 
@@ -56,7 +59,9 @@ class UnknownName(MpbridgeError, AttributeError, LookupError):
     def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
         self.kind, self.given, self.known = kind, given, tuple(sorted(set(known)))
         self.near = nearest(given, self.known)
-        hint = f"nearest: {', '.join(self.near)}" if self.near else f"known: {', '.join(self.known)}"
+        listed, more = ", ".join(self.known[:MOST_LISTED]), len(self.known) - MOST_LISTED
+        known = f"known: {listed}{f' and {more} more' if more > 0 else ''}"
+        hint = f"nearest: {', '.join(self.near)}" if self.near else known
         super().__init__(f"no {kind} named {brief(given)} ({hint})")
 
     def __str__(self) -> str:

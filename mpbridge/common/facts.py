@@ -15,6 +15,8 @@ Realization = Literal["native", "emulated"]
 
 ADAMS = ("adam", "torch_adamw")
 """Values of optimizer.optimizer with Adam's two moments for every parameter."""
+MUONS = ("muon", "dist_muon")
+"""Values under which hidden matrices get orthogonalized momentum and everything else Adam; dist_muon is megatron-core's layer-wise sharded one."""
 
 
 def least_left(beta2: float, steps: int = 1) -> float:
@@ -63,6 +65,8 @@ class ModelShape:
     latent_attention: Mapping[str, int] | None = None
     """MLA: q_lora_rank (0: none), kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim."""
     mtp_layers: int = 0
+    hybrid: bool = False
+    """Some layers are Mamba layers, of which only the names of their linears are known here."""
     sinks: bool = False
     """softmax_type "learnable": one parameter per head in the denominator of its softmax."""
 
@@ -80,6 +84,16 @@ class ModelShape:
     def is_expert_layer(self, layer: int) -> bool:
         """Whether 0-based `layer` is a mixture of experts."""
         return bool(self.expert_layers) and self.expert_layers[layer]
+
+    @property
+    def attention_width(self) -> int:
+        """Elements of one position's keys and values, over all query heads: a query costs two FLOPs for each, per position that it attends to."""
+        latent = self.latent_attention
+        if latent is None:
+            return 2 * self.num_attention_heads * self.kv_channels
+        return self.num_attention_heads * sum(
+            latent[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +123,23 @@ class Parallel:
         return self.world_size // (self.tensor * self.pipeline * self.context)
 
     @property
+    def expert_width(self) -> int:
+        """Number of ranks that split each expert's weights."""
+        return self.expert_tensor or self.tensor
+
+    @property
     def expert_data(self) -> int:
         """Number of replicas of each expert's weights."""
-        return max(1, self.world_size // ((self.expert_tensor or self.tensor) * self.expert * self.pipeline))
+        return max(1, self.world_size // (self.expert_width * self.expert * self.pipeline))
+
+    def replicas(self, *, expert: bool) -> int:
+        """Number of ranks that share the optimizer state of a weight. expert: whether it is an expert's."""
+        return self.expert_data if expert and self.expert > 1 else self.data * self.context
+
+    @property
+    def sequence_width(self) -> int:
+        """Number of ranks that split a sequence outside of tensor-parallel linears, besides context parallelism."""
+        return self.tensor if self.sequence else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +195,11 @@ class RunFacts:
     """Precision settings by the author that nothing reads, as text (`precision.inert`)."""
     environment: Mapping[str, str] = field(default_factory=lambda: types.MappingProxyType({}))
     """NVTE_* and CUDA_* variables that contradict or complete a recipe."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per micro-batch on one context-parallel rank."""
+        return self.shape.seq_length * self.micro_batch_size // self.parallel.context
 
     @property
     def traits(self) -> EngineTraits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpbridge.common.errors import UnknownName
+from mpbridge.common.errors import BadValue, UnknownName
 
 YAML = (".yaml", ".yml")
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -22,7 +22,7 @@ def configurations() -> dict[str, Path]:
 
 
 def configuration(wanted: str) -> Path:
-    """The file that `wanted` refers to: a path, existing or not, or a name such as 'gpt_tiny' or 'configs/gpt_tiny.yaml'. Raises UnknownName."""
+    """The file that `wanted` refers to: a path, existing or not, or a name such as 'gpt_tiny' or 'configs/gpt_tiny.yaml'. Raises UnknownName, and BadValue for a folder."""
     path = Path(wanted)
     ours = path.suffix in YAML and path.parent in (Path("."), Path("configs"))
     if path.suffix in YAML and (path.exists() or not ours):
@@ -33,6 +33,10 @@ def configuration(wanted: str) -> Path:
         return known[key]
     if path.exists() and not path.is_dir():
         return path
+    if wanted and path.is_dir():
+        raise BadValue(
+            f"{wanted} is a folder, expected a configuration file; a Hugging Face folder is given as hf:{wanted}"
+        )
     raise UnknownName("configuration", wanted, known)
 
 

@@ -13,12 +13,11 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mpbridge.common.errors import Contradiction, MpbridgeError, UnknownName
 from mpbridge.common.formats import DType, dtype, say
-from mpbridge.interop.stacks.megatron_bridge import FIELDS
-from mpbridge.interop.stacks.megatron_bridge_import import read_data
+from mpbridge.interop.stacks.megatron_bridge_import import FIELDS, BridgeFields, read_data
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
 from mpbridge.precision.config import twin_clashes
@@ -26,9 +25,6 @@ from mpbridge.precision.megatron_spec.fields import TABLE
 from mpbridge.precision.megatron_spec.precision_field import TARGETS, UNSET, Target
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.sync.plan import Plan, Write, plan
-
-if TYPE_CHECKING:
-    import torch
 
 BRIDGE = "megatron.bridge.training.mixed_precision"
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
@@ -52,40 +48,8 @@ class UnknownField(UnknownName, ValueError):
 
 
 @dataclasses.dataclass(kw_only=True)
-class MixedPrecisionConfig:
+class MixedPrecisionConfig(BridgeFields):
     """Bridge's 31 fields with Bridge's defaults; `ours()` is the equivalent config of mpbridge."""
-
-    fp32: bool = False
-    fp16: bool = False
-    bf16: bool = False
-    params_dtype: torch.dtype | None = None
-    pipeline_dtype: torch.dtype | None = None
-    autocast_dtype: torch.dtype | None = None
-    autocast_enabled: bool = False
-    grad_reduce_in_fp32: bool = True
-    fp8: str | None = None
-    fp8_recipe: str = "tensorwise"
-    first_last_layers_bf16: bool = False
-    fp8_margin: int = 0
-    fp8_amax_history_len: int = 1
-    fp8_amax_compute_algo: str = "most_recent"
-    fp8_wgrad: bool = True
-    fp8_dot_product_attention: bool = False
-    fp8_multi_head_attention: bool = False
-    fp8_param: bool | None = None
-    fp8_param_gather: bool = False
-    fp4: str | None = None
-    fp4_recipe: str = "nvfp4"
-    fp4_param: bool | None = None
-    fp4_param_gather: bool = False
-    loss_scale: float | None = None
-    initial_loss_scale: float | None = 4294967296
-    min_loss_scale: float = 1.0
-    loss_scale_window: float = 1000
-    hysteresis: int = 2
-    num_layers_at_start_in_bf16: int = 0
-    num_layers_at_end_in_bf16: int = 0
-    reuse_grad_buf_for_mxfp8_param_ag: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in FIELDS:

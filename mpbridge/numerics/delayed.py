@@ -8,15 +8,31 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.numerics.scales import delayed_scale
+from mpbridge.numerics.scales import delayed_scale, magnitude
 from mpbridge.precision.policy import Quant
+
+
+def updated(
+    history: torch.Tensor, scale: torch.Tensor, last: torch.Tensor, algo: str, largest: float, margin: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(history [length, tensors], scale [tensors]) after an interval with the amaxes `last`: rolled and renewed; a tensor with amax 0 keeps both.
+
+    Source: `common/recipe/delayed_scaling.cu` of Transformer Engine (the fused kernel).
+    """
+    moved = last != 0
+    rolled = torch.roll(history, -1, 0)
+    rolled[-1] = last
+    # the kernel reduces before it clears row 0, so a history of one still sees the last amax
+    amax = last if algo == "most_recent" else magnitude(rolled).amax(0)
+    rolled[0] = 0
+    renewed = delayed_scale(torch.where(moved, amax, torch.zeros_like(amax)), scale, largest, margin)
+    return torch.where(moved, rolled, history), renewed
 
 
 class AmaxTable:
     """Scale and amax history of a fixed list of tensors that share a format.
 
     history: [length, tensors] fp32, in which row 0 collects the running interval's amax. scale: [tensors] fp32, 1 at the start.
-    Source of the update: `common/recipe/delayed_scaling.cu` of Transformer Engine (the fused kernel, which does not roll on an amax of 0).
     """
 
     def __init__(self, names: Sequence[str], quant: Quant, largest: float, device: torch.device) -> None:
@@ -34,15 +50,9 @@ class AmaxTable:
         last = self.history[0].clone()
         if group is not None and torch.distributed.get_world_size(group) > 1:
             torch.distributed.all_reduce(last, op=torch.distributed.ReduceOp.MAX, group=group)
-        moved = last != 0
-        rolled = torch.roll(self.history, -1, 0)
-        rolled[-1] = last
-        # the kernel reduces before it clears row 0, so a history of one still sees the last amax
-        amax = last if self.quant.amax_algo == "most_recent" else torch.fmax(rolled, torch.zeros_like(rolled)).amax(0)
-        rolled[0] = 0
-        self.history = torch.where(moved, rolled, self.history)
-        amax = torch.where(moved, amax, torch.zeros_like(amax))
-        self.scale = delayed_scale(amax, self.scale, self.largest, self.quant.margin)
+        self.history, self.scale = updated(
+            self.history, self.scale, last, self.quant.amax_algo, self.largest, self.quant.margin
+        )
 
     def state(self) -> dict[str, torch.Tensor]:
         """name -> [1 + length] fp32: the scale, then the history."""

@@ -312,8 +312,10 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
         data = read_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RecipeError(f"recipe file {path} cannot be read: {said(error)}") from error
-    if data is None:
-        data = {}
+    if not data and data in (None, {}):
+        raise RecipeError(
+            f"recipe file {path}: empty, expected fields or the recipe that it starts from, as in `extends: bf16_mixed`"
+        )
     if not isinstance(data, dict):
         raise RecipeError(f"recipe file {path}: expected a mapping of fields, got {type(data).__name__}")
     base = data.pop("extends", None)

@@ -22,6 +22,8 @@ COMMAND_LINE = "the command line"
 SINGLE = ("mixed_precision", "engine", "emulate", "target", "te")
 TOP = (*SINGLE, *SECTIONS)
 """The top-level keys of a configuration file."""
+EXTENDS = "extends"
+"""The key of a file that names the configuration below it."""
 _TWIN = dict(TWINS) | {b: a for a, b in TWINS}
 _MODULES = "mixed_precision.modules."
 MOST_VALUES, DEEPEST = 20_000, 12
@@ -107,7 +109,7 @@ class ConfigLayers:
 
 
 def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> ConfigLayers:
-    """The layers of a YAML file, a shipped configuration given by name, or 'hf:DIR' (None: nothing), and of 'section.key=value' overrides;
+    """The layers of a YAML file (above those that it `extends`), a shipped configuration given by name, or 'hf:DIR' (None: nothing), and of 'section.key=value' overrides;
     later layers override earlier ones.
 
     Faults are collected in the result. Raises BadValue only if nothing can be read at all (invalid YAML, or not a mapping), and UnknownName for a
@@ -119,9 +121,30 @@ def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
             layers.add(tree(os.fspath(path)), os.fspath(path))
         else:
             file = Path(path) if Path(path).exists() else configuration(os.fspath(path))
-            layers.add(read_file(file), label(file))
+            for one, data in reversed(_chain(file)):
+                layers.add(data, label(one))
     layers.add(dotted(overrides, layers.faults), COMMAND_LINE)
     return layers
+
+
+def _chain(path: Path) -> list[tuple[Path, Tree]]:
+    """The file, the one that it `extends`, and so on: a path, looked for next to the file, or the name of a shipped configuration. Raises as `read`."""
+    found: list[tuple[Path, Tree]] = []
+    while True:
+        if any(path.resolve() == one.resolve() for one, _ in found):
+            way = " -> ".join(str(one) for one in (*(one for one, _ in found), path))
+            raise BadValue(f"configuration {found[0][0]}: extends itself through {way}")
+        data = read_file(path)
+        base = data.pop(EXTENDS, None)
+        found.append((path, data))
+        if base is None:
+            return found
+        if not isinstance(base, str) or is_reference(base):
+            raise BadValue(
+                f"configuration {path}: {EXTENDS}={base!r}: expected a file, or the name of a shipped configuration"
+            )
+        beside = path.parent / base
+        path = beside if beside.is_file() else configuration(base)
 
 
 def read_file(path: Path) -> Tree:
@@ -140,7 +163,7 @@ def read_file(path: Path) -> Tree:
         )
     if not isinstance(data, dict):
         raise BadValue(
-            f"configuration {path}: expected a mapping of sections ({', '.join(TOP)}), got {type(data).__name__}"
+            f"configuration {path}: expected a mapping of sections ({', '.join((EXTENDS, *TOP))}), got {type(data).__name__}"
         )
     if "mixed_precision" in data:
         data["mixed_precision"] = _beside(data["mixed_precision"], path.parent)

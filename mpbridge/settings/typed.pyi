@@ -758,7 +758,7 @@ class OptimizerSettings(TypedDict, total=False):
     main_params_dtype: Dtype
     exp_avg_dtype: Dtype
     exp_avg_sq_dtype: Dtype
-    optimizer: Literal['adam', 'sgd', 'muon', 'torch_adamw']
+    optimizer: Literal['adam', 'sgd', 'muon', 'dist_muon', 'torch_adamw']
     loss_scale: float | None
     initial_loss_scale: float
     min_loss_scale: float
@@ -826,7 +826,7 @@ class OptimizerSection(Section):
     main_params_dtype: Dtype
     exp_avg_dtype: Dtype
     exp_avg_sq_dtype: Dtype
-    optimizer: Literal['adam', 'sgd', 'muon', 'torch_adamw']
+    optimizer: Literal['adam', 'sgd', 'muon', 'dist_muon', 'torch_adamw']
     loss_scale: float | None
     initial_loss_scale: float
     min_loss_scale: float

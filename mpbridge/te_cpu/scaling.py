@@ -9,8 +9,9 @@ import torch
 
 from mpbridge.common.formats import E4M3
 from mpbridge.numerics.codes import encode_fp8
+from mpbridge.numerics.delayed import updated
 from mpbridge.numerics.kernels import amax_of
-from mpbridge.numerics.scales import delayed_scale, magnitude, mxfp8_factors
+from mpbridge.numerics.scales import magnitude, mxfp8_factors
 from mpbridge.te_cpu.casts import spread, square_peaks
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.played import now
@@ -39,14 +40,9 @@ def fused_amax_and_scale_update_after_reduction(
         reduced = amax_reduction_buffer[at : at + count]
         at += count
         last = torch.where(reduced != 0, reduced, history[0])
-        moved = last != 0
-        rolled = torch.roll(history, -1, 0)
-        rolled[-1] = last
-        amax = last if amax_compute_algo == "most_recent" else magnitude(rolled).amax(0)
-        rolled[0] = 0
-        renewed = delayed_scale(torch.where(moved, amax, torch.zeros_like(amax)), scale, largest, int(margin))
+        rolled, renewed = updated(history, scale, last, amax_compute_algo, largest, int(margin))
         with torch.inference_mode():  # either may be an inference tensor, which a compiled kernel can write to
-            history.copy_(torch.where(moved, rolled, history))
+            history.copy_(rolled)
             scale.copy_(renewed)
 
 

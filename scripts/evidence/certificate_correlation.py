@@ -1,19 +1,19 @@
-"""Which figures of a certificate predict training: rank correlations over recipes and variants on a small model. `python scripts/evidence/certificate_correlation.py` writes data/certificate_correlation.json.
+"""Which figures of a certificate predict training: rank correlations over recipes and variants on a small model. `python scripts/evidence/certificate_correlation.py [SEED ...]` trains the seeds (1, 2 and 3) and writes data/certificate_correlation.json.
 
-For each seed a byte-level GPT is trained in FP32; on its last 200 steps every arm's gradient is compared with the FP32 gradient of the same weights and batch, every 20 steps. Then every
-arm trains 200 steps from the same weights on the same batches, and its evaluation loss (computed in FP32) is compared with FP32's. Arms are ranked by each figure of their certificate and
-by what was measured; the interval is the range over seeds. A figure predicts if the smallest of the three correlations is at least 0.7.
+For each seed a GPT is trained in FP32 on a generated source (`Source`); over 200 of its steps, in which its loss falls fast, every arm's gradient is compared with the FP32 gradient of the same weights and batch, every
+20 steps. Then every arm trains 200 steps from the same weights on the same batches, and its evaluation loss (computed in FP32) is compared with FP32's. Arms are ranked by each figure of
+their certificate and by what was measured, all of them and NVFP4's alone. `... rows` computes the correlations anew from the file's measurements.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from mpbridge.planning.certificates.optimizer import Training
 from mpbridge.precision.policy import PrecisionPolicy
 
 DATA = Path(__file__).resolve().parent / "data" / "certificate_correlation.json"
-WIDTH, HEADS, LAYERS, LENGTH, BATCH, BEFORE, STEPS, EVERY, LR = 128, 4, 2, 32, 4, 200, 200, 20, 1e-3
-PREDICTS = 0.7
+WIDTH, HEADS, LAYERS, LENGTH, BATCH, BEFORE, STEPS, EVERY, LR = 128, 4, 2, 32, 8, 500, 200, 20, 1e-3
+SYMBOLS, SUCCESSORS = 16, 8
 ARMS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "bf16": ("bf16_mixed", {}, None),
     "fp16": ("fp16_mixed", {}, None),
@@ -47,7 +47,7 @@ ARMS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "nvfp4": ("bf16_with_nvfp4_mixed", {}, None),
 } | {
     f"nvfp4 {name}": ("bf16_with_nvfp4_mixed", {}, name)
-    for name in ("no-sr", "no-rht", "1d-weights", "4over6", "scale-up", "headroom")
+    for name in ("no-sr", "no-rht", "1d-weights", "4over6", "scale-up", "headroom", "ms-eden", "ms-eden-fixed")
 }
 """Arm -> recipe, changed fields, variant."""
 
@@ -69,9 +69,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens, self.places = nn.Embedding(SYMBOLS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS, bias=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, 0, 0.02)
@@ -83,14 +83,22 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def batches(seed: int) -> Any:
-    text = torch.tensor(
-        list("\n".join(p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs").glob("*.md"))).encode())
-    )
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(0, len(text) - LENGTH - 1, (BATCH,), generator=generator)
-        yield torch.stack([text[int(i) : int(i) + LENGTH + 1] for i in starts])
+class Source:
+    """Symbols of a second-order chain, the same in every run: each pair of symbols has eight successors, with probabilities in proportion to 1, 1/2 ... 1/8."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        shape = (SYMBOLS, SYMBOLS, SUCCESSORS)
+        self.successors = torch.randint(0, SYMBOLS, shape, generator=torch.Generator().manual_seed(0))
+        self.chances = 1 / torch.arange(1.0, SUCCESSORS + 1)
+
+    def batch(self) -> torch.Tensor:
+        """[batch, length + 1]"""
+        rows = [*torch.randint(0, SYMBOLS, (2, BATCH), generator=self.generator)]
+        which = torch.multinomial(self.chances, BATCH * LENGTH, replacement=True, generator=self.generator)
+        for column in which.view(LENGTH, BATCH):
+            rows.append(self.successors[rows[-2], rows[-1], column])
+        return torch.stack(rows[1:], 1)
 
 
 def policy_of(arm: str) -> PrecisionPolicy:
@@ -154,15 +162,15 @@ def stepped(model: Model, optimizer: torch.optim.Optimizer, at: int) -> None:
 
 
 def evaluated(model: Model, seed: int) -> float:
-    source = batches(10_000 + seed)
+    source = Source(10_000 + seed)
     with torch.no_grad():
-        return statistics.fmean(float(model.loss(next(source))) for _ in range(32))
+        return statistics.fmean(float(model.loss(source.batch())) for _ in range(32))
 
 
 def seeded(seed: int) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model, source = Model(), batches(seed)
+    model, source = Model(), Source(seed)
     optimizer = torch.optim.AdamW(model.parameters(), LR, (0.9, 0.95), weight_decay=0.1)
     errors: dict[str, list[float]] = {arm: [] for arm in ARMS}
     saved: Any = None
@@ -170,7 +178,7 @@ def seeded(seed: int) -> dict[str, dict[str, float]]:
     for at in range(BEFORE + STEPS):
         if at == BEFORE:
             saved = json_free((model.state_dict(), optimizer.state_dict()))
-        batch = next(source)
+        batch = source.batch()
         later += [batch] if at >= BEFORE else []
         if at >= BEFORE and (at - BEFORE) % EVERY == 0:
             model.loss(batch).backward()
@@ -236,11 +244,6 @@ def figures(arm: str) -> dict[str, float]:
     return found
 
 
-def all_figures() -> dict[str, dict[str, float]]:
-    torch.set_num_threads(1)
-    return {arm: figures(arm) for arm in ARMS}
-
-
 def ranks(values: list[float]) -> list[float]:
     order = sorted(values)
     return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
@@ -250,41 +253,37 @@ def spearman(a: list[float], b: list[float]) -> float:
     return 0.0 if len(set(a)) == 1 or len(set(b)) == 1 else statistics.correlation(ranks(a), ranks(b))
 
 
-def main() -> None:
+def measured(seeds: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     began = time.perf_counter()
-    with ProcessPoolExecutor(4) as pool:
-        made = pool.submit(all_figures)
-        running = {seed: pool.submit(seeded, seed) for seed in (1, 2, 3)}
-        certified, trained = made.result(), {seed: one.result() for seed, one in running.items()}
-    rows = {}
+    certified = {arm: figures(arm) for arm in ARMS}
+    trained = {seed: seeded(int(seed)) for seed in seeds or ("1", "2", "3")}
+    return {"seconds": round(time.perf_counter() - began), "trained": trained, "certified": certified}
+
+
+def correlated(data: dict[str, Any]) -> dict[str, Any]:
+    """`measured` with "rows", figure -> the seeds' correlations by what was measured and among which arms, and "between seeds", those of one seed with another."""
+    certified, trained = data["certified"], list(data["trained"].values())
+    groups = {"all": list(ARMS), "nvfp4": [arm for arm in ARMS if arm.startswith("nvfp4")]}
+    keys = [(f"{key}, {name}", key, arms) for key in ("gradient", "loss") for name, arms in groups.items()]
+    rows: dict[str, Any] = {}
     for name in next(iter(certified.values())):
-        row: dict[str, Any] = {}
-        for key in ("gradient", "loss"):
-            each = [
-                spearman([certified[arm][name] for arm in ARMS], [found[arm][key] for arm in ARMS])
-                for found in trained.values()
-            ]
-            row[key] = [statistics.fmean(each), min(each), max(each)]
-        said = [
-            word
-            for key, word in (("gradient", "the gradient's error"), ("loss", "the loss"))
-            if row[key][1] >= PREDICTS
-        ]
-        rows[name] = row | {"verdict": " and ".join(said) or "nothing"}
-        print(name, row["gradient"], row["loss"], rows[name]["verdict"], flush=True)
-    again = [
-        spearman([trained[a][arm]["loss"] for arm in ARMS], [trained[b][arm]["loss"] for arm in ARMS])
-        for a, b in ((1, 2), (1, 3), (2, 3))
-    ]
-    data = {
-        "arms": list(ARMS),
-        "seconds": round(time.perf_counter() - began),
-        "loss between seeds": again,
-        "trained": trained,
-        "rows": rows,
-    }
-    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        rows[name] = {
+            title: [spearman([certified[arm][name] for arm in arms], [found[arm][key] for arm in arms]) for found in trained]
+            for title, key, arms in keys
+        }  # fmt: skip
+        print(name, rows[name], flush=True)
+    between = {
+        title: [spearman([a[arm][key] for arm in arms], [b[arm][key] for arm in arms]) for a, b in itertools.combinations(trained, 2)]
+        for title, key, arms in keys
+    }  # fmt: skip
+    return data | {"between seeds": between, "rows": rows}
+
+
+def main() -> None:
+    again = sys.argv[1:] == ["rows"]
+    data = json.loads(DATA.read_text(encoding="utf-8")) if again else measured(sys.argv[1:])
+    DATA.write_text(json.dumps(correlated(data), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import inspect
 import itertools
 import json
 import re
+import statistics
 import sys
 import textwrap
 import tomllib
@@ -110,7 +111,7 @@ def difference_table() -> str:
         (
             f"`{name}`",
             f"`{field}`",
-            said((reference["class_defaults"] | reference["recipes"][name])[field]),
+            said((reference["class_defaults"] | reference["recipes"][name]).get(field)),
             said(ours[name][field]),
             reason,
         )
@@ -411,6 +412,40 @@ def published_table() -> str:
             )
             for r in rows
         ],
+    )
+
+
+@table("certificate-correlation")
+def correlation_table() -> str:
+    """What scripts/evidence/certificate_correlation.py found."""
+    data = certificate_data("certificate_correlation")
+    words = {"gradient, all": "the gradient's error between formats", "gradient, nvfp4": "and within NVFP4", "loss, all": "the loss between formats", "loss, nvfp4": "and within NVFP4"}  # fmt: skip
+
+    def span(values: Sequence[float]) -> str:
+        return f"{min(values):.2f} to {max(values):.2f}"
+
+    rows = [
+        (
+            name,
+            *(span(found[key]) for key in words),
+            ", ".join(word for key, word in words.items() if min(found[key]) >= 0.7) or "nothing",
+        )
+        for name, found in data["rows"].items()
+    ]
+    rows.append(("*one seed's ranks with another's*", *(span(data["between seeds"][key]) for key in words), ""))
+    columns = ("figure", "gradient's error, all", "NVFP4 alone", "loss, all", "NVFP4 alone", "predicts (0.7 in every seed)")  # fmt: skip
+    arms = [
+        (
+            arm,
+            f"{100 * statistics.fmean(run[arm]['gradient'] for run in data['trained'].values()):.2f}",
+            " / ".join(f"{run[arm]['loss']:+.4f}" for run in data["trained"].values()),
+        )
+        for arm in next(iter(data["trained"].values()))
+    ]
+    return (
+        markdown(columns, rows)
+        + "\n\n"
+        + markdown(("recipe or variant", "gradient's error, %", "loss less FP32's, by seed"), arms)
     )
 
 

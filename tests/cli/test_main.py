@@ -54,7 +54,7 @@ ANSWERS = [
     ([], 2, "usage: mpbridge"),
     (["--version"], 0, "mpbridge 0"),
     (["lst"], 2, "no command named 'lst' (nearest: list)"),
-    (["check", "--jsn"], 2, "mpbridge check: unrecognized arguments: --jsn (mpbridge help check)"),
+    (["check", "--jsn"], 2, "mpbridge check: unrecognized arguments: --jsn (nearest: --json; mpbridge help check)"),
     (["help", "memory"], 0, "--stages"),
     (["help", "memory", "more"], 2, "expected one command"),
     (["help", "memry"], 2, "nearest: memory"),
@@ -327,8 +327,12 @@ def test_doctor_lists_the_machines_that_a_target_may_name(said):
     assert set(names) <= set(json.loads(said("doctor", "--machines", "--json")[1]))
 
 
-def test_help_names_every_verb_with_its_summary(said):
-    code, out, _ = said("--help")
+def test_help_shows_a_users_day_and_on_request_every_verb_with_its_summary(said):
+    _, first, _ = said("--help")
+    assert [line.split()[0] for line in first.splitlines() if line.startswith("  ")] == list(cli.DAY)
+    assert len(cli.DAY) == 8
+    assert "more: mpbridge help --all" in first
+    code, out, _ = said("help", "--all")
     assert code == 0
     for verb in cli.verbs():
         line = next(line for line in out.splitlines() if line.startswith(f"  {verb} "))

@@ -91,7 +91,9 @@ def test_the_folders_commands_are_about_its_own_recipe_and_model(
     commands = [line.partition("  #")[0].strip() for line in Path("README.md").read_text().split("```")[1].splitlines()]
     assert several in commands
     (asked,) = (command.split()[1:] for command in commands if command.startswith("mpbridge check"))
-    assert main([word.replace("YOUR_TEXT", "stdlib") for word in asked]) == 0
+    assert main([word.replace("YOUR_TEXT", "stdlib") for word in asked]) == (
+        config == "llama3_405b"
+    )  # which needs recomputation there
     assert any(command.endswith("--emulate") for command in commands) == (recipe == "nvfp4")
 
 

@@ -69,7 +69,7 @@ COMMANDS = [
     ["diff", "bf16_mixed", "configs/recipes/bf16_grads.yaml"],
     ["plan", "--recipe", "bf16_mixed", "--config", "configs/gpt_tiny.yaml", "ddp.grad_reduce_in_fp32=false"],
     ["plan", "--recipe", "fp8-mlp-only"],
-    ["check", "--recipe", "fp8_cs", "--config", "llama3_8b", "--target", "h100"],
+    ["check", "--recipe", "fp8_cs", "--config", "llama3_8b", "--target", "h100", "--world-size", "8"],
     ["memory", "--config", "moe_tiny"],
     ["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "h100"],
     ["export", "bf16_mixed", "--to", "megatron-lm"],

@@ -19,16 +19,16 @@ from mpbridge.common.tables.prose import prose
 RUN = ["--config", "llama3_8b", "--target", "h100"]
 LONG_ARGS = "--bf16 --fp8-format hybrid --fp8-recipe delayed --num-layers 2 --moe-router-dtype fp32"
 VERBS = [
-    ["--help"], ["list"], ["words"], ["words", "bf16"], ["doctor", "--target", "h100"], ["doctor", "--machines"],
+    ["--help"], ["help", "--all"], ["list"], ["words"], ["words", "bf16"], ["doctor", "--target", "h100"], ["doctor", "--machines"],
     ["show", "nvfp4"], ["show", "fp8_mlp_only", "--layers", "12"], ["diff", "bf16_mixed", "fp8_ds"], ["compare", "bf16_mixed", "fp8_cs"],
     ["plan"], ["plan", "--recipe", "fp8_cs", "--explain", "ddp.grad_reduce_in_fp32=false"],
     ["check", *RUN], ["check", "--recipe", "fp16_mixed", "train.train_iters=12"], ["check", "--rules"],
     ["memory", *RUN], ["memory", "--config", "llama3_8b", "--stages"], ["estimate", *RUN],
     ["recommend", "--config", "gpt_tiny", "--target", "h100"], ["layouts", *RUN, "--world-size", "8", "--most", "1"],
     ["export", "fp8_mlp_only", "--to", "deepspeed"], ["import", "--args", LONG_ARGS, "--from", "megatron-lm"],
-    ["init", "first"], ["plot", "run", "--no-picture"], ["diagnose", "run", "--against", "run"], ["audit", "run"],
+    ["init", "first"], ["plot", "run", "--no-picture"], ["diagnose", "run", "--against", "run"], ["report", "run"], ["audit", "run"],
 ]  # fmt: skip
-COPIED = ("next: cd first", "1: parallel.", "parallel.", "mixed_precision.")
+COPIED = ("next: cd first", "1: parallel.", "parallel.", "mixed_precision.", "model.")
 """How the lines of these verbs begin that hold a command or settings to paste."""
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mpbridge.common.errors import CheckpointError, Refused
 from mpbridge.numerics.operands import COPY_OF
 from mpbridge.numerics.quantizer import Quantizer, Randomness
+from mpbridge.numerics.stored import StoredWeight, stored
 from mpbridge.precision.policy import Quant
 from tests.numerics import golden
 
@@ -305,3 +306,67 @@ def test_delayed_state_round_trips_and_misfits_are_named() -> None:
 def test_custom_factories_are_refused() -> None:
     with pytest.raises(Refused, match=r"package\.module\.factory"):
         quantizer("custom", factory="package.module.factory")
+
+
+# --- as stored ----------------------------------------------------------------------------------------------------------------------------
+def read_back(made: StoredWeight) -> torch.Tensor:
+    """Code times block scale, by the formats' definitions; one scale for all of the tensor is left out, as in `Operand.values`."""
+    if made.codes.dtype is torch.uint8:
+        grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        nibbles = torch.stack([made.codes & 15, made.codes >> 4], -1).flatten(1).long()
+        codes = torch.where(nibbles > 7, -1.0, 1.0) * grid[nibbles % 8]
+    else:
+        codes = made.codes.float()
+    scales = torch.exp2(made.scales.float() - 127) if made.scales.dtype is torch.uint8 else made.scales.float()
+    if scales.shape[1] == 1 and made.scales.dtype is torch.float32:
+        return codes
+    return codes * scales.repeat_interleave(-(-codes.shape[1] // scales.shape[1]), 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4_weight_row", "blockwise_weight_e4m3_row", "tensorwise_e4m3"],
+    ids=["nvfp4", "blockwise", "tensorwise"],
+)
+def test_stored_codes_stand_for_the_values_of_transformer_engines_reference(name: str) -> None:
+    for kind, x in golden.inputs().items():
+        values = read_back(stored(quantizer(name.partition("_")[0]), x))
+        assert golden.entry(values + 0.0)["sha"] == VALUES[name][kind]["sha"], kind  # an operand has no negative zero
+
+
+def test_stored_mxfp8_is_torchaos() -> None:
+    to_mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor").to_mx
+    mode = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode.RCEIL
+    for kind in ("normal", "outliers", "row_scaled", "wide"):
+        x = golden.inputs()[kind].bfloat16()
+        made = stored(quantizer("mxfp8"), x)
+        scales, codes = to_mx(x, torch.float8_e4m3fn, 32, mode)
+        assert torch.equal(made.scales, scales.view(torch.uint8).view(made.scales.shape)), kind
+        assert torch.equal(made.codes.view(torch.uint8), codes.view(torch.uint8)), kind
+
+
+@pytest.mark.parametrize(
+    ("scaling", "options"),
+    [
+        ("tensorwise", {"power_of_two": True}),
+        ("blockwise", {"power_of_two": False}),
+        ("mxfp8", {}),
+        ("nvfp4", {"square_weights": False}),
+        ("nvfp4", {"four_over_six": "weights"}),
+        ("nvfp4", {"four_over_six": "weights", "four_over_six_256": "none", "square_weights": False}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+def test_stored_codes_stand_for_what_the_gemm_reads(scaling: str, options: dict[str, Any]) -> None:
+    x = torch.randn(272, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x[5, 7] = 30
+    quant = Quant(
+        format="e2m1" if scaling == "nvfp4" else "e4m3", scaling=scaling, options=tuple(sorted(options.items()))
+    )
+    q = Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False, release=(2, 17))
+    made, wanted = stored(q, x), operand(q, x, "w")
+    found = read_back(made) if made.scales.shape[1] > 1 else made.codes.float()
+    assert torch.equal(found + 0.0, wanted.values.float())
+    if made.amax is not None:
+        assert float(made.amax) / made.reach == pytest.approx(float(wanted.alpha), rel=1e-6)
+        assert float(made.divisor * wanted.alpha) == pytest.approx(1.0, rel=1e-6)

@@ -27,7 +27,7 @@ WAYS = {
     "asdict": lambda c: MixedPrecisionConfig(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c)}),
     "stored": lambda c: MixedPrecisionConfig(**c.stored()),
     "derive": lambda c: c.derive(),
-    "yaml": lambda c: MixedPrecisionConfig.from_data(yaml.safe_load(yaml.safe_dump(c.as_data()))),
+    "yaml": lambda c: MixedPrecisionConfig.from_data(yaml.safe_load(yaml.safe_dump(c.as_data(), sort_keys=False))),
 }
 
 
@@ -134,9 +134,3 @@ def test_any_config_survives_yaml(data: st.DataObject) -> None:
             values[other] = values[twin]
     config = MixedPrecisionConfig(**values)
     assert WAYS["yaml"](config) == config
-
-
-def test_the_constructor_names_the_nearest_field_too():
-    with pytest.raises(UnknownName, match="nearest: grad_reduce_in_fp32"):
-        MixedPrecisionConfig(grad_reduce_fp32=True)
-    assert pickle.loads(pickle.dumps(MixedPrecisionConfig(bf16=True))) == copy.deepcopy(MixedPrecisionConfig(bf16=True))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
+from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, resolve
 from mpbridge.common.errors import Contradiction
 from mpbridge.common.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy, Region
@@ -82,11 +82,6 @@ def test_more_edge_layers_than_the_model_has_is_a_fault_where_the_depth_is_known
     resolve(config, layers=14)
     with pytest.raises(Contradiction, match=r"0 . 14 edge layers stay in bf16 but the model has 12"):
         resolve(config, layers=12)
-
-
-@pytest.mark.parametrize("name", recipes)
-def test_every_recipe_resolves(name: str) -> None:
-    assert isinstance(resolve(get_mixed_precision_config(name)), PrecisionPolicy)
 
 
 def test_fp32_storage_under_16_bit_compute_is_a_recipe_and_gathers_in_16_bits() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mpbridge.backend.megatron.targets import build
-from mpbridge.common.errors import MpbridgeError
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import ConfigContainer
@@ -101,76 +97,3 @@ def test_the_recipe_files_mean_what_their_comments_say():
     assert policy("fp8_mlp_only").at("mlp.linear_fc1", 3, 8).format == "hybrid"
     assert policy("fp8_mlp_only").at("self_attention.linear_qkv", 3, 8) is None
     assert [getattr(policy("bf16_small_states"), role).bytes for role in ("exp_avg", "exp_avg_sq")] == [1, 2]
-
-
-ODD = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1e30,
-    float("nan"),
-    "",
-    "bf16",
-    "x" * 200,
-    [],
-    [1],
-    {},
-    {"a": 1},
-    [[]],
-    "null",
-    "2**3",
-    3.5,
-    10**20,
-    ["a", None],
-]
-
-
-def mutated(data, rng):
-    """`data` with one to three nodes replaced, removed, renamed or added."""
-    data = yaml.safe_load(yaml.safe_dump(data))
-    for _ in range(rng.randint(1, 3)):
-        section = rng.choice(list(data) or ["model"])
-        inner = data.get(section)
-        act = rng.randrange(5)
-        if act == 0:
-            data[section] = copy.deepcopy(rng.choice(ODD))
-        elif act == 1:
-            data.pop(section, None)
-        elif isinstance(inner, dict) and inner:
-            key = rng.choice(list(inner))
-            if act == 2:
-                inner[key] = copy.deepcopy(rng.choice(ODD))
-            elif act == 3:
-                inner[rng.choice(["", 3, None, key[::-1] if isinstance(key, str) else "k"])] = inner.pop(key)
-            else:
-                inner[rng.choice(["fp8", "fp8_recipe", "recipe", "until", "sequence_parallel", "num_moe_experts"])] = (
-                    copy.deepcopy(rng.choice(ODD))
-                )
-    return data
-
-
-def survives(tmp_path, rounds, seed):
-    rng, path, outcomes = random.Random(seed), tmp_path / "c.yaml", set()
-    originals = [yaml.safe_load(config.read_text(encoding="utf-8")) for config in CONFIGS]
-    for _ in range(rounds):
-        data = mutated(rng.choice(originals), rng)
-        path.write_text(yaml.safe_dump(data), encoding="utf-8")
-        try:
-            ConfigContainer.load(path, check=False).resolved(rng.choice([1, 2, 512]), training=rng.random() < 0.5)
-            outcomes.add("fine")
-        except MpbridgeError as error:
-            outcomes.add(type(error).__name__ if str(error) else "an error without words")
-    assert {"fine", "Contradiction"} <= outcomes
-    assert "an error without words" not in outcomes
-
-
-def test_mutated_configurations_end_in_success_or_in_an_error_of_ours(tmp_path):
-    survives(tmp_path, 300, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_very_many_mutated_configurations(tmp_path):
-    survives(tmp_path, 10_000, seed=2)

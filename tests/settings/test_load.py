@@ -190,3 +190,31 @@ def test_code_that_a_strangers_configuration_names_is_not_run(tmp_path, file):
 def test_unknown_names_are_errors_of_ours():
     with pytest.raises(UnknownName, match="nearest: optimizer"):
         ConfigContainer().optimiser = {}
+
+
+def test_a_configuration_extends_another_by_path_or_name(file, tmp_path):
+    path = file("extends: below.yaml\noptimizer: {lr: 1e-4}\n")
+    (tmp_path / "below.yaml").write_text("extends: llama3_8b\nmixed_precision: fp16_mixed\noptimizer: {weight_decay: 0.3}\n")  # fmt: skip
+    c = loaded(path, "optimizer.lr=2e-4")
+    assert (c.optimizer["lr"], c.optimizer["weight_decay"], c.model["num_layers"]) == (2e-4, 0.3, 32)
+    assert c.mixed_precision == {"recipe": "fp16_mixed"}
+    assert c.origin["optimizer.weight_decay"] == str(tmp_path / "below.yaml")
+    assert "llama3_8b" in c.origin["model.num_layers"]
+    assert c.resolved(2).recipe == "fp16_mixed"
+
+
+WRONG_BASES = {
+    "itself": ("extends: run.yaml", "extends itself through"),
+    "a circle": ("extends: other.yaml", "extends itself through"),
+    "nothing there": ("extends: nope.yaml", "no configuration named 'nope.yaml'"),
+    "no such name": ("extends: llama3_9b", "nearest: llama3_8b"),
+    "no name": ("extends: [llama3_8b]", "expected a file, or the name"),
+    "a folder of weights": ("extends: hf:there", "expected a file, or the name"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG_BASES.values(), ids=WRONG_BASES)
+def test_what_cannot_be_extended_is_a_message(file, tmp_path, text, words):
+    (tmp_path / "other.yaml").write_text("extends: run.yaml")
+    with pytest.raises((BadValue, UnknownName), match=words):
+        read(file(text))

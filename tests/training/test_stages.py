@@ -13,7 +13,6 @@ from mpbridge.training.checkpoint import store
 from tests.training.checkpoint.test_resume import values
 from tests.training.survival import Hook, go, job, run
 
-STILL = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 LIST = [{"recipe": "bf16_with_nvfp4_mixed", "until": 3}, {"recipe": "bf16_mixed"}]
 """Emulated NVFP4, then BF16."""
 NAMES = ["bf16_with_nvfp4_mixed"] * 3 + ["bf16_mixed"] * 3
@@ -37,9 +36,15 @@ class Around(Hook):
             self.after = values(training)
 
 
-def test_the_switch_is_at_its_step_and_loses_nothing(tmp_path):
-    around = Around()
-    watch = go(run(LIST, emulate=True, logger={"log_dir": str(tmp_path)}), around)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The scheduled run in one piece: what was seen, what a hook kept around its switch, and its folder."""
+    around, folder = Around(), tmp_path_factory.mktemp("whole")
+    return go(run(LIST, emulate=True, logger={"log_dir": str(folder)}), around), around, folder
+
+
+def test_the_switch_is_at_its_step_and_loses_nothing(whole):
+    watch, around, folder = whole
     assert watch.recipes == NAMES
     assert around.calls == [
         "bf16_with_nvfp4_mixed",
@@ -47,49 +52,30 @@ def test_the_switch_is_at_its_step_and_loses_nothing(tmp_path):
     ]  # hooks, the audit among them, see the new engine too
     assert around.before.keys() == around.after.keys()
     assert all((around.before[name] == around.after[name]).all() for name in around.before)
-    event = json.loads((tmp_path / EVENTS).read_text())
-    assert (event["event"], event["iteration"], event["before"], event["after"], event["verdict"]) == (
-        "recipe",
-        3,
-        NAMES[0],
-        NAMES[-1],
-        "safe",
-    )
-    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".switch")]
+    event = json.loads((folder / EVENTS).read_text())
+    found = tuple(event[name] for name in ("event", "iteration", "before", "after", "verdict"))
+    assert found == ("recipe", 3, NAMES[0], NAMES[-1], "safe")
+    assert not [file for file in folder.iterdir() if file.name.startswith(".switch")]
 
 
-def test_a_stage_is_the_recipe_alone_from_the_same_state(tmp_path):
+def test_a_stage_is_the_recipe_alone_from_the_same_state(whole, tmp_path):
     # what follows the switch is what a run in that recipe, resumed from that state, does
-    watch = go(run(LIST, emulate=True, model=STILL))
-    go(
-        run(
-            "bf16_with_nvfp4_mixed",
-            emulate=True,
-            model=STILL,
-            checkpoint={"save": str(tmp_path)},
-            train={"exit_interval": 3},
-        )
-    )
-    alone = go(run("bf16_mixed", emulate=True, model=STILL, checkpoint={"load": str(tmp_path)}))
-    assert {step: watch.losses[step] for step in (4, 5, 6)} == alone.losses
+    kept = {"checkpoint": {"save": str(tmp_path)}, "train": {"exit_interval": 3}}
+    go(run("bf16_with_nvfp4_mixed", emulate=True, **kept))
+    alone = go(run("bf16_mixed", emulate=True, checkpoint={"load": str(tmp_path)}))
+    assert {step: whole[0].losses[step] for step in (4, 5, 6)} == alone.losses
 
 
 @pytest.mark.parametrize("at", [2, 3, 5], ids=["before the switch", "at the switch", "behind the switch"])
-def test_a_scheduled_run_is_resumed_on_either_side_to_the_bit(tmp_path, at):
-    whole = go(run(LIST, emulate=True))
-    kept = {"save": str(tmp_path), "load": str(tmp_path)}
-    first = go(run(LIST, emulate=True, checkpoint=kept, train={"exit_interval": at}))
-    second = go(run(LIST, emulate=True, checkpoint=kept))
-    assert whole.losses == first.losses | second.losses
-    assert whole.digest == second.digest
+def test_a_scheduled_run_is_resumed_on_either_side_to_the_bit(whole, tmp_path, at):
+    first = go(run(LIST, emulate=True, checkpoint={"save": str(tmp_path / "kept")}, train={"exit_interval": at}))
+    place = tmp_path / "kept"
+    if at == 5:  # a checkpoint may be renamed
+        place = store.locate(place).rename(tmp_path / "best")
+    second = go(run(LIST, emulate=True, checkpoint={"load": str(place)}))
+    assert whole[0].losses == first.losses | second.losses
+    assert whole[0].digest == second.digest
     assert first.recipes + second.recipes == NAMES
-
-
-def test_a_checkpoint_may_be_renamed(tmp_path):
-    parts = [{"recipe": "fp32", "until": 2}, {"recipe": "bf16_mixed"}]
-    go(run(parts, iters=4, checkpoint={"save": str(tmp_path / "kept")}, train={"exit_interval": 3}))
-    store.locate(tmp_path / "kept").rename(tmp_path / "best")
-    assert go(run(parts, iters=4, checkpoint={"load": str(tmp_path / "best")})).recipes == ["bf16_mixed"]
 
 
 def test_a_switch_between_layouts_keeps_main_weights():

@@ -25,6 +25,7 @@ from mpbridge.common.formats import DType, dtype
 from mpbridge.common.machines import Machine
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.hardware.capability import refuse_unless_native
+from mpbridge.planning.rules.hybrid import silent_on
 from mpbridge.precision.megatron_spec.precision_field import TARGETS, ModuleRules
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.sync.apply import commit, refusal, spelled
@@ -105,6 +106,7 @@ def apply(
         raise BadValue("apply(emulated=True) got a native plan: make it with plan(..., realization='emulated')")
     refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
     _refuse_unspoken(plan)
+    _refuse_silent(plan, versions or installed())
     receipt = commit(plan, on_conflict=on_conflict, spell=_compile)
     if plan.conflicts and os.environ.get("RANK", "0") == "0":  # only on torchrun's rank 0
         log.warning(
@@ -122,6 +124,16 @@ def _refuse_unspoken(plan: Plan) -> None:
             f"megatron-core has no setting for {', '.join(unspoken)} scaling, so this script's linears would train in 16 bits;"
             " train it with mpbridge, whose engines put such GEMMs into the linears"
         )
+
+
+def _refuse_silent(plan: Plan, versions: Versions) -> None:
+    """Raises Refused for a model that the installed megatron-core would train as something else without a message."""
+    live = plan.targets.get("model")
+    if plan.policy is None or plan.realization == "emulated" or live is None:
+        return
+    why = silent_on(plan.policy, live, versions)
+    if why:
+        raise Refused(why)
 
 
 def refuse_unable(

@@ -13,7 +13,6 @@ from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
-    SCALER_COST,
     SPELL,
     environment,
     filter_lines,
@@ -23,7 +22,6 @@ from mpbridge.interop.stacks.sharded_torch import (
     scaler_arguments,
     torch_meaning,
     torch_scaler,
-    with_main,
 )
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
@@ -34,20 +32,6 @@ DEFAULT_VERSION = "1.15"
 SCALINGS = {"delayed": "TERecipeKwargs", "mxfp8": "TERecipeKwargs", "tensorwise": "AORecipeKwargs"}
 EXPERTS = "only torch.nn.Linear is converted, which can include the router; experts in 3-D parameters stay as they are"
 """What happens to the experts of a mixture."""
-COSTS = {
-    "quantization": "TERecipeKwargs(use_mxfp8_block_scaling=True)",
-    "modules": "AORecipeKwargs(module_filter_func=...) takes the model's own names",
-    "edge layers": "TERecipeKwargs converts every layer",
-    "loss_scale": f"{SCALER_COST}; fp8 has no scaler at all",
-    "keep_fp32": "pass them as ignored_params: neither cast nor sharded",
-    "logits": "its loss upcasts them afterwards",
-    "router": "the model's code decides",
-    "residual_fp32": "the blocks' inputs are cast to param_dtype",
-    "softmax_fp32": "the attention kernel decides",
-    "pipeline": "it has no pipeline for training",
-    "accumulator": "the reduced gradient accumulates in the parameter's dtype",
-}
-"""Row -> what a difference costs, or the nearest equivalent there."""
 DELAYED = "most_recent cannot be set: it is accelerate's default, which accelerate drops, and Transformer Engine's default is max; the rest are TE's defaults"
 
 
@@ -59,8 +43,8 @@ def export(request: Request) -> Export:
     by_te = quant is not None and SCALINGS[quant.scaling] == "TERecipeKwargs"
     lines = [*output_layer(quant if by_te else None, "accelerate's convert_model")]
     theirs = noted(theirs, lines)
-    costs = COSTS | ({"quantization": DELAYED} if quant is not None and quant.row.history else {})
-    lines += compared(request.ours, theirs, with_main(costs, theirs))
+    more = {"quantization": DELAYED} if quant is not None and quant.row.history else {}
+    lines += compared(request.ours, theirs, NAME, more)
     pieces = (
         Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs))),
         *environment([quant] if quant else ()),

@@ -1,24 +1,23 @@
-"""Interprets Hugging Face accelerate's YAML. Read at 1.15.0; what FSDP upcasts and reduces in changed between versions."""
+"""Interprets Hugging Face accelerate's YAML, and the options of `accelerate launch`, which are its settings. Read at 1.15.0; what FSDP upcasts and reduces in changed between versions."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from mpbridge.common.errors import DataError, brief, cut, nearest
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks import deepspeed_import, megatron_lm_import
+from mpbridge.interop.stacks import deepspeed, megatron_lm_import
 from mpbridge.interop.stacks.accelerate import NAME
-from mpbridge.interop.stacks.accelerate_launch import as_file
 from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
-from mpbridge.interop.stacks.known_keys import with_rest
+from mpbridge.interop.stacks.known_keys import known, with_rest
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.megatron_lm import DEFAULT_VERSION as LM_VERSION
-from mpbridge.interop.stacks.reading import Reader, raise_faults, stray
-from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER
-from mpbridge.interop.stacks.torch_import import fields_of, quant_fields
+from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as LM_VERSION
+from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults, stray
+from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, fields_of, quant_fields
 from mpbridge.precision.policy import Quant, Region
 
 WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
@@ -43,7 +42,7 @@ _READS_USE_CPU = ("NO", "MULTI_CPU")
 
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `accelerate launch`'s options: `--mixed_precision fp8 --use_fsdp ...`."""
-    data, strays, assumed = as_file(words, NAME)
+    data, strays, assumed = _as_file(words)
     found = read_data(data, version=version)
     unknown = (*(stray(word, ()) for word in strays), *found.unknown)
     return dataclasses.replace(found, unknown=unknown, assumed=(*assumed, *found.assumed))
@@ -205,7 +204,7 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     base = "bf16" if word == "fp8" else word  # fp8 converts the linears of a BF16 model
     data |= {base: {"enabled": True}} if base in ("bf16", "fp16") else {}
-    inner = deepspeed_import.read_data(data, version="0.19")
+    inner = deepspeed.read_data(data, version="0.19")
     if word == "fp8":
         cannot = list(inner.cannot_express)
         quant = quantized(read, cannot)
@@ -240,3 +239,51 @@ def _megatron(read: Reader, word: str, version: str, assumed: list[str]) -> Impo
             ),
         )
     return with_rest(dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed)), read)
+
+
+_TYPES: Mapping[str, str] = {
+    "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "multi_gpu": "MULTI_GPU",
+}  # fmt: skip
+"""Option -> distributed_type, in the order in which the launcher asks for them."""
+_SECTIONS = ("fsdp_config", "deepspeed_config", "megatron_lm_config")
+
+
+def launch_options(program: Sequence[str], words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher's own options in a command, and notes on the arguments of the script that it starts."""
+    names = [PurePath(word).name for word in program]
+    at = next((at for at, name in enumerate(names) if name in ("launch", "accelerate.commands.launch")), -1)
+    own = [word.partition("=")[0] for word in words if word.startswith("--")]
+    shown = ", ".join(cut(name) for name in own[:6]) + (", ..." if len(own) > 6 else "")
+    notes = [f"{names[-1]} has options of its own, which are not read: {shown}"] if own else []
+    return [word for word in program[at + 1 : -1] if word not in ("-m", "--module")], notes
+
+
+def _as_file(words: Iterable[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """(the configuration that the options amount to, stray words, what is assumed)."""
+    given, strays = options_of(words)
+    keys, assumed = known(NAME), list[str]()
+    made: dict[str, Any] = {}
+    for option, value in given.items():
+        section = next((one for one in _SECTIONS if option in keys[one]), None)
+        if option in _TYPES:
+            if str(value).lower() != "false":
+                made.setdefault("distributed_type", _TYPES[option])
+        elif option == "config_file":
+            assumed.append(f"--config_file {cut(value)} decides what is not said here, but is not read: pass that file")
+        elif section is not None:
+            made.setdefault(section, {})[option] = value
+        elif option.startswith("dynamo_"):
+            made.setdefault("dynamo_config", {})[option] = value
+        elif option.startswith("fp8_"):
+            key = option if option == "fp8_format" else option.removeprefix("fp8_")
+            made.setdefault("fp8_config", {})[key] = _truths(value) if key == "override_linear_precision" else value
+        else:
+            made["use_cpu" if option == "cpu" else option] = value
+    return made, strays, assumed
+
+
+def _truths(value: Any) -> Any:
+    """'false,false,true' as a list."""
+    return (
+        [word.strip().lower() in ("true", "1", "yes") for word in value.split(",")] if isinstance(value, str) else value
+    )

@@ -22,6 +22,7 @@ from mpbridge.interop.stacks.meaning import (
     stored,
 )
 from mpbridge.interop.stacks.optimizers import ADAM, NOT_SAID, optimizer_named
+from mpbridge.interop.stacks.reasons import reasons
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
@@ -154,14 +155,15 @@ def engine_with(main_weights: MainWeights) -> str:
 
 
 def compared(
-    ours: Meaning, theirs: Meaning, costs: Mapping[str, str] = MappingProxyType({}), *, ignore: tuple[str, ...] = ()
+    ours: Meaning, theirs: Meaning, stack: str, more: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Line, ...]:
     """A Line for each fact that the exported meaning does not preserve. Exports are judged only here.
 
-    costs: row -> what it means for bits or bytes, or the nearest equivalent; 'modules' and 'edge layers' are rows too. ignore: rows that the stack leaves open.
+    more: row -> a reason in place of the table's (stacks.reasons).
     """
+    costs = reasons(stack, theirs) | dict(more)
     # what mpbridge leaves to the model is not a promise that another stack could break
-    ignore = (*ignore, *(name for name in OPEN if getattr(ours, name) is None))
+    ignore = [name for name in OPEN if getattr(ours, name) is None]
     found = list(_regions_lost(ours, theirs, costs))
     for row, (mine, there) in differences(ours, theirs).items():
         if row not in ("bytes", "quantization", "stored", *ignore):
@@ -173,7 +175,7 @@ def compared(
             )
             fact = STATED[row][1] if row in STATED else "autocast_enabled" if row == "autocast" else row
             found.append(Line(fidelity=_fidelity(row, ours, theirs), fact=fact, text=text))
-    if found and ours.bytes != theirs.bytes and "bytes" not in ignore:
+    if found and ours.bytes != theirs.bytes:
         worst = max((line.fidelity for line in found), key=ORDER.index)
         text = f"{ours.bytes_text} here, {theirs.bytes_text} there"
         found.append(Line(fidelity="exact" if worst == "exact" else "layout", fact="bytes per parameter", text=text))

@@ -13,7 +13,7 @@ from mpbridge.common.formats import dtype
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.meaning import Meaning, rows
-from mpbridge.interop.stacks.torch_import import fields_of, scale_fields
+from mpbridge.interop.stacks.sharded_torch import fields_of, scale_fields
 from mpbridge.precision.policy import LossScale
 from mpbridge.precision.regions import Quant, Region
 

@@ -1,18 +1,24 @@
-"""DeepSpeed: a recipe as its JSON configuration.
+"""DeepSpeed's JSON, written and read. Read at 0.19.8: runtime/config.py, runtime/engine.py, runtime/precision_config.py.
 
-Read at 0.19.8: runtime/config.py, runtime/engine.py, runtime/precision_config.py. The wire and the accumulator have separate settings.
+The wire and the accumulator have separate settings, whose defaults changed between versions.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from mpbridge.common.errors import DataError, cut
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
-from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, compared, updated_by
+from mpbridge.interop.stacks.known_keys import known, with_rest
+from mpbridge.interop.stacks.meaning import Meaning, Sharded
+from mpbridge.interop.stacks.reading import Reader, base_field, raise_faults
+from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, scale_fields
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 
 NAME = "deepspeed"
@@ -22,27 +28,13 @@ OVERFLOW = (
     "check_grad_overflow is also on for bf16: such a step is skipped, as in mpbridge; Megatron-LM's own loop stops"
 )
 """The default reaction to overflowing gradients (mpbridge's is train.faults.Nonfinite)."""
-COSTS = {
-    "quantization": "16-bit GEMMs",
-    "modules": "16-bit GEMMs",
-    "keep_fp32": "data_types.keep_in_fp32_modules keeps buffers of named modules, no parameters",
-    "autocast": "torch_autocast, with FP32 storage, instead of bf16.enabled",
-    "output": "the whole model is in one dtype",
-    "pipeline": "its pipeline engine sends what a stage returns",
-    "residual_fp32": "the whole model is in one dtype",
-    "logits": "the whole model is in one dtype",
-    "router": "its TopKGate computes in FP32 where the model uses deepspeed.moe, else the model's code decides",
-    "softmax_fp32": "the attention kernel decides",
-    "sharded": "written for ZeRO 1, whose accumulator can be FP32; imported, it becomes a recipe of the megatron-core engine",
-    "loss_scale": "only fp16 has a loss scale; its initial value is a power of two, its window and minimum are whole numbers above 0",
-}
-"""Row -> the nearest equivalent there."""
 
 
 def export(request: Request) -> Export:
     """The JSON on ZeRO 1, whose accumulator can be FP32."""
     policy = request.policy.settled()
-    theirs = _meaning(policy)
+    config = _config(policy)
+    theirs = read_data(config, version=request.version).meaning
     lines = []
     low = {policy.exp_avg, policy.exp_avg_sq} - {None, DType.FP32}
     if low and theirs.exp_avg is DType.FP32:
@@ -53,77 +45,33 @@ def export(request: Request) -> Export:
         lines.append(Line(fidelity="exact", fact="wire", text=text))
     if policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None:
         lines.append(Line(fidelity="exact", fact="non-finite gradients", text=OVERFLOW))
-    lines += compared(request.ours, theirs, COSTS)
-    piece = Fragment(name="ds_config.json", text=json.dumps(_config(policy, theirs), indent=2))
+    lines += compared(request.ours, theirs, NAME)
+    piece = Fragment(name="ds_config.json", text=json.dumps(config, indent=2))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
 
-def _own(policy: PrecisionPolicy) -> bool:
-    return (policy.main_params or DType.FP32) is policy.params and policy.params is DType.BF16
-
-
-def _autocast(policy: PrecisionPolicy) -> bool:
-    """Whether torch_autocast expresses it: FP32 parameters, cast per operation."""
-    return policy.autocast is not None and policy.params is DType.FP32 and policy.loss_scale is None
-
-
-def _meaning(policy: PrecisionPolicy) -> Meaning:
-    base, accumulator = policy.compute, policy.accumulate or policy.reduce
-    if _autocast(policy):  # gradients are reduced in the autocast dtype there, and accumulate in the parameters'
-        return Meaning(
-            storage=DType.FP32, compute=base, autocast=base, main=DType.FP32, wire=base, accumulator=DType.FP32, sharded="optimizer",
-        )  # fmt: skip
-    own = _own(policy)
-    return Meaning(
-        storage=base,
-        compute=base,
-        main=None if own else DType.FP32,
-        wire=policy.reduce,
-        accumulator=accumulator,
-        optimizer_reads=DType.FP32 if not own and accumulator is not DType.FP32 else None,
-        exp_avg=DType.BF16 if own else DType.FP32,
-        exp_avg_sq=DType.BF16 if own else DType.FP32,
-        sharded="optimizer",
-        loss_scale=_scale(policy),
-    )
-
-
-def _scale(policy: PrecisionPolicy) -> LossScale | None:
-    """The loss scale as its JSON can express it: only under FP16, an initial scale that is a power of two, a window and a minimum that are whole and above 0."""
-    scale = policy.loss_scale
-    if scale is None or policy.compute is not DType.FP16:
-        return None
-    if scale.static is not None:
-        return scale
-    return dataclasses.replace(
-        scale,
-        initial=2.0 ** round(math.log2(scale.initial)),
-        window=max(1, round(scale.window)),
-        minimum=max(1, round(scale.minimum)),
-    )
-
-
-def _config(policy: PrecisionPolicy, theirs: Meaning) -> dict[str, Any]:
+def _config(policy: PrecisionPolicy) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    if _autocast(policy):
+    if policy.autocast is not None and policy.params is DType.FP32 and policy.loss_scale is None:
         return {
             "torch_autocast": {"enabled": True, "dtype": policy.compute.value},
             "zero_optimization": {"stage": 1},
         }
     if policy.compute is DType.BF16:
         config["bf16"] = {"enabled": True}
-        if theirs.main is None:
+        if policy.main_params is policy.params is DType.BF16:
             config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     elif policy.compute is DType.FP16:
-        config["fp16"] = _fp16(theirs.loss_scale)
+        config["fp16"] = _fp16(policy.loss_scale)
     config["zero_optimization"] = {"stage": 1}
     if policy.mixed:
-        config["communication_data_type"] = theirs.wire.short
-        config["data_types"] = {"grad_accum_dtype": theirs.accumulator.short}
+        config["communication_data_type"] = policy.reduce.short
+        config["data_types"] = {"grad_accum_dtype": (policy.accumulate or policy.reduce).short}
     return config
 
 
 def _fp16(scale: LossScale | None) -> dict[str, Any]:
+    """Its section, whose initial scale is a power of two, and whose window and minimum are whole and above 0."""
     found: dict[str, Any] = {"enabled": True}
     if scale is None:
         return found
@@ -132,7 +80,197 @@ def _fp16(scale: LossScale | None) -> dict[str, Any]:
     return found | {
         "loss_scale": 0,
         "initial_scale_power": round(math.log2(scale.initial)),
-        "loss_scale_window": scale.window,
+        "loss_scale_window": max(1, round(scale.window)),
         "hysteresis": scale.hysteresis,
-        "min_loss_scale": scale.minimum,
+        "min_loss_scale": max(1, round(scale.minimum)),
     }
+
+
+_SHARDED: Mapping[int, Sharded] = {0: "nothing", 1: "optimizer", 2: "gradients", 3: "everything"}
+_INERT = ("grad_accum_dtype", "fp8", "mixed_precision", "precision", "dtype")
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """The settings' meaning on that version's engine. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
+    if not isinstance(data, Mapping):
+        raise DataError(f"a DeepSpeed configuration is a mapping, found {type(data).__name__}")
+    said = _said(Reader(data))
+    said.read.whole |= _REMOVED & data.keys()
+    raise_faults(said.read.faults, "this DeepSpeed configuration")
+    found = Imported(
+        stack=NAME, version=version, fields=_fields(said), engine=DEFAULT, meaning=_meaning(said),
+        inert=tuple(f"{key}: unknown at the top level, accepted and ignored" for key in _INERT if key in data),
+        contradicts=tuple(_contradictions(said)), cannot_express=tuple(_cannot(said)),
+        assumed=(f"DeepSpeed {version}: the wire's default differs between versions", *_assumed(said)),
+    )  # fmt: skip
+    kind, momentum = (said.read.at(f"optimizer.{name}") for name in ("type", "params.momentum"))
+    found = updated_by(found, kind, "optimizer.type", momentum=momentum)
+    return with_rest(found, said.read)
+
+
+_REMOVED = frozenset({
+    "amp", "compression_training", "quantize_training", "eigenvalue", "sparse_gradients", "sparse_attention", "elasticity", "graph_harvesting",
+    "curriculum_learning", "progressive_layer_drop", "nebula",
+})  # fmt: skip
+"""Sections of earlier versions that its configuration refuses by name (runtime/config.py)."""
+
+
+def _assumed(said: _DeepSpeedSettings) -> Iterator[str]:
+    if said.bf16 and said.read.at("bf16.check_grad_overflow") is None:
+        yield f"non-finite gradients: {OVERFLOW}"
+
+
+_COMPRESSED = {
+    "zero_quantized_weights": "parameters are gathered in blockwise 8 bits",
+    "zero_quantized_nontrainable_weights": "frozen parameters are stored and gathered in 8 bits",
+    "zero_quantized_gradients": "gradients are reduced in blockwise 4 bits, regardless of the wire shown",
+}
+"""ZeRO++: what it quantizes in communication."""
+_SENT = ("fp32", "fp16", "bf16")
+"""Values that communication_data_type accepts."""
+
+
+def _wire(read: Reader, base: DType) -> DType:
+    """communication_data_type; the model's dtype if it is unset or DeepSpeed refuses it, which `_contradictions` reports."""
+    word = str(read.at("communication_data_type", "")).lower()
+    found = read.dtype("communication_data_type", base) or base
+    return found if word in _SENT or found.short in _SENT else base
+
+
+def _stage(read: Reader) -> int:
+    """ZeRO's stage, 0 to 3; records a fault for another value."""
+    given = read.number("zero_optimization.stage", 0)
+    if given not in _SHARDED:
+        read.faults.append(f"zero_optimization.stage={given:g}: expected 0, 1, 2 or 3")
+    return int(given)
+
+
+def _cannot(said: _DeepSpeedSettings) -> Iterator[str]:
+    """What mpbridge has no setting for: autocast's wire by module, and applying a non-finite step."""
+    safe = said.read.at("torch_autocast.lower_precision_safe_modules")
+    if said.autocast is not None and safe is not None:
+        some = ", ".join(map(str, safe)) if isinstance(safe, list) else str(safe)
+        yield f"torch_autocast.lower_precision_safe_modules: only gradients of {cut(some)} are reduced in {said.autocast.short}, the others in FP32"
+    for key, text in _COMPRESSED.items():
+        if said.read.flag(f"zero_optimization.{key}"):
+            yield f"zero_optimization.{key}: {text}"
+    kind = str(said.read.at("optimizer.type", ""))
+    if kind.lower().startswith(("onebit", "zeroone")):
+        yield f"optimizer.type={cut(kind)}: after its warm-up, momenta are reduced in 1 bit; the wire shown is that of the warm-up"
+    if said.bf16 and not said.read.flag("bf16.check_grad_overflow", default=True):
+        yield "bf16.check_grad_overflow=false: a step whose gradients overflow is applied; mpbridge skips it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeepSpeedSettings:
+    """The settings about precision, with the engine's own defaults filled in."""
+
+    read: Reader
+    bf16: bool
+    fp16: bool
+    base: DType
+    """The model's dtype."""
+    autocast: DType | None
+    stage: int
+    """ZeRO's stage."""
+    wire: DType
+    accumulator: DType
+    own: bool
+    """Whether the 16-bit parameters are their own main weights."""
+    low: bool
+    """Whether moments are BF16."""
+    scale: LossScale | None
+
+
+def _said(read: Reader) -> _DeepSpeedSettings:
+    bf16, fp16 = read.flag("bf16.enabled") or read.flag("bfloat16.enabled"), read.flag("fp16.enabled")
+    base = DType.BF16 if bf16 else DType.FP16 if fp16 else DType.FP32
+    autocast = read.dtype("torch_autocast.dtype", DType.BF16) if read.flag("torch_autocast.enabled") else None
+    return _DeepSpeedSettings(
+        read=read,
+        bf16=bf16,
+        fp16=fp16,
+        base=base,
+        autocast=autocast,
+        stage=_stage(read),
+        # the engine's communication_data_type and gradient accumulation follow the model's dtype unless they are set
+        wire=_wire(read, base),
+        accumulator=read.dtype("data_types.grad_accum_dtype", base) or base,
+        own=read.flag(f"{base.short}.{base.short}_master_weights_and_grads") if bf16 or fp16 else False,
+        low=read.flag("bf16.bf16_optimizer_states"),
+        # torch_autocast uses torch's scaler regardless of the fp16 section
+        scale=TORCH_SCALER if autocast is DType.FP16 else scale_of(read, "fp16.") if fp16 else None,
+    )
+
+
+def _contradictions(said: _DeepSpeedSettings) -> Iterator[str]:
+    if said.bf16 and said.fp16:
+        yield "bf16.enabled and fp16.enabled: DeepSpeed refuses both together"
+    for section in ("bf16", "fp16"):
+        for key in said.read.section(section):
+            if key not in known(NAME)[section]:
+                yield f"{section}.{key}: DeepSpeed refuses unknown keys there"
+    for key in sorted(_REMOVED & said.read.data.keys()):
+        more = "; in earlier versions Apex AMP, which trains in FP16" if key == "amp" else ""
+        yield f"{key}: removed from DeepSpeed, which refuses it{more}"
+    asked = said.read.dtype("data_types.param_dtype")
+    if asked not in (None, said.base):
+        yield f"data_types.param_dtype={asked.short} with a model in {said.base.short}: DeepSpeed refuses it; described as {said.base.short}"
+    sent = said.read.at("communication_data_type")
+    if sent is not None and str(sent).lower() not in _SENT:
+        yield f"communication_data_type={cut(sent)}: DeepSpeed refuses it (it takes {', '.join(_SENT)}); described as {said.wire.short}"
+    if said.low and not said.own:
+        yield "bf16_optimizer_states needs bf16_master_weights_and_grads"
+    if (said.own or said.low) and said.stage < 1:
+        yield f"{said.base.short}_master_weights_and_grads needs ZeRO 1 or higher"
+    if said.autocast is not None and said.base is not DType.FP32:
+        yield f"torch_autocast with {said.base.short}.enabled: autocast is meant for FP32 parameters; these are stored in {said.base.short}"
+    if said.accumulator is DType.FP32 and said.base is not DType.FP32 and said.stage == 0:
+        yield "data_types.grad_accum_dtype=fp32 without ZeRO: DeepSpeed does not implement it"
+
+
+def _meaning(said: _DeepSpeedSettings) -> Meaning:
+    wide, moments = said.base is DType.FP32, DType.BF16 if said.low else DType.FP32
+    converted = not said.own and said.accumulator is not DType.FP32 and not wide
+    return Meaning(
+        storage=said.base,
+        compute=said.autocast or said.base,
+        autocast=said.autocast,
+        # ZeRO updates a copy of every parameter, even of FP32 ones (zero/stage_1_and_2.py, stage3.py: clone)
+        main=None if said.own or (wide and said.stage < 1) else DType.FP32,
+        wire=said.autocast or said.wire,
+        accumulator=said.accumulator,
+        optimizer_reads=DType.FP32 if converted else None,
+        exp_avg=moments,
+        exp_avg_sq=moments,
+        sharded=_SHARDED.get(said.stage, "everything"),
+        loss_scale=said.scale,
+    )
+
+
+def _fields(said: _DeepSpeedSettings) -> dict[str, Any]:
+    """The nearest recipe."""
+    meaning, wide = _meaning(said), said.wire is DType.FP32
+    fields: dict[str, Any] = {**base_field(meaning.compute), "grad_reduce_in_fp32": wide}
+    if said.base is DType.FP32 and meaning.compute is not DType.FP32:
+        fields |= {"params_dtype": "fp32", "main_params_dtype": "fp32", "autocast_enabled": True}
+        fields["grad_reduce_in_fp32"] = meaning.wire is DType.FP32
+    if said.wire is not said.accumulator and said.autocast is None:
+        fields["grad_accumulation_dtype"] = said.accumulator.short
+    if said.own:
+        fields |= {"main_params_dtype": said.base.short, "grad_reduce_in_fp32": wide}
+        fields |= {"exp_avg_dtype": meaning.exp_avg.short, "exp_avg_sq_dtype": meaning.exp_avg_sq.short}
+        fields |= {} if wide else {"main_grads_dtype": said.base.short}
+    return fields if said.scale is None else fields | scale_fields(said.scale)
+
+
+def scale_of(read: Reader, under: str = "") -> LossScale:
+    """The loss scale of an fp16 section with its keys `under` a path; Lightning's DeepSpeedStrategy has the same keys and defaults."""
+    static = read.number(f"{under}loss_scale", 0)
+    return LossScale(
+        static=float(static) or None,
+        initial=2.0 ** read.number(f"{under}initial_scale_power", 16),
+        minimum=read.number(f"{under}min_loss_scale", 1),
+        window=read.number(f"{under}loss_scale_window", 1000),
+        hysteresis=int(read.number(f"{under}hysteresis", 2)),
+    )

@@ -7,14 +7,12 @@ from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compar
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
-    SCALER_COST,
     SPELL,
     filter_lines,
     regions_there,
     scaler_arguments,
     torch_meaning,
     torch_scaler,
-    with_main,
 )
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
@@ -34,18 +32,6 @@ EXPERTS = (
     "torchao converts only torch.nn.Linear, which can include the router; experts in 3-D parameters stay as they are"
 )
 """What happens to the experts of a mixture."""
-COSTS = {
-    "quantization": "torchao's rowwise or mxfp8",
-    "modules": "torchao's filter function takes the model's own names",
-    "loss_scale": SCALER_COST,
-    "keep_fp32": "pass those parameters to fully_shard(ignored_params=...): they are neither cast nor sharded",
-    "logits": "cast the output layer's result, or give that module an mp_policy of its own",
-    "router": "cast inside the router's module",
-    "residual_fp32": "the blocks' inputs are cast to param_dtype",
-    "softmax_fp32": "the attention kernel decides",
-    "pipeline": "torch.distributed.pipelining sends what a stage returns",
-    "accumulator": "the reduced gradient accumulates in the parameter's dtype",
-}
 
 
 def export(request: Request) -> Export:
@@ -64,7 +50,7 @@ def export(request: Request) -> Export:
         lines.append(
             Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only")
         )
-    lines += compared(request.ours, theirs, with_main(COSTS, theirs))
+    lines += compared(request.ours, theirs, NAME)
     piece = Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs)))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 

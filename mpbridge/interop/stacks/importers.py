@@ -10,7 +10,7 @@ from typing import Any
 
 from mpbridge.common.errors import MOST_SHOWN, BadValue, DataError, cut
 from mpbridge.common.files import text_of as read_bounded
-from mpbridge.interop.stacks.accelerate_launch import launch_options
+from mpbridge.interop.stacks.accelerate_import import launch_options
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.interop.stacks.exporters import stack_module
@@ -234,12 +234,14 @@ _PYTHON = (("megatron.bridge", "megatron-bridge"), ("torchtitan", "torchtitan"))
 
 
 def _importer(stack: str) -> Any:
+    """The module that reads a stack's files: STACK_import, or STACK itself."""
     module = stack_module(stack)
-    name = f"{module.__name__}_import"
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(f"{module.__name__}_import")
     except ModuleNotFoundError:
-        raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
+        if not hasattr(module, "read_data"):
+            raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
+    return module
 
 
 def _lm() -> Any:

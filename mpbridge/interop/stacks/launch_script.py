@@ -8,16 +8,13 @@ never taken at its default. The arguments themselves (`--args`, a log's dump, a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpbridge.common.errors import BadValue, cut
-from mpbridge.common.files import LIMITS
+from mpbridge.interop.stacks.shell_words import ASSIGNMENT, GAP, LIMIT, Command, Expansions, Value, Word
 
-_LIMIT = LIMITS["launch script"]
-_GAP = "\0"
-"""Stands in a word for what only running the script would tell."""
 _OPTIONS = "\0\0"
 """Stands for options of which only running tells whether they are given: no option's value."""
 _NESTED = "its expansions are nested too deeply"
@@ -27,11 +24,6 @@ _GOES_ON = frozenset({"then", "do", "else", "elif", "!", "time"})
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _HARMLESS = frozenset({"cd", "mkdir", "echo", "set", "pushd", "popd", "module", "ulimit", "true", ":", *_DECLARES})
 """Commands whose success nobody doubts: what follows them behind && is read."""
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_UNQUOTED = re.compile(r"[^'\"$]*")
-_BRACES = re.compile(r"\{[^{}]*\}")
-_OPERATOR = re.compile(r"\n|;;&?|;&|&&|\|\||\|&|[;&|()]")
-_REDIRECTION = re.compile(r"\d*(<<<|<<-?|&>>?|>>|[<>]&|>\||[<>])")
 
 
 @dataclass
@@ -46,29 +38,13 @@ class LaunchScript:
     """What was not followed, and what was assumed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """A word as written: quoted parts are (text, True)."""
-
-    text: str
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    words: tuple[str, ...] = ("",)
-    array: bool = False
-    notes: tuple[str, ...] = ()
-    """What its content depends on that is not followed."""
-
-
 def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> LaunchScript:
     """The arguments in a launch script. Raises BadValue for text that is not a script.
 
     env: values of external variables; '1', '2', ... are the script's arguments. path: the script's, for $0.
     """
-    if len(text) > _LIMIT.size or "\0" in text:
-        raise BadValue(f"this is not a launch script: it exceeds {_LIMIT.size:,} characters or contains NUL bytes")
+    if len(text) > LIMIT.size or "\0" in text:
+        raise BadValue(f"this is not a launch script: it exceeds {LIMIT.size:,} characters or contains NUL bytes")
     script = _Script(env, path)
     script.follow(text.replace("\r\n", "\n"))
     program, words, notes = script.chosen()
@@ -107,15 +83,6 @@ def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
     )
 
 
-@dataclass
-class _Command:
-    words: list[_Word] = field(default_factory=list)
-    before: str = ""
-    """The operator in front of it."""
-    after: str = ""
-    line: int = 1
-
-
 class _Blocks:
     """The branches, loops, functions and groups around a command."""
 
@@ -123,7 +90,7 @@ class _Blocks:
         self.open: list[tuple[str, int]] = []
         self.function = False
 
-    def enter(self, command: _Command) -> list[_Word]:
+    def enter(self, command: Command) -> list[Word]:
         """The words of a command without the keywords around it; none for what only opens or closes a block."""
         words = list(command.words)
         while words and words[0].text in (*_OPENS, *_CLOSES, *_GOES_ON, "function"):
@@ -137,7 +104,7 @@ class _Blocks:
             elif word.text in _CLOSES and self.open:
                 self.open.pop()
         if command.after == "(":
-            if words and not _ASSIGNMENT.match(words[0].text):
+            if words and not ASSIGNMENT.match(words[0].text):
                 self.function, words = True, []
             else:
                 self.open.append(("`(`", command.line))
@@ -155,42 +122,13 @@ class _Blocks:
         return f"stands in {deciding[0]} of line {deciding[1]}" if deciding else ""
 
 
-class _Script:
+class _Script(Expansions):
     def __init__(self, env: Mapping[str, str], path: Path | None) -> None:
-        self.env, self.asked = env, set[str]()
-        self.values = {name: _Value((value,)) for name, value in env.items()}
-        self.values |= {"PWD": _Value((".",)), "0": _Value((str(path) if path else "script.sh",))}
-        self.notes: list[str] = []
+        super().__init__(env, path)
         self.started: list[tuple[list[str], list[str], list[str]]] = []
         """(program, words, notes) of each command that starts a Python program."""
         self.other: list[list[str]] = []
         self.depth = 0
-        self.left = _LIMIT.steps
-        self.moved = False
-        """Whether the script changes its own arguments."""
-
-    def spend(self, words: Iterable[str], notes: int = 0) -> None:
-        """Pays for a text that is followed, or for words that are copied with so many notes. Raises BadValue once nothing is left.
-
-        Without it a line of fifty characters that evaluates itself twice has no end, and copies of variables fill the memory.
-        """
-        self.left -= notes + sum(len(word) + 1 for word in words)
-        if self.left < 0:
-            raise BadValue(f"the script's values have more than {_LIMIT.steps:,} characters once they are expanded")
-
-    # -- splitting ----------------------------------------------------------------------------------------------------------
-
-    def commands(self, text: str) -> Iterator[_Command]:
-        """The simple commands of a text. Raises BadValue for a quote or bracket that is never closed."""
-        command = _Command()
-        for kind, written, line in _tokens(text, self.notes):
-            if kind == "word":
-                command.words.append(_Word(written, line))
-                continue
-            command.after = written.strip("\n")
-            if command.words or command.after in ("(", ")"):
-                yield command
-            command = _Command(before=written, line=line + (written == "\n"))
 
     # -- following ----------------------------------------------------------------------------------------------------------
 
@@ -221,16 +159,16 @@ class _Script:
         self.depth -= 1
         self.notes += [f"{kind} of line {line} is never closed" for kind, line in blocks.open if kind != "`(`"]
 
-    def run(self, words: list[_Word], where: str, line: int) -> str:
+    def run(self, words: list[Word], where: str, line: int) -> str:
         """Follows one command. where: the reason why it may not be run; empty: it is run. Returns its name."""
         name = words[0].text
-        while words and (_ASSIGNMENT.match(words[0].text) or words[0].text in _DECLARES):
+        while words and (ASSIGNMENT.match(words[0].text) or words[0].text in _DECLARES):
             if words[0].text in _DECLARES:
                 words = [word for word in words[1:] if not word.text.startswith("-")]
-                if words and not _ASSIGNMENT.match(words[0].text):
+                if words and not ASSIGNMENT.match(words[0].text):
                     return name
                 continue
-            rest = [word for word in words if not _ASSIGNMENT.match(word.text)]
+            rest = [word for word in words if not ASSIGNMENT.match(word.text)]
             if rest and name not in _DECLARES:
                 words = rest  # variables of that command alone
                 break
@@ -242,7 +180,7 @@ class _Script:
             notes = [*notes, f"line {line}: the command {where}, which is not followed: read as if it ran"]
         if made[:1] in (["source"], ["."]):
             self.notes.append(
-                f"line {line}: `{cut(' '.join(made).replace(_GAP, '...'))}` is not read: its variables are unknown (--env NAME=...)"
+                f"line {line}: `{cut(' '.join(made).replace(GAP, '...'))}` is not read: its variables are unknown (--env NAME=...)"
             )
         elif made[:1] == ["eval"]:
             self.inner(" ".join(made[1:]), notes)
@@ -263,12 +201,12 @@ class _Script:
         self.follow(text)
         self.started[before:] = [(program, words, [*notes, *more]) for program, words, more in self.started[before:]]
 
-    def assign(self, word: _Word, where: str, line: int) -> None:
+    def assign(self, word: Word, where: str, line: int) -> None:
         """NAME=value, NAME+=value, NAME=(words)."""
-        found = _ASSIGNMENT.match(word.text)
+        found = ASSIGNMENT.match(word.text)
         assert found is not None
         name, adds, written = found[1], bool(found[2]), word.text[found.end() :]
-        old = self.values.get(name, _Value(("",)))
+        old = self.values.get(name, Value(("",)))
         array = written.startswith("(")
         if array:
             inside = [one for command in self.commands(written[1:-1]) for one in command.words]
@@ -279,10 +217,10 @@ class _Script:
         self.spend((*words, *old.words), len(notes) + len(old.notes))
         if where:
             adds = adds or bool(re.match(rf'\(?\s*"?\$\{{?{name}\b', written))
-            text = f"line {line}: {name}{'+' if adds else ''}={cut(' '.join(words).replace(_GAP, '...'))} {where}, which is not followed: not decided"
+            text = f"line {line}: {name}{'+' if adds else ''}={cut(' '.join(words).replace(GAP, '...'))} {where}, which is not followed: not decided"
             if "`(`" not in where:  # a subshell's variables end with it
-                unknown = _OPTIONS if words[:1] and words[0].startswith("-") else _GAP
-                self.values[name] = _Value(old.words if adds else (unknown,), old.array, (*old.notes, text))
+                unknown = _OPTIONS if words[:1] and words[0].startswith("-") else GAP
+                self.values[name] = Value(old.words if adds else (unknown,), old.array, (*old.notes, text))
             return
         if adds:
             words = [*old.words, *words] if array or old.array else ["".join((*old.words, *words))]
@@ -290,102 +228,7 @@ class _Script:
         given = name in self.env and not adds and name not in self.asked
         if given:
             self.notes.append(f"--env {name}={cut(self.env[name])} has no effect: the script sets {name}")
-        self.values[name] = _Value(tuple(words), array or (adds and old.array), tuple(dict.fromkeys(notes)))
-
-    # -- expanding ----------------------------------------------------------------------------------------------------------
-
-    def expanded(self, words: list[_Word]) -> tuple[list[str], list[str]]:
-        """The words that a command gets, and what they depend on."""
-        made, notes = list[str](), list[str]()
-        for word in words:
-            found, more = self.one(word.text, split=True)
-            if _has_braces(word.text):
-                found, more = [_GAP], [f"{cut(word.text)} is not expanded: not decided"]
-            made += found
-            notes += more
-        return made, list(dict.fromkeys(notes))
-
-    def one(self, text: str, *, split: bool = False, quoted: bool = False) -> tuple[list[str], list[str]]:
-        """The words of one written word. split: whether unquoted values are split at blanks. quoted: as inside double quotes."""
-        done: list[str] = []
-        notes: list[str] = []
-        current: str | None = "" if quoted else None
-        at = 0
-
-        def add(values: list[str], apart: bool) -> None:
-            nonlocal current
-            for number, value in enumerate(values):
-                if number and apart:
-                    done.append(current or "")
-                    current = value
-                else:
-                    current = (current or "") + (" " if number else "") + value
-
-        while at < len(text):
-            char = text[at]
-            end = _piece(text, at, 0, quoted=quoted)
-            piece = text[at:end]
-            if char == "\\":
-                current = (current or "") + (piece[1:] if not quoted or piece[1:] in '$`"\\' else piece)
-            elif char == "'" and not quoted:
-                current = (current or "") + piece[1:-1]
-            elif char == '"' and not quoted:
-                inside, more = self.one(piece[1:-1], quoted=True)
-                notes += more
-                add(inside, True)
-                current = "" if current is None and inside else current
-            elif char in "$`" and len(piece) > 1:
-                values, more, array = self.value(piece)
-                notes += more
-                if quoted:
-                    if array and not values and not done and text == piece:
-                        return [], notes
-                    add(values, array)
-                elif split:
-                    parts = [part for value in values for part in value.split()]
-                    lead = bool(values) and values[0][:1].isspace()
-                    if parts and current is not None and lead:
-                        done.append(current)
-                        current = None
-                    add(parts, True)
-                else:
-                    current = (current or "") + " ".join(values)
-            else:
-                current = (current or "") + piece
-            at = end
-        return (done if current is None else [*done, current]), notes
-
-    def value(self, piece: str) -> tuple[list[str], list[str], bool]:
-        """(values, what they depend on, whether they are words of their own in quotes) of `$NAME`, `${...}`, `$(...)`."""
-        if piece.startswith(("`", "$(", "$'")):
-            return [_GAP], [f"{cut(' '.join(piece.split()))} is not run: not decided"], False
-        inside = piece[2:-1] if piece.startswith("${") else piece[1:]
-        found = re.fullmatch(r"([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=+])(.*))?", inside, re.DOTALL)
-        if found is None or found[1] in "#?$!-" or (self.moved and not found[1].isidentifier()):
-            return [_GAP], [f"{cut(piece)} is not followed: not decided"], False
-        name, operator = found[1], found[3] or ""
-        held = self.values.get(name)
-        self.asked.add(name)
-        if name in "@*":
-            numbered = [self.env[n] for n in sorted(filter(str.isdecimal, self.env), key=int) if int(n)]
-            return numbered, [] if numbered else ['"$@" has no values: assumed empty (--env 1=...)'], True
-        present = held is not None and (any(held.words) or ":" not in operator)
-        if operator.endswith("+"):
-            held, present = None, not present
-        if operator and not present:
-            if (operator.endswith("+") and found[1] in self.values) or not operator.endswith("+"):
-                words, notes = self.one(found[4], quoted=True)
-                made = ["".join(words)]
-                if operator.endswith("="):
-                    self.values[name] = _Value(tuple(made), notes=tuple(notes))
-                return made, notes, False
-            return [""], [], False
-        if held is None:
-            missing = not operator
-            return [""], [f"${name} has no value: assumed empty (--env {name}=...)"] if missing else [], False
-        words = list(held.words) if not held.array or found[2] else list(held.words[:1])
-        self.spend(words, len(held.notes))
-        return words, list(held.notes), bool(found[2]) and found[2] == "[@]"
+        self.values[name] = Value(tuple(words), array or (adds and old.array), tuple(dict.fromkeys(notes)))
 
     # -- the answer ---------------------------------------------------------------------------------------------------------
 
@@ -409,7 +252,7 @@ class _Script:
             words = words if _options(words) else []
             notes = notes[not words :]
         words, undecided = _decided(words)
-        return [word.replace(_GAP, "") for word in program], words, _grouped([*notes, *undecided])
+        return [word.replace(GAP, "") for word in program], words, _grouped([*notes, *undecided])
 
     def unused(self, text: str, what: str) -> list[str]:
         """A note for each given variable that a text nowhere names."""
@@ -419,62 +262,11 @@ class _Script:
         ]
 
 
-def _tokens(text: str, notes: list[str]) -> Iterator[tuple[str, str, int]]:
-    """('word' or 'operator', as written, line): without comments, redirections and here-documents; the last is a line's end."""
-    at, line, start = 0, 1, 0
-    dropped, documents = False, list[str]()
-    while at < len(text):
-        if text.startswith("\\\n", at):
-            at, line = at + 2, line + 1
-            continue
-        if at == start and (found := _REDIRECTION.match(text, at)):
-            start = at = found.end()
-            dropped = True
-            documents += [""] if found[1] in ("<<", "<<-") else []
-            continue
-        array = text[at] == "(" and _ASSIGNMENT.fullmatch(text, start, at)
-        operator = None if array else _OPERATOR.match(text, at)
-        if not (operator or text[at] in " \t" or (text[at] in "<>" and not text[start:at].isdigit())):
-            end = text.find("\n", at) if at == start and text[at] == "#" else _piece(text, at, line, array=bool(array))
-            end = len(text) if end < 0 else end
-            start = end if at == start and text[at] == "#" else start
-            line += text.count("\n", at, end)
-            at = end
-            continue
-        written = text[start:at].replace("\\\n", "")
-        if written and documents and not documents[-1]:
-            documents[-1], dropped = written.strip("'\"\\"), False
-        elif written:
-            if not dropped:
-                yield "word", written, line
-            dropped = False
-        if operator:
-            yield "operator", operator[0], line
-        at += len(operator[0]) if operator else text[at] in " \t"
-        if operator and operator[0] == "\n":
-            line += 1
-            for name in filter(None, documents):
-                at, more = _document(text, at, name)
-                notes.append(f"line {line - 1}: a here-document is not read")
-                line += more
-            documents = []
-        start = at
-    if text[start:] and not dropped:
-        yield "word", text[start:].replace("\\\n", ""), line
-    yield "operator", "\n", line
-
-
-def _has_braces(text: str) -> bool:
-    """Whether the shell expands braces in a word, {a,b} or {1..3}, before its first quote or variable."""
-    unquoted = _UNQUOTED.match(text)
-    return any("," in found or ".." in found for found in _BRACES.findall(unquoted[0] if unquoted else ""))
-
-
 def _decided(words: list[str]) -> tuple[list[str], list[str]]:
     """Words without those that only running would tell, nor the options whose values those are; and the names of these options."""
     kept, notes = list[str](), list[str]()
     for word in words:
-        if _GAP not in word:
+        if GAP not in word:
             kept.append(word)
             continue
         if _OPTIONS in word:
@@ -488,7 +280,7 @@ def _decided(words: list[str]) -> tuple[list[str], list[str]]:
         )
         notes += (
             [f"{cut(option)}: its value is known only when the script runs: not decided"]
-            if option and _GAP not in option
+            if option and GAP not in option
             else []
         )
     return kept, notes
@@ -527,57 +319,3 @@ def _again(values: tuple[str, ...]) -> list[str]:
     """The words of values that hold options, which the shell splits again."""
     split = (value.split() if value.lstrip().startswith("-") or " --" in value else [value] for value in values)
     return [word for words in split for word in words]
-
-
-def _document(text: str, at: int, name: str) -> tuple[int, int]:
-    """(where a here-document ends, its lines)."""
-    lines = 0
-    while at < len(text):
-        end = text.find("\n", at)
-        end = len(text) if end < 0 else end
-        line, at, lines = text[at:end].strip(), end + 1, lines + 1
-        if line == name:
-            break
-    return min(at, len(text)), lines
-
-
-def _piece(text: str, at: int, line: int, *, quoted: bool = False, array: bool = False) -> int:
-    """Where the quoted part, the expansion or the plain characters that begin at `at` end. Raises BadValue for what is never closed."""
-    char, after = text[at], text[at + 1 : at + 2]
-    if char == "\\":
-        return min(at + 2, len(text))
-    if array or char == "`" or (char in "'\"" and not quoted):
-        return _closing(text, at, line)
-    if char == "$" and after and (after in "({" or (after == "'" and not quoted)):
-        return _closing(text, at + 1, line)
-    if char == "$" and after:
-        found = re.compile(r"\w+|[@*#?$!-]").match(text, at + 1)
-        return at + 1 if found is None else at + 2 if found[0][0].isdigit() else found.end()
-    found = re.compile(r"[^\s\\'\"`$;&|()<>]+" if not quoted else r"[^\\`$]+").match(text, at)
-    return at + 1 if found is None else found.end()
-
-
-def _closing(text: str, at: int, line: int) -> int:
-    """Behind the quote or bracket that closes the one at `at`. Raises BadValue where there is none."""
-    stack = [text[at]]
-    here = at + 1
-    closes = {"(": ")", "{": "}", "`": "`", '"': '"', "'": "'"}
-    while here < len(text):
-        char, top = text[here], stack[-1]
-        if top == "'":
-            stack = stack[:-1] if char == "'" else stack
-        elif char == "\\":
-            here += 1
-        elif char == closes[top]:
-            stack.pop()
-        elif (
-            char in '`"'
-            or (char == "'" and top != '"')
-            or (char in "({" and (top != '"' or text[here - 1] == "$") and (char == "(" or text[here - 1] == "$"))
-        ):
-            stack.append(char)
-        here += 1
-        if not stack:
-            return here
-    what = "a quote" if text[at] in "'\"`" else "a parenthesis"
-    raise BadValue(f"{what} opened in line {line} is never closed")

@@ -6,132 +6,92 @@ Read at 2.6.6: plugins/precision/{amp,half,fsdp}.py, strategies/fsdp.py. 'bf16-m
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
 from mpbridge.interop.stacks.data_comment import commented
-from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.sharded_torch import (
-    SCALER_COST,
-    SPELL,
-    TORCH_SCALER,
-    environment,
-    noted,
-    output_layer,
-    regions_there,
-    torch_meaning,
-    with_main,
-)
+from mpbridge.interop.stacks.lightning_import import NAME, read_data
+from mpbridge.interop.stacks.sharded_torch import SPELL, environment, noted, output_layer, torch_meaning
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.regions import Quant
+from mpbridge.precision.regions import Quant, Region
 
-NAME = "lightning"
 VERSIONS = {"2.6": "2.6.6"}
 DEFAULT_VERSION = "2.6"
 SCALINGS = {"delayed": "TransformerEnginePrecision"}
 EXPERTS = "only torch.nn.Linear is replaced, which can include the router; experts in 3-D parameters stay as they are"
 """What happens to the experts of a mixture."""
-COSTS = {
-    "quantization": "TransformerEnginePrecision with DelayedScaling",
-    "modules": "TransformerEnginePrecision(replace_layers=False) on a model whose linears are Transformer Engine's where you want them",
-    "edge layers": "TransformerEnginePrecision(replace_layers=False) on a model whose other layers are Transformer Engine's",
-    "autocast": "norms, softmax and loss run in FP32, in more memory",
-    "loss_scale": f"FSDPPrecision accepts no custom scaler, and the FP8 plugin has none; {SCALER_COST}",
-    "keep_fp32": "one dtype for every parameter",
-    "logits": "the model's code decides",
-    "router": "the model's code decides",
-    "residual_fp32": "FSDP casts each module's parameters and inputs; without it a module has a single dtype",
-    "softmax_fp32": "the attention kernel decides",
-    "output": "the module returns what it computed",
-    "pipeline": "it has no pipeline",
-    "wire": "torch DDP reduces in the parameter's dtype",
-    "accumulator": "gradients accumulate in the parameter's dtype",
+_CLASSES = {
+    "TransformerEnginePrecision": "lightning.pytorch.plugins.precision",
+    "FSDPStrategy": "lightning.pytorch.strategies",
+    "MixedPrecision": "torch.distributed.fsdp",
 }
-"""Row -> what a difference costs, or the nearest equivalent there."""
+"""Class -> the module that it is imported from."""
 
 
 def export(request: Request) -> Export:
     """Python that creates the Trainer."""
     policy = request.policy
-    theirs = _meaning(policy)
+    said = _trainer(policy)
+    theirs = read_data({"trainer": said}, version=request.version).meaning
+    if "plugins" in said and policy.quant is not None:  # options that only the environment tells
+        theirs = dataclasses.replace(theirs, regions=(Region(quant=dataclasses.replace(policy.quant, stored=False)),))
     quant = theirs.regions[-1].quant
     lines = [*output_layer(quant, "the plugin")]
     theirs = noted(theirs, lines)
-    lines += compared(request.ours, theirs, with_main(COSTS, theirs))
+    lines += compared(request.ours, theirs, NAME)
     pieces = (
-        Fragment(name="python", text=commented(NAME, theirs, _python(theirs))),
+        Fragment(name="python", text=commented(NAME, theirs, _code(said))),
         *environment([quant] if quant else ()),
     )
     return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 
 
-def _meaning(policy: PrecisionPolicy) -> Meaning:
-    quant = policy.quant
-    delayed = quant is not None and quant.scaling in SCALINGS
-    words = {quant.scaling: dataclasses.replace(quant, stored=False)} if quant is not None and delayed else {}
-    # FSDP gathers parameters in the compute dtype; the FP8 plugin's data parallelism is DDP
-    theirs = torch_meaning(policy, autocast=True, regions=regions_there(policy, words))
-    if delayed:
-        # its fallback autocast is always on; torch DDP reduces gradients in the weights' dtype
-        return dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
-    if theirs.storage is not DType.FP32:
-        # "bf16-true": gradients and moments follow the module's dtype, and so does the reduction
-        return dataclasses.replace(theirs, autocast=None, wire=theirs.storage)
-    if theirs.compute is DType.FP32:
-        return dataclasses.replace(theirs, wire=DType.FP32, sharded="nothing")
-    return dataclasses.replace(theirs, loss_scale=TORCH_SCALER if theirs.compute is DType.FP16 else None)
+def _trainer(policy: PrecisionPolicy) -> dict[str, Any]:
+    """The trainer's arguments as its YAML has them. FSDP gathers parameters in the compute dtype; the FP8 plugin's data parallelism is torch's DDP."""
+    full, quant = torch_meaning(policy), policy.quant
+    storage, compute, wire = (f"torch.{SPELL[one]}" for one in (full.storage, full.compute, full.wire))
+    if quant is not None and quant.scaling in SCALINGS:
+        plugin = {"weights_dtype": storage, "fallback_compute_dtype": compute, "recipe": _recipe(quant)}
+        return {"plugins": [_object(SCALINGS[quant.scaling], plugin)]}
+    if full.compute is DType.FP32:
+        return {"precision": "32-true"}
+    base = "16" if full.compute is DType.FP16 else "bf16"
+    if full.storage is not DType.FP32:
+        return {"strategy": _object("FSDPStrategy", {}), "precision": f"{base}-true"}
+    # without this policy the precision would reduce gradients in 16 bits
+    mixed = _object("MixedPrecision", {"param_dtype": compute, "reduce_dtype": wire, "buffer_dtype": compute})
+    return {"strategy": _object("FSDPStrategy", {"mixed_precision": mixed}), "precision": f"{base}-mixed"}
 
 
-def _plugin(quant: Quant, theirs: Meaning) -> str:
-    recipe: dict[str, object] = {
-        "fp8_format": quant.format.upper(),
-        "amax_history_len": quant.amax_history,
-        "amax_compute_algo": quant.amax_algo,
-        "margin": quant.margin,
-    }
+def _object(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"class_path": f"{_CLASSES[name]}.{name}", "init_args": arguments}
+
+
+def _recipe(quant: Quant) -> dict[str, Any]:
+    recipe: dict[str, Any] = {"fp8_format": quant.format.upper(), "amax_history_len": quant.amax_history}
+    recipe |= {"amax_compute_algo": quant.amax_algo, "margin": quant.margin}
     recipe |= {} if quant.wgrad else {"override_linear_precision": (False, False, True)}
     recipe |= {} if quant.attention == "none" else {"fp8_dpa": True}
-    recipe |= {"fp8_mha": True} if quant.attention == "multi_head" else {}
-    return "\n".join(
-        [
-            "import torch",
-            "from lightning.pytorch import Trainer",
-            "from lightning.pytorch.plugins.precision import TransformerEnginePrecision",
-            "",
-            "recipe = {",
-            *(f'    "{name}": {value!r},'.replace("'", '"') for name, value in recipe.items()),
-            "}",
-            "# weights_dtype is what the optimizer updates: there are no main weights beside it",
-            "plugin = TransformerEnginePrecision(",
-            f"    weights_dtype=torch.{SPELL[theirs.storage]}, fallback_compute_dtype=torch.{SPELL[theirs.compute]}, recipe=recipe,",
-            ")",
-            "trainer = Trainer(plugins=[plugin])",
-        ]
-    )
+    return recipe | ({"fp8_mha": True} if quant.attention == "multi_head" else {})
 
 
-def _python(theirs: Meaning) -> str:
-    quant = theirs.regions[-1].quant
-    if quant is not None:
-        return _plugin(quant, theirs)
-    if theirs.compute is DType.FP32:
-        return 'from lightning.pytorch import Trainer\n\ntrainer = Trainer(precision="32-true")'
-    base = "16" if theirs.compute is DType.FP16 else "bf16"
-    lines = [
-        "import torch",
-        "from lightning.pytorch import Trainer",
-        "from lightning.pytorch.strategies import FSDPStrategy",
-    ]
-    if theirs.storage is not DType.FP32:
-        return "\n".join([*lines, "", f'trainer = Trainer(strategy=FSDPStrategy(), precision="{base}-true")'])
-    return "\n".join(
-        [
-            *lines,
-            "from torch.distributed.fsdp import MixedPrecision",
-            "",
-            "# without this policy the precision below would reduce gradients in 16 bits",
-            f"mixed = MixedPrecision(param_dtype=torch.{SPELL[theirs.compute]}, reduce_dtype=torch.{SPELL[theirs.wire]},"
-            f" buffer_dtype=torch.{SPELL[theirs.compute]})",
-            f'trainer = Trainer(strategy=FSDPStrategy(mixed_precision=mixed), precision="{base}-mixed")',
-        ]
-    )
+def _code(said: dict[str, Any]) -> str:
+    """The Python that creates a Trainer with these arguments."""
+    arguments = [f"    {name}={_text(value, 1)}," for name, value in said.items()]
+    body = ["trainer = Trainer(", *arguments, ")"]
+    used = {name: source for name, source in _CLASSES.items() if any(f"{name}(" in line for line in body)}
+    imports = [f"from {source} import {name}" for name, source in used.items()]
+    torch = ["import torch"] if used else []
+    return "\n".join([*torch, "from lightning.pytorch import Trainer", *imports, "", *body])
+
+
+def _text(value: Any, depth: int) -> str:
+    """A value as Python: a class with its arguments, a list, a mapping, a dtype or a word."""
+    if isinstance(value, list):
+        return f"[{', '.join(_text(one, depth) for one in value)}]"
+    if isinstance(value, dict) and "class_path" in value:
+        name, inner = value["class_path"].rpartition(".")[2], "    " * depth
+        lines = [f"{inner}    {key}={_text(one, depth + 1)}," for key, one in value["init_args"].items()]
+        return "\n".join([f"{name}(", *lines, f"{inner})"]) if lines else f"{name}()"
+    return value if isinstance(value, str) and value.startswith("torch.") else repr(value).replace("'", '"')

@@ -10,18 +10,17 @@ from typing import Any
 from mpbridge.common.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks import deepspeed_import
+from mpbridge.interop.stacks import deepspeed
 from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.deepspeed import DEFAULT_VERSION as DEEPSPEED
-from mpbridge.interop.stacks.deepspeed_import import scale_of
+from mpbridge.interop.stacks.deepspeed import scale_of
 from mpbridge.interop.stacks.known_keys import with_rest
-from mpbridge.interop.stacks.lightning import NAME
 from mpbridge.interop.stacks.meaning import Meaning, Sharded
 from mpbridge.interop.stacks.reading import Reader, raise_faults
-from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER
-from mpbridge.interop.stacks.torch_import import fields_of, scale_fields
+from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, fields_of, scale_fields
 from mpbridge.precision.policy import Quant, Region
 
+NAME = "lightning"
 _WORDS: Mapping[str, tuple[DType, bool]] = {
     # word -> (dtype, whether parameters are cast to it)
     "32": (DType.FP32, True), "32-true": (DType.FP32, True), "16": (DType.FP16, False), "16-mixed": (DType.FP16, False),
@@ -337,7 +336,7 @@ def _by_deepspeeds_file(said: _TrainerSettings, config: Any) -> Meaning:
     section = {DType.BF16: "bf16", DType.FP16: "fp16"}.get(said.base)
     if section is not None and section not in data:
         data[section] = {"enabled": True}
-    inner = deepspeed_import.read_data(data, version=DEEPSPEED)
+    inner = deepspeed.read_data(data, version=DEEPSPEED)
     said.contradicts += inner.contradicts
     said.cannot += inner.cannot_express
     said.undecided += inner.undecided

@@ -10,37 +10,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpbridge.common.formats import DType
-from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
-from mpbridge.interop.stacks.meaning import Meaning, of_policy
-from mpbridge.interop.stacks.megatron_modules import costs, in_core, softmax_of
+from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.interop.stacks.megatron_bridge_import import CORE, FIELDS, NAME, TARGET, read_data
+from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of
 from mpbridge.interop.stacks.sharded_torch import environment
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 
-NAME = "megatron-bridge"
 VERSIONS = {"0.6": "main, 067f987d"}
 DEFAULT_VERSION = "0.6"
-CORE = "0.20.0"
-"""The megatron-core that it belongs to."""
-TARGET = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig"
-FIELDS: dict[str, Any] = {
-    "fp32": False, "fp16": False, "bf16": False, "params_dtype": None, "pipeline_dtype": None, "autocast_dtype": None,
-    "autocast_enabled": False, "grad_reduce_in_fp32": True, "fp8": None, "fp8_recipe": "tensorwise",
-    "first_last_layers_bf16": False, "fp8_margin": 0, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent",
-    "fp8_wgrad": True, "fp8_dot_product_attention": False, "fp8_multi_head_attention": False, "fp8_param": None,
-    "fp8_param_gather": False, "fp4": None, "fp4_recipe": "nvfp4", "fp4_param": None, "fp4_param_gather": False,
-    "loss_scale": None, "initial_loss_scale": 4294967296, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 2,
-    "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0, "reuse_grad_buf_for_mxfp8_param_ag": False,
-}  # fmt: skip
-"""Its fields and their defaults; a script compares them with Bridge's source."""
-
-DIFFERS: dict[str, dict[str, Any]] = {
-    "bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
-    "nemotron_3_super_bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
-}
-"""Its values of recipes with the same name but different values in mpbridge; scripts/evidence/stacks/bridge_exports.py compares all of them."""
 
 
 def export(request: Request) -> Export:
@@ -53,8 +33,8 @@ def export(request: Request) -> Export:
     sections["ddp"] = _ddp(policy, fsdp)
     sections["model"] = _model(policy, softmax_of(request, core=CORE))
     text = yaml.safe_dump({name: values for name, values in sections.items() if values}, sort_keys=False)
-    theirs = meaning(request)
-    lines = [*_unsayable(request), *compared(request.ours, theirs, costs(request, _COSTS))]
+    theirs = _meaning(request, sections)
+    lines = [*_unsayable(request), *compared(request.ours, theirs, NAME, reasons(request))]
     return Export(
         stack=NAME,
         version=request.version,
@@ -64,39 +44,12 @@ def export(request: Request) -> Export:
     )
 
 
-_COSTS = {
-    "autocast": "autocast_enabled has no effect on megatron-core there (its name is enable_autocast)",
-    "keep_fp32": "no setting keeps parameters in FP32",
-    "modules": "model.quant_recipe is a Python object there: use the precision.yaml of --to megatron-lm with load_quantization_recipe",
-    "logits": "an argument of GPTModel that its providers do not set",
-    "accumulator": "one field sets both; only ddp.megatron_fsdp_* separate them (--engine megatron_fsdp)",
-    "output": "no field",
-    "quantization": "fp8_recipe: tensorwise",
-}
-"""Row -> what a difference costs, or the nearest equivalent there."""
-
-
-def meaning(request: Request) -> Meaning:
-    """The sections' meaning on megatron-core's engines. Facts without a field are as in Bridge, regardless of the recipe."""
-    from mpbridge.interop.stacks.megatron_lm import on_megatron
-
-    policy, wrapped = request.policy.settled(), request.main_weights == "wrapper"
+def _meaning(request: Request, sections: dict[str, Any]) -> Meaning:
+    """The sections' meaning in Bridge, with the options that only the environment tells, and the softmax that is its default too."""
+    found, policy = read_data(sections, version=request.version).meaning, request.policy
     quant = in_core(policy.quant)
-    said = dataclasses.replace(
-        policy,
-        accumulate=policy.accumulate if wrapped else None,
-        autocast=None,
-        keep_fp32=(),
-        output=policy.compute,
-        logits=None,
-        regions=(*(region for region in policy.regions[:-1] if region.ends and quant), Region(quant=quant)),
-    )
-    if not wrapped and not policy.precision_aware:
-        # its optimizers keep FP32 main weights and moments of 16-bit parameters regardless of the recipe
-        said = dataclasses.replace(said, main_params=DType.FP32, main_grads=None, exp_avg=None, exp_avg_sq=None)
-    wide = said.params is not said.compute
-    said = on_megatron(said) if wide or request.main_weights == "optimizer" else said
-    return of_policy(said, engine=DEFAULT if request.main_weights == "optimizer" else request.engine)
+    regions = (*(region for region in policy.regions[:-1] if region.ends and quant), Region(quant=quant))
+    return dataclasses.replace(found, regions=regions, softmax_fp32=policy.softmax_fp32)
 
 
 def torch_dtype(dtype: DType) -> dict[str, Any]:

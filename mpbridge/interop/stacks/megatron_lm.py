@@ -6,24 +6,20 @@ Read at d98e8a64 (core 0.20.0) against its own parser: defaults of megatron/trai
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 
 from mpbridge.common.formats import DType
-from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
-from mpbridge.interop.stacks.meaning import Meaning, of_policy
+from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.interop.stacks.megatron_lm_import import read
+from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME
+from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as DEFAULT_VERSION
+from mpbridge.interop.stacks.megatron_lm_options import VERSIONS as VERSIONS
 from mpbridge.interop.stacks.sharded_torch import environment, process_wide
-from mpbridge.precision.megatron_spec.versions import RELEASES, SINCE_017
+from mpbridge.precision.megatron_spec.versions import SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant
-
-NAME = "megatron-lm"
-VERSIONS = dict(one.megatron_lm for one in RELEASES if one.megatron_lm)
-"""Supported versions; the first belongs to the released megatron-core."""
-DEFAULT_VERSION = [*VERSIONS][-1]
-
-CORE = {one.megatron_lm[0]: one.version for one in RELEASES if one.megatron_lm}
-"""Version -> its megatron-core."""
 
 Flags = Iterator[str]
 
@@ -39,7 +35,7 @@ def export(request: Request) -> Export:
         *_scale(policy),
         *_quantization(policy),
         *(("--te-precision-config-file precision.yaml",) if megatron_modules.rules_there(request) else ()),
-        *_model(policy, softmax, said(request).logits),
+        *_model(policy, softmax, policy.logits if SINCE_017.holds(_core(request)) else None),
     ]
     words += [*_optimizer(policy, request), *_megatron_fsdp(request)]
     pieces = [Fragment(name="arguments", text=_wrapped(words))]
@@ -48,64 +44,20 @@ def export(request: Request) -> Export:
         lines += megatron_modules.notes(request)
     pieces += environment(policy.quants)
     lines += process_wide(policy.quants)
-    theirs = _meaning(request)
-    lines += compared(request.ours, theirs, megatron_modules.costs(request, _COSTS))
+    theirs = _meaning(request, words)
+    lines += compared(request.ours, theirs, NAME, megatron_modules.reasons(request))
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
-
-
-_COSTS = {
-    "main": "Megatron-LM's main weights start from the parameters rounded to 16 bits",
-    "storage": "checkpoints hold 16-bit parameters and FP32 main weights",
-    "autocast": "no flag; weights and activations are cast by the model instead",
-    "accumulator": "one flag sets both; only the three --megatron-fsdp-*-dtype flags separate them (--engine megatron_fsdp)",
-    "keep_fp32": "no flag keeps parameters in FP32",
-    "output": "no flag",
-    "pipeline": "no flag; FP32 under --fp32-residual-connection, else the parameters' dtype",
-    "logits": "the flag exists from core 0.20 on",
-    "exp_avg": "--exp-avg-dtype has an effect only with --use-precision-aware-optimizer",
-    "exp_avg_sq": "--exp-avg-sq-dtype has an effect only with --use-precision-aware-optimizer",
-    "quantization": "--fp8-recipe tensorwise",
-    "modules": "--te-precision-config-file names a scaling and a format for whole linears, of layers counted from the start; give --config for its depth",
-    "reuse_grad_buffer": "the switch has an effect only with --fp8-format",
-}
-"""Row -> what a difference costs, or the nearest equivalent there."""
 
 
 def _core(request: Request) -> str:
     return CORE[request.version]
 
 
-def _meaning(request: Request) -> Meaning:
-    """The flags' meaning in Megatron-LM: sharded FP32 main weights for all 16-bit parameters."""
-    policy = said(request)
-    if request.main_weights == "wrapper":
-        return of_policy(policy, engine=request.engine)
-    return of_policy(policy, engine=DEFAULT, sharded="optimizer" if _distributed(request) else "nothing")
-
-
-def said(request: Request) -> PrecisionPolicy:
-    """The policy that the flags express. Facts without a flag are as in Megatron-LM, regardless of the recipe."""
-    policy, new, wrapped = request.policy.settled(), SINCE_017.holds(_core(request)), _has_dtypes(request)
-    # no flag: stages send the residual stream
-    wide = DType.FP32 if policy.residual_fp32 and policy.pipeline is not policy.compute else policy.compute
-    if policy.params is not policy.compute or request.main_weights == "optimizer":
-        policy = on_megatron(policy)
-    states = policy if policy.precision_aware else dataclasses.replace(policy, exp_avg=None, exp_avg_sq=None)
-    return dataclasses.replace(
-        policy,
-        main_params=policy.main_params if wrapped or _narrow_main(policy) else DType.FP32,
-        main_grads=policy.main_grads if policy.precision_aware else None,
-        exp_avg=states.exp_avg,
-        exp_avg_sq=states.exp_avg_sq,
-        accumulate=policy.accumulate if wrapped else None,
-        autocast=None,
-        keep_fp32=(),
-        output=policy.compute,
-        pipeline=wide,
-        logits=policy.logits if new else None,
-        remainders=True,
-        regions=tuple(megatron_modules.regions_said(request, core=_core(request))),
-    )
+def _meaning(request: Request, words: list[str]) -> Meaning:
+    """The flags' meaning in Megatron-LM, with the rules of the file beside them, and the softmax of an implementation that reads its flag."""
+    found = read(shlex.split(" ".join(words)), version=request.version).meaning
+    regions = tuple(megatron_modules.regions_said(request, core=_core(request)))
+    return dataclasses.replace(found, regions=regions, softmax_fp32=request.policy.softmax_fp32)
 
 
 def _has_dtypes(request: Request) -> bool:
@@ -123,11 +75,6 @@ def _distributed(request: Request) -> bool:
     policy = request.policy
     asked = bool(policy.precision_aware or policy.stored or request.main_weights == "optimizer")
     return asked or request.ours.sharded != "nothing"
-
-
-def on_megatron(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """The policy of an FSDP2 recipe in megatron-core's layout: parameters in the compute dtype with separate main weights."""
-    return dataclasses.replace(policy, params=policy.compute, gather=None, main_params=policy.main_params or DType.FP32)
 
 
 def _base(policy: PrecisionPolicy) -> Flags:
@@ -227,7 +174,7 @@ def _unsayable(request: Request) -> Iterator[Line]:
     """Facts that no Megatron-LM flag expresses."""
     policy = request.policy
     main = policy.settled().main_params
-    if main is not None and main not in (DType.FP32, said(request).main_params):
+    if main not in (None, DType.FP32) and not _has_dtypes(request) and not _narrow_main(policy):
         yield _impossible(
             "main_params_dtype", f"--{policy.compute.short} always creates FP32 main weights; {_NEAREST[main]}"
         )

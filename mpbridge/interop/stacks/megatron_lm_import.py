@@ -17,10 +17,8 @@ from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.meaning import Sharded
-from mpbridge.interop.stacks.megatron_lm import CORE, NAME
-from mpbridge.interop.stacks.megatron_lm_defaults import in_force
-from mpbridge.interop.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, inert
-from mpbridge.interop.stacks.megatron_lm_options import options
+from mpbridge.interop.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, in_force, inert
+from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME, options
 from mpbridge.interop.stacks.reading import MOST_SUGGESTED, stray
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.versions import SINCE_017

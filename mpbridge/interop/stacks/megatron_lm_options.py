@@ -1,4 +1,4 @@
-"""The options of Megatron-LM's own parser, by version (scripts/evidence/stacks/megatron_lm.py writes the file from the parser)."""
+"""Megatron-LM's versions, and the options of its own parser by version (scripts/evidence/stacks/megatron_lm.py writes the file from the parser)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.interop.stacks.megatron_lm import DEFAULT_VERSION
+from mpbridge.precision.megatron_spec.versions import RELEASES
+
+NAME = "megatron-lm"
+VERSIONS = dict(one.megatron_lm for one in RELEASES if one.megatron_lm)
+"""Supported versions; the first belongs to the released megatron-core."""
+DEFAULT_VERSION = [*VERSIONS][-1]
+
+CORE = {one.megatron_lm[0]: one.version for one in RELEASES if one.megatron_lm}
+"""Version -> its megatron-core."""
 
 
 @functools.cache

@@ -67,13 +67,13 @@ def rules_there(request: Request) -> bool:
     return any(region not in request.unnamed for region in request.policy.module_regions)
 
 
-def costs(request: Request, usual: Mapping[str, str]) -> Mapping[str, str]:
-    """Row -> cost of a difference on a Megatron: `usual`, except for rules that name the linears of another model."""
+def reasons(request: Request) -> Mapping[str, str]:
+    """Row -> the reason on a Megatron where rules name the linears of another model."""
     if not request.unnamed:
-        return usual
+        return {}
     named = ", ".join(dict.fromkeys(region.modules for region in request.unnamed))
     text = f"{cut(named)}: names of another model, not of megatron-core's linears ({listed(*any_gpt())})"
-    return {**usual, "modules": text}
+    return {"modules": text}
 
 
 def rules_file(request: Request, *, core: str) -> str:

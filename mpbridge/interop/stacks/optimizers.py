@@ -44,7 +44,7 @@ _KNOWN: Mapping[str, Optimizer] = MappingProxyType({
     r"adafactor": Optimizer(
         name="Adafactor", exp_avg=False, exp_avg_sq=False, note="squares are kept as one row and one column of each matrix, which the bytes leave out"
     ),
-    r"(dist)?muon": Optimizer(
+    r"(dist|tensorparallel)?muon": Optimizer(
         name="Muon", exp_avg_sq=False, note="matrices keep one momentum, which is shown; embeddings, norms and biases have the moments of the optimizer beside it"
     ),
     r"adaptivemuon": Optimizer(name="adaptive Muon", note="squares are kept by element (adamuon) or by row (normuon): the former are shown"),

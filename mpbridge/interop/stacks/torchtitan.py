@@ -9,8 +9,9 @@ import dataclasses
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.sharded_torch import SPELL, regions_there, torch_meaning, with_main
+from mpbridge.interop.stacks.sharded_torch import SPELL, regions_there, torch_meaning
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 
@@ -30,20 +31,6 @@ CONVERTED = {
     "rowwise_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
 }
 """Scaling -> what its converter runs."""
-COSTS = {
-    "quantization": "Float8LinearConverter with recipe_name='rowwise'",
-    "modules": "several converters, whose fqns and filter_fqns are substrings of the model's own names",
-    "wire": "mixed_precision_reduce takes float32 only",
-    "accumulator": "the reduced gradient accumulates in the parameter's dtype",
-    "keep_fp32": "one dtype for every parameter",
-    "router": "its router computes in FP32",
-    "residual_fp32": "blocks compute in mixed_precision_param",
-    "logits": "its loss upcasts them afterwards",
-    "softmax_fp32": "the attention kernel decides",
-    "output": "as computed",
-    "pipeline": "stages send what they computed",
-    "loss_scale": "it has no loss scaler",
-}
 EXPERT_CONVERTERS = {"mxfp8": "MXFP8GroupedExpertsConverter", "rowwise": "Float8GroupedExpertsConverter"}
 """Scaling -> what quantizes the grouped GEMMs of experts likewise. It finds nothing in a dense model."""
 GATE = "router.gate"
@@ -92,8 +79,10 @@ def export(request: Request) -> Export:
     words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if theirs.regions[-1].quant is not None:
-        pieces.append(Fragment(name="config_registry.py", text=_python(policy)))
-    lines += compared(request.ours, theirs, with_main(COSTS, theirs))
+        if policy.ends is not None and theirs.regions[-1].quant.scaling in EXPERT_CONVERTERS:
+            theirs = dataclasses.replace(theirs, note=f"experts: {experts(policy)}")
+        pieces.append(Fragment(name="config_registry.py", text=commented(NAME, theirs, _python(policy))))
+    lines += compared(request.ours, theirs, NAME)
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
 
 

@@ -6,7 +6,6 @@ A config_registry function is never run: it is read as text (`read_made`), or on
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +17,7 @@ from mpbridge.interop.stacks.known_keys import unknown_of, with_rest
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, plain, without_unknown
 from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults
-from mpbridge.interop.stacks.torch_import import fields_of, left_out, quant_fields
+from mpbridge.interop.stacks.sharded_torch import fields_of, left_out, quant_fields
 from mpbridge.interop.stacks.torchtitan import EXPERT_CONVERTERS, GATE, NAME
 from mpbridge.precision.policy import Quant, Region
 
@@ -125,12 +124,11 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         if isinstance(one, Unknown)
     ]
     converted = _converted(spec)
-    quant, ends = converted.quant, converted.ends
+    quant = converted.quant
     fields, meaning = dict(found.fields), found.meaning
     if quant is not None:
-        fields |= quant_fields(quant, ends) if fields else {}
-        edges = (Region(first=ends[0], last=ends[1]),) if ends is not None else ()
-        meaning = dataclasses.replace(meaning, regions=(*edges, Region(quant=quant)))
+        fields |= quant_fields(quant) if fields else {}
+        meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
     assumed = [f"{one}: known only at run time; left at its default" for one in not_known]
     found = updated_by(found, _updater(made.attributes.get("optimizer")), "optimizer.param_groups")
     return dataclasses.replace(
@@ -161,8 +159,6 @@ class _Converted:
 
     quant: Quant | None = None
     """Of the linears."""
-    ends: tuple[int, int] | None = None
-    """The layers at the ends that they exclude."""
     gate: str = ""
     """The converter whose linears include the router of experts."""
     experts: str = ""
@@ -197,7 +193,7 @@ def _converted(spec: Any) -> _Converted:
             said = converter.attributes
             if said.get("recipe_name") == "rowwise_with_gw_hp":
                 scaling = "rowwise_gw_hp"
-            found.quant, found.ends = Quant(format=format, scaling=scaling), _ends(said)
+            found.quant = Quant(format=format, scaling=scaling)
             found.gate = word if _covers_gate(said) else ""
             found.cannot += _filters(word, said)
     _experts_apart(found)
@@ -226,27 +222,6 @@ def _experts_apart(found: _Converted) -> None:
         )
     if found.experts and found.gate:
         found.cannot.append(f"{found.gate}: the experts' router ({GATE}) is quantized too; here it never is")
-    if found.experts == linears and found.ends is not None and any(found.ends):
-        found.cannot.append(f"{EXPERT_CONVERTERS[found.experts]}: experts of the layers at the ends are quantized too")
-
-
-_SPAN = re.compile(
-    r"for i in range\((?P<first>\d+), len\(config\.model_spec\.model\.layers\) - (?P<last>\d+)\)"
-    r"|range\((?P<start>\d+)\), \*range\(len\(config\.model_spec\.model\.layers\) - (?P<end>\d+), len"
-)
-"""The layers that `export` writes into fqns, and those that it writes into filter_fqns."""
-
-
-def _ends(said: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Layers at the start and end that a converter excludes, as `export` writes them; None for any other names."""
-    covered, left = said.get("fqns"), said.get("filter_fqns")
-    texts = [covered] if not isinstance(left, list) else left if "lm_head" in left else []
-    found = [_SPAN.search(one.text) for one in texts if isinstance(one, Unknown)]
-    others = [one for one in texts if not isinstance(one, Unknown) and one not in ("lm_head", GATE)]
-    if len(found) != 1 or found[0] is None or others:
-        return None
-    first, last, start, end = found[0].groups()
-    return int(first or start or 0), int(last or end or 0)
 
 
 def _every_linear(covered: Any) -> bool:
@@ -261,8 +236,6 @@ def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
     if said.get("emulate") is True:
         found.append(f"{word}: emulate=True computes torchao's tensorwise default regardless of its recipe")
     covered, left = said.get("fqns"), said.get("filter_fqns")
-    if _ends(said) is not None:
-        return found
     if isinstance(covered, (Unknown, SourceObject)):
         found.append(
             f"{word}: a fraction of the last layers stays in BF16; set the model's depth and num_layers_at_end_in_bf16"

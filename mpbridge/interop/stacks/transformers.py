@@ -1,4 +1,4 @@
-"""Hugging Face transformers: a recipe as TrainingArguments and the model's loading dtype.
+"""Hugging Face transformers: TrainingArguments and the model's loading dtype, written, and read from a command line or saved JSON.
 
 Read at 5.23.0: training_args.py passes bf16 and fp16 to accelerate; `from_pretrained` keeps the checkpoint's dtype unless it is set.
 """
@@ -6,68 +6,181 @@ Read at 5.23.0: training_args.py passes bf16 and fp16 to accelerate; `from_pretr
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from mpbridge.common.errors import DataError, cut
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
+from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, compared, engine_with, updated_by
 from mpbridge.interop.stacks.data_comment import commented
+from mpbridge.interop.stacks.known_keys import known, with_rest
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.sharded_torch import SCALER_COST, SPELL, TORCH_SCALER, torch_meaning, with_main
-from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults, stray
+from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, fields_of, torch_meaning
 
 NAME = "transformers"
 VERSIONS = {"5.23": "5.23.0"}
 DEFAULT_VERSION = "5.23"
-COSTS = {
-    "quantization": "accelerate launch --mixed_precision fp8, which decides by its own file",
-    "modules": "accelerate's own file of FP8 settings",
-    "autocast": "norms, softmax and loss run in FP32, in more memory",
-    "loss_scale": f"no argument of it reaches the scaler; {SCALER_COST}",
-    "keep_fp32": "the model's own _keep_in_fp32_modules",
-    "logits": "its loss upcasts them afterwards",
-    "router": "the model's code decides",
-    "residual_fp32": "the model is in one dtype",
-    "softmax_fp32": "attn_implementation decides",
-    "output": "the model returns what it computed",
-    "pipeline": "it has no pipeline",
-}
-"""Row -> what a difference costs, or the nearest equivalent there."""
+_FSDP1 = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""Strategies that FSDP2 does not have."""
+_EVALUATION = ("bf16_full_eval", "fp16_full_eval")
 
 
 def export(request: Request) -> Export:
     """Python with the two deciding settings: the loading dtype and the arguments. Data parallelism is torch's DDP."""
-    policy = request.policy
-    theirs = _meaning(policy)
-    lines = compared(request.ours, theirs, with_main(COSTS, theirs))
-    piece = Fragment(name="python", text=commented(NAME, theirs, _python(theirs)))
-    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=lines)
-
-
-def _meaning(policy: PrecisionPolicy) -> Meaning:
-    full = torch_meaning(policy, autocast=True)
-    storage = full.storage
-    mixed = storage is DType.FP32 and full.compute is not DType.FP32
-    scaler = TORCH_SCALER if mixed and full.compute is DType.FP16 else None
-    return dataclasses.replace(
-        full,
-        loss_scale=scaler,
-        # under autocast the stored FP32 weights are cast per operation, so the forward pass receives FP32
-        compute=full.compute,
-        autocast=full.compute if mixed else policy.settled().autocast,
-        wire=storage,
-        accumulator=storage,
-        sharded="nothing",
-    )
-
-
-def _python(theirs: Meaning) -> str:
-    flag = "" if theirs.autocast is None else f", {theirs.autocast.short}=True"
-    return "\n".join(
+    full = torch_meaning(request.policy)
+    mixed = full.storage is DType.FP32 and full.compute is not DType.FP32
+    cast = full.compute if mixed else request.policy.settled().autocast
+    said = {"dtype": SPELL[full.storage], "optim": "adamw_torch"} | ({} if cast is None else {cast.short: True})
+    theirs = read_data(said, version=request.version).meaning
+    flag = "" if cast is None else f", {cast.short}=True"
+    code = "\n".join(
         [
             "import torch",
             "from transformers import AutoModelForCausalLM, TrainingArguments",
             "",
             "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
-            f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{SPELL[theirs.storage]})',
-            f'arguments = TrainingArguments(output_dir="out", optim="adamw_torch"{flag})',
+            f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
+            f'arguments = TrainingArguments(output_dir="out", optim="{said["optim"]}"{flag})',
         ]
+    )
+    lines = compared(request.ours, theirs, NAME)
+    piece = Fragment(name="python", text=commented(NAME, theirs, code))
+    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=lines)
+
+
+def read(words: Iterable[str], *, version: str) -> Imported:
+    """The meaning of `--bf16 --fsdp full_shard ...`; `--torch_dtype`/`--dtype` of the example scripts is the loading dtype."""
+    data, strays = options_of(words)
+    found = read_data(data, version=version)
+    return dataclasses.replace(found, unknown=(*(stray(word, _options()) for word in strays), *found.unknown))
+
+
+def _options() -> list[str]:
+    return [f"--{name}" for name in known(NAME)[""]]
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """The arguments' meaning. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
+    if not isinstance(data, Mapping):
+        raise DataError(f"TrainingArguments are a mapping, found {type(data).__name__}")
+    read_ = Reader(data)
+    contradicts: list[str] = []
+    cannot: list[str] = []
+    inert: list[str] = []
+    assumed: list[str] = []
+    bf16, fp16 = read_.flag("bf16"), read_.flag("fp16")
+    if bf16 and fp16:
+        contradicts.append("bf16 and fp16: TrainingArguments refuses both together")
+    storage = read_.dtype("dtype", read_.dtype("torch_dtype"))
+    if storage is None:
+        assumed.append(
+            "since version 5 the loading dtype is the checkpoint's ('auto'): assumed to be float32 (dtype=...)"
+        )
+        storage = DType.FP32
+    cpu = read_.flag("use_cpu")
+    if cpu and fp16:
+        inert.append("fp16: on a CPU (use_cpu) accelerate, which runs the training, silently trains in FP32")
+        fp16 = False
+    base = DType.BF16 if bf16 else DType.FP16 if fp16 else None
+    sharded = _sharded(read_, assumed)
+    if sharded and cpu:
+        contradicts.append("fsdp with use_cpu: accelerate shards only over devices; described as DDP")
+        sharded = None
+    sharded, whole = _by_strategy(read_, sharded, contradicts)
+    cannot += [] if cpu else _tf32(read_)
+    raise_faults(read_.faults, "these TrainingArguments")
+    meaning = _meaning(storage, base, sharded)
+    meaning = dataclasses.replace(meaning, sharded="nothing") if whole else meaning
+    if fp16:
+        meaning = dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
+    inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.at(name) and read_.flag(name)]
+    file = read_.at("deepspeed")
+    undecided = (f"deepspeed={cut(file)} decides: pass that file (--from deepspeed)",) if file else ()
+    fields = fields_of(meaning, cannot)
+    if fp16 and fields:
+        fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
+        cannot.append(f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    found = Imported(
+        stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded is not None else DEFAULT, meaning=meaning, inert=tuple(inert),
+        contradicts=tuple(contradicts), cannot_express=tuple(cannot), undecided=undecided, assumed=tuple(assumed),
+    )  # fmt: skip
+    return with_rest(_updated(found, read_), read_, own=" unless the script itself reads it")
+
+
+def _updated(found: Imported, read: Reader) -> Imported:
+    """`found` under the optimizer of `optim`."""
+    momentum = re.search(r"\bmomentum\s*=\s*([^,\s]+)", read.text("optim_args"))
+    return updated_by(found, read.text("optim", "adamw_torch_fused"), "optim", momentum=momentum and momentum[1])
+
+
+def _sharded(read: Reader, assumed: list[str]) -> int | None:
+    """The FSDP version, enabled by `fsdp` and named by `fsdp_config`; None: nothing is sharded."""
+    if not read.at("fsdp"):
+        return None
+    config = read.at("fsdp_config")
+    if isinstance(config, str):
+        assumed.append(
+            f"fsdp_config={cut(config)}: a file that is not read; assumed to be FSDP2, the default since version 5"
+        )
+        return 2
+    said = [read.at(f"fsdp_config.{name}") for name in ("version", "fsdp_version")]
+    if said == [None, None]:
+        read.default("fsdp_config.version", 2)
+    return 1 if "1" in map(str, said) else 2
+
+
+def _by_strategy(read: Reader, sharded: int | None, contradicts: list[str]) -> tuple[int | None, bool]:
+    """(the FSDP version, whether nothing is divided) under the strategies in `fsdp`; FSDP2 refuses those of FSDP1."""
+    given = read.at("fsdp")
+    words = given if isinstance(given, (list, tuple)) else str(given or "").split()
+    first = [word for word in (str(one).lower() for one in words) if word in _FSDP1]
+    if sharded == 2 and first:
+        contradicts.append(
+            f"fsdp={first[0]} under FSDP2: Transformers refuses it; described as FSDP1 (fsdp_config.version=1)"
+        )
+        sharded = 1
+    return sharded, sharded is not None and "no_shard" in first
+
+
+def _tf32(read: Reader) -> list[str]:
+    """A line if TF32 is switched on, by its own argument or by torch_compile."""
+    asked = read.at("tf32") is not None
+    on = asked and read.flag("tf32")
+    compiled = any([read.at("torch_compile_backend"), read.at("torch_compile_mode")])
+    compiled = compiled or (read.at("torch_compile") is not None and read.flag("torch_compile"))
+    effect = "FP32 matrix multiplications run in TF32 on CUDA (10-bit mantissas)"
+    if on:
+        return [f"tf32: {effect}"]
+    return (
+        [f"torch_compile switches TF32 on: {effect}; tf32=false keeps it off"]
+        if compiled and not asked and not read.flag("fp16")
+        else []
+    )
+
+
+def _meaning(storage: DType, base: DType | None, sharded: int | None) -> Meaning:
+    if base is None:
+        return Meaning(
+            storage=storage, compute=storage, wire=storage, accumulator=storage, exp_avg=storage, exp_avg_sq=storage,
+            sharded="nothing" if sharded is None else "everything",
+        )  # fmt: skip
+    if (
+        sharded is not None
+    ):  # accelerate upcasts the stored parameters and reduces in the 16-bit dtype; autocast stays on over FSDP1 alone
+        return Meaning(
+            storage=DType.FP32, compute=base, autocast=base if sharded == 1 else None, wire=base, accumulator=DType.FP32,
+            sharded="everything",
+        )  # fmt: skip
+    return Meaning(
+        storage=storage,
+        compute=base,
+        autocast=base,
+        wire=storage,
+        accumulator=storage,
+        exp_avg=storage,
+        exp_avg_sq=storage,
     )

@@ -17,6 +17,8 @@ ROLES = ("grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq")
 ABSENT = "none"
 """The promise that a role has no tensors."""
 
+NO_LINEARS = ("norm", "router", "conv1d")
+"""Modules of a layer with a `weight` that no quantized GEMM reads: only weights of linears are stored in a low format."""
 ALWAYS_FP32 = ("*expert_bias", "*inv_freq")
 """Buffers that megatron-core keeps in FP32 regardless of the model's dtype (router.py, rotary_pos_embedding.py)."""
 
@@ -81,8 +83,7 @@ class Promises:
     def _rests(self, parameter: str) -> DType:
         if self.kept_fp32(parameter):
             return DType.FP32
-        # only the weights of linears are stored in a low format: norms and routers of the layer are not
-        linear = is_weight(parameter) and "norm" not in parameter and "router" not in parameter
+        linear = is_weight(parameter) and not any(word in parameter for word in NO_LINEARS)
         quant = self.quant(parameter.rpartition(".")[0]) if linear and not self.emulated else None
         return DType.UINT8 if quant is not None and quant.stored else self.policy.params
 

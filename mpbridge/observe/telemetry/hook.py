@@ -15,6 +15,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.common.files import opened_to_write
 from mpbridge.common.report.console import warn
 from mpbridge.common.report.metrics import record
+from mpbridge.numerics.observation.modules import linears
 from mpbridge.numerics.operands import Operand, Side
 from mpbridge.numerics.statistics import Statistics, spread
 from mpbridge.observe.telemetry.native import Tap
@@ -22,6 +23,7 @@ from mpbridge.observe.telemetry.probe import SAMPLE, Noise, Probe, weight_rows
 from mpbridge.observe.telemetry.ranks import worst_of_all
 from mpbridge.observe.telemetry.records import FILE, OPERANDS, WORDS, headlines, kept, line
 from mpbridge.observe.telemetry.tokens import Tokens
+from mpbridge.observe.telemetry.windows import Windows
 from mpbridge.precision.regions import Gemm
 
 ELEMENTS = 1 << 14
@@ -99,7 +101,7 @@ class StatisticsHook:
                 **({} if nats is None else {"nats_per_token": round(nats, 4)}),
                 **({"notes": notes} if notes else {}),
             }
-            self._write(line(facts, tables))
+            self._write(line(facts, tables), look.windows)
         self._judge(step, result)
 
     def evaluating(self, training: Any) -> None:
@@ -146,12 +148,13 @@ class StatisticsHook:
         if why and self.on and step - self._last_alarm >= PATIENCE:
             self._alarm, self._last_alarm = why, step
 
-    def _write(self, text: str) -> None:
+    def _write(self, text: str, windows: Windows) -> None:
         if _rank() != 0 or self.folder is None or self._gone:
             return
         try:
             with opened_to_write(self.folder / FILE, append=True) as stream:
                 stream.write(text)
+            windows.write(self.folder)
         except OSError as error:
             self._gone = True
             warn(
@@ -170,6 +173,8 @@ class _Look:
     def __init__(self, engine: Any, why: str) -> None:
         self.engine, self.why, self.seconds = engine, why, 0.0
         self.noise, self.probe = Noise(), Probe()
+        self.windows = Windows(list(linears(engine.model)))
+        self.probe.sources.append(self.windows.see)
         self.statistics: Statistics | None = None
         emulation = getattr(engine, "emulation", None)
         self._emulation = emulation if hasattr(emulation, "observer") else None

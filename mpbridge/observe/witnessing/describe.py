@@ -12,6 +12,7 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.formats import DType, dtype
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.interop.stacks.meaning import LABELS, LAYOUT, Meaning, of_policy, rows
+from mpbridge.interop.stacks.optimizers import ADAM, Optimizer, optimizer_named
 from mpbridge.observe.audit.compute import ORDER
 from mpbridge.observe.audit.observe import Observed, merged
 from mpbridge.observe.witnessing.loops import Loop
@@ -105,6 +106,7 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
         optimizer_reads=None if read is accumulator else read,
         exp_avg=first or DType.FP32,
         exp_avg_sq=second or DType.FP32,
+        optimizer=_optimizer(loop),
         sharded=loop.sharded,
         loss_scale=LossScale(initial=scale) if scaled else None,
     )
@@ -121,6 +123,12 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
         unseen=unseen,
         scale=scale,
     )
+
+
+def _optimizer(loop: Loop) -> Optimizer:
+    """The optimizer whose states differ from Adam's, where the loop has one (Muon beside Adam)."""
+    known = (optimizer_named(name, momentum=True) for name in loop.updaters)
+    return next((one for one in known if not one.exp_avg_sq), ADAM)
 
 
 def _role(ranks: Sequence[Observed], role: str, also: dict[str, str], row: str) -> DType | None:

@@ -120,6 +120,11 @@ class Loop(ABC):
         rates = [float(group.get("lr", 0.0)) for inner in inner_optimizers(self.outer) for group in inner.param_groups]
         return max(rates, default=0.0)
 
+    @property
+    def updaters(self) -> tuple[str, ...]:
+        """Class names of the torch optimizers that update the weights."""
+        return tuple(dict.fromkeys(type(inner).__name__ for inner in inner_optimizers(self.optimizer)))
+
     def unobserved(self) -> Mapping[str, str]:
         """Row -> why it cannot be seen in this loop."""
         return _EMPTY

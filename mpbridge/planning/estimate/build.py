@@ -84,13 +84,8 @@ def divisible(run: RunFacts) -> None:
 
 def _layers(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
     """(layers, layers with experts) of a stage, including multi-token prediction."""
-    layers = experts = 0
-    last = run.shape.num_layers - 1
-    for chunk in chunks:
-        ids = [*chunk.layers, *([last] * run.shape.mtp_layers if chunk.mtp else [])]
-        layers += len(ids)
-        experts += sum(run.shape.is_expert_layer(min(layer, last)) for layer in ids)
-    return layers, experts
+    built = [layer for chunk in chunks for layer in chunk.built(run.shape)]
+    return len(built), sum(map(run.shape.is_expert_layer, built))
 
 
 def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
@@ -107,8 +102,7 @@ def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for chunk in parameters(run, at):
         for parameter in chunk:
-            apart = parameter.weight.expert and run.parallel.expert > 1
-            ranks = run.parallel.expert_data if apart else run.parallel.data * run.parallel.context
+            ranks = run.parallel.replicas(expert=parameter.weight.expert)
             own += parameter.weight.elements / (ranks if sharded else 1)
     return own * each
 

@@ -11,7 +11,7 @@ from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.build import divisible
-from mpbridge.planning.memory.layers import unsplit
+from mpbridge.planning.memory.layers import rank_weights, unsplit
 from mpbridge.precision.policy import PrecisionPolicy
 
 NONE: Mapping[str, Any] = MappingProxyType(
@@ -108,25 +108,11 @@ def _family(
 
 def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
     """Bytes of parameters and gradients of an average stage: a lower bound on what the fullest GPU holds."""
-    shape, sizes = run.shape, run.parallel
-    gates = 3 if shape.gated else 2
-    dense = experts = 0
-    for layer in range(shape.num_layers):
-        dense += (
-            shape.hidden_size * shape.kv_channels * (2 * shape.num_attention_heads)
-            if shape.latent_attention is None
-            else 0
-        )
-        if shape.is_expert_layer(layer):
-            experts += gates * shape.hidden_size * shape.expert_ffn_hidden_size * (shape.experts or 0)
-        else:
-            dense += gates * shape.hidden_size * shape.ffn_hidden_size
     each = policy.params.bytes / (2 if policy.stored else 1) + policy.reduce.bytes
     if "params" in run.traits.shards:
-        each /= sizes.data
-    return (
-        (dense / sizes.tensor + experts / sizes.expert / (sizes.expert_tensor or sizes.tensor)) / sizes.pipeline * each
-    )
+        each /= run.parallel.data
+    weights = sum(sum(w.elements for w in rank_weights(run, layer)) for layer in range(run.shape.num_layers))
+    return weights / run.parallel.pipeline * each
 
 
 def _powers(most: int) -> list[int]:

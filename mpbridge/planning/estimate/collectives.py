@@ -11,13 +11,12 @@ from collections.abc import Iterator
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.planning.estimate.gemms import full_layers, tokens
+from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import Collective
-from mpbridge.planning.memory.buckets import buffers
 from mpbridge.planning.memory.keeps import kept_fp32, wires
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches
-from mpbridge.planning.memory.roles import holdings, resting
+from mpbridge.planning.memory.roles import chunk_buffers, resting
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -26,7 +25,7 @@ def tensor_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chu
     ranks = run.parallel.tensor
     if ranks == 1:
         return
-    rows, hidden, wide = tokens(run), run.shape.hidden_size, policy.compute
+    rows, hidden, wide = run.tokens, run.shape.hidden_size, policy.compute
     whole = rows * hidden * wide.bytes
     gathers, reductions = _counts(run, chunks)
     if run.parallel.sequence:
@@ -35,13 +34,9 @@ def tensor_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chu
                 yield _collective(kind, "tensor", ranks, wide, size, times)
     elif reductions:
         yield _collective("all_reduce", "tensor", ranks, wide, whole, reductions)
-    heads = _heads(run, chunks)
+    heads = sum(chunk.heads(run.shape) for chunk in chunks)
     if heads:
         yield _collective("all_reduce", "tensor", ranks, DType.FP32, rows * 4, 3 * heads)
-
-
-def _heads(run: RunFacts, chunks: tuple[Chunk, ...]) -> int:
-    return sum(int(chunk.last) + (run.shape.mtp_layers if chunk.mtp else 0) for chunk in chunks)
 
 
 def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
@@ -71,17 +66,16 @@ def context_collectives(policy: PrecisionPolicy, run: RunFacts, layers: int) -> 
     if ranks == 1 or not layers:
         return
     width = 2 * shape.num_query_groups * shape.kv_channels // run.parallel.tensor
-    size = tokens(run) * width * policy.compute.bytes
+    size = run.tokens * width * policy.compute.bytes
     yield _collective("send", "context", ranks, policy.compute, size, 3 * (ranks - 1) * layers)
 
 
 def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> Iterator[Collective]:
     """Dispatch of tokens to their experts and back, forward and backward, in a micro-batch with a balanced router."""
     parallel, shape = run.parallel, run.shape
-    width = parallel.expert_tensor or parallel.tensor
-    if parallel.expert * width == 1 or not experts:
+    if parallel.expert * parallel.expert_width == 1 or not experts:
         return
-    rows = tokens(run) // parallel.tensor * shape.expert_topk
+    rows = run.tokens // parallel.tensor * shape.expert_topk
     if parallel.expert > 1:
         size = rows * shape.hidden_size * policy.compute.bytes
         yield _collective("all_to_all", "expert", parallel.expert, policy.compute, size, 4 * experts)
@@ -97,7 +91,7 @@ def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates
     if stages == 1:
         return
     virtual = run.parallel.virtual_pipeline or 1
-    rows = tokens(run) // (run.parallel.tensor if run.parallel.sequence else 1)
+    rows = run.tokens // run.parallel.sequence_width
     size = rows * run.shape.hidden_size * policy.pipeline.bytes
     first, last = at.stage == 0, at.stage == stages - 1
     onward = virtual - int(last)
@@ -113,14 +107,9 @@ def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         yield from _sharded(policy, run, at)
         return
     settled = policy.settled(dict(run.optimizer.settings))
-    kept, rests = holdings(settled, run), resting(settled, run)
     for index, chunk in enumerate(parameters(run, at)):
-        rows = []
-        for parameter in chunk:
-            at_rest, _ = rests(parameter)
-            rows.append((parameter, at_rest, kept(at_rest)["grads"].dtype))
-        for buffer in buffers(run, rows, stage=at.stage, index=index):
-            group = "expert_data" if buffer.slots[0].parameter.weight.expert and run.parallel.expert > 1 else "data"
+        for buffer in chunk_buffers(settled, run, at, chunk, index):
+            group = "expert_data" if buffer.apart else "data"
             if buffer.group == 1 or not buffer.elements:
                 continue
             size = buffer.elements * buffer.grads.bytes

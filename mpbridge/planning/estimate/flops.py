@@ -7,6 +7,7 @@ from typing import Any
 
 from mpbridge.common.facts import ModelShape
 from mpbridge.planning.memory.alike import windowed
+from mpbridge.planning.memory.layers import layer_weights
 
 
 def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
@@ -14,8 +15,7 @@ def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
 
     model: the model section, for sliding windows. Agrees with "Model TFLOP/s/GPU" of Megatron Bridge's performance summaries within 0.2 % in the median.
     """
-    _, width = _attention(shape)
-    scores = sum(width * attended(shape, model, layer) for layer in _layers(shape))
+    scores = sum(shape.attention_width * attended(shape, model, layer) for layer in _layers(shape))
     return 6 * (_weights(shape) + scores)
 
 
@@ -26,10 +26,9 @@ def whole_square_flops_per_token(shape: ModelShape) -> int:
     the "6N + 12LHQT" of PaLM (arXiv 2204.02311, appendix B). N is counted from the shape instead of the parameters: embeddings, norms and biases
     are not multiplied, the output layer is, and only the experts that a token visits are counted.
     """
-    _, width = _attention(shape)
     layers = _layers(shape)
     routers = sum(shape.hidden_size * (shape.experts or 0) for layer in layers if shape.is_expert_layer(layer))
-    return 6 * (_weights(shape) + routers + len(layers) * width * shape.seq_length)
+    return 6 * (_weights(shape) + routers + len(layers) * shape.attention_width * shape.seq_length)
 
 
 def attended(shape: ModelShape, model: Mapping[str, Any], layer: int) -> float:
@@ -48,28 +47,10 @@ def _layers(shape: ModelShape) -> list[int]:
 
 def _weights(shape: ModelShape) -> int:
     """Number of weights that a token is multiplied by, without routers."""
-    projections, _ = _attention(shape)
     heads = shape.hidden_size * shape.vocab_size * (1 + shape.mtp_layers) + shape.mtp_layers * 2 * shape.hidden_size**2
-    return heads + sum(projections + _mlp(shape, layer) for layer in _layers(shape))
-
-
-def _attention(shape: ModelShape) -> tuple[int, int]:
-    """(weights of the projections, elements of scores and values per key), over all heads."""
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
-    latent = shape.latent_attention
-    if latent is None:
-        inner = heads * shape.kv_channels
-        return hidden * (2 * inner + 2 * shape.num_query_groups * shape.kv_channels), 2 * inner
-    keys, values = latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"], latent["v_head_dim"]
-    low, narrow = latent["q_lora_rank"], latent["kv_lora_rank"]
-    query = low * (hidden + heads * keys) if low else hidden * heads * keys
-    pair = hidden * (narrow + latent["qk_pos_emb_head_dim"]) + narrow * heads * (latent["qk_head_dim"] + values)
-    return query + pair + heads * values * hidden, heads * (keys + values)
-
-
-def _mlp(shape: ModelShape, layer: int) -> int:
-    """Number of weights of one layer's MLP that a token is multiplied by."""
-    matrices = 3 if shape.gated else 2
-    if not shape.is_expert_layer(layer):
-        return matrices * shape.hidden_size * shape.ffn_hidden_size
-    return matrices * shape.hidden_size * (shape.expert_topk * shape.expert_ffn_hidden_size + shape.shared_expert_size)
+    return heads + sum(
+        weight.elements
+        for layer in _layers(shape)
+        for weight in layer_weights(shape, mixture=shape.is_expert_layer(layer), local_experts=shape.expert_topk)
+        if weight.linear
+    )

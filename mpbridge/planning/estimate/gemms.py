@@ -10,22 +10,16 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.planning.estimate.work import MatrixProduct, Pass
 from mpbridge.planning.memory.activations import recomputed_modules
 from mpbridge.planning.memory.alike import layer_kinds
-from mpbridge.planning.memory.layers import Weight, layer_weights, te_layers
+from mpbridge.planning.memory.layers import Weight, rank_weights, te_layers
 from mpbridge.planning.memory.ranks import Chunk
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 
 PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
 
 
-def tokens(run: RunFacts) -> int:
-    """Tokens per micro-batch on one context-parallel rank."""
-    return run.shape.seq_length * run.micro_batch_size // run.parallel.context
-
-
 def routed(run: RunFacts) -> int:
     """Rows that arrive at a rank's experts in one layer with a balanced router."""
-    width = run.parallel.expert_tensor or run.parallel.tensor
-    return tokens(run) * run.shape.expert_topk * width // run.parallel.tensor
+    return run.tokens * run.shape.expert_topk * run.parallel.expert_width // run.parallel.tensor
 
 
 def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) -> Iterator[MatrixProduct]:
@@ -50,13 +44,12 @@ def _beside_layers(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iter
         hidden = run.shape.hidden_size
         for index in range(run.shape.mtp_layers):
             yield from linear_gemms(
-                "mtp.eh_proj", tokens(run), hidden // run.parallel.tensor, 2 * hidden, (policy.compute.short, "")
+                "mtp.eh_proj", run.tokens, hidden // run.parallel.tensor, 2 * hidden, (policy.compute.short, "")
             )
             yield from layer_gemms(policy, run, depth - 1, f"mtp.layers.{index}.transformer_layer")
-    heads = int(chunk.last) + (run.shape.mtp_layers if chunk.mtp else 0)
-    for _ in range(heads):
+    for _ in range(chunk.heads(run.shape)):
         rows = run.shape.vocab_size // run.parallel.tensor
-        yield from linear_gemms("output_layer", tokens(run), rows, run.shape.hidden_size, (policy.compute.short, ""))
+        yield from linear_gemms("output_layer", run.tokens, rows, run.shape.hidden_size, (policy.compute.short, ""))
 
 
 def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
@@ -84,20 +77,11 @@ def layer_gemms(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str)
     shape, parallel = run.shape, run.parallel
     mixture = shape.is_expert_layer(layer)
     here = (shape.experts or 0) // parallel.expert
-    weights = layer_weights(
-        shape,
-        tensor=parallel.tensor,
-        expert_tensor=parallel.expert_tensor or parallel.tensor,
-        local_experts=here,
-        mixture=mixture,
-        shared_gate=bool(run.model.get("moe_shared_expert_gate")),
-        whole_down=te_layers(run),
-    )
     seen: set[str] = set()
-    for weight in weights:
+    for weight in rank_weights(run, layer):
         if weight.path == "mlp.router.weight":
             router = "fp32" if policy.router is not None or run.model.get("moe_router_dtype") else policy.compute.short
-            rows = tokens(run) // (parallel.tensor if parallel.sequence else 1)
+            rows = run.tokens // parallel.sequence_width
             yield from linear_gemms(weight.module, rows, shape.experts or 0, shape.hidden_size, (router, ""))
         if not weight.linear:
             continue
@@ -117,26 +101,16 @@ def _linear(
     rules = dict(zip(PASSES, policy.of_path(f"{prefix}.{weight.module}", run.shape.num_layers), strict=True))
     out, inner = weight.shape
     whole = weight.module.endswith(("linear_q_down_proj", "linear_kv_down_proj")) and te_layers(run)
-    rows = tokens(run)
+    rows = run.tokens
     if weight.expert:
         rows = routed(run) // max(1, experts)
     elif whole and run.parallel.sequence:
         rows //= run.parallel.tensor
     times = experts if weight.expert else 1
-    for gemm in linear_gemms(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert):
-        yield quantized(gemm, rules[gemm.step])
+    made = [*linear_gemms(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert)]
+    yield from (quantized(gemm, rules[gemm.step]) for gemm in made)
     if recomputed(run, weight.module, mixture=mixture):
-        again = MatrixProduct(
-            where=name,
-            m=rows,
-            n=out,
-            k=inner,
-            format=policy.compute.short,
-            step="recompute",
-            times=times,
-            grouped=weight.expert,
-        )
-        yield quantized(again, rules["forward"])
+        yield quantized(replace(made[0], step="recompute"), rules["forward"])
 
 
 def linear_gemms(

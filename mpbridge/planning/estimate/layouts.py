@@ -51,8 +51,13 @@ class Layout:
         return line(self.run)
 
 
-def line(run: RunFacts) -> str:
-    """The run's layout as settings to paste after a command."""
+def line(run: RunFacts, than: RunFacts | None = None) -> str:
+    """The run's layout as settings to paste after a command; than: only those in which it differs from this run."""
+    known = set(_settings(than)) if than is not None else set()
+    return " ".join(setting for setting in _settings(run) if setting not in known)
+
+
+def _settings(run: RunFacts) -> list[str]:
     sizes, parts = run.parallel, []
     for name, value in (
         ("tensor_model", sizes.tensor), ("pipeline_model", sizes.pipeline), ("virtual_pipeline_model", sizes.virtual_pipeline or "null"),
@@ -68,7 +73,7 @@ def line(run: RunFacts) -> str:
         parts.append(f"model.{name}={str(bool(run.model.get(name))).lower()}")
     parts += [_setting(name, run.model.get(name)) for name in NONE]
     parts.append(f"ddp.use_distributed_optimizer={str(run.optimizer.distributed).lower()}")
-    return " ".join(parts)
+    return parts
 
 
 def _setting(name: str, value: object) -> str:
@@ -85,29 +90,46 @@ def search(
     most: int = 10,
     using: Constants | None = None,
     stated: bool = False,
+    among: int | None = None,
+    below: float | None = None,
 ) -> tuple[Layout, ...]:
-    """The fastest layouts of that world size that are legal and may fit in memory, fastest first; empty if there are none.
+    """The fastest layouts of that world size that are legal and may fit in memory: those that fit before those that are tight, each
+    fastest first; empty if there are none.
 
     Every candidate that a quick memory bound does not rule out is priced; bytes and rules are then checked from the fastest on, until there are enough.
-    stated: the author set whether the optimizer is distributed, so it is not changed. Raises BadValue if fewer than one layout is requested.
+    stated: the author set whether the optimizer is distributed, so it is not changed. among: consider only that many, those with the fewest changes from
+    the run. below: only steps of fewer seconds. Raises BadValue if fewer than one layout is requested.
     """
     if most < 1:
         raise BadValue(f"{most} layouts: expected at least 1")
     priced: list[_Priced] = []
-    for members in families(policy, run, machine, stated=stated):
+    every = families(policy, run, machine, stated=stated)
+    for members in every if among is None else _closest(run, every, among):
         with contextlib.suppress(MpbridgeError):
             priced += _price(policy, _Family(policy, members), members, machine, using or constants())
-    priced.sort(key=lambda one: one.seconds)
+    priced = sorted((one for one in priced if below is None or one.seconds < below), key=lambda one: one.seconds)
     found: list[Layout] = []
     for one in priced:
-        # ties in speed are broken by bytes
-        if len(found) >= most and one.seconds > found[-1].seconds:
+        # ties in speed are broken by bytes; a layout that may run out of memory does not take the place of one that fits
+        if sum(layout.answer == "fits" for layout in found) >= most and one.seconds > found[-1].seconds:
             break
         layout = _judged(policy, one, machine)
         if layout is not None:
             found.append(layout)
-    found.sort(key=lambda one: (one.seconds, one.needed))
+    found.sort(key=lambda one: (one.answer == "tight", one.seconds, one.needed))
     return tuple(found[:most])
+
+
+def _closest(run: RunFacts, every: Iterator[tuple[RunFacts, ...]], most: int) -> list[tuple[RunFacts, ...]]:
+    """The `most` members with the fewest changes from the run, by family."""
+    ranked = sorted(
+        ((_distance(run, one), place, one) for place, members in enumerate(every) for one in members),
+        key=lambda row: row[:2],
+    )
+    found: dict[int, tuple[RunFacts, ...]] = {}
+    for _, place, one in ranked[:most]:
+        found[place] = (*found.get(place, ()), one)
+    return list(found.values())
 
 
 class _Family:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.planning.estimate.flops import attended
-from mpbridge.planning.estimate.gemms import full_layers, tokens
+from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import AttentionWork, MatrixProduct, MemoryTraffic
 from mpbridge.planning.memory.activations import attention_kernel, recomputed_modules
 from mpbridge.planning.memory.layers import parameters
@@ -21,25 +21,18 @@ from mpbridge.precision.scalings import scaling
 
 def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWork]:
     """Core attention of those chunks."""
-    shape, rows = run.shape, tokens(run)
+    shape, rows = run.shape, run.tokens
     heads = shape.num_attention_heads / run.parallel.tensor
-    latent = shape.latent_attention
-    width = (
-        2 * shape.kv_channels
-        if latent is None
-        else latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
-    )
     kernel = attention_kernel(run)
     again = "core_attn" in recomputed_modules(run)
     flops = scores = 0.0
     layers = 0
     for chunk in chunks:
         extra = full_layers(run, len(chunk.layers))
-        ids = [*chunk.layers, *([shape.num_layers - 1] * shape.mtp_layers if chunk.mtp else [])]
-        for place, layer in enumerate(ids):
+        for place, layer in enumerate(chunk.built(shape)):
             passes = 3.5 + (1 if again or place < extra else 0)
             keys = attended(shape, run.model, layer)
-            flops += passes * 2 * rows * heads * width * keys
+            flops += passes * 2 * rows * shape.attention_width / run.parallel.tensor * keys
             scores += 2 * rows * heads * keys
             layers += 1
     # unfused: the full square is computed, written, normalized and read; twice as many positions as a causal kernel visits
@@ -52,17 +45,16 @@ def traffic(
     policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...], gemms: tuple[MatrixProduct, ...], weights: float
 ) -> tuple[MemoryTraffic, ...]:
     """Every kind of traffic above zero. weights: from `weight_bytes`."""
-    shape, tensor, rows = run.shape, run.parallel.tensor, tokens(run)
+    shape, tensor, rows = run.shape, run.parallel.tensor, run.tokens
     wide = policy.compute.bytes / 2
     found: defaultdict[str, float] = defaultdict(float)
     fused = bool(run.model.get("use_transformer_engine_op_fuser"))
     for chunk in chunks:
         extra = full_layers(run, len(chunk.layers))
-        ids = [*chunk.layers, *([shape.num_layers - 1] * shape.mtp_layers if chunk.mtp else [])]
-        for place, layer in enumerate(ids):
+        for place, layer in enumerate(chunk.built(shape)):
             share = (4 / 3 if place < extra else 1) * rows / tensor * wide
             found["norms"] += share * _attention_bytes(run)
-            mixture = shape.is_expert_layer(min(layer, shape.num_layers - 1))
+            mixture = shape.is_expert_layer(layer)
             width = (
                 shape.expert_topk * shape.expert_ffn_hidden_size + shape.shared_expert_size
                 if mixture
@@ -71,8 +63,7 @@ def traffic(
             found["activation"] += share * (16 if shape.gated else 10) * width * (0.75 if fused and mixture else 1)
             if mixture:
                 found["routing"] += share * (12 * shape.expert_topk * shape.hidden_size + 8 * (shape.experts or 0))
-        heads = int(chunk.last) + (shape.mtp_layers if chunk.mtp else 0)
-        found["loss"] += heads * 12 * shape.vocab_size * rows / tensor
+        found["loss"] += chunk.heads(shape) * 12 * shape.vocab_size * rows / tensor
     found["quantization"] += quantized_bytes(gemms, run.machine.arch if run.machine is not None else None) * (
         0.6 if fused and shape.experts else 1
     )

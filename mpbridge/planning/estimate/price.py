@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import RunFacts
@@ -52,19 +52,21 @@ def micro_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, f
     bandwidth = machine.bandwidth or 1e11
     for traffic in work.traffic:
         found[f"memory:{traffic.kind}"] += traffic.bytes / bandwidth
-    for collective in work.collectives:
-        for name, seconds in _wire(run, collective, machine):
-            found[name] += seconds
-    return found
+    return _with_wires(found, run, work.collectives, machine)
 
 
 def step_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, float]:
     """Constant -> ideal seconds of what happens once per step."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for collective in work.step:
+    found = defaultdict(float, optimizer=work.optimizer / (machine.bandwidth or 1e11))
+    return _with_wires(found, run, work.step, machine)
+
+
+def _with_wires(
+    found: defaultdict[str, float], run: RunFacts, collectives: Iterable[Collective], machine: Machine
+) -> Mapping[str, float]:
+    for collective in collectives:
         for name, seconds in _wire(run, collective, machine):
             found[name] += seconds
-    found["optimizer"] = work.optimizer / (machine.bandwidth or 1e11)
     return found
 
 

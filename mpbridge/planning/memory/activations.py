@@ -68,11 +68,7 @@ _ON_HOST: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     """Estimated peak bytes on that rank."""
-    chunks = at.chunks(run)
-    last = run.shape.num_layers - 1
-    layers = [
-        layer for chunk in chunks for layer in (*chunk.layers, *([last] * run.shape.mtp_layers if chunk.mtp else ()))
-    ]
+    layers = [layer for chunk in at.chunks(run) for layer in chunk.built(run.shape)]
     kinds = layer_kinds(policy, run)
     made = {kind: _layer(policy, run, kind) for kind in {kinds[layer] for layer in layers}}
     kept = [made[kinds[layer]] for layer in layers]
@@ -126,11 +122,6 @@ def _away(run: RunFacts, layers: int) -> int:
     return min(layers, int(run.model.get("cpu_offloading_num_layers") or 0))
 
 
-def tokens(run: RunFacts) -> float:
-    """Tokens per micro-batch on one context-parallel rank."""
-    return run.shape.seq_length * run.micro_batch_size / run.parallel.context
-
-
 def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
     """Bytes of one micro-batch's activations in `layers` layers that cpu_offloading keeps on the host."""
     kinds = layer_kinds(policy, run)[:layers]
@@ -164,8 +155,8 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     # (torchao keeps the original)
     narrow = quant is not None and quant.row.hardware.library == "transformer_engine" and te_layers(run)
     low = quant.bits / 8 if quant is not None and narrow else wide
-    count, tensor = tokens(run), parallel.tensor
-    whole = count / (tensor if parallel.sequence else 1)
+    count = run.tokens
+    whole = count / parallel.sequence_width
     residual = (DType.FP32 if policy.residual_fp32 else policy.compute).bytes
     dropout = 1 if run.model.get("hidden_dropout") else 0
     entry = whole * shape.hidden_size * residual
@@ -190,7 +181,7 @@ def _mlp(run: RunFacts, count: float, width: int, low: float, wide: int) -> floa
 def _with_experts(layer: LayerBytes, run: RunFacts, count: float, low: float, wide: int) -> LayerBytes:
     """What the MLP of a mixture keeps: each token goes to top-k experts; a balanced router gives every rank an equal share."""
     shape, tensor = run.shape, run.parallel.tensor
-    width = run.parallel.expert_tensor or tensor
+    width = run.parallel.expert_width
     routed = count * shape.expert_topk * width / tensor
     return replace(
         layer,
@@ -230,7 +221,7 @@ def _head(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     if not any(chunk.last for chunk in at.chunks(run)):
         return 0.0
     model = run.model
-    rows = tokens(run) * run.shape.vocab_size / run.parallel.tensor
+    rows = run.tokens * run.shape.vocab_size / run.parallel.tensor
     narrow = (policy.logits or policy.compute).bytes
     each = narrow + 4
     if model.get("cross_entropy_loss_fusion"):

@@ -11,16 +11,27 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from mpbridge.common.facts import RunFacts
+from mpbridge.common.machines import Machine
 from mpbridge.planning.memory.buckets import bucket_size
-from mpbridge.planning.memory.lasting import gather_buffer, graph_inputs, placeholders, workspaces
 from mpbridge.planning.memory.layers import parameters
-from mpbridge.planning.memory.ranks import Coordinates
+from mpbridge.planning.memory.ranks import Coordinates, in_flight
 from mpbridge.precision.policy import PrecisionPolicy
 
 Known = Literal["exact", "measured", "estimated"]
 
 CONTEXT = 2**30
 """CUDA context, kernel code and NCCL's own buffers: what the driver allocates before torch does. An estimate, +-50 %."""
+MIB = 2**20
+TORCH_THREADS = 2
+"""Threads for which torch allocates a cuBLAS workspace: the one that runs forward passes, and autograd's."""
+TORCH_WORKSPACE = 2 * 4 * MIB + 8 * 16 * 2**10
+"""torch's cuBLAS workspace before compute capability 9.0 (ATen/cuda/CublasHandlePool.cpp: ':4096:2:16:8')."""
+TORCH_WORKSPACE_LARGE = 32 * MIB
+"""From 9.0 on; also the size that CUBLAS_WORKSPACE_CONFIG=:4096:8 requests, which deterministic kernels need. Older torch uses the small one on 10.0."""
+TE_WORKSPACE, TE_WORKSPACE_LARGE = 4 * MIB, 32 * MIB + 2**10
+"""Transformer Engine's: before 9.0, and from 9.0 on (pytorch/cpp_extensions/gemm.py get_cublas_workspace_size_bytes)."""
+TE_STREAMS, TE_OVERLAP_STREAMS = 4, 3
+"""Streams with one workspace each: for grouped GEMMs, and for GEMMs that overlap tensor-parallel communication (same file)."""
 STAGE_TENSORS = 2
 """Tensors of a model chunk that follows a stage boundary: its input, which the block keeps until the next one, and that input's gradient."""
 
@@ -75,25 +86,23 @@ def _dispatch(policy: PrecisionPolicy, run: RunFacts) -> int:
     shape, parallel = run.shape, run.parallel
     if not shape.experts or parallel.expert == 1 or run.model.get("moe_token_dispatcher_type") != "flex":
         return 0
-    tokens = shape.seq_length * run.micro_batch_size // parallel.context // parallel.tensor
-    return 2 * tokens * parallel.expert * shape.hidden_size * policy.compute.bytes
+    return 2 * (run.tokens // parallel.tensor) * parallel.expert * shape.hidden_size * policy.compute.bytes
 
 
 def _sizes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[tuple[str, int]]:
     parallel, shape, machine = run.parallel, run.shape, run.machine
-    rows = shape.seq_length * run.micro_batch_size // parallel.context
-    whole = rows * shape.hidden_size * policy.compute.bytes
-    share = whole // (parallel.tensor if parallel.sequence else 1)
+    whole = run.tokens * shape.hidden_size * policy.compute.bytes
+    share = whole // parallel.sequence_width
     if machine is not None and machine.gpu:
-        yield "workspaces", workspaces(run, machine)
-        yield "gradient placeholders", placeholders(policy, run, at)
+        yield "workspaces", _workspaces(run, machine)
+        yield "gradient placeholders", _placeholders(policy, run, at)
     yield "communication", _communication(policy, run, at)
     if run.model.get("tp_comm_overlap") and parallel.tensor > 1:
         yield "overlap buffers", 4 * whole
-    yield "gather buffer", gather_buffer(policy, run, at)
+    yield "gather buffer", _gather_buffer(policy, run, at)
     if parallel.pipeline > 1:
         yield "pipeline buffers", STAGE_TENSORS * share * sum(not chunk.first for chunk in at.chunks(run))
-    yield "CUDA graphs", graph_inputs(policy, run, at)
+    yield "CUDA graphs", _graph_inputs(policy, run, at)
 
 
 def _communication(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
@@ -113,3 +122,69 @@ def _communication(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
         total = sum(sizes.values())
         return min(total, bucket_size(run) or total) * policy.reduce.bytes
     return 0
+
+
+# --- what kernels and libraries allocate once and never free: each size comes from the source named with it ---
+def _workspaces(run: RunFacts, machine: Machine) -> int:
+    """Bytes of cuBLAS workspaces, torch's and Transformer Engine's."""
+    recent = machine.arch is not None and machine.arch >= (9, 0)
+    torch = TORCH_WORKSPACE_LARGE if recent or run.model.get("deterministic_mode") else TORCH_WORKSPACE
+    size = TORCH_THREADS * torch
+    if run.model.get("transformer_impl") == "local":
+        return size
+    streams = 1 + (TE_STREAMS if run.shape.grouped_gemm else 0)
+    if run.model.get("tp_comm_overlap") and run.parallel.tensor > 1:
+        streams += TE_OVERLAP_STREAMS
+    return size + streams * (TE_WORKSPACE_LARGE if recent else TE_WORKSPACE)
+
+
+def _placeholders(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
+    """Bytes left behind by fused gradient accumulation: per shape of a linear's weight, including the output layer's, one tensor that autograd gets as the gradient.
+
+    Transformer Engine's pytorch/module/base.py get_dummy_wgrad caches them by shape; megatron-core's tensor_parallel/layers.py calls it too.
+    """
+    if not run.model.get("gradient_accumulation_fusion") or run.model.get("transformer_impl") == "local":
+        return 0
+    chunks = parameters(run, at)
+    shapes = {p.weight.shape for chunk in chunks for p in chunk if p.weight.linear and p.layer is not None}
+    if any(chunk.last for chunk in at.chunks(run)):
+        shapes.add((run.shape.vocab_size // run.parallel.tensor, run.shape.hidden_size))
+    return sum(rows * columns for rows, columns in shapes) * policy.compute.bytes
+
+
+def _gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
+    """Bytes of megatron-core's GlobalMemoryBuffer: the largest tensor that is gathered or computed into it.
+
+    The output layer's input under sequence parallelism (tensor_parallel/layers.py), the tokens of all ranks with the all-gather dispatcher
+    (transformer/moe/token_dispatcher.py), the scores of local attention (transformer/dot_product_attention.py).
+    """
+    parallel, shape = run.parallel, run.shape
+    whole = run.tokens * shape.hidden_size * policy.compute.bytes
+    sizes = [0]
+    if parallel.sequence and parallel.tensor > 1 and any(chunk.last for chunk in at.chunks(run)):
+        sizes.append(whole)
+    if shape.experts and run.model.get("moe_token_dispatcher_type", "allgather") == "allgather":
+        ranks = parallel.expert * parallel.expert_width
+        sizes.append(whole // parallel.sequence_width * ranks if ranks > 1 else 0)
+    if run.model.get("transformer_impl") == "local":
+        sizes.append(
+            run.tokens * shape.seq_length * shape.num_attention_heads // parallel.tensor * policy.compute.bytes
+        )
+    return max(sizes)
+
+
+def _graph_inputs(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
+    """Bytes of CUDA graphs' static inputs: the hidden states and, with attention, the mask, for each layer and micro-batch in flight.
+
+    megatron-core's transformer/transformer_layer.py get_layer_static_inputs; buffers are reused once a micro-batch's backward pass is done.
+    """
+    model, shape, parallel = run.model, run.shape, run.parallel
+    if model.get("cuda_graph_impl") in (None, "none") and not model.get("enable_cuda_graph"):
+        return 0
+    rows = shape.seq_length // parallel.context
+    states = rows * run.micro_batch_size * shape.hidden_size * policy.compute.bytes
+    scope = str(model.get("cuda_graph_scope") or "attn")
+    mask = run.micro_batch_size * rows * shape.seq_length if "attn" in scope else 0
+    layers = sum(len(chunk.built(shape)) for chunk in at.chunks(run))
+    flying = in_flight(run, at.stage) if parallel.pipeline > 1 else 1.0
+    return int((states // parallel.sequence_width + mask) * layers * flying)

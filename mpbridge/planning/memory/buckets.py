@@ -40,6 +40,8 @@ class Buffer:
     grads: DType
     group: int
     """Number of ranks that share it."""
+    apart: bool
+    """Whether it holds experts that are sharded over ranks."""
     distributed: bool
     slots: tuple[Slot, ...]
     """In buffer order."""
@@ -86,12 +88,20 @@ def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, s
     size = bucket_size(run) if stage == 0 and index == 0 else None
     found = []
     for (apart, dtype, grads), members in groups.items():
-        ranks = (run.parallel.expert_data if apart else run.parallel.data * run.parallel.context) // instances
+        ranks = run.parallel.replicas(expert=apart) // instances
         slots, buckets = _place(
             members, ranks, size, distributed=distributed, bus=bool(run.ddp.get("pad_buckets_for_high_nccl_busbw"))
         )
         found.append(
-            Buffer(params=dtype, grads=grads, group=ranks, distributed=distributed, slots=slots, buckets=buckets)
+            Buffer(
+                params=dtype,
+                grads=grads,
+                group=ranks,
+                apart=apart,
+                distributed=distributed,
+                slots=slots,
+                buckets=buckets,
+            )
         )
     return found
 

@@ -105,7 +105,7 @@ class Fit:
     """Error of `needed`, in bytes."""
     available: int
     ways: tuple[str, ...] = ()
-    """Changes each of which makes it fit on its own; if there are none, those that save the most."""
+    """Settings, to paste, each of which makes it fit on its own; if there are none, those that save the most."""
 
     @property
     def ok(self) -> bool:
@@ -117,19 +117,19 @@ def memory(policy: PrecisionPolicy, run: RunFacts, *, rank: int | None = None) -
     """The bytes of one rank; rank None: of the fullest pipeline stage. Raises BadValue if layers cannot be divided as requested."""
     if rank is not None:
         return with_states(policy, run, states(policy, run, rank))
-    return max((with_states(policy, run, held) for held in stage_states(policy, run)), key=lambda one: one.total)
+    return max((with_states(policy, run, held) for held in stage_states(policy, run)), key=lambda one: one.needed)
 
 
 def fullest(policy: PrecisionPolicy, run: RunFacts, mine: Memory) -> int:
     """The fullest rank: that of `mine` if no other holds more, otherwise the first of the fullest pipeline stage. Raises BadValue if layers cannot be
     divided as requested."""
     most = memory(policy, run)
-    return mine.rank if mine.total >= most.total else most.rank
+    return mine.rank if mine.needed >= most.needed else most.rank
 
 
-def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Fit:
-    """Whether the fullest rank fits on that machine and, if not, what would make it fit."""
-    mine, available = memory(policy, run), machine.memory_bytes
+def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine, mine: Memory | None = None) -> Fit:
+    """Whether the fullest rank fits on that machine and, if not, what would make it fit. mine: `memory`, if it is known."""
+    mine, available = mine or memory(policy, run), machine.memory_bytes
     said = verdict(mine, available)
     if said == "fits":
         return Fit(answer=said, needed=mine.needed, band=mine.band, available=available)
@@ -164,9 +164,8 @@ def total_parameters(run: RunFacts) -> int:
 def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
     """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam with main weights wastes if the engine has its own."""
     at = Coordinates.of(rank, run.parallel)
-    ranks = run.parallel.data * run.parallel.context
     return 4 * sum(
-        -(-p.weight.elements // (run.parallel.expert_data if p.weight.expert and run.parallel.expert > 1 else ranks))
+        -(-p.weight.elements // run.parallel.replicas(expert=p.weight.expert))
         for chunk in parameters(run, at)
         for p in chunk
     )
@@ -218,10 +217,16 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, Pre
     # with quantized GEMMs the precision-aware optimizer failed on several releases (rule precision-aware-with-fp8)
     if not policy.precision_aware and optimizer.distributed and policy.compute is DType.BF16 and not policy.quantized:
         lower = replace(policy, precision_aware=True, main_params=DType.FP32, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
-        found.append(("use_precision_aware_optimizer with bf16 moments", lower, run))
+        fields = (
+            "use_precision_aware_optimizer=true",
+            "main_params_dtype=fp32",
+            "exp_avg_dtype=bf16",
+            "exp_avg_sq_dtype=bf16",
+        )
+        found.append((" ".join(f"mixed_precision.{field}" for field in fields), lower, run))
     if run.model.get("recompute_granularity") != "full":
         settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        words = "model." + " ".join(f"{name}={value}" for name, value in settings.items())
+        words = " ".join(f"model.{name}={value}" for name, value in settings.items())
         found.append((words, policy, replace(run, model={**run.model, **settings})))
     if run.micro_batch_size > 1:
         found.append(("train.micro_batch_size=1", policy, replace(run, micro_batch_size=1)))
@@ -239,11 +244,13 @@ def _layouts(run: RunFacts) -> list[tuple[str, Parallel]]:
     tensor, pipeline = sizes.tensor * 2, sizes.pipeline * 2
     split = (shape.num_attention_heads, shape.vocab_size, shape.ffn_hidden_size)
     if sizes.data % 2 == 0 and tensor <= 8 and not any(size % tensor for size in split):
-        words = f"tensor_model_parallel_size={tensor} with sequence_parallel=true"
+        words = f"parallel.tensor_model_parallel_size={tensor} parallel.sequence_parallel=true"
         found.append((words, replace(sizes, tensor=tensor, sequence=True)))
     if sizes.data % 2 == 0 and shape.num_layers % pipeline == 0:
-        words = f"pipeline_model_parallel_size={pipeline}"
+        words = f"parallel.pipeline_model_parallel_size={pipeline}"
         found.append((words, replace(sizes, pipeline=pipeline, virtual_pipeline=None)))
     if shape.experts and shape.experts % (sizes.expert * 2) == 0 and sizes.expert_data % 2 == 0:
-        found.append((f"expert_model_parallel_size={sizes.expert * 2}", replace(sizes, expert=sizes.expert * 2)))
+        found.append(
+            (f"parallel.expert_model_parallel_size={sizes.expert * 2}", replace(sizes, expert=sizes.expert * 2))
+        )
     return found

@@ -126,20 +126,25 @@ def _chunk(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Parameter]:
 
 
 def _layer(run: RunFacts, at: Coordinates, layer: int, prefix: str) -> list[Parameter]:
+    grouped = run.shape.grouped_gemm and te_layers(run)
+    return [Parameter(prefix + w.path, w, layer) for w in rank_weights(run, layer, at.expert, grouped=grouped)]
+
+
+def rank_weights(run: RunFacts, layer: int, expert: int = 0, *, grouped: bool = False) -> tuple[Weight, ...]:
+    """The parameters of one layer on the ranks with that index in the expert-parallel group. grouped: see `layer_weights`."""
     parallel, shape = run.parallel, run.shape
     here = (shape.experts or 0) // parallel.expert
-    weights = layer_weights(
+    return layer_weights(
         shape,
         tensor=parallel.tensor,
-        expert_tensor=parallel.expert_tensor or parallel.tensor,
+        expert_tensor=parallel.expert_width,
         local_experts=here,
-        mixture=shape.is_expert_layer(min(layer, shape.num_layers - 1)),
+        mixture=shape.is_expert_layer(layer),
         shared_gate=bool(run.model.get("moe_shared_expert_gate")),
         whole_down=te_layers(run),
-        first_expert=at.expert * here,
-        grouped=shape.grouped_gemm and te_layers(run),
+        first_expert=expert * here,
+        grouped=grouped,
     )
-    return [Parameter(prefix + weight.path, weight, layer) for weight in weights]
 
 
 def _mtp(run: RunFacts, at: Coordinates) -> list[Parameter]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.facts import Parallel, RunFacts
+from mpbridge.common.facts import ModelShape, Parallel, RunFacts
 
 _KINDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 
@@ -25,6 +25,18 @@ class Chunk:
     """Whether it has the output layer and the loss."""
     mtp: bool = False
     """Whether it has the multi-token prediction layers."""
+
+    def ahead(self, shape: ModelShape) -> int:
+        """Number of its multi-token prediction layers."""
+        return shape.mtp_layers if self.mtp else 0
+
+    def built(self, shape: ModelShape) -> tuple[int, ...]:
+        """Its layers, including those of multi-token prediction, each of which is built like the last decoder layer."""
+        return (*self.layers, *[shape.num_layers - 1] * self.ahead(shape))
+
+    def heads(self, shape: ModelShape) -> int:
+        """Number of times that its output layer is applied per micro-batch."""
+        return int(self.last) + self.ahead(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +57,12 @@ class Coordinates:
         if not 0 <= rank < parallel.world_size:
             raise BadValue(f"rank {rank} is not in a world of {parallel.world_size}")
         within = rank % (parallel.world_size // parallel.pipeline)
-        expert_tensor = parallel.expert_tensor or parallel.tensor
         return cls(
             tensor=rank % parallel.tensor,
             stage=rank // (parallel.world_size // parallel.pipeline),
-            expert=within // expert_tensor % parallel.expert,
+            expert=within // parallel.expert_width % parallel.expert,
             data=within // parallel.tensor,
-            expert_data=within // (expert_tensor * parallel.expert),
+            expert_data=within // (parallel.expert_width * parallel.expert),
         )
 
     def chunks(self, run: RunFacts) -> tuple[Chunk, ...]:
@@ -214,7 +225,6 @@ def in_flight(run: RunFacts, stage: int) -> float:
 def undivided(run: RunFacts) -> str:
     """Sizes that are no multiple of the number of ranks that they are split over, as text; empty if there are none."""
     shape, sizes = run.shape, run.parallel
-    expert_tensor = sizes.expert_tensor or sizes.tensor
     groups = shape.num_query_groups
     wrong = [
         f"{name} {size} by {by} {ranks}"
@@ -229,7 +239,7 @@ def undivided(run: RunFacts) -> str:
             ("ffn_hidden_size", shape.ffn_hidden_size, "tensor", sizes.tensor),
             ("vocab_size", shape.vocab_size, "tensor", sizes.tensor),
             ("num_moe_experts", shape.experts or 0, "expert", sizes.expert),
-            ("moe_ffn_hidden_size", shape.expert_ffn_hidden_size, "expert tensor", expert_tensor),
+            ("moe_ffn_hidden_size", shape.expert_ffn_hidden_size, "expert tensor", sizes.expert_width),
             ("moe_shared_expert_intermediate_size", shape.shared_expert_size, "tensor", sizes.tensor),
             ("seq_length", shape.seq_length, "2 x context", 2 * sizes.context if sizes.context > 1 else 1),
         )

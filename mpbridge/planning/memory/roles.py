@@ -102,30 +102,33 @@ def _in_buffers(
     policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
 ) -> Iterator[Role]:
     """megatron-core's DDP and distributed optimizer."""
-    rows, quants, of, rests = [], [], holdings(policy, run), resting(policy, run)
-    for parameter in chunk:
-        at_rest, quant = rests(parameter)
-        rows.append((parameter, at_rest, of(at_rest)["grads"].dtype))
-        if quant is not None:
-            quants.append((parameter, quant))
+    of, rests = holdings(policy, run), resting(policy, run)
     reused = policy.reuse_grad_buffer and run.realization == "native"
-    for buffer in buffers(run, rows, stage=at.stage, index=index):
+    for buffer in chunk_buffers(policy, run, at, chunk, index):
         kept = of(buffer.params)
         yield from _buffer(buffer, kept, shared=reused and buffer.params is DType.UINT8)
         owned: Iterable[tuple[Parameter, int]] = ((slot.parameter, slot.end - slot.start) for slot in buffer.slots)
         if buffer.distributed:
-            shard = at.expert_data if _apart(run, buffer) else at.data
+            shard = at.expert_data if buffer.apart else at.data
             owned = buffer.shard(shard % buffer.group)
         for parameter, size in owned:
             for name in STATES:
                 if name in kept and kept[name].view_of is None:
                     yield Role(name, parameter.name, kept[name].dtype, size, 0, kept[name].owner)
-    for parameter, quant in quants:
-        yield from (Role(*copy, 0, "transformer_engine") for copy in weight_copies(parameter, quant, run))
+    for parameter in chunk:
+        _, quant = rests(parameter)
+        if quant is not None:
+            yield from (Role(*copy, 0, "transformer_engine") for copy in weight_copies(parameter, quant, run))
 
 
-def _apart(run: RunFacts, buffer: Buffer) -> bool:
-    return run.parallel.expert > 1 and buffer.slots[0].parameter.weight.expert
+def chunk_buffers(
+    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
+) -> list[Buffer]:
+    """The contiguous buffers of the rank's index-th model chunk, under megatron-core's DDP."""
+    of, rests = holdings(policy, run), resting(policy, run)
+    at_rest = [(parameter, rests(parameter)[0]) for parameter in chunk]
+    rows = [(parameter, dtype, of(dtype)["grads"].dtype) for parameter, dtype in at_rest]
+    return buffers(run, rows, stage=at.stage, index=index)
 
 
 def _buffer(buffer: Buffer, kept: Mapping[str, Holding], *, shared: bool) -> Iterator[Role]:
@@ -163,9 +166,9 @@ def _evenly(
     policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
 ) -> Iterator[Role]:
     """Equal shares of what the sharding strategy shards; the alignment of the wrapper's buffers is ignored."""
-    ranks, of = run.parallel.data * run.parallel.context, holdings(policy, run)
+    of = holdings(policy, run)
     for parameter in chunk:
-        group = run.parallel.expert_data if parameter.weight.expert and run.parallel.expert > 1 else ranks
+        group = run.parallel.replicas(expert=parameter.weight.expert)
         size = parameter.weight.elements
         for name, held in of(dtype_at_rest(policy, run, parameter)[0]).items():
             if held.view_of is None:

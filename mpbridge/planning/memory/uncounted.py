@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mpbridge.common.facts import RunFacts
 
@@ -24,8 +25,9 @@ class Uncounted:
     """Whether parameters or optimizer states are affected."""
 
 
-def _hybrid(run: RunFacts) -> bool:
-    return bool(run.model.get("hybrid_override_pattern") or run.model.get("is_hybrid_model"))
+def hybrid(model: Mapping[str, Any]) -> bool:
+    """Whether a model section describes a hybrid with Mamba layers."""
+    return bool(model.get("hybrid_override_pattern") or model.get("is_hybrid_model"))
 
 
 def _linear_attention(run: RunFacts) -> bool:
@@ -48,7 +50,7 @@ def _no_network(run: RunFacts) -> bool:
 
 UNCOUNTED = (
     Uncounted(
-        asked=_hybrid,
+        asked=lambda run: hybrid(run.model),
         what="state-space layers (Mamba)",
         instead="counted as layers of attention and an MLP, which are larger",
         time="faster",

@@ -77,7 +77,7 @@ def _dispatcher(case: Case) -> str | None:
 
 def _flex(case: Case) -> str | None:
     sizes = case.run.parallel
-    alone = (sizes.expert_tensor or sizes.tensor) * sizes.expert <= 1
+    alone = sizes.expert_width * sizes.expert <= 1
     wrong = case.run.shape.experts and case.model("moe_token_dispatcher_type") == "flex" and alone
     return "dispatcher flex without tensor- or expert-parallel ranks" if wrong else None
 
@@ -110,7 +110,7 @@ def _capacity(case: Case) -> str | None:
 
 
 def _expert_bias(case: Case) -> str | None:
-    tensor = case.run.parallel.expert_tensor or case.run.parallel.tensor
+    tensor = case.run.parallel.expert_width
     wrong = case.run.shape.experts and case.model("add_bias_linear", True) and tensor != 1
     return f"experts with biases split over {tensor} tensor-parallel ranks" if wrong else None
 

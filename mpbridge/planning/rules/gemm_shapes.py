@@ -88,7 +88,7 @@ def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Misfit, ...]:
 
 def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[LinearShape, ...]:
     """The quantized linears, with layers of equal sizes and rules grouped; one expert represents all."""
-    shape, parallel = run.shape, run.parallel
+    shape = run.shape
     grouped: dict[tuple[str, Quant, tuple[int, ...], str | None, bool], list[int]] = {}
     for layer in range(shape.num_layers):
         for weight in _linears(run, layer):
@@ -100,8 +100,8 @@ def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[LinearShape, ...]:
             weight.module, None, shape.num_layers, f"{MTP[0].format(0)}{weight.module}"
         ).distinct:
             grouped.setdefault((f"mtp.{weight.module}", quant, weight.shape, weight.split, weight.expert), [])
-    count = shape.seq_length * run.micro_batch_size // parallel.context
-    shard = count // parallel.tensor if parallel.sequence else count
+    count = run.tokens
+    shard = count // run.parallel.sequence_width
     return tuple(
         LinearShape(
             module=module, layers=tuple(layers), quant=quant, inner=size[1], outer=size[0], split=split, shard=shard,
@@ -229,7 +229,7 @@ def _tokens_cure(tokens: int, multiple: int) -> str:
 def _size_cure(gemm: LinearShape, side: str, multiple: int, run: RunFacts) -> str:
     value = gemm.inner if side == "in" else gemm.outer
     split = (gemm.split == "row") == (side == "in")
-    tensor = (run.parallel.expert_tensor or run.parallel.tensor) if "experts" in gemm.module else run.parallel.tensor
+    tensor = run.parallel.expert_width if "experts" in gemm.module else run.parallel.tensor
     whole = f" on each of {tensor} tensor-parallel ranks, or fewer of them" if split and tensor > 1 else ""
     return f"{_field(gemm.module, side)}: {value} to {value + -value % multiple}{whole}"
 

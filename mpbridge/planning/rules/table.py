@@ -14,6 +14,7 @@ from mpbridge.planning.rules import (
     engine,
     environment,
     experts,
+    hybrid,
     model,
     optimizer,
     quant,
@@ -35,6 +36,7 @@ def rules() -> tuple[Rule, ...]:
         + optimizer.RULES
         + model.RULES
         + configs.RULES
+        + hybrid.RULES
         + experts.RULES
         + recompute.RULES
         + engine.RULES

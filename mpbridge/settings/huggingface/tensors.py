@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mpbridge.common.facts import ModelShape
-from mpbridge.planning.memory.layers import Weight, layer_weights
+from mpbridge.planning.memory.layers import Split, Weight, layer_weights
 from mpbridge.precision.globs import DECODER, MTP
 from mpbridge.settings.huggingface.families import Family
 
@@ -39,6 +39,11 @@ class Mapped:
     """Every name under which an engine looks for it; it is written under the first."""
     wide: bool = False
     """FP32 in any recipe: not a weight, but a bias that load balancing updates."""
+    linear: bool = False
+    """Whether it is the weight of a GEMM that a recipe can quantize."""
+    split: Split | None = None
+    """How tensor parallelism splits it."""
+    expert: bool = False
 
     @property
     def elements(self) -> int:
@@ -96,7 +101,17 @@ def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: i
         sizes = _sizes(shape, weight, layout)
         parts = tuple((f"model.layers.{theirs}.{n}", size) for n, size in zip(names, sizes, strict=True))
         where = tuple(_places(weight.path, stems, stack, shape.experts or 0))
-        yield Mapped(stems[0] + weight.path, weight.shape, layout, parts, where, wide=weight in bias)
+        yield Mapped(
+            stems[0] + weight.path,
+            weight.shape,
+            layout,
+            parts,
+            where,
+            weight in bias,
+            weight.linear,
+            weight.split,
+            weight.expert,
+        )
 
 
 def _ahead(family: Family, shape: ModelShape, model: Mapping[str, Any], depth: int) -> Iterator[Mapped]:
@@ -109,8 +124,11 @@ def _ahead(family: Family, shape: ModelShape, model: Mapping[str, Any], depth: i
         "final_layernorm.weight": ("shared_head.norm.weight", (hidden,)),
     }
     for ours, (theirs, size) in outside.items():
-        name = f"mtp.layers.{depth}.{ours}"
-        yield Mapped(name, size, "whole", ((f"model.layers.{layer}.{theirs}", size),), (CheckpointSlice(name),))
+        name, linear = f"mtp.layers.{depth}.{ours}", ours == "eh_proj.weight"
+        parts = ((f"model.layers.{layer}.{theirs}", size),)
+        yield Mapped(
+            name, size, "whole", parts, (CheckpointSlice(name),), linear=linear, split="column" if linear else None
+        )
     yield from _layer(family, shape, model, shape.num_layers - 1, layer)
 
 

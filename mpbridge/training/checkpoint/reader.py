@@ -15,11 +15,8 @@ from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import opened, parsed, read_json
 from mpbridge.training.checkpoint import extra_state, store
-from mpbridge.training.checkpoint.index import Index, StoredPiece, StoredTensor, read_index
-from mpbridge.training.checkpoint.plain import decoded
-
-STATE = "state.json"
-"""File with the state that is equal on all ranks: counters, schedule, the optimizer's groups, the loss scaler; encoded by `plain.encoded`."""
+from mpbridge.training.checkpoint.index import STATE, Index, StoredPiece, StoredTensor, read_index
+from mpbridge.training.checkpoint.json_codec import decoded
 
 
 class Contents:

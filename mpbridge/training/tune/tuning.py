@@ -110,7 +110,9 @@ def prepared(config: MixedPrecisionConfig) -> tuple[MixedPrecisionConfig, Precis
     policy = resolve(base)
     quant = policy.quant
     if quant is None:
-        raise Refused("the recipe quantizes nothing, so there is nothing to choose: tune one that does (mpbridge list)")
+        raise Refused(
+            "this recipe quantizes nothing, so there is nothing to choose: expected one that does, as in --recipe fp8_cs (mpbridge list)"
+        )
     if quant.row.history:
         raise Refused(
             f"{quant.row.words} updates its scales around whole blocks, so no module can differ from its block: tune a recipe with another scaling"

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.common.errors import Contradiction, Refused
-from mpbridge.planning.rules.admit import require_here
 from tests.backend.engines import tiny
 
 
@@ -85,60 +83,6 @@ def test_t2_upstreams_own_clipping_still_refuses(build: Any) -> None:
         clip_grad_by_total_norm_fp32([parameter], 1.0, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sections", "says"),
-    [
-        (
-            "full_bf16",
-            {"ddp": {"use_distributed_optimizer": True}},
-            "silently creates FP32 main weights and moments regardless",
-        ),
-        (
-            {"recipe": "full_bf16", "grad_reduce_in_fp32": True},
-            {},
-            "grad_reduce_in_fp32=true keeps FP32 gradient buffers",
-        ),
-        (
-            {"recipe": "full_bf16", "grad_reduce_in_fp32": True, "main_grads_dtype": None},
-            {},
-            "bf16 parameters as their own main copy with FP32 gradients",
-        ),
-    ],
-    ids=["distributed optimizer", "fp32 reduction", "fp32 reduction and gradients"],
-)
-def test_t3_combinations_that_would_not_be_it_are_refused(build: Any, kind: Any, sections: Any, says: str) -> None:
-    with pytest.raises((Refused, Contradiction), match=says):
-        build(kind, **sections)
-
-
-def test_t3_other_recipes_are_not_concerned() -> None:
-    for kind in ("fp32", "bf16", "fp16"):
-        run = tiny.run(kind, ddp={"use_distributed_optimizer": True})
-        require_here(run.policy, run.facts)
-
-
-def test_t4_loss_and_logits_come_in_fp32(build: Any) -> None:
-    engine = build({"recipe": "full_bf16", "logit_dtype": "fp32"})
-    logits: list[torch.dtype] = []
-    engine.model[0].module.module.output_layer.register_forward_hook(
-        lambda module, inputs, output: logits.append(output[0].dtype)
-    )
-    losses: list[torch.dtype] = []
-    engine.model[0].register_forward_hook(lambda module, inputs, output: losses.append(output.dtype))
-    engine.train_step(tiny.batches(), microbatches=1)
-    assert logits == losses == [torch.float32]
-
-
-def test_t5_bf16_storage_with_fp32_compute_contradicts_itself() -> None:
-    from mpbridge.precision.config import MixedPrecisionConfig
-    from mpbridge.precision.resolve import resolve
-
-    with pytest.raises(Contradiction, match="params_dtype=bf16"):
-        resolve(MixedPrecisionConfig(params_dtype="bf16"))
-    with pytest.raises(Contradiction, match="compute_dtype=fp32"):
-        resolve(MixedPrecisionConfig(bf16=True, compute_dtype="fp32"))
-
-
 def test_t8_low_precision_moments_stay_at_fp32s_loss(build: Any) -> None:
     sharded = {"ddp": {"use_distributed_optimizer": True}}
     losses = {}
@@ -150,16 +94,6 @@ def test_t8_low_precision_moments_stay_at_fp32s_loss(build: Any) -> None:
     full = abs(losses["full_bf16"] / losses["fp32"] - 1)
     assert low < 2e-3
     assert full > low
-
-
-def test_t8_low_precision_moments_cost_twelve_bytes_a_parameter(build: Any) -> None:
-    from mpbridge.observe.audit import audit
-
-    engine = build("bf16_mixed_bf16_moments", ddp={"use_distributed_optimizer": True})
-    engine.train_step(tiny.batches(), microbatches=1)
-    size = sum(parameter.numel() for _, parameter in engine.named_parameters())
-    report = audit(engine.run.policy, engine, stage="live")
-    assert sum(finding.bytes for finding in report.findings) / size == pytest.approx(12)
 
 
 def test_a_nonfinite_gradient_leaves_full_bf16_weights_alone(build: Any) -> None:

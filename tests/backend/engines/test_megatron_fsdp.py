@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from mpbridge.backend.engines.megatron_fsdp import MegatronFsdpEngine, _sections
+from mpbridge.backend.engines.megatron_fsdp import _sections
 from mpbridge.common.errors import Contradiction, Refused
-from mpbridge.common.formats import DType
-from mpbridge.planning.memory.keeps import keeps_of
 from tests.backend.engines import tiny
 
 CORE = "megatron_fsdp"
@@ -25,7 +22,8 @@ def layered() -> Iterator[None]:
     from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
 
     mine = start_process_group(False)
-    with device_layer(False, fused_adam=CpuFusedAdam):
+    # compiled kernels give the same bits (numerics/test_linear.py) and cost seconds each
+    with device_layer(False, fused_adam=CpuFusedAdam), torch._dynamo.config.patch(disable=True):
         yield
     if mine:
         stop_process_group()
@@ -132,28 +130,6 @@ def test_m3_nobody_waits_for_a_decoupled_gradient(build: Any, scaling: str | Non
     assert all(shard.grad is not None for shard in engine.optimizer.shards.values())
 
 
-@pytest.mark.parametrize("aware", [False, True], ids=["plain", "aware"])
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_m4_the_distributed_optimizer_keeps_its_own_wiring(layered: None, scaling: str | None, aware: bool) -> None:
-    """Without Megatron-FSDP FusedAdam owns the masters for none and delayed only; for other FP8 recipes megatron-core does."""
-    from megatron.core.optimizer import OptimizerConfig
-
-    config = OptimizerConfig(
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-        use_precision_aware_optimizer=aware,
-        fp8_recipe=scaling,
-    )
-    assert config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 is (aware and scaling in (None, "delayed"))
-    changes: dict[str, Any] = {"use_precision_aware_optimizer": aware}
-    if scaling:
-        changes |= {"fp8": "hybrid", "fp8_recipe": scaling}
-    run = tiny.run({"recipe": "bf16_mixed", **changes}, emulate=bool(scaling), ddp={"use_distributed_optimizer": True})
-    owner = keeps_of(run.policy, run.facts)["main_params"].owner
-    assert owner == ("optimizer" if aware and scaling in (None, "delayed") else "engine")
-
-
 PLAIN = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 
 
@@ -182,26 +158,6 @@ def test_m6_main_weights_and_gradients_have_the_dtypes_asked_for(build: Any, cha
     assert copied == ({"fp32"} if dtypes == ("bf16", "fp32", "bf16") else set()), (
         "what the optimizer reads is a copy only between two dtypes"
     )
-
-
-@pytest.mark.parametrize(
-    ("policy", "says"),
-    [
-        ({"main_params": DType.FP16}, "main_params_dtype=fp16 on Megatron-FSDP; expected fp32"),
-        ({"main_grads": DType.BF16}, "main_grads_dtype=bf16"),
-        ({"params": DType.FP32}, "params_dtype=fp32 with bf16 compute"),
-        ({"keep_fp32": ("*norm*",)}, "keep_fp32"),
-    ],
-)
-def test_m6_dtypes_that_it_cannot_keep_are_refused(policy: Any, says: str) -> None:
-    run = tiny.run("bf16_megatron_fsdp", engine=CORE)
-    with pytest.raises(Refused, match=says):
-        MegatronFsdpEngine.build(dataclasses.replace(run, policy=dataclasses.replace(run.policy, **policy)))
-
-
-def test_m7_the_mode_with_wrong_gradients_is_refused_with_the_reason(build: Any) -> None:
-    with pytest.raises(Refused, match=r"data_parallel_sharding_strategy=no_shard.*the ranks diverge"):
-        build(ddp={"data_parallel_sharding_strategy": "no_shard"})
 
 
 def test_m7_the_distributed_optimizer_is_switched_on_and_nonsense_refused(

@@ -12,9 +12,7 @@ import torch
 from mpbridge.backend.engines import precision_warnings as warnings
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.common.formats import DType
-from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.settings.container import ConfigContainer
-from mpbridge.settings.storage import with_storage
 
 
 @pytest.fixture(autouse=True)
@@ -57,24 +55,6 @@ def test_a5_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: Any)
 
 
 @pytest.mark.parametrize(
-    ("engine", "optimizer", "said", "expected"),
-    [
-        ("fsdp2", "torch_adamw", {}, DType.FP32),
-        ("fsdp2", "sgd", {}, DType.FP32),
-        ("fsdp2", "adam", {}, None),
-        ("mcore", "sgd", {}, None),
-        ("fsdp2", "torch_adamw", {"params_dtype": "bf16"}, DType.BF16),
-        ("fsdp2", "torch_adamw", {"bf16": False}, None),
-    ],
-)
-def test_a6_unset_storage_follows_the_optimizer_and_what_is_said_wins(
-    engine: str, optimizer: str, said: dict[str, Any], expected: DType | None
-) -> None:
-    config = with_storage(MixedPrecisionConfig(**{"bf16": True} | said), engine=engine, optimizer=optimizer)
-    assert config.stored()["params_dtype"] is expected
-
-
-@pytest.mark.parametrize(
     ("optimizer", "fields", "params"),
     [
         ("torch_adamw", {}, DType.FP32),
@@ -114,29 +94,6 @@ def test_a7_duplicate_main_weights_are_switched_off_with_one_warning(caplog: Any
             }
     assert len(caplog.records) == 1
     assert warnings.without_duplicate(parameters(), arguments) == arguments
-
-
-def test_a7_what_the_duplicate_costs_is_four_bytes_a_parameter() -> None:
-    held = [torch.nn.Parameter(torch.ones(256))]
-    cost = {}
-    for masters in (True, False):
-        optimizer = CpuFusedAdam(held, lr=0.1, master_weights=masters)
-        held[0].grad = torch.ones_like(held[0])
-        optimizer.step()
-        cost[masters] = (
-            sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[held[0]].values()) / 256
-        )
-    assert cost == {True: 12.0, False: 8.0}
-
-
-def test_g2_torch_adam_keeps_its_moments_in_the_parameters_dtype() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for options in ({}, {"foreach": True}, {"foreach": False}, {"fused": True}):
-            held = parameters(dtype)
-            optimizer = torch.optim.AdamW(held, **options)
-            held[0].grad = torch.ones_like(held[0])
-            optimizer.step()
-            assert {optimizer.state[held[0]][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {dtype}
 
 
 def test_a13_every_shipped_recipe_is_pattern_a_or_b_or_says_that_it_is_risky() -> None:

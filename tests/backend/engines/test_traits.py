@@ -61,13 +61,6 @@ def test_every_engine_is_a_class_of_that_name_with_rules_of_its_own_kind(name: s
     assert bool(own) is bool(found.rules)
 
 
-def test_traits_are_read_without_a_framework() -> None:
-    import subprocess
-
-    code = "import sys; from mpbridge.common.traits import *; [traits(n) for n in engine_names()]; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 FOREIGN = """
 from dataclasses import replace
 from mpbridge.backend.engines.mcore import McoreEngine

@@ -183,7 +183,7 @@ def test_delayed_scaling_under_accelerate_runs_with_the_maximum() -> None:
 
 def test_lightning_trains_fp8_around_fp32_weights_and_says_where_gradients_travel() -> None:
     made = export("bf16_with_fp8_delayed_scaling_mixed", "lightning")
-    assert "weights_dtype=torch.float32, fallback_compute_dtype=torch.bfloat16" in made.pieces[0].text
+    assert "weights_dtype=torch.float32,\n        fallback_compute_dtype=torch.bfloat16" in made.pieces[0].text
     assert (made.meaning.storage.short, made.meaning.wire.short, made.meaning.sharded) == ("fp32", "fp32", "nothing")
     config = MixedPrecisionConfig(
         bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_compute_algo="most_recent", fp8_dot_product_attention=True
@@ -498,9 +498,9 @@ def test_torchtitans_converters_choose_the_linears_and_experts_that_a_recipe_qua
         def __init__(self, name: str) -> None:
             self.Config = lambda **said: calls.setdefault(name, said)
 
-    layers, names = [None] * 12, re.findall(r"\w+Converter", text.splitlines()[0])
+    layers, names = [None] * 12, re.findall(r"\w+Converter", text.splitlines()[1])
     scope: dict[str, Any] = {name: Converter(name) for name in names}
-    exec(text.partition("\n")[2], scope)  # our own text, with stand-ins for the classes that it imports
+    exec(text.split("\n", 2)[2], scope)  # our own text, with stand-ins for the classes that it imports
     run = SimpleNamespace(
         model_spec=SimpleNamespace(model=SimpleNamespace(layers=layers)), compile=SimpleNamespace(enable=True)
     )

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from mpbridge.common.facts import OptimizerFacts
+from mpbridge.common.traits import traits
 from mpbridge.observe.audit.compute import _row_finding
 from mpbridge.observe.audit.not_observable import why_unseen
+from mpbridge.observe.audit.promise import Promises
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
 
 
 class _Theirs(torch.nn.Module):
@@ -37,3 +42,18 @@ def test_a_row_names_every_dtype_that_is_accepted() -> None:
     found = _row_finding("norms", [[("norm", ("bf16", "fp32"), ("fp32",))]], [[]])
     assert (found.promised, found.found, found.ok) == ("bf16 or fp32", "fp32", True)
     assert not _row_finding("norms", [[("norm", ("bf16", "fp32"), ("fp16",))]], [[]]).ok
+
+
+@pytest.mark.parametrize(
+    ("parameter", "promised"),
+    [
+        ("mixer.in_proj.weight", "Float8Tensor"), ("mixer.out_proj.weight", "Float8Tensor"), ("mixer.conv1d.weight", "bf16"),
+        ("mixer.norm.weight", "bf16"), ("mixer.in_proj.layer_norm_weight", "bf16"), ("mixer.A_log", "bf16"),
+    ],
+)  # fmt: skip
+def test_only_weights_of_a_mamba_layers_linears_are_promised_as_stored(parameter: str, promised: str) -> None:
+    """What megatron-core 0.16.1's MambaModel keeps under stored tensorwise weights, after Float16Module."""
+    config = get_mixed_precision_config("bf16_with_fp8_current_scaling_mixed")
+    run: Any = SimpleNamespace(traits=traits("mcore"), optimizer=OptimizerFacts(), ddp={})
+    promises = Promises(policy=resolve(config).settled(), run=run, layers=4)
+    assert promises.of("params", f"decoder.layers.1.{parameter}") == promised

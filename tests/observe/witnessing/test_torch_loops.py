@@ -50,6 +50,34 @@ def test_a_bf16_module_has_neither_main_weights_nor_fp32_states() -> None:
     assert str(seen.report.nearest) == "full_bf16, exactly"
 
 
+class Pair(list[torch.optim.Optimizer]):
+    """Muon for the hidden matrices, AdamW for the rest, as people write them."""
+
+    def __init__(self, model: Tiny) -> None:
+        hidden = {id(layer.weight) for layer in model.layers}
+        rest = [one for one in model.parameters() if id(one) not in hidden]
+        super().__init__(
+            [torch.optim.Muon([layer.weight for layer in model.layers], lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
+        )
+
+    def step(self) -> None:
+        for one in self:
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self:
+            one.zero_grad()
+
+
+def test_muon_beside_adam_is_no_adam() -> None:
+    model = Tiny()
+    seen = train(model, Pair(model), autocast=True)
+    assert described(seen)["exp_avg_sq"] == "none: Muon"
+    nearest = seen.report.nearest
+    assert "exactly" not in str(nearest)
+    assert nearest.differences["exp_avg_sq"] == ("fp32", "none: Muon")
+
+
 def test_a_policy_judges() -> None:
     model = Tiny().to(BF16)
     assert train(model, adam(model), "full_bf16").report.ok

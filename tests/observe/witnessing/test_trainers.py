@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forked import ROOT
+from tests.forked import ROOT, python
 
 PACKAGES = {
     "transformers": ("transformers", "accelerate"),
@@ -42,18 +40,12 @@ def test_what_a_stack_does_is_what_the_table_of_words_says(stack: str, size: int
         pytest.skip(
             f"its own code is what this runs: MPBRIDGE_CHECKOUTS=FOLDER that holds a clone of {CHECKOUTS[stack]}"
         )
-    alone = [sys.executable, str(ROOT / "scripts" / "evidence" / "witness_stacks.py"), "--only", stack]
-    world = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", *alone[1:]]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        world if size > 1 else alone,
+    done = python(
+        [str(ROOT / "scripts" / "evidence" / "witness_stacks.py"), "--only", stack],
+        size=size if size > 1 else 0,
         # a run of DeepSpeed's that was killed leaves the lock of an extension behind, and every later one would wait for it
-        env=os.environ
-        | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
-        capture_output=True,
-        text=True,
+        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
         timeout=580,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = done.stdout.splitlines()

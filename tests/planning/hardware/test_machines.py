@@ -39,66 +39,16 @@ def test_every_machine_has_its_papers(row):
 
 
 # scaling family x architecture, as "Datatype and hardware support matrix" of Transformer Engine's documentation has it
+FAMILIES = ("bf16", "fp8_ds", "fp8_cs", "fp8_sc", "mxfp8", "nvfp4")
+NATIVE = {
+    "A100": FAMILIES[:1], "L4": FAMILIES[:3], "H100": FAMILIES[:4], "B200": FAMILIES, "B300": FAMILIES,
+    "RTX 5090": (*FAMILIES[:4], "nvfp4"), "CPU": FAMILIES[:1],
+}  # fmt: skip
 MATRIX = {
-    "A100": {
-        "fp8_ds": "emulated",
-        "fp8_cs": "emulated",
-        "fp8_sc": "emulated",
-        "mxfp8": "emulated",
-        "nvfp4": "emulated",
-        "bf16": "native",
-    },
-    "L4": {
-        "fp8_ds": "native",
-        "fp8_cs": "native",
-        "fp8_sc": "emulated",
-        "mxfp8": "emulated",
-        "nvfp4": "emulated",
-        "bf16": "native",
-    },
-    "H100": {
-        "fp8_ds": "native",
-        "fp8_cs": "native",
-        "fp8_sc": "native",
-        "mxfp8": "emulated",
-        "nvfp4": "emulated",
-        "bf16": "native",
-    },
-    "B200": {
-        "fp8_ds": "native",
-        "fp8_cs": "native",
-        "fp8_sc": "native",
-        "mxfp8": "native",
-        "nvfp4": "native",
-        "bf16": "native",
-    },
-    "B300": {
-        "fp8_ds": "native",
-        "fp8_cs": "native",
-        "fp8_sc": "native",
-        "mxfp8": "native",
-        "nvfp4": "native",
-        "bf16": "native",
-    },
-    "RTX 5090": {
-        "fp8_ds": "native",
-        "fp8_cs": "native",
-        "fp8_sc": "native",
-        "mxfp8": "emulated",
-        "nvfp4": "native",
-        "bf16": "native",
-    },
-    "CPU": {
-        "fp8_ds": "emulated",
-        "fp8_cs": "emulated",
-        "fp8_sc": "emulated",
-        "mxfp8": "emulated",
-        "nvfp4": "emulated",
-        "bf16": "native",
-        "fp16": "native",
-    },
-    "V100": {"bf16": "no", "fp8_cs": "no", "fp16": "native", "fp32": "native"},
+    gpu: {name: "native" if name in native else "emulated" for name in FAMILIES} for gpu, native in NATIVE.items()
 }
+MATRIX["CPU"]["fp16"] = "native"
+MATRIX["V100"] = {"bf16": "no", "fp8_cs": "no", "fp16": "native", "fp32": "native"}
 
 
 @pytest.mark.parametrize(("gpu", "name", "how"), [(g, n, h) for g, row in MATRIX.items() for n, h in row.items()])

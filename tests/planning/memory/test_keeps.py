@@ -222,7 +222,7 @@ def test_every_kind_of_keeping_is_what_lives_in_a_real_engine(world: None) -> No
     assert not _wrong(kinds())
 
 
-@pytest.mark.parametrize("scaling", [None, "delayed", "tensorwise"])
+@pytest.mark.parametrize("scaling", [None, "delayed", "tensorwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_who_holds_main_weights_follows_the_flag_that_megatron_core_derives(scaling: str | None, offload: bool) -> None:
     from megatron.core.optimizer import OptimizerConfig

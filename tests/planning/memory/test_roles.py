@@ -204,21 +204,6 @@ def test_edge_layers_stay_out_and_emulation_keeps_no_copies():
     assert not _bytes(policy("fp8_cs"), emulated, "weight_copies", "weight_transposes")
 
 
-def test_main_weights_follow_the_flag_that_megatron_core_derives():
-    from mpbridge.common.facts import OptimizerFacts
-
-    run = facts(optimizer=OptimizerFacts(distributed=True))
-    count = sum(role.elements for role in roles(policy("bf16"), run) if role.name == "params")
-    assert _bytes(policy("bf16"), run, "main_params") == 4 * count
-    assert _bytes(policy("bf16_mixed_bf16_moments"), run, "main_params") == 2 * count
-    # with tensorwise FP8 megatron-core keeps whole FP32 copies, whatever the optimizer is asked
-    assert _bytes(policy("fp8_cs", use_precision_aware_optimizer=True), run, "main_params") == 4 * count
-    assert (
-        _bytes(policy("fp8_ds", use_precision_aware_optimizer=True, fp8_param_gather=False), run, "main_params")
-        == 2 * count
-    )
-
-
 def test_fsdp2_shares_rows_and_counts_what_the_last_ranks_lack():
     run = facts(engine="fsdp2", parallel=Parallel(world_size=3))
     row = {

@@ -123,7 +123,9 @@ def answer(text, path, rng):
     try:
         box = ConfigContainer.load(path, trusted=False)
         gpu = machine(rng.choice(list(machines)))
-        run = box.resolved(box.smallest_world(), machine=gpu, versions=NOW, training=rng.random() < 0.5)
+        run = box.resolved(
+            rng.choice((box.smallest_world(), 2, 512)), machine=gpu, versions=NOW, training=rng.random() < 0.5
+        )
         broken(run.policy, run.facts)
         lint(run.policy, run.facts)
         token_multiple(run.policy, run.facts)

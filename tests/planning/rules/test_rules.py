@@ -61,6 +61,11 @@ def opt(**changes):
 
 B200 = {"machine": machine("b200")}
 MX = {"recipe": "mxfp8", **B200}
+HYBRID = {"is_hybrid_model": True}
+NANO = {
+    "model": {**HYBRID, "mamba_num_heads": 64, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128},
+    "parallel": Parallel(world_size=4, tensor=4),
+}
 AWARE = {"use_precision_aware_optimizer": True}
 PP2 = Parallel(world_size=2, pipeline=2)
 CUSTOM = {"fp8": "hybrid", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"}
@@ -98,6 +103,9 @@ TABLE = {
     ),
     "module-rule-matches-nothing": (
         {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc3": "bf16"}}}, {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc*": "bf16"}}},
+    ),
+    "module-rule-of-another-model": (
+        {"recipe": "fp8_sc", "config": {"modules": {"*mixer.out_proj": "mxfp8"}}}, {"recipe": "fp8_sc", "config": {"modules": {"*mixer.out_proj": "mxfp8"}}, "shape": dataclasses.replace(SHAPE, hybrid=True)},
     ),
     "module-rule-never-decides": (
         {"recipe": "fp8_sc", "config": {"modules": {"mlp.*": "bf16", "mlp.linear_fc1": "tensorwise"}}},
@@ -228,6 +236,25 @@ TABLE = {
         {"ddp": {"overlap_param_gather": True}, "optimizer": opt()},
     ),
     "megatron-fsdp-main-weights": ({"engine": "megatron_fsdp", "policy": {"main_params": DType.FP16}}, {"engine": "megatron_fsdp", "policy": {"main_params": DType.FP32}}),
+    "fp4-on-a-hybrid": (
+        {"recipe": "nvfp4", **B200, "model": HYBRID}, {"recipe": "nvfp4", **B200, "model": HYBRID, "versions": dataclasses.replace(NOW, megatron_core="0.20.0")},
+    ),
+    # Nemotron 3 Nano's mixer: 2 x 64 x 64 + 2 x 8 x 128 + 64 = 10,304 rows, 2,576 = 161 x 16 on each of four ranks: enough for FP8, not for MXFP8
+    "mamba-projection-rows": ({**MX, **NANO}, {"recipe": "fp8_cs", **NANO}),
+    "hybrid-in-fp16": ({"recipe": "fp16", "model": HYBRID}, {"recipe": "bf16", "model": HYBRID}),
+    "muon-cannot": ({"recipe": "fp16", "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
+    "muon-gathers-one-dtype": (
+        {"config": {"keep_fp32": ["*layernorm*"]}, "optimizer": OptimizerFacts(name="dist_muon")}, {"config": {"keep_fp32": ["*layernorm*"]}, "optimizer": OptimizerFacts(name="muon")},
+    ),
+    "newton-schulz-precision-unknown": (
+        {"optimizer": OptimizerFacts(name="muon", settings={"muon_fp32_matmul_prec": "low"})}, {"optimizer": OptimizerFacts(name="muon", settings={"muon_fp32_matmul_prec": "highest"})},
+    ),
+    "muon-from-stored-weights": ({"recipe": "fp8_cs", "optimizer": OptimizerFacts(name="muon")}, {"recipe": "fp8_cs", "config": {"fp8_param_gather": False}, "optimizer": OptimizerFacts(name="muon")}),
+    "muon-by-tensor-parallel-blocks": (
+        {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon")},
+        {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon", settings={"muon_tp_mode": "duplicated"})},
+    ),
+    "second-moment-in-fp8": ({"config": AWARE | {"exp_avg_sq_dtype": "fp8"}}, {"config": AWARE | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16"}}),
     "muon-under-mxfp8": ({**MX, "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
     "moments-with-custom-scale-need-newer-engine": (
         {"config": AWARE | {"exp_avg_dtype": "fp8"}, "versions": te("1.13")}, {"config": AWARE | {"exp_avg_dtype": "fp8"}},

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sync_kit import CLASSES, DDP, GPU, HERE, INPUTS, OPTIMIZER, POLICIES, built
 
-from mpbridge import build
+from mpbridge import apply, build
 from mpbridge.common.errors import BadValue, Contradiction, Refused, StalePlan, UnknownName, UpstreamRefused
 from mpbridge.common.machines import machine
 from mpbridge.precision.sync.plan import plan
@@ -137,3 +140,22 @@ def test_a_field_that_this_megatron_core_lacks_is_named() -> None:
     policy = resolve(MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_param=True))
     with pytest.raises(UpstreamRefused, match="fp4_param_gather"):
         built(DENSE, policy)
+
+
+def test_fp4_is_refused_on_a_live_hybrid_that_this_megatron_core_would_train_in_bf16() -> None:
+    import megatron.core
+
+    stack = Path(megatron.core.__file__).with_name("ssm") / "mamba_block.py"
+    assert "get_fp4_context" not in stack.read_text(encoding="utf-8")
+    for hybrid, refused in (
+        (True, pytest.raises(Refused, match=r"fp4-on-a-hybrid: nvfp4 on a model with Mamba layers")),
+        (False, nullcontext()),
+    ):
+        live = {name: CLASSES[name](**DENSE[name]) for name in ("model", "optimizer", "ddp")}
+        live["model"].is_hybrid_model = hybrid
+        with refused:
+            apply(
+                plan(POLICIES["bf16_with_nvfp4_mixed"], **live),
+                machine=machine("b200"),
+                versions=replace(HERE, megatron_core="0.16.1"),
+            )

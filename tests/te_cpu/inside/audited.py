@@ -268,16 +268,3 @@ def test_a_lost_remainder_is_named() -> None:
     said = found("bf16_mixed", "optimizer.use_precision_aware_optimizer=true", hooks=(Plant(built=lose),))
     assert "bits of states" in said
     assert "(main weights)" in said
-
-
-# --- what is sound -------------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("recipe", "overrides"),
-    [(MXFP8, OVERLAP), (NVFP4, ()), (MXFP8, ("mixed_precision.fp8_param_gather=false", "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"))]
-    if BLACKWELL
-    else [(DELAYED, OVERLAP), (DELAYED, ("mixed_precision.fp8_param_gather=false", "mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1")),
-          (TENSORWISE, (ALL,)), (BLOCKWISE, ())],
-)  # fmt: skip
-def test_sound_runs_are_found_sound_in_every_step(recipe, overrides) -> None:
-    summary = pretrain(tiny(recipe, "train.audit=stop", "audit.every=1", "train.train_iters=4", *overrides), quiet=True)
-    assert summary.last_loss < summary.first_loss

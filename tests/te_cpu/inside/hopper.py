@@ -101,3 +101,25 @@ def test_a_loaded_module_quantizes_as_the_run_that_loads_it(
     loaded = fresh.fp8_meta.get("scaling_fwd")
     assert (loaded is not None and loaded.amax_history.any()) == goes_on
     assert {quantizer.dtype for quantizer in _trained(fresh, new).quantizers["scaling_bwd"]} == {gradients}
+
+
+@pytest.mark.parametrize(
+    ("kept", "least", "most"), [("float32", 0.9, 1.1), ("bfloat16", 0.9, 1.1), ("uint8", 12_000, 12_200)]
+)
+def test_an_fp8_second_moment_moves_a_rare_row_by_thousands_of_learning_rates(
+    kept: str, least: float, most: float
+) -> None:
+    """Its entries lie below the largest by more than one scale reaches: the figure in rule second-moment-in-fp8."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter(torch.zeros(2, 64))
+    adam = te.optimizers.FusedAdam(
+        [weight], lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, exp_avg_sq_dtype=getattr(torch, kept)
+    )
+    moved = 0.0
+    for step in range(21):
+        weight.grad = torch.randn(2, 64, generator=generator)
+        weight.grad[1] *= 1e-4 if step % 10 == 0 else 0.0
+        before = weight.detach().clone()
+        adam.step()
+        moved = max(moved, float((weight.detach() - before)[1].abs().max()))
+    assert least < moved < most

@@ -42,9 +42,12 @@ def trains(recipe: str, *overrides: str, model: str = "gpt_tiny") -> None:
 
 HOPPERS = {
     "delayed, overlap off": (DELAYED,),
+    "delayed, overlap on": (DELAYED, *OVERLAP),
+    "delayed, a short history": (DELAYED, PLAIN, "mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1"),
     "tensorwise, overlap on": (TENSORWISE, WHOLE, *OVERLAP),
     "tensorwise, first and last layers in BF16": (TENSORWISE, DEEP),
     "blockwise at rest": (BLOCKWISE, REST),
+    "blockwise": (BLOCKWISE,),
     "delayed, recomputed": (DELAYED, *RECOMPUTE),
     "plain DDP": (DELAYED, PLAIN, "ddp.use_distributed_optimizer=false"),
     "precision-aware, BF16 moments": ("bf16_mixed", *AWARE, *(text.format("bf16") for text in NARROW)),
@@ -58,6 +61,7 @@ HOPPERS = {
 BLACKWELLS = {
     "mxfp8, reused gradient buffer": (MXFP8, *OVERLAP),
     "mxfp8, not at rest": (MXFP8, PLAIN, "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"),
+    "nvfp4": (NVFP4,),
     "nvfp4, first and last layers in BF16": (NVFP4, DEEP, "mixed_precision.first_last_layers_bf16=true"),
 }
 if now().release >= (2, 12):  # a rule forbids it before: Transformer Engine's cached weight has no column copy

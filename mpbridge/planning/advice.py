@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.planning.hardware.capability import can_run
-from mpbridge.planning.memory.by_role import memory, verdict
-from mpbridge.planning.rules.table import broken
+from mpbridge.planning.outlook import Outlook
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import Recipe
 
@@ -77,36 +75,42 @@ def order(advice: Advice, by: str) -> tuple[object, ...]:
     return (not advice.legal, not advice.fits, asked, *advice.rank)
 
 
-def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: int | None = None) -> Advice:
-    """Advice on `entry` for this run on its machine; reference: bytes on bf16_mixed's fullest GPU."""
-    machine = run.machine
-    errors = [violation for violation in broken(policy, run) if violation.severity == "error"]
-    if errors:
-        words = "; ".join(f"{v.rule}: {v.found}" for v in errors)
-        return Advice(recipe=entry.name, status=entry.status, legal=False, reason=f"{words} (cure: {errors[0].cure})")
+def advise(entry: Recipe, one: Outlook, *, reference: int | None = None) -> Advice:
+    """Advice on `entry`, whose outlook is `one`; reference: bytes on bf16_mixed's fullest GPU."""
+    policy, run = one.policy, one.facts
+    if one.errors:
+        words = "; ".join(f"{v.rule}: {v.found}" for v in one.errors)
+        return Advice(
+            recipe=entry.name, status=entry.status, legal=False, reason=f"{words} (cure: {one.errors[0].cure})"
+        )
     try:
-        mine = memory(policy, run)
+        mine = one.memory
     except MpbridgeError as error:
         return Advice(recipe=entry.name, status=entry.status, legal=False, reason=str(error))
-    answer = can_run(policy, machine, run.versions) if machine is not None else None
+    time = None if one.no_time else one.time
+    answer = one.capability
     return Advice(
         recipe=entry.name,
         status=entry.status,
         legal=True,
-        reason=_reason(
-            entry, policy, run, answer.reason if answer is not None and (policy.quantized or not answer.proven) else ""
-        ),
+        reason=_reason(entry, policy, run, answer.reason if policy.quantized or not answer.proven else ""),
         bytes=mine.needed,
         relative=mine.needed / reference if reference else None,
-        fit=verdict(mine, machine.memory_bytes if machine is not None and machine.gpu else 0),
-        peak=_peak(policy, run),
+        fit=one.answer or "fits",
+        peak=peak(policy, run),
         # FP16 has five exponent bits and needs its loss scale: ranked after BF16 wherever BF16 exists
         taste=(policy.quant.row.preference if policy.quant is not None else 0)
         + (10 if policy.compute is DType.FP16 else 0),
+        seconds=time.seconds if time else None,
+        band=time.band if time else 0.0,
+        one_sided=bool(time and time.one_sided),
+        speed_known="predicted" if time else "",
+        hours=time.gpu_hours_per_billion_tokens if time else None,
     )
 
 
-def _peak(policy: PrecisionPolicy, run: RunFacts) -> float | None:
+def peak(policy: PrecisionPolicy, run: RunFacts) -> float | None:
+    """The dense peak of the policy's GEMMs as a multiple of 16-bit ones' on the run's GPU, by the vendor's table; None: unknown."""
     machine = run.machine
     if machine is None or not machine.gpu:
         return None
@@ -121,10 +125,10 @@ def _peak(policy: PrecisionPolicy, run: RunFacts) -> float | None:
 
 def _reason(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, native: str) -> str:
     parts = [entry.summary]
-    peak = _peak(policy, run)
-    if peak is not None and policy.quantized:
+    gain = peak(policy, run)
+    if gain is not None and policy.quantized:
         parts.append(
-            f"its GEMMs' dense peak is {peak:.1f} times BF16's by the vendor's table, the end-to-end gain is smaller"
+            f"its GEMMs' dense peak is {gain:.1f} times BF16's by the vendor's table, the end-to-end gain is smaller"
         )
     if policy.quantized:
         depth = run.shape.num_layers

@@ -1,0 +1,175 @@
+"""`mpbridge report RUN`: the answer after or during a run on one screen: curves, audits, what low precision did, diagnosis, and whether it can resume."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.cli.text import columns_here, print_json, print_line, print_whole
+
+if TYPE_CHECKING:
+    from mpbridge.observe.diagnose.diagnosis import Diagnosis
+    from mpbridge.observe.diagnose.evidence import Evidence
+
+SUMMARY = "say after or during a run how it went: curves, audits, low precision, diagnosis, whether it can resume"
+HEIGHT, WIDTH = 8, 72
+"""Lines and columns of the loss."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (logger.log_dir)")
+    parser.add_argument("--against", type=Path, metavar="RUN_B", help="a run to compare with, preferably a healthy one")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a page: a self-contained HTML file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report. Returns 1 if an audit found something else than promised, or something is anomalous."""
+    from mpbridge.common.pages.document import writable, write
+    from mpbridge.observe.diagnose.diagnosis import diagnose
+
+    if args.out is not None:
+        writable(args.out)
+    found = diagnose(args.run_folder, args.against)
+    answer = as_data(found)
+    if args.json:
+        print_json(answer)
+    else:
+        _print(found, answer)
+    if args.out is not None:
+        from mpbridge.observe.diagnose.page import diagnosis_page
+
+        sys.stdout.flush()  # print the answer first, in case the page cannot be written
+        write(args.out, diagnosis_page(found).html())
+        if not args.json:
+            print_line(f"page: {args.out}")
+    return 0 if answer["ok"] else 1
+
+
+def as_data(found: Diagnosis) -> dict[str, Any]:
+    """Every part of the report as JSON types."""
+    from mpbridge.cli.audit import judged
+
+    run = found.run
+    audits = judged(run.audits)
+    return {
+        "ok": found.healthy and audits["ok"] is not False,
+        "run": str(run.folder),
+        "recipe": run.recipe,
+        "steps": run.curves.rows[-1]["iteration"] if run.curves.rows else 0,
+        "of": (run.config.get("train") or {}).get("train_iters"),
+        "curves": _curves(run),
+        "audits": audits,
+        "precision": _precision(run),
+        "diagnosis": found.as_data(),
+        "resume": _resume(run),
+    }
+
+
+def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
+    """First, last and lowest value of each curve."""
+    from mpbridge.common.report.curves import CURVES
+
+    made: dict[str, dict[str, float | None]] = {}
+    series = {number: [value for _, value in run.curves.series(number)] for number in (*CURVES, "lr")}
+    series["eval_loss"] = [row["eval_loss"] for row in run.curves.evaluations if row["eval_loss"] is not None]
+    for number, values in series.items():
+        if values:
+            finite = [value for value in values if math.isfinite(value)]
+            bounds: dict[str, float | None] = {
+                "lowest": min(finite, default=None),
+                "highest": max(finite, default=None),
+            }
+            made[number] = bounds | {"first": values[0], "last": values[-1]}
+    return made
+
+
+def _precision(run: Evidence) -> dict[str, Any]:
+    """The worst operand of the latest measurement."""
+    from mpbridge.cli.precision import worst
+
+    quantized = [one for one in run.measured if one.tables["operands"]]
+    rows = worst(quantized[-1].tables["operands"], 1) if quantized else []
+    return {
+        "measured_steps": len(run.measured),
+        "worst": dict(rows[0]) | {"step": quantized[-1].step} if rows else None,
+    }
+
+
+def _resume(run: Evidence) -> dict[str, Any]:
+    """The newest checkpoint from which the run resumes, and why not if it does not."""
+    from mpbridge.common.errors import CheckpointError
+    from mpbridge.training.checkpoint.store import check, locate, saved, step_of
+
+    named = (run.config.get("checkpoint") or {}).get("save")
+    places = [Path(named)] if named else []
+    place = next((one for one in (*places, run.folder, run.folder / "checkpoints") if saved(one)), None)
+    if place is None:
+        return {
+            "from": None,
+            "step": None,
+            "why_not": "no checkpoint was found" if named else "checkpoint.save was not set",
+        }
+    try:
+        newest = locate(place)
+        check(newest, sums=False)
+        return {"from": str(newest), "step": step_of(newest), "why_not": None}
+    except CheckpointError as error:
+        return {"from": None, "step": None, "why_not": str(error)}
+
+
+def _print(found: Diagnosis, answer: dict[str, Any]) -> None:
+    from mpbridge.common.report.curves import terminal
+
+    run, of = found.run, answer["of"]
+    print_line(f"{answer['run']}: {answer['recipe']}, {answer['steps']}{f' of {of}' if of else ''} steps\n")
+    loss = run.curves.series("loss")
+    if loss:
+        print_whole(
+            "\n".join(
+                terminal(loss, width=min(WIDTH, max(10, (columns_here() or 1000) - 12)), height=HEIGHT, log=False)
+            )
+        )
+    labels = {"loss": "loss", "eval_loss": "held-out loss", "grad_norm": "gradient norm", "loss_scale": "loss scale"}
+    curves = [
+        f"{word} {ends['first']:.4g} -> {ends['last']:.4g}"
+        for name, word in labels.items()
+        if (ends := answer["curves"].get(name)) and (name != "loss_scale" or ends["highest"] != 1)
+    ]
+    print_line(f"curves     {', '.join(curves) or 'none'} (mpbridge plot)")
+    print_line(f"audits     {answer['audits']['words']} (mpbridge audit)")
+    print_line(f"precision  {_said(answer['precision'])} (mpbridge precision)")
+    print_line(f"diagnosis  {found.verdict} (mpbridge diagnose)")
+    for line in (*found.changes, *found.against):
+        print_line(line, indent=" " * 11)
+    resume, left = answer["resume"], (of or 0) - (answer["resume"]["step"] or 0)
+    print_line(
+        f"resume     from {resume['from']}, {f'{left} steps before its end' if left > 0 else 'at its end'} (mpbridge resume-check)"
+        if resume["from"]
+        else f"resume     no: {resume['why_not']}"
+    )
+    for gap in run.gaps:
+        print_line(f"not known  {gap}")
+    bad = [
+        name
+        for name, good in (("audits", answer["audits"]["ok"] is not False), ("diagnosis", found.healthy))
+        if not good
+    ]
+    good = f"{'as promised, ' if answer['audits']['ok'] else 'not proved by an audit; '}nothing is out of line"
+    print_line(f"verdict    {'see ' + ' and '.join(bad) if bad else good}")
+
+
+def _said(precision: dict[str, Any]) -> str:
+    """The worst operand in words."""
+    row, count = precision["worst"], precision["measured_steps"]
+    if row is None:
+        return (
+            f"{count} steps measured, no quantized GEMM" if count else "nothing was measured (logger.precision_every)"
+        )
+    error = row["row_error"]
+    size = f"row error {error:.2%}" if isinstance(error, float) else "row error not known"
+    return f"{count} steps measured; largest at step {row['step']}: {row['linear']} {row['side']} ({row['format']}), {size}"

@@ -1,0 +1,80 @@
+"""A weight as training's kernels store it: codes and scales, where `Quantizer.operand` returns the values that they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mpbridge.common.errors import Refused
+from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.numerics.codes import TORCH_FP8, encode_e2m1, encode_fp8, pack_e2m1
+from mpbridge.numerics.kernels import peaks
+from mpbridge.numerics.operands import cropped, padded_to_blocks, spread, square_peaks, view_of
+from mpbridge.numerics.quantizer import Quantizer
+from mpbridge.numerics.scales import magnitude, nvfp4_global, scale_from_amax
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """The row copy of a weight [rows, columns], which fprop reads."""
+
+    codes: torch.Tensor
+    """FP8: float8_e4m3fn or float8_e5m2, [rows, columns]. FP4: uint8 [rows, columns / 2], the even column in the low nibble."""
+    scales: torch.Tensor
+    """One row per row of the weight, one column per block along it. fp32: multiplies the codes; uint8: the E8M0 byte; float8_e4m3fn: below a second level."""
+    amax: torch.Tensor | None = None
+    """NVFP4: fp32 amax of the second level, a scalar."""
+    reach: float = 1.0
+    """NVFP4: the value of the largest code under the largest block scale; the second level multiplies by amax / reach."""
+
+    @property
+    def divisor(self) -> torch.Tensor:
+        """NVFP4: the second level as the factor S that blocks were scaled by, fp32 [1]."""
+        assert self.amax is not None
+        return nvfp4_global(self.amax.reshape(1), self.reach / E2M1.largest)
+
+
+def stored(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
+    """`weight` [rows, columns] by that quantizer's rule for weights. Raises Refused for delayed scaling, whose scale is not the weight's own."""
+    rule, number = quantizer.rule, quantizer.format_of("w")
+    if rule == "history":
+        raise Refused("delayed scaling quantizes with a scale from earlier steps, which the weight does not determine")
+    if rule == "current":
+        scale = scale_from_amax(
+            magnitude(weight).amax().float(), number.largest, power_of_two=bool(quantizer.options.get("power_of_two"))
+        )
+        codes = encode_fp8(weight.float() * scale, number).view(TORCH_FP8[number.name])
+        return StoredWeight(codes, (1.0 / scale).expand(weight.shape[0], 1))
+    if rule == "e4m3_blocks":
+        return _nvfp4(quantizer, weight)
+    block = quantizer.block("w")
+    padded, shape = padded_to_blocks(weight, block.across, block.along, "row")
+    view = view_of(padded, block.along, "column" if block.across > 1 else "row")
+    amax = square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
+    multiplier, factor = quantizer._factors(amax, "w", weight.dtype)
+    wide = spread((multiplier, multiplier), block.along)[0] if block.across > 1 else multiplier
+    codes = encode_fp8(view.float() * wide, number).view(padded.shape)
+    if block.across > 1:
+        scales = factor.repeat_interleave(block.across, 0)[: shape[0]]
+    else:
+        scales = factor.view(padded.shape[0], -1)
+    if block.scale == "e8m0":
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    return StoredWeight(cropped(codes, shape).view(TORCH_FP8[number.name]), scales)
+
+
+def _nvfp4(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
+    source, view, across = quantizer._nvfp4_view(weight, "w", "row")
+    multiplier, scale, amax = quantizer._nvfp4_factors(weight, view, "w", "row")
+    codes = encode_e2m1(view.float() * multiplier).view(source.shape)
+    along, rows = quantizer.block("w").along, weight.shape[0]
+    if not quantizer.block("w").square:
+        scales = scale.view(rows, -1)
+    elif across:  # the view was of the transpose: [column blocks, 1, rows]
+        codes, scales = codes.t(), scale.squeeze(1).t()
+    else:
+        scales = scale.squeeze(1)[:, ::along].repeat_interleave(along, 0)
+    reach = E2M1.largest / quantizer.rules.nvfp4_headroom * quantizer._largest_scale("w")
+    packed = pack_e2m1(codes.contiguous())
+    return StoredWeight(packed, encode_fp8(scales.contiguous(), E4M3).view(torch.float8_e4m3fn), amax, reach)

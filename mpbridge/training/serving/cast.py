@@ -1,0 +1,211 @@
+"""The codes and scales of training in a served format: each parameter is quantized as its tensor-parallel ranks held it, then split into the folder's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpbridge.common.formats import DType
+from mpbridge.numerics.codes import decode_e2m1
+from mpbridge.numerics.quantizer import Quantizer, Randomness
+from mpbridge.numerics.rules import release_of
+from mpbridge.numerics.stored import StoredWeight, stored
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Quant
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.settings.huggingface.served import Cast, ServedFormat, casts, ranks
+from mpbridge.settings.huggingface.tensors import Mapped
+from mpbridge.training.checkpoint.verdict import FILE, read_fingerprint
+from mpbridge.training.weights.layouts import apart
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
+
+Quantize = Callable[[Quant, torch.Tensor], StoredWeight]
+GATHERED: Mapping[DType | None, torch.dtype] = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
+"""dtypes on the wire that linears then read, where parameters are stored wider (FSDP2)."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWith:
+    """The run whose weights are served, as its checkpoint describes it."""
+
+    run: Run
+    recipe: str
+    policy: PrecisionPolicy
+    given: bool
+    """Whether the recipe was named by the user and is not the run's."""
+    release: tuple[int, int]
+    """The Transformer Engine release whose rules apply."""
+    stores: bool
+    """Whether weights that the recipe stores in a low format were stored so: emulation casts them from the parameters at every step."""
+    found: Sequence[Cast]
+
+    @classmethod
+    def of(cls, path: Path, run: Run, wanted: Sequence[Mapped], recipe: str | None = None) -> TrainedWith:
+        """The run of the checkpoint in `path`. recipe: another recipe than the run's, by name or file."""
+        saved = read_fingerprint(path) if (path / FILE).is_file() else None
+        policy, name = (saved.policy, saved.recipe) if saved is not None else (run.policy, run.recipe)
+        if recipe is not None:
+            policy, name = resolve(get_mixed_precision_config(recipe)), recipe
+        versions = saved.versions if saved is not None else {}
+        release = release_of(run.te or versions.get("transformer_engine") or run.facts.versions.transformer_engine)
+        stores = saved is not None and saved.realization == "native" and recipe is None
+        found = casts(policy, run.facts, wanted)
+        return cls(run, name, policy, recipe is not None, release, stores, found)
+
+    def quantizer(self, quant: Quant) -> Quantizer:
+        """The quantizer of a rule."""
+        random = Randomness(0, _CPU)  # nothing that is stored of a weight is rounded stochastically
+        return Quantizer(
+            quant,
+            [],
+            randomness=random,
+            device=_CPU,
+            release=self.release,
+            compiled=False,
+            environment=self.run.facts.environment,
+        )
+
+    def stored(self, quant: Quant, weight: torch.Tensor) -> StoredWeight:
+        """A rank's share of a weight, quantized by its rule."""
+        if self.policy.gather in GATHERED and not (quant.stored and self.stores):
+            weight = weight.to(GATHERED[self.policy.gather])
+        return _by_torchao(quant, weight) if quant.row.emulation == "torchao" else stored(self.quantizer(quant), weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One linear of a folder."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    """For every row."""
+    piece: StoredWeight
+    """What it is a part of: the second level."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What it stands for, fp32 [rows, columns]."""
+        second = None if self.piece.amax is None else self.piece.amax / self.piece.reach
+        return values(self.codes, self.scales, second)
+
+
+def values(codes: torch.Tensor, scales: torch.Tensor, second: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 [rows, columns] of codes [rows, columns] (or packed) and a scale for every row and block; second: a multiplier."""
+    wide = decode_e2m1(codes) if codes.dtype is torch.uint8 else codes.float()
+    factor = torch.exp2(scales.float() - 127) if scales.dtype is torch.uint8 else scales.float()
+    factor = factor if second is None else factor * second.float().reshape(())
+    length = next((size for size in (16, 32, 128) if -(-wide.shape[1] // size) == factor.shape[1]), wide.shape[1])
+    return wide * factor.repeat_interleave(length, 1)[:, : wide.shape[1]]
+
+
+class ServedWeights:
+    """The tensors of a folder in a served format, parameter by parameter. row: None: only their values are wanted."""
+
+    def __init__(self, training: TrainedWith, row: ServedFormat | None) -> None:
+        self.training, self.facts, self.format = training, training.run.facts, row
+        self.rules: Mapping[str, Quant] = {
+            cast.one.name: cast.quant for cast in training.found if cast.quant is not None
+        }
+
+    @property
+    def row(self) -> ServedFormat:
+        """The format."""
+        assert self.format is not None
+        return self.format
+
+    def covers(self, one: Mapped) -> bool:
+        """Whether that parameter is quantized."""
+        return one.name in self.rules
+
+    def from_main(self, one: Mapped) -> bool:
+        """Whether training casts from FP32 main weights, not from the parameter: weights that are stored in the low format."""
+        return self.rules[one.name].stored and self.training.stores
+
+    def parts(
+        self, one: Mapped, whole: torch.Tensor, quantize: Quantize | None = None, split: int | None = None
+    ) -> dict[str, Part]:
+        """Module -> codes and scales, of a quantized parameter [rows, columns]. quantize, split: another rule, another number of ranks."""
+        quant, made = self.rules[one.name], quantize or self.training.stored
+        pieces = [
+            made(quant, piece) for piece in _shares(one, whole, ranks(one, self.facts) if split is None else split)
+        ]
+        codes = _joined(one, [piece.codes.view(torch.uint8) for piece in pieces])
+        whole_rows = quant.row.per_tensor or quant.row.emulation == "torchao"
+        scales = _joined(one, [piece.scales for piece in pieces], whole_rows=whole_rows)
+        shape = self.facts.shape
+        split_up = zip(one.parts, apart(codes, one.layout, shape), apart(scales, one.layout, shape), strict=True)
+        dtype = pieces[0].codes.dtype
+        return {
+            name.removesuffix(".weight"): Part(code.contiguous().view(dtype), scale, pieces[0])
+            for (name, _), code, scale in split_up
+        }
+
+    def tensors(self, one: Mapped, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name in the folder -> tensor, of a quantized parameter."""
+        return self.named(self.parts(one, whole))
+
+    def named(self, parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
+        """The tensors of linears in the format's layout."""
+        row = self.row
+        found: dict[str, torch.Tensor] = {}
+        for module, part in parts.items():
+            scales = part.scales[::128] if row.layout == "blocks" else part.scales
+            if row.scale_axes == 1:
+                scales = scales.squeeze(1)
+            elif row.scale_axes == 4:
+                scales = scales[:, None, :, None]
+            found |= {f"{module}.{row.codes}": part.codes, f"{module}.{row.scale}": scales.contiguous()}
+            if row.second:
+                piece = part.piece
+                assert piece.amax is not None
+                second = piece.divisor.clone() if row.divides else (piece.amax / piece.reach).reshape(())
+                found[f"{module}.{row.second}"] = second
+        return found
+
+
+def _shares(one: Mapped, whole: torch.Tensor, split: int) -> list[torch.Tensor]:
+    """What each tensor-parallel rank holds of a parameter, as megatron-core splits it."""
+    if split == 1:
+        return [whole]
+    if one.split == "row":
+        return [share.contiguous() for share in whole.chunk(split, 1)]
+    if one.layout != "stacked":
+        return list(whole.chunk(split))
+    gate, up = (part.chunk(split) for part in whole.chunk(2))
+    return [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+
+
+def _joined(one: Mapped, shares: list[torch.Tensor], *, whole_rows: bool = False) -> torch.Tensor:
+    """The inverse of `_shares`, for codes and for scales with one row per row of the weight. whole_rows: the scales are of whole rows."""
+    if len(shares) == 1:
+        return shares[0]
+    if one.split == "row":
+        return shares[0] if whole_rows else torch.cat(shares, 1)
+    if one.layout != "stacked":
+        return torch.cat(shares)
+    halves = [share.chunk(2) for share in shares]
+    return torch.cat([half[side] for side in (0, 1) for half in halves])
+
+
+def _by_torchao(quant: Quant, weight: torch.Tensor) -> StoredWeight:
+    """A weight as torchao's linear casts it for its forward pass: one scale per output row."""
+    from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
+
+    from mpbridge.backend.models.torchao_linears import config_of
+
+    config = config_of(quant, emulate=True)
+    cast = config.cast_config_weight
+    made: Any = hp_tensor_to_float8_dynamic(
+        weight.t(), cast.target_dtype, LinearMMConfig(), gemm_input_role=GemmInputRole.WEIGHT, scaling_granularity=cast.scaling_granularity,
+        axiswise_dim=get_maybe_axiswise_dim(0, cast.scaling_granularity), round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )  # fmt: skip
+    return StoredWeight(made._data.t().contiguous(), (1.0 / made._scale).reshape(-1, 1))

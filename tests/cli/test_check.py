@@ -1,0 +1,110 @@
+"""`check` is one answer: its parts are what `memory`, `estimate`, `layouts` and `recommend` print, and none of them contradicts another."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from mpbridge.cli.main import main
+
+CASES = {
+    "does not fit": ("llama3_70b", "fp8_cs", "h100", "32"),
+    "fits": ("llama3_8b", "bf16", "h100", "64"),
+    "tight": ("llama3_8b", "fp8_cs", "b200", "2"),
+    "is not valid": ("llama3_8b", "mxfp8", "h100", "8"),
+    "experts": ("qwen3_30b_a3b", "mxfp8", "b200", "16"),
+    "other engine": ("llama3_8b", "bf16_params_fp32_states", "h100", "8"),
+    "unknown memory": ("llama3_8b", "fp8_cs", "sm_90", "8"),
+}
+
+
+@pytest.fixture
+def ask(capsys):
+    def call(*words):
+        code = main([*words, "--json"])
+        out = capsys.readouterr()
+        return code, json.loads(out.out or out.err)
+
+    return call
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_no_part_contradicts_another(ask, case):
+    config, recipe, target, world = case
+    words = ["--config", config, "--target", target, "--world-size", world]
+    code, answer = ask("check", *words, "--recipe", recipe)
+    held_code, held = ask("memory", *words, "--recipe", recipe)
+    time_code, time = ask("estimate", *words, "--recipe", recipe)
+    assert code == (1 if answer["objections"] else 0) == (0 if answer["ok"] else 1)
+    assert held["verdict"] == answer["verdict"]
+    assert (held_code == 1) == ("fits" in answer["objections"])
+    if answer["fit"]:
+        assert answer["fit"]["needed"] == held["needed"] == sum(answer["fit"]["parts"].values())
+    else:
+        assert "fits" in answer["undecided"]
+    if time_code == 0:
+        assert (time["seconds"], time["verdict"]) == (answer["time"]["seconds"], answer["verdict"])
+    else:
+        assert answer["undecided"]["time"] == time["message"]
+    _, ranked = ask("recommend", *words, *(["--engine", answer["engine"]] if answer["engine"] != "mcore" else []))
+    (row,) = (one for one in ranked["recipes"] if one["recipe"] == answer["recipe"])
+    assert row["legal"] == ("valid" not in answer["objections"])
+    if row["legal"] and answer["fit"]:
+        assert (row["fit"], row["bytes"]) == (answer["fit"]["answer"], answer["fit"]["needed"])
+
+
+@pytest.mark.parametrize("case", ["does not fit", "fits"])
+def test_what_it_would_rather_run_is_what_it_says_once_it_is_taken(ask, case):
+    config, recipe, target, world = CASES[case]
+    words = ["check", "--config", config, "--target", target, "--world-size", world]
+    _, answer = ask(*words, "--recipe", recipe)
+    assert 1 <= len(answer["others"]) <= 3
+    for other in answer["others"]:
+        taken = shlex.split(other["settings"])
+        chosen = [] if "--recipe" in taken else ["--recipe", recipe]
+        code, then = ask(*words, *chosen, *taken)
+        assert code == 0
+        assert (then["fit"]["needed"], then["time"]["seconds"]) == (other["fit"]["needed"], other["time"]["seconds"])
+        assert then["fit"]["answer"] == other["fit"]["answer"] != "does not fit"
+        if answer["ok"]:
+            assert then["time"]["seconds"] < answer["time"]["seconds"], "it was offered because it is faster"
+            assert other["gains"].startswith(f"{answer['time']['seconds'] / then['time']['seconds']:.2f} times")
+
+
+def test_a_layouts_line_is_what_check_says_of_it(ask):
+    words = ["--config", "llama3_70b", "--recipe", "fp8_cs", "--target", "h100", "--world-size", "32"]
+    _, found = ask("layouts", *words, "--most", "3")
+    assert [one["answer"] for one in found] == sorted(one["answer"] for one in found)  # fits before tight
+    for one in found:
+        _, then = ask("check", *words, *shlex.split(one["changes"]))
+        assert (then["fit"]["needed"], then["fit"]["answer"]) == (one["needed"], one["answer"])
+        assert then["time"]["seconds"] == pytest.approx(one["seconds"])
+
+
+def test_everything_that_was_not_said_is_named_with_the_word_that_sets_it(ask, tmp_path):
+    _, nothing = ask("check")
+    said = {row["what"]: row["set_by"] for row in nothing["assumed"]}
+    assert said == {"configuration": "--config FILE", "machine": "--target GPU", "processes": "--world-size 2"}
+    (tmp_path / "bare.yaml").write_text(
+        "model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 384}\ndata: {seq_length: 64}"
+    )
+    _, some = ask("check", "--config", str(tmp_path / "bare.yaml"), "--recipe", "bf16", "--target", "h100")
+    wanted = {"processes", "versions there", "micro batch size", "global batch size"}
+    assert {row["what"] for row in some["assumed"]} == wanted
+    versions = ["--torch", "2.11", "--mcore", "0.16.1", "--te", "2.11", "--cuda", "13.0"]
+    _, most = ask(
+        "check", "--config", "llama3_8b", "--recipe", "bf16", "--target", "h100", "--world-size", "8", *versions
+    )
+    assert [row["what"] for row in most["assumed"]] == ["versions there"]  # torchao, which no option sets
+    assert "torchao" in most["assumed"][0]["value"]
+
+
+def test_the_screen_of_the_issues_example(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["check", "--config", "llama3_70b", "--recipe", "fp8_cs", "--target", "h100"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    for start in ("valid  yes", "fits   no", "time   ", "verdict  no: does not fit on H100"):
+        assert any(line.startswith(start) for line in lines), start

@@ -1,0 +1,71 @@
+"""`report` is one answer about a run: its parts say what `audit`, `diagnose` and `precision` say, and its exit code is theirs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpbridge.cli.main import main
+
+STEPS = [{"iteration": n, "loss": 6.0 - 0.1 * n, "grad_norm": 1.0, "loss_scale": 1.0, "lr": 1e-3} for n in range(1, 13)]
+GOOD = {"recipe": "bf16_mixed", "step": 1, "stage": "live", "ok": True, "reason": "", "facts": {"weights moved": ["yes", "yes", "ok"]}, "faults": []}  # fmt: skip
+BAD = GOOD | {"step": 9, "ok": False, "faults": ["params: promised bf16, found fp32"]}
+NAN = [*STEPS[:8], *({**row, "loss": "nan", "grad_norm": "nan"} for row in STEPS[8:])]
+RUNS = {
+    "healthy": (STEPS, [GOOD], True),
+    "a fact that is not as promised": (STEPS, [GOOD, BAD], False),
+    "not finite": (NAN, [GOOD], False),
+    "no audit": (STEPS, [], True),
+    "unproved": (STEPS, [GOOD | {"facts": {}}], True),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(steps, audits):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        config = {"train": {"train_iters": 20}, "checkpoint": {"save": str(tmp_path)}}
+        data = {"recipe": "bf16_mixed", "config": config, "audit": {"history": audits}}
+        (tmp_path / "precision.json").write_text(json.dumps(data))
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_its_parts_are_what_the_verbs_of_each_part_say(folder, capsys, run):
+    steps, audits, good = run
+    place = str(folder(steps, audits))
+    assert main(["report", place, "--json"]) == (0 if good else 1)
+    answer = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert (answer["ok"], answer["steps"], answer["of"]) == (good, 12, 20)
+    code = main(["diagnose", place, "--json"])
+    assert answer["diagnosis"] == json.loads(capsys.readouterr().out)
+    assert answer["ok"] == (code == 0 and not any(not one["ok"] for one in audits))
+    if audits:
+        main(["audit", place, "--json"])
+        judged = json.loads(capsys.readouterr().out)
+        assert (answer["audits"]["ok"] is True, answer["audits"]["audits"]) == (judged["ok"], len(judged["audits"]))
+    assert main(["report", place]) == (0 if good else 1)
+    text = capsys.readouterr().out
+    for line in ("12 of 20 steps", "curves     loss 5.9 -> ", "audits     ", "precision  nothing was measured", "resume     no: "):  # fmt: skip
+        assert line in text, text
+    assert ("see audits" in text) == any(not one["ok"] for one in audits)
+    assert ("as promised, nothing is out of line" in text) == (run == RUNS["healthy"])
+
+
+@pytest.mark.slow
+def test_a_real_run_resumes_from_what_it_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = ["model.num_layers=3", "model.hidden_size=64", "model.ffn_hidden_size=128", "data.seq_length=64"]
+    files = ["logger.log_dir=run", "checkpoint.save=run", "checkpoint.save_interval=2"]
+    words = ["train", "--recipe", "fp8_cs", "--emulate", "train.train_iters=4", "train.eval_iters=0", "logger.precision_every=2"]  # fmt: skip
+    assert main([*words, *small, *files]) == 0
+    capsys.readouterr()
+    assert main(["report", "run", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["resume"] == {"from": "run/step_00000004", "step": 4, "why_not": None}
+    assert answer["precision"]["worst"]["row_error"] > 0
+    assert main(["report", "run", "--out", "page.html"]) == 0
+    assert (tmp_path / "page.html").stat().st_size > 10_000

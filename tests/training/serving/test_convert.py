@@ -1,0 +1,149 @@
+"""Folders in served formats hold what training's GEMMs read: compared with emulated models, and refused where a format cannot hold it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mpbridge.cli.main import main
+from mpbridge.common.errors import BadValue
+from mpbridge.common.facts import Parallel
+from mpbridge.settings.huggingface.served import FORMATS, misfits
+from mpbridge.training.serving.document import Served
+from mpbridge.training.weights.to_folder import to_folder
+from tests.training.serving import models
+from tests.training.weights import folders
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.checkpoint(tmp_path_factory.mktemp("served"))
+
+
+COMPUTED: dict[str, dict[str, torch.Tensor]] = {}
+
+
+@pytest.fixture
+def computed(path: Path, layer: None) -> dict[str, dict[str, torch.Tensor]]:
+    """Scaling -> module of the folder -> the values that an emulated model's forward GEMM reads."""
+    from mpbridge.backend.engines.registry import build_engine
+
+    found = COMPUTED  # the engines' world is set up for each test, the models once
+    for scaling, recipe in models.RECIPES.items():
+        if scaling == "rowwise" or scaling in found:
+            continue
+        built = build_engine(
+            folders.run_of(
+                path.parent.parent / "bf16", f"mixed_precision={recipe}", "emulate=true", "optimizer.lr=1e-3"
+            )
+        )
+        try:
+            folders.load(built, path)
+            found[scaling] = {}
+            for name, plug in built.emulation.plugs.items():
+                weight = dict(built.named_parameters())[f"{name}.weight"].detach()
+                operand = plug.fprop.operand(weight, slot=name, gemm="fprop", side="w", first_microbatch=True)
+                number, _, below = name.removeprefix("decoder.layers.").partition(".")
+                parts = [f"model.layers.{number}.{part}" for part in models.PARTS[below]]
+                found[scaling] |= dict(zip(parts, models.apart(below, operand.dequantized()), strict=True))
+        finally:
+            built.close()
+    return found
+
+
+@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name.replace(" ", "-"))
+def test_a_served_folder_holds_what_the_forward_gemm_reads(row, path, computed, tmp_path: Path) -> None:
+    for scaling in row.scalings:
+        if scaling not in models.RECIPES:
+            continue
+        folder = models.serve(path, tmp_path / scaling, row.method, models.RECIPES[scaling])
+        found, contract = models.read_back(folder), json.loads((folder / "contract.json").read_text())
+        config = json.loads((folder / "config.json").read_text())["quantization_config"]
+        kept = set(config[row.kept])
+        if scaling == "rowwise":  # torchao's own cast, one power of two per row
+            name = "model.layers.1.self_attn.o_proj"
+            weight = models.weights()[f"{name}.weight"].float()
+            scale = torch.exp2(torch.floor(torch.log2(448 / weight.abs().amax(1, keepdim=True).double()))).float()
+            assert torch.equal(found[name], (weight * scale).to(torch.float8_e4m3fn).float() / scale)
+            continue
+        assert found.keys() == computed[scaling].keys() == contract["modules"].keys()
+        for name, wanted in computed[scaling].items():
+            assert torch.allclose(found[name], wanted, rtol=3e-7 if row.second else 0, atol=0), name
+        linears = {name.removesuffix(".weight") for name in models.weights() if "proj" in name} | {"lm_head"}
+        assert kept == linears - found.keys()
+        assert contract["tensors"].keys() == load_file(folder / "model.safetensors").keys()
+
+
+def test_fused_linears_share_the_scales_of_the_whole(path: Path, tmp_path: Path) -> None:
+    held = load_file(
+        models.serve(path, tmp_path / "a", "compressed-tensors", models.RECIPES["nvfp4"]) / "model.safetensors"
+    )
+    amax = max(float(models.weights()[f"model.layers.0.self_attn.{part}_proj.weight"].abs().max()) for part in "qkv")
+    scales = [float(held[f"model.layers.0.self_attn.{part}_proj.weight_global_scale"]) for part in "qkv"]
+    assert scales == [pytest.approx(2688 / amax)] * 3
+    per_row = load_file(
+        models.serve(path, tmp_path / "b", "modelopt", models.RECIPES["tensorwise"]) / "model.safetensors"
+    )
+    gate, up = (per_row[f"model.layers.1.mlp.{part}_proj.weight_scale"] for part in ("gate", "up"))
+    assert gate.shape == (384,)
+    assert len({*gate.tolist(), *up.tolist()}) == 1
+
+
+def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) -> None:
+    made: list[Served] = []
+
+    def casting(*args: Any) -> Served:
+        made.append(Served.of(*args, method="compressed-tensors", recipe=models.RECIPES["tensorwise"]))
+        return made[0]
+
+    to_folder(path, tmp_path / "out", casting=casting)
+    one = next(cast.one for cast in made[0].training.found if cast.one.name == "decoder.layers.1.mlp.linear_fc1.weight")
+    gate, up = (models.weights()[f"model.layers.1.mlp.{part}_proj.weight"].float() for part in ("gate", "up"))
+    found = made[0].named(made[0].parts(one, torch.cat([gate, up]).bfloat16(), split=2))
+    for rank in (0, 1):
+        rows = slice(192 * rank, 192 * rank + 192)
+        scale = 448 / max(gate[rows].abs().max(), up[rows].abs().max())
+        for part, weight in (("gate", gate), ("up", up)):
+            assert torch.allclose(found[f"model.layers.1.mlp.{part}_proj.weight_scale"][rows], 1 / scale, rtol=2e-7)
+            codes = found[f"model.layers.1.mlp.{part}_proj.weight"][rows]
+            assert (codes.float() / scale - weight[rows]).abs().max() <= 16 / scale  # half a step at 448
+    two = replace(made[0].facts, parallel=Parallel(world_size=2, tensor=2))
+    reasons = " ".join(misfits(made[0].row, made[0].training.found, two))
+    assert reasons.startswith(
+        "self_attention.linear_proj: each of 2 tensor-parallel ranks has its own scales for its columns"
+    )
+    assert "linear_fc1" not in reasons
+
+
+def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(path: Path, tmp_path: Path, capsys) -> None:
+    def convert(*options: str) -> str:
+        assert main(["convert", f"ckpt:{path}", f"hf:{tmp_path / 'out'}", *options]) == 2
+        assert not list(tmp_path.iterdir())
+        return capsys.readouterr().err
+
+    mxfp8, delayed = models.RECIPES["mxfp8"], "bf16_with_fp8_delayed_scaling_mixed"
+    told = convert("--quantization", "fp8", "--recipe", mxfp8)
+    assert (
+        "the recipe's scaling is mxfp8, and fp8 holds one of blockwise (these weights fit compressed-tensors MXFP8, modelopt MXFP8"
+        in told
+    )
+    assert "the recipe quantizes no weight" in convert("--quantization", "fp8")
+    assert "no served format holds these weights unchanged" in convert(
+        "--quantization", "modelopt", "--recipe", delayed
+    )
+    assert "only with --quantization" in convert("--recipe", mxfp8)
+
+
+def test_heads_of_64_rows_do_not_fit_blocks_of_128(tmp_path: Path) -> None:
+    place = folders.write(tmp_path / "bf16", folders.LLAMA, folders.llama_tensors())
+    taken = folders.convert(place, tmp_path / "run")
+    with pytest.raises(
+        BadValue, match=r"blocks of 128 rows span query, key and value at heads of 16 rows; .*gate and up at 96 rows"
+    ):
+        models.serve(taken.path, tmp_path / "out", "fp8", models.RECIPES["blockwise"])
