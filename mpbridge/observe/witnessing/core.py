@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpbridge.backend.devices.together import world_size
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.facts import OptimizerFacts, Parallel
@@ -192,11 +193,10 @@ def _section(name: str, config: Any) -> dict[str, Any]:
 
 
 def _parallel(config: Any) -> Parallel:
-    size = dist.get_world_size() if dist.is_initialized() else 1
     if config is None:
-        return Parallel(world_size=size)
+        return Parallel(world_size=world_size())
     return Parallel(
-        world_size=size,
+        world_size=world_size(),
         tensor=int(getattr(config, "tensor_model_parallel_size", 1) or 1),
         pipeline=int(getattr(config, "pipeline_model_parallel_size", 1) or 1),
         context=int(getattr(config, "context_parallel_size", 1) or 1),
