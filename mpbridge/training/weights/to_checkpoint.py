@@ -18,10 +18,10 @@ from mpbridge.settings.huggingface.tensors import Mapped, copies, mapped
 from mpbridge.training.checkpoint import foreign, store
 from mpbridge.training.checkpoint.assemble import indexed
 from mpbridge.training.checkpoint.born import SOURCE
+from mpbridge.training.checkpoint.continuation import STATE
 from mpbridge.training.checkpoint.index import INDEX, Index, StoredPiece, StoredTensor, read_index
 from mpbridge.training.checkpoint.io import CONFIG
 from mpbridge.training.checkpoint.plain import encoded
-from mpbridge.training.checkpoint.reader import STATE
 from mpbridge.training.checkpoint.writer import Load, write
 from mpbridge.training.weights.layouts import joined
 from mpbridge.training.weights.source import FolderReader, check

@@ -16,9 +16,10 @@ import torch
 
 from mpbridge.common.errors import CheckpointError
 from mpbridge.training.checkpoint import foreign, io, store
+from mpbridge.training.checkpoint.continuation import STATE
 from mpbridge.training.checkpoint.index import INDEX
 from mpbridge.training.checkpoint.plain import decoded, encoded
-from mpbridge.training.checkpoint.reader import STATE, Contents
+from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.verdict import FILE
 from tests.forked import codes, ranks, said
 from tests.training.checkpoint.hostile import Payload, forge, pickled, reseal, rewrite
