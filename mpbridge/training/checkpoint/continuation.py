@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.common.errors import CheckpointError, UnknownName
 from mpbridge.common.files import read_json
 from mpbridge.precision.registry import describe
-from mpbridge.training.checkpoint.plain import decoded
+from mpbridge.training.checkpoint.index import STATE
+from mpbridge.training.checkpoint.json_codec import decoded
 from mpbridge.training.checkpoint.verdict import Fingerprint, fingerprint, learned, read_fingerprint
 from mpbridge.training.lr import scheduler_arguments
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
 
-STATE = "state.json"
-"""File with the state that is equal on all ranks: counters, schedule, the optimizer's groups, the loss scaler; encoded by `plain.encoded`."""
 _SCHEDULE: Mapping[str, tuple[str, bool]] = {
     "max_lr": ("optimizer.lr", False), "min_lr": ("optimizer.min_lr", False), "lr_warmup_steps": ("scheduler.lr_warmup_iters", True),
     "lr_decay_steps": ("scheduler.lr_decay_iters", True), "lr_decay_style": ("scheduler.lr_decay_style", False),

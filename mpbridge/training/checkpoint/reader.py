@@ -17,7 +17,7 @@ from mpbridge.common.files import opened, parsed
 from mpbridge.training.checkpoint import extra_state, store
 from mpbridge.training.checkpoint.continuation import read_state
 from mpbridge.training.checkpoint.index import Index, StoredPiece, StoredTensor, read_index
-from mpbridge.training.checkpoint.plain import decoded
+from mpbridge.training.checkpoint.json_codec import decoded
 
 
 class Contents:

@@ -9,7 +9,7 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError, MpbridgeError
-from mpbridge.interop.stacks.importers import read_args, read_text
+from mpbridge.interop.stacks.importers import read_text
 from mpbridge.precision.registry import get_mixed_precision_config
 
 LAUGHS = "\n".join(
@@ -117,9 +117,6 @@ def test_no_message_holds_the_whole_of_a_long_value(stack: str, text: str) -> No
     assert not [line[:80] for line in said if LONG in line]
 
 
-WGRAD = "distributed_type: FSDP\nmixed_precision: fp8\nfp8_config: {{backend: TE, override_linear_precision: [false, false, {}]}}\n"
-
-
 def test_weight_gradients_in_high_precision_are_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,58 +126,6 @@ def test_weight_gradients_in_high_precision_are_a_difference(
     assert "They compute differently" in capsys.readouterr().out
     assert main(["export", str(path), "--to", "accelerate"]) in (0, 1)
     assert "override_linear_precision=(False, False, True)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("high", [True, False])
-def test_accelerates_override_of_a_linears_precision_is_read(high: bool) -> None:
-    found = read_text(WGRAD.format(str(high).lower()), name="f.yaml")
-    quant = found.meaning.regions[-1].quant
-    assert quant is not None
-    assert quant.wgrad is not high
-    assert found.fields.get("fp8_wgrad", True) is not high
-
-
-def test_an_override_that_transformer_engine_refuses_is_refused() -> None:
-    with pytest.raises(MpbridgeError, match="override_linear_precision"):
-        read_text(WGRAD.replace("[false", "[true").format("false"), name="f.yaml")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "bytes_"),
-    [
-        ("deepspeed_stage_1", "4 + 16/N"),
-        ("deepspeed", "2 + 18/N"),
-        ("deepspeed_stage_2", "2 + 18/N"),
-        ("deepspeed_stage_3", "20/N"),
-        ("deepspeed_stage_3_offload", "20/N"),
-        ("{class_path: lightning.pytorch.strategies.DeepSpeedStrategy, init_args: {stage: 3}}", "20/N"),
-    ],
-)
-def test_lightnings_deepspeed_strategy_divides_by_its_stage(strategy: str, bytes_: str) -> None:
-    found = read_text(f"trainer: {{precision: bf16-mixed, strategy: {strategy}}}", name="f.yaml")
-    assert found.meaning.bytes_text == bytes_
-
-
-@pytest.mark.parametrize(
-    ("stack", "text"),
-    [
-        ("transformers", "bf16: true\noptim: adamw_bnb_8bit"),
-        ("transformers", "bf16: true\noptim: adamw_torch_8bit"),
-        ("automodel", "model: {torch_dtype: bf16}\noptimizer: {_target_: bitsandbytes.optim.AdamW8bit}"),
-    ],
-)
-def test_moments_in_eight_bits_are_named(stack: str, text: str) -> None:
-    assert any("8-bit moments" in line for line in read_text(text, stack=stack, name="f.yaml").cannot_express)
-
-
-def test_another_stacks_file_holds_no_option_of_megatron_lm() -> None:
-    with pytest.raises(DataError, match="no option"):
-        read_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}', stack="megatron-lm", name="ds.json")
-
-
-def test_a_word_without_dashes_is_named() -> None:
-    found = read_args("bf16 --micro-batch-size 1")
-    assert found.unknown == ("bf16 (a stray word; nearest: --bf16)",)
 
 
 @pytest.mark.parametrize(

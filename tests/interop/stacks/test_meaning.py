@@ -1,4 +1,4 @@
-"""What a policy means on an engine, however far its tensors are divided."""
+"""What a policy means on an engine, however far its tensors are divided, and what a word means in every stack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import engine_names
+from mpbridge.interop.stacks.importers import read_args
 from mpbridge.interop.stacks.meaning import Meaning, differences, of_policy
+from mpbridge.interop.stacks.words import meanings
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 
@@ -35,3 +37,32 @@ def test_what_follows_from_a_set_up_is_in_force_though_nobody_states_it() -> Non
     assert "softmax_fp32" not in differences(plain, cast)
     assert differences(replace(plain, softmax_fp32=True), plain)["softmax_fp32"] == ("true", "the model's own")
     assert "softmax_fp32" not in differences(replace(plain, softmax_fp32=True), cast)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["fp8", "hybrid", "32-true", "16-true", "16-mixed", "bf16-mixed", "bf16-true", "no", "float8", "rowwise", "transformer-engine", "tensorwise", "delayed",
+     "mxfp8", "nvfp4", "--bf16", "--bf16 --use-distributed-optimizer", "--bf16 --use-torch-fsdp2", "--bf16 --use-megatron-fsdp", "bf16_mixed", "bf16",
+     "training.dtype=bfloat16", "torch_dtype: bfloat16", "strategy: megatron_fsdp", "strategy: ddp", "mixed_precision=bf16", "bf16=True", "bf16.enabled",
+     "torch_autocast.enabled", "fp16", "fp32", "full_bf16"],
+)  # fmt: skip
+def test_every_word_answers(word: str) -> None:
+    assert meanings(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "stack", "where", "args"),
+    [
+        ("bf16-mixed", "lightning", "DeepSpeed", "precision=bf16-mixed strategy=deepspeed"),
+        ("16-true", "lightning", "DeepSpeed", "precision=16-true strategy=deepspeed"),
+        ("--bf16 --use-distributed-optimizer", "megatron-lm", "--use-distributed-optimizer", "--bf16 --use-distributed-optimizer"),
+    ],
+)  # fmt: skip
+def test_a_words_row_is_what_import_reads(word: str, stack: str, where: str, args: str) -> None:
+    row = next(one for one in meanings(word) if one.stack == stack and one.where.startswith(where))
+    assert not differences(row.meaning, read_args(args, stack=stack).meaning).keys() - {"loss_scale"}
+
+
+def test_a_words_row_of_mpbridge_is_its_recipe() -> None:
+    row = next(one for one in meanings("full_bf16") if one.stack == "mpbridge")
+    assert (row.meaning.sharded, row.meaning.bytes_text) == ("nothing", "8")

@@ -310,7 +310,7 @@ if __name__ == "__main__":
 def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
     """A checkpoint's own configuration with settings on top, or another configuration."""
     from mpbridge.cli.main import main
-    from mpbridge.training.checkpoint.plain import encoded
+    from mpbridge.training.checkpoint.json_codec import encoded
 
     monkeypatch.chdir(tmp_path)
     small = ["model.num_layers=1", "train.train_iters=14"]
