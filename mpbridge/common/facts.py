@@ -65,6 +65,8 @@ class ModelShape:
     latent_attention: Mapping[str, int] | None = None
     """MLA: q_lora_rank (0: none), kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim."""
     mtp_layers: int = 0
+    hybrid: bool = False
+    """Some layers are Mamba layers, of which only the names of their linears are known here."""
     sinks: bool = False
     """softmax_type "learnable": one parameter per head in the denominator of its softmax."""
 

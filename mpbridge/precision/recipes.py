@@ -1,7 +1,7 @@
 """The built-in recipes, as data.
 
 The first fifteen are Megatron Bridge's names with their meanings (read at 067f987d, 2026-08-22), plus fp32. `DIFFERENCES` lists every value that
-is not theirs, with the reason. The last ones distinguish what a 16-bit recipe's name leaves open: storage, reduction and optimizer states.
+is not theirs, with the reason. nemotron_3_ultra_bf16_with_nvfp4_mixed is a later one of theirs. The last ones distinguish what a 16-bit recipe's name leaves open: storage, reduction and optimizer states.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ _MXFP8: RecipeFields = {
     "fp8_param_gather": True,
     "reuse_grad_buf_for_mxfp8_param_ag": True,
 }
+_SUPER: RecipeFields = {
+    "modules": {"*.linear_qkv": "bf16", "*.linear_proj": "bf16", "*mlp.fc[12]_latent_proj": "bf16", "mtp.*": "bf16", "*mixer.out_proj": "mxfp8"},
+}  # fmt: skip
+"""The exceptions of Megatron Bridge's performance recipes for Nemotron 3 Super (perf_recipes/nemotronh/te_quant.cfg); the first match decides."""
 _NVFP4: RecipeFields = {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": False}
 
 
@@ -138,8 +142,13 @@ BUILT_IN: tuple[Recipe, ...] = (
     ),
     _recipe(
         "nemotron_3_super_bf16_with_nvfp4_mixed",
-        "NVFP4 with the last 14 layers in BF16 (Nemotron 3 Super)",
-        _BF16, _NVFP4, _edges(0, 14),
+        "NVFP4 as Nemotron 3 Super: 14 last layers, attention, latent projections, MTP in BF16; mixer.out_proj in MXFP8",
+        _BF16, _NVFP4, _edges(0, 14), _SUPER, source=f"{BRIDGE} with perf_recipes/nemotronh/te_quant.cfg",
+    ),
+    _recipe(
+        "nemotron_3_ultra_bf16_with_nvfp4_mixed",
+        "NVFP4 with the last 16 layers in BF16 (Nemotron 3 Ultra)",
+        _BF16, _NVFP4, _edges(0, 16), source="Megatron Bridge PR 5798; NVIDIA-NeMo/Nemotron ultra3 pretrain script",
     ),
     _recipe(
         "bf16_params_fp32_states",
@@ -193,15 +202,15 @@ BUILT_IN: tuple[Recipe, ...] = (
 _INERT_FP8_RECIPE = "inert with FP8 off, and copied to optimizer.fp8_recipe it silently disables the precision-aware optimizer (megatron-core optimizer_config.py:355)"
 _NO_FP4_GATHER = "megatron-core 0.16.1 has no FP4 parameter gather: no DDP field, and its distributed optimizer would size the buffer wrongly"
 
+_THEIR_NVFP4 = ("bf16_with_nvfp4_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")
 DIFFERENCES: Mapping[tuple[str, str], str] = MappingProxyType(
-    {
-        (name, "fp8_recipe"): _INERT_FP8_RECIPE
-        for name in ("bf16_mixed", "fp16_mixed", "bf16_with_nvfp4_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")
-    }
+    {(name, "fp8_recipe"): _INERT_FP8_RECIPE for name in ("bf16_mixed", "fp16_mixed", *_THEIR_NVFP4)}
+    | {(name, field): _NO_FP4_GATHER for name in _THEIR_NVFP4 for field in ("fp4_param", "fp4_param_gather")}
     | {
-        (name, field): _NO_FP4_GATHER
-        for name in ("bf16_with_nvfp4_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")
-        for field in ("fp4_param", "fp4_param_gather")
+        (
+            _THEIR_NVFP4[1],
+            "modules",
+        ): "no field of theirs: their performance recipe adds it as model.quant_recipe, from te_quant.cfg"
     }
 )
 """(recipe, field) -> why the value differs from Megatron Bridge's. A test compares every other value with theirs."""

@@ -166,6 +166,7 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
         grouped_gemm=bool(experts) and model["moe_grouped_gemm"],
         latent_attention={name: model[name] or 0 for name in _LATENT} if model["multi_latent_attention"] else None,
         mtp_layers=model["mtp_num_layers"] or 0,
+        hybrid=bool(model.get("is_hybrid_model")),
         sinks=str(model["softmax_type"]) == "learnable",
     )
 

@@ -111,7 +111,7 @@ def difference_table() -> str:
         (
             f"`{name}`",
             f"`{field}`",
-            said((reference["class_defaults"] | reference["recipes"][name])[field]),
+            said((reference["class_defaults"] | reference["recipes"][name]).get(field)),
             said(ours[name][field]),
             reason,
         )

@@ -75,7 +75,8 @@ FIELDS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(Br
 
 DIFFERS: dict[str, dict[str, Any]] = {
     "bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
-    "nemotron_3_super_bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
+    "nemotron_3_super_bf16_with_nvfp4_mixed": {"fp4_param_gather": True, "modules": None},
+    "nemotron_3_ultra_bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
 }
 """Its values of recipes with the same name but different values in mpbridge; scripts/evidence/stacks/bridge_exports.py compares all of them."""
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
@@ -212,8 +213,16 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
             data[section] = value
     found = read_data(data, version=version)
     assumed = [f"{one}: known only at run time; left at its default" for one in not_known]
+    low = found.meaning.quantization
+    # three of recipes/nemotronh/h100: nemotronh_47b and 56b, nemotron_nano_12b_v2
+    misnamed = (
+        [f"{name} says BF16, and its GEMMs are quantized: {low}"] if "_bf16_config" in name and low != "none" else []
+    )
     return dataclasses.replace(
-        found, unknown=(*found.unknown, *unknown), assumed=(*found.assumed, *assumed, *dict.fromkeys(notes))
+        found,
+        unknown=(*found.unknown, *unknown),
+        contradicts=(*found.contradicts, *misnamed),
+        assumed=(*found.assumed, *assumed, *dict.fromkeys(notes)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from mpbridge.precision.modules import layers_text
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region, spans_of
 from mpbridge.precision.wording import NOT_QUANTIZED, region_rule, region_text
+
+_HYBRID = ("mixer.in_proj", "mixer.out_proj", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
+"""Linears of a hybrid's layers besides those of a GPT's: Mamba's, and the projections around latent experts (megatron-core's MambaMixer and MoELayer)."""
 
 
 def module_paths(shape: ModelShape) -> tuple[str, ...]:
@@ -33,7 +37,7 @@ def listed(*shapes: ModelShape) -> str:
 
 
 def any_gpt(layers: int | None = None) -> tuple[ModelShape, ...]:
-    """Shapes that together have every linear of any GPT: dense and with experts, plain and latent attention, multi-token prediction.
+    """Shapes that together have every linear of any GPT: dense and with experts, plain and latent attention, multi-token prediction, and of hybrids.
 
     layers: the depth, if known; None: deeper than any model, so that no layer number is out of range.
     """
@@ -50,6 +54,7 @@ def any_gpt(layers: int | None = None) -> tuple[ModelShape, ...]:
         ModelShape(**common, latent_attention=latent),
         ModelShape(**common, latent_attention={**latent, "q_lora_rank": 0}),
         ModelShape(**common, **experts),
+        ModelShape(**common, hybrid=True),
     )
 
 
@@ -75,19 +80,37 @@ SHADOWED_CURE = "The first rule that matches a linear decides: move the narrower
 
 
 def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The rules under `modules`, as text, that match no linear of any shape, and those that never decide because earlier ones do."""
+    """The rules under `modules`, as text, that match no linear of any model (those of a hybrid: `foreign`), and those that never decide
+    because earlier ones do.
+    """
     regions = policy.regions
     own = _own(policy)
     if not own:
         return (), ()
-    found = _covered(policy, shapes)
-    dead = tuple(region_text(regions[index]) for index in own if found.dead(index))
+    found, elsewhere = _covered(policy, shapes), foreign(policy, *shapes)
+    dead = tuple(text for index in own if found.dead(index) and (text := region_text(regions[index])) not in elsewhere)
     late = [
         f"{region_text(regions[index])} never decides: {' and '.join(_early(regions[i]) for i in sorted(found.ahead[index]))} comes first"
         for index in own
         if found.shadowed(index)
     ]
     return dead, tuple(late)
+
+
+def foreign(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[str, ...]:
+    """The rules under `modules`, as text, that match no linear of any shape, but linears of a hybrid (Mamba's, latent experts', multi-token prediction's): a recipe for
+    hybrids is no mistake on another model.
+    """
+    dead = unnamed(policy, *shapes)
+    if not dead:
+        return ()
+    nowhere = _nowhere(policy, shapes[0].num_layers)
+    return tuple(region_text(region) for region in dead if region not in nowhere)
+
+
+@functools.lru_cache(maxsize=256)
+def _nowhere(policy: PrecisionPolicy, layers: int) -> tuple[Region, ...]:
+    return unnamed(policy, any_gpt(layers)[-1])
 
 
 def unnamed(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[Region, ...]:
@@ -181,4 +204,5 @@ def _rows(fates: Mapping[str, Mapping[str, set[int]]]) -> list[tuple[str, str, s
 
 def _of_layer(shape: ModelShape, mixture: bool) -> tuple[str, ...]:
     every = (weight for grouped in (False, True) for weight in layer_weights(shape, mixture=mixture, grouped=grouped))
-    return tuple(dict.fromkeys(weight.module for weight in every if weight.linear))
+    own = dict.fromkeys(weight.module for weight in every if weight.linear)
+    return (*own, *(_HYBRID if shape.hybrid else ()))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpbridge.common.formats import DType
 from mpbridge.common.versions import Window
-from mpbridge.planning.memory.names import SHADOWED_CURE, beyond_the_model, idle, listed
+from mpbridge.planning.memory.names import SHADOWED_CURE, beyond_the_model, foreign, idle, listed
 from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.policy import Quant
@@ -58,6 +58,10 @@ def _dead_modules(case: Case) -> str | None:
     # rules on layers beyond the model are reported by module-rule-beyond-the-model
     dead = () if _beyond_the_model(case) else idle(case.policy, case.run.shape)[0]
     return f"no linear of this model matches {'; '.join(dead)} (linears: {listed(case.run.shape)})" if dead else None
+
+
+def _other_modules(case: Case) -> str:
+    return "" if _beyond_the_model(case) else "; ".join(foreign(case.policy, case.run.shape))
 
 
 def _shadowed_modules(case: Case) -> str:
@@ -161,6 +165,14 @@ RULES: tuple[Rule, ...] = (
         expected="each glob under `modules`, with its layers, to match a linear of the model",
         cure="correct the glob or the layers",
         source="Megatron-LM#6745: matchers that were never applied",
+    ),
+    Rule(
+        id="module-rule-of-another-model",
+        found=_other_modules,
+        expected="rules on linears that the model has: these match only linears of a hybrid, and change nothing here",
+        cure="drop them, or a recipe for this kind of model",
+        source="mpbridge/planning/memory/names.py any_gpt",
+        severity="warning",
     ),
     Rule(
         id="module-rule-never-decides",

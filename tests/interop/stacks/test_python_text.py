@@ -80,6 +80,14 @@ def by_name():
     cfg.mixed_precision.fp8_param_gather = cfg.mixed_precision.reuse_grad_buf_for_mxfp8_param_ag = False
     return cfg
 
+def nemotronh_56b_pretrain_8gpu_h100_bf16_config():
+    cfg = _pretrain_common()
+    cfg.mixed_precision = "nemotron_h_bf16_with_fp8_current_scaling_mixed"
+    return cfg
+
+def nemotronh_8b_pretrain_2gpu_h100_bf16_config():
+    return _pretrain_common()
+
 def depends():
     cfg = _pretrain_common()
     if torch.cuda.is_available():
@@ -207,3 +215,21 @@ def test_text_that_is_no_python_is_refused_by_name(tmp_path: Path) -> None:
         read_file(tmp_path / "bad.py:broken")
     with pytest.raises((DataError, BadValue)):
         read_text("raise SystemExit('ran')", name="config.py")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("nemotronh_56b_pretrain_8gpu_h100_bf16_config", "says BF16, and its GEMMs are quantized: linears of the first 2"), ("nemotronh_8b_pretrain_2gpu_h100_bf16_config", None)],
+)  # fmt: skip
+def test_a_function_named_bf16_that_trains_in_fp8_is_told(checkout: Path, function: str, said: str | None) -> None:
+    assert [
+        line.removeprefix(function).strip().startswith(said or "?") for line in bridge(checkout, function).contradicts
+    ] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(("name", "last"), [("super", 14), ("ultra", 16)])
+def test_bridges_name_alone_leaves_out_what_its_performance_recipe_adds(name: str, last: int) -> None:
+    found = read_text(
+        f"mixed_precision: nemotron_3_{name}_bf16_with_nvfp4_mixed", stack="megatron-bridge", name="run_config.yaml"
+    )
+    assert (found.fields.get("modules"), found.fields["num_layers_at_end_in_bf16"]) == (None, last)

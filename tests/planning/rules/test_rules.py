@@ -104,6 +104,9 @@ TABLE = {
     "module-rule-matches-nothing": (
         {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc3": "bf16"}}}, {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc*": "bf16"}}},
     ),
+    "module-rule-of-another-model": (
+        {"recipe": "fp8_sc", "config": {"modules": {"*mixer.out_proj": "mxfp8"}}}, {"recipe": "fp8_sc", "config": {"modules": {"*mixer.out_proj": "mxfp8"}}, "shape": dataclasses.replace(SHAPE, hybrid=True)},
+    ),
     "module-rule-never-decides": (
         {"recipe": "fp8_sc", "config": {"modules": {"mlp.*": "bf16", "mlp.linear_fc1": "tensorwise"}}},
         {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc1": "tensorwise", "mlp.*": "bf16"}}},

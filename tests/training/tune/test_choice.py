@@ -96,7 +96,7 @@ def test_the_recipe_says_exactly_what_was_chosen(seed: int) -> None:
     choice = {unit.name: draw.choice(LEVELS) for unit in some}
     high = draw.choice([0, 1, 2])
     choice |= {unit.name: "bf16" for unit in some if unit.layer >= 6 - high}
-    base = base_of(get_mixed_precision_config("nemotron_3_super_bf16_with_nvfp4_mixed"))
+    base = base_of(get_mixed_precision_config("nemotron_3_ultra_bf16_with_nvfp4_mixed"))
     made = configured(base, some, choice, "bf16")
     policy = resolve(made)
     scaling = {LOW: "nvfp4", "mxfp8": "mxfp8", "bf16": None}
