@@ -60,6 +60,12 @@ class CoreLoop(Loop):
         """The distributed optimizer shards its states."""
         return "optimizer" if any(hasattr(part, "shard_fp32_groups") for part in self._parts()) else "nothing"
 
+    @property
+    def gathers_late(self) -> bool:
+        """Whether parameters follow an update in the next forward pass only: they lie outside of the buffer through which they are gathered."""
+        reused = getattr(self.configs.optimizer, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        return bool(reused and getattr(self.configs.ddp, "overlap_param_gather", False))
+
     def facts(self) -> LoopFacts:
         """The facts, from the live configs."""
         config = getattr(self._parts()[0], "config", None)
