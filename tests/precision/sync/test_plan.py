@@ -13,6 +13,7 @@ import pytest
 import torch
 from sync_kit import DDP, INPUTS, OPTIMIZER, POLICIES, live, planned
 
+import mpbridge
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -141,9 +142,11 @@ def test_what_is_no_policy_and_no_realization_is_refused() -> None:
     # taken for "not native", a misspelled one would have planned 16 bits without apply() asking whether emulation is attached
     with pytest.raises(BadValue, match="expected 'native' or 'emulated'"):
         plan(POLICIES["bf16_with_fp8_current_scaling_mixed"], model={}, realization="emulate")  # type: ignore[arg-type]
-    for wrong in ("bf16_mixed", get_mixed_precision_config("bf16_mixed")):
-        with pytest.raises(BadValue, match="expected a PrecisionPolicy"):
-            plan(wrong, model={})  # type: ignore[arg-type]
+    with pytest.raises(BadValue, match="expected a recipe's name, its config, or the PrecisionPolicy"):
+        plan(3, model={})  # type: ignore[arg-type]
+    settled = plan(mpbridge.resolve("bf16_mixed"), model={}, ddp={})
+    for given in ("bf16", get_mixed_precision_config("bf16_mixed")):
+        assert plan(given, model={}, ddp={}) == settled
     with pytest.raises(BadValue, match="expected a MixedPrecisionConfig"):
         resolve("bf16_mixed")  # type: ignore[arg-type]
 
