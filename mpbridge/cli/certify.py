@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensors",
         type=Path,
         metavar="RUN|FILE",
-        help="your own: a safetensors file with x, w and dy, or weights; or a run's folder, for the size of its weights",
+        help="your own: a safetensors file with x, w and dy, or weights; or a run's folder, whose last measured step counts",
     )
     parser.add_argument(
         "--variant",
@@ -85,7 +85,7 @@ def _certificate(args: argparse.Namespace, recipe: str | None, variant: str | No
     from mpbridge.numerics.certificates.certificate import certificate
     from mpbridge.numerics.certificates.expected import VARIANTS
     from mpbridge.numerics.rules import release_of
-    from mpbridge.training.certified import sigma_of, tensors_of, training_of
+    from mpbridge.training.certified import OwnTensors, own_tensors, training_of
 
     # the shipped model is made deep enough for the edge layers of every recipe; no figure depends on the depth
     deep = (
@@ -101,15 +101,15 @@ def _certificate(args: argparse.Namespace, recipe: str | None, variant: str | No
         raise BadValue(
             f"variant {variant} of {made.recipe}: variants are of NVFP4 (expected a recipe with nvfp4 scaling, such as bf16_with_nvfp4_mixed)"
         )
-    given: Path | None = args.tensors
-    folder = given is not None and given.is_dir()
+    own = OwnTensors(linears={}) if args.tensors is None else own_tensors(args.tensors)
     return certificate(
         made.recipe,
         made.policy,
-        training_of(made, whole=True, sigma=sigma_of(given) if given is not None and folder else None),
+        training_of(made, whole=True, sigma=own.sigma),
         release=release_of(args.te),
         variant=None if variant is None else VARIANTS[variant],
-        own=tensors_of(given) if given is not None and not folder else None,
+        own=own.linears,
+        beside=own.rows,
     )
 
 

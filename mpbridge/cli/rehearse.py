@@ -31,12 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--every", type=whole, metavar="K", help="sample the tensors of every K-th step (default: ten samples)"
     )
     parser.add_argument(
-        "--tensors",
-        type=Path,
-        metavar="FILE",
-        help="analyse the tensors of a .pt or .safetensors file without training",
-    )
-    parser.add_argument(
         "--out",
         type=Path,
         default=Path("rehearsal"),
@@ -60,8 +54,6 @@ def run(args: argparse.Namespace) -> int:
     """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run. Raises KeyboardInterrupt if a signal ended it."""
     if args.steps < 1 or (args.every is not None and args.every < 1):
         raise BadValue(f"--steps {args.steps}, --every {args.every}: expected at least 1")
-    if args.suggest and args.tensors is not None:
-        raise BadValue("--suggest with --tensors: a choice needs a model and its data (--config), not single tensors")
     from mpbridge.common.report.console import without_chatter
 
     without_chatter()
@@ -97,8 +89,6 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
     )
     if not recipes:
         raise BadValue(f"--recipes {args.recipes!r} names no recipe")
-    if args.tensors is not None:
-        return rehearsal.observe(rehearsal.read_tensors(args.tensors), recipes)
     from mpbridge.settings.container import ConfigContainer
 
     container = ConfigContainer.load(find_config(args.config), args.overrides, check=False)

@@ -103,7 +103,7 @@ def _precision(run: Evidence) -> dict[str, Any]:
 def _resume(run: Evidence) -> dict[str, Any]:
     """The newest checkpoint from which the run resumes, and why not if it does not."""
     from mpbridge.common.errors import CheckpointError
-    from mpbridge.training.checkpoint.store import locate, saved, step_of, whole
+    from mpbridge.training.checkpoint.store import check, locate, saved, step_of
 
     named = (run.config.get("checkpoint") or {}).get("save")
     places = [Path(named)] if named else []
@@ -116,7 +116,7 @@ def _resume(run: Evidence) -> dict[str, Any]:
         }
     try:
         newest = locate(place)
-        whole(newest)
+        check(newest, sums=False)
         return {"from": str(newest), "step": step_of(newest), "why_not": None}
     except CheckpointError as error:
         return {"from": None, "step": None, "why_not": str(error)}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.common.files import LIMITS, opened
 from mpbridge.planning.certificates.optimizer import Training
+from mpbridge.planning.certificates.row import Row
+from mpbridge.settings.huggingface.folder import header
 from mpbridge.settings.schema import defaults
 from mpbridge.training.lr import scheduler
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from mpbridge.numerics.certificates.tensors import Linear
+    from mpbridge.observe.telemetry.reading import MeasuredStep
     from mpbridge.settings.run import Run
 
 STANDARD_DEVIATION = 0.02
@@ -61,20 +64,53 @@ def _schedule(run: Run) -> tuple[tuple[float, float], ...]:
     return tuple(points)
 
 
-def sigma_of(folder: Path) -> float:
-    """Median RMS of a run's weight matrices at its last measurement. Raises BadValue if it measured none."""
-    from mpbridge.observe.telemetry.reading import read
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnTensors:
+    """What `--tensors` names."""
 
-    measured = read(folder).measured
+    linears: Mapping[str, Linear]
+    sigma: float | None = None
+    """Median RMS of a run's weight matrices."""
+    rows: tuple[Row, ...] = ()
+    """What the run itself measured of the operands of these linears."""
+
+
+def own_tensors(given: Path) -> OwnTensors:
+    """A safetensors file, or a run's folder: its operands, if it kept any, and its last measured step. Raises BadValue, Contradiction."""
+    if not given.is_dir():
+        return OwnTensors(linears=tensors_of(given))
+    from mpbridge.observe.telemetry.reading import read
+    from mpbridge.observe.telemetry.windows import FILE
+
+    measured = read(given).measured
     rows = measured[-1].tables["weights"] if measured else []
     sizes = [
         row["rms"] for row in rows if "norm" not in row["parameter"] and "bias" not in row["parameter"] and row["rms"]
     ]
     if not sizes:
         raise BadValue(
-            f"--tensors {folder}: no measured weights (expected a run with logger.precision_every=N, or a safetensors file)"
+            f"--tensors {given}: no measured weights (expected a run with logger.precision_every=N, or a safetensors file)"
         )
-    return float(statistics.median(sizes))
+    linears = tensors_of(given / FILE) if (given / FILE).is_file() else {}
+    beside = tuple(row for name in linears for row in _measured(measured[-1], name))
+    return OwnTensors(linears=linears, sigma=float(statistics.median(sizes)), rows=beside)
+
+
+def _measured(step: MeasuredStep, linear: str) -> Iterator[Row]:
+    from mpbridge.numerics.operands import COPY_OF
+
+    for row in step.tables["operands"]:
+        if row["linear"] != linear or row["sqnr"] is None:
+            continue
+        figures = {
+            "MSE, as the run measured": 10 ** (-row["sqnr"] / 10),
+            "flushed, as the run measured": row["flushed"],
+        }
+        for gemm in row["gemms"].split("+"):
+            where = f"{gemm} {row['side']} {COPY_OF[gemm, row['side']]}"
+            for quantity, value in figures.items():
+                yield Row(part="operand", where=where, tensor=f"yours: {linear}", quantity=quantity, value=value,
+                          condition=f"step {step.step}, {row['scaling']} in {row['format']}")  # fmt: skip
 
 
 def tensors_of(file: Path) -> dict[str, Linear]:
@@ -83,7 +119,8 @@ def tensors_of(file: Path) -> dict[str, Linear]:
 
     from mpbridge.numerics.certificates.tensors import drawn
 
-    shapes = _header(file)
+    stored = header(file.parent, file.name)
+    shapes = {name: list(one.shape) for name, one in stored.items() if one.dtype in ("F32", "BF16", "F16", "F64")}
     names = {name.rpartition(".")[0] for name in shapes if name.rpartition(".")[2] in ("x", "dy")}
     found: dict[str, Linear] = {}
     with safe_open(file, framework="pt") as stream:
@@ -134,20 +171,3 @@ def _wide(x: torch.Tensor, columns: int) -> torch.Tensor:
     import torch
 
     return torch.randn((x.shape[0], columns), generator=torch.Generator().manual_seed(columns))
-
-
-def _header(file: Path) -> dict[str, list[int]]:
-    """Tensor -> shape, read within limits. Raises BadValue."""
-    try:
-        with opened(file) as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if not 2 <= size <= LIMITS["safetensors header"].size:
-                raise ValueError(f"a header of {size} bytes")
-            header = json.loads(stream.read(size))
-        return {
-            name: list(one["shape"])
-            for name, one in header.items()
-            if name != "__metadata__" and str(one["dtype"]) in ("F32", "BF16", "F16", "F64")
-        }
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadValue(f"--tensors {file}: not a safetensors file ({error})") from None

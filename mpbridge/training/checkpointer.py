@@ -50,7 +50,7 @@ class Checkpointer(Hook):
         place, weights = beginning(training.run.checkpoint)
         own = place is not None and folder is not None and place.parent.resolve() == folder.resolve()
         if weights is not None:
-            answer = checkpoint.load_weights(training, weights)
+            answer = checkpoint.load(training, weights, weights_alone=True)
             self._message = "\n".join([f"initialized with the weights of {weights}", *answer.lines()[1:]])
             self._resumed = {"checkpoint": str(weights), "verdict": "weights only", "optimizer_reset": True}
             training.notes["weights from"] = str(weights)

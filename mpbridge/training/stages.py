@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shutil
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.backend.devices.together import on_first_rank
@@ -63,7 +61,7 @@ def check_stages(run: Run) -> list[str]:
     if len(run.stages) < 2:
         return []
     from mpbridge.planning.rules.admit import require_here
-    from mpbridge.training.checkpoint.io import of_run
+    from mpbridge.training.checkpoint.continuation import of_run
 
     runs = [stage_run(run, span.index) for span in spans_of(run)]
     faults, lines = [], []
@@ -118,7 +116,7 @@ def switch(training: Training) -> None:
 
     before, after = training.run, training.next_run
     assert after is not None
-    folder = on_first_rank(lambda: _waiting_room(before))
+    folder = on_first_rank(lambda: store.room(before, "switch"))
     try:
         place = checkpoint.save(training, folder).finish()
         training.engine.close()
@@ -133,11 +131,3 @@ def switch(training: Training) -> None:
         training, "recipe", text, before=before.recipe, after=after.recipe, verdict=answer.kind, lost=list(answer.lost)
     )
     training.notes[f"recipe from step {training.counters.iteration + 1}"] = after.recipe
-
-
-def _waiting_room(run: Run) -> Path:
-    """A new folder for the state passed from one engine to the next; inside the run's own folder if it has one."""
-    inside = run.checkpoint.get("save") or run.logger.get("log_dir")
-    if inside:
-        Path(inside).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=".switch-", dir=inside))

@@ -46,6 +46,8 @@ MUTATIONS: tuple[tuple[str, tuple[str, str, str], Any, Mapping[str, Any]], ...] 
     ("_conditions", ("numerics.kernels", "number.largest, power_of_two=power_of_two)\n    return round_nearest", "number.largest * 0.9, power_of_two=power_of_two)\n    return round_nearest"), numerics.test_fp32_scales_return_the_largest_code_as_itself, {}),
     ("relative_error bounds", ("numerics.rounding", "_FP32_MANTISSA - number.mantissa)", "_FP32_MANTISSA - 2.0)"), numerics.test_a_normal_number_errs_by_at_most_the_bound_and_reaches_it, {"side": "x", "element": numerics.E4M3}),
     ("relative_error bounds", ("numerics.rounding", "floor = smallest_normal(number)", "floor = 4 * smallest_normal(number)"), numerics.test_a_normal_number_errs_by_at_most_the_bound_and_reaches_it, {"side": "dy", "element": numerics.E5M2}),
+    ("newton_schulz", ("numerics.certificates.attention", "NEWTON_SCHULZ = (3.4445,", "NEWTON_SCHULZ = (3.4444,"), numerics.test_newton_schulz_moves_singular_values_by_its_polynomial_and_errs_by_its_products, {"capsys": None}),
+    ("newton_schulz", ("numerics.certificates.attention", "+ 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF", "+ 0x1FFF + ((bits >> 14) & 1)) & ~0x3FFF"), numerics.test_newton_schulz_moves_singular_values_by_its_polynomial_and_errs_by_its_products, {"capsys": None}),
     # --- the optimizer: what its dtypes hold
     ("lost_updates half_gap movement_kept ratio_of", OF_BF16, planning.test_lost_updates_are_those_that_a_cast_loses, {"kind": BF16, "lr": 1e-4, "sigma": 0.027}),
     ("lost_updates half_gap", ("common.formats", '"float16": 10', '"float16": 11'), planning.test_lost_updates_are_those_that_a_cast_loses, {"kind": FP16, "lr": 1e-5, "sigma": 0.027}),

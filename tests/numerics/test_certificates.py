@@ -244,6 +244,61 @@ def test_attention_errs_to_one_side_only_if_rounded_before_the_division() -> Non
     assert 6 < attention.mismatch(torch.bfloat16) / attention.mismatch(torch.float16) < 10
 
 
+def test_newton_schulz_moves_singular_values_by_its_polynomial_and_errs_by_its_products(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    np, types = pytest.importorskip("numpy"), pytest.importorskip("ml_dtypes")
+    matrix = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    m = matrix.double().numpy()
+    # an odd polynomial of a matrix is that polynomial of its singular values
+    u, s, v = np.linalg.svd(m, full_matrices=False)
+    s = s / np.linalg.norm(m)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    exact = u @ np.diag(s) @ v
+    found = attention.newton_schulz(matrix.double(), torch.float64, lambda x: x).numpy()
+    assert np.abs(found - exact).max() < 1e-6
+
+    def narrow(x: Any) -> Any:
+        return x.astype(types.bfloat16).astype(np.float32)
+
+    x = m.astype(np.float32) / np.float32(np.linalg.norm(m))
+    for _ in range(5):
+        square = narrow(x) @ narrow(x).T
+        x = 3.4445 * x + narrow(-4.7750 * square + 2.0315 * (narrow(square) @ narrow(square))) @ narrow(x)
+    wanted = bits(float(((x - exact) ** 2).sum() / (exact**2).sum()))
+    rows = {row.where: row.value for row in attention.newton_schulz_rows()}
+    assert rows["Newton-Schulz in FP32, products of BF16 (medium)"] == pytest.approx(wanted, abs=0.1)
+    # three more mantissa bits
+    high = rows["Newton-Schulz in FP32, products of TF32 (high)"]
+    assert high == pytest.approx(wanted + 3, abs=0.3)
+    assert rows["Newton-Schulz in BF16 throughout"] < wanted < high < rows["Newton-Schulz in FP32 (highest)"]
+    assert main(["certify", "bf16_mixed", "optimizer.optimizer=muon", "--json"]) == 0
+    assert "Newton-Schulz in FP32 (highest)" in capsys.readouterr().out
+
+
+def test_recommend_orders_recipes_as_their_gradients_erred_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = json.loads(
+        (Path(__file__).parents[2] / "scripts/evidence/data/certificate_correlation.json").read_text()
+    )
+    runs = measured["trained"].values()
+    arms = {
+        "fp16_mixed": "fp16",
+        "bf16_mixed": "bf16",
+        "bf16_with_fp8_subchannel_scaling_mixed": "blockwise hybrid",
+        "bf16_with_nvfp4_mixed": "nvfp4",
+    }
+    error = {name: sum(run[arm]["gradient"] for run in runs) / len(runs) for name, arm in arms.items()}
+    main(["recommend", "--by", "error", "--target", "b200", "--config", "gpt_tiny", "model.num_layers=16", "--json"])
+    found = [one for one in json.loads(capsys.readouterr().out)["recipes"] if one["legal"]]
+    assert [one["error"] for one in found] == sorted(one["error"] for one in found)
+    ordered = [one["recipe"] for one in found if one["recipe"] in arms]
+    assert ordered == sorted(arms, key=error.__getitem__)
+    predicted = {one["recipe"]: one["error"] for one in found}
+    # in a model errors also pass from layer to layer
+    assert all(0.2 < predicted[name] / error[name] < 1.5 for name in arms)
+
+
 def test_a_certificate_of_ones_own_tensors_beside_a_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save = pytest.importorskip("safetensors.torch").save_file
     file, page = tmp_path / "mine.safetensors", tmp_path / "page.html"

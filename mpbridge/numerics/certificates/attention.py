@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -87,30 +87,42 @@ def _round(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of Muon's quintic iteration (Keller Jordan, 2024)."""
+"""Coefficients of Muon's quintic iteration (Keller Jordan, 2024), and megatron-core's (`muon_coefficient_type`)."""
 
 
-def newton_schulz(matrix: torch.Tensor, kind: torch.dtype, steps: int = 5) -> torch.Tensor:
-    """Muon's orthogonalization of a [rows, columns] matrix, rows <= columns, in that dtype; FP64 result."""
+def tf32(x: torch.Tensor) -> torch.Tensor:
+    """FP32 rounded to nearest even in the ten mantissa bits of TF32."""
+    bits = x.view(torch.int32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+PRODUCTS: Mapping[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "BF16 throughout": (torch.bfloat16, lambda x: x),
+    "FP32, products of BF16 (medium)": (torch.float32, lambda x: x.bfloat16().float()),
+    "FP32, products of TF32 (high)": (torch.float32, tf32),
+    "FP32 (highest)": (torch.float32, lambda x: x),
+}
+"""In what Muon iterates -> dtype of its matrices, how a product's operands are rounded. In brackets: megatron-core's `muon_fp32_matmul_prec`."""
+
+
+def newton_schulz(
+    matrix: torch.Tensor, kind: torch.dtype, rounded: Callable[[torch.Tensor], torch.Tensor], steps: int = 5
+) -> torch.Tensor:
+    """Muon's orthogonalization of a [rows, columns] matrix, rows <= columns; FP64 result."""
     a, b, c = NEWTON_SCHULZ
     x = (matrix / (matrix.norm() + 1e-7)).to(kind)
     for _ in range(steps):
-        square = x @ x.T
-        x = a * x + (b * square + c * square @ square) @ x
+        square = rounded(x) @ rounded(x).T
+        x = a * x + rounded(b * square + c * (rounded(square) @ rounded(square))) @ rounded(x)
     found: torch.Tensor = x.double()
     return found
 
 
-def newton_schulz_row(kind: torch.dtype, side: int = 128) -> Row:
-    """Error of Newton-Schulz in that dtype against FP64, on a random matrix."""
+def newton_schulz_rows(side: int = 128) -> Iterator[Row]:
+    """Error of Newton-Schulz against FP64, on a random matrix."""
     matrix = torch.randn(side, 2 * side, generator=torch.Generator().manual_seed(0))
-    reference = newton_schulz(matrix.double(), torch.float64)
-    error = newton_schulz(matrix, kind) - reference
-    value = -0.5 * math.log2(float(error.square().sum() / reference.square().sum()))
-    return Row(
-        part="optimizer",
-        where=f"Newton-Schulz in {str(kind).removeprefix('torch.')}",
-        quantity="bits",
-        value=value,
-        condition=f"a random matrix of {side} by {2 * side}",
-    )
+    reference = newton_schulz(matrix.double(), torch.float64, lambda x: x)
+    for name, how in PRODUCTS.items():
+        error = newton_schulz(matrix, *how) - reference
+        value = -0.5 * math.log2(float(error.square().sum() / reference.square().sum()))
+        yield Row(part="optimizer", where=f"Newton-Schulz in {name}", quantity="bits", value=value, condition=f"a random matrix of {side} by {2 * side}, five steps")  # fmt: skip

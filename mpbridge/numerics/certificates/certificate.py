@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from mpbridge.common.facts import MUONS
 from mpbridge.common.formats import E2M1, E4M3
-from mpbridge.numerics.certificates.attention import attention_rows, newton_schulz_row
+from mpbridge.numerics.certificates.attention import attention_rows, newton_schulz_rows
 from mpbridge.numerics.certificates.expected import NOT_OFFERED, Expected, Operands, Variant, cast
 from mpbridge.numerics.certificates.figures import SIDES, bounds, gain, gemm_figures, operand_figures, product
 from mpbridge.numerics.certificates.tensors import KINDS, Linear, drawn, with_signal
@@ -76,9 +77,10 @@ def certificate(
     variant: Variant | None = None,
     kinds: Iterable[str] = tuple(KINDS),
     own: Mapping[str, Linear] | None = None,
+    beside: Iterable[Row] = (),
     replicas: int = REPLICAS,
 ) -> Certificate:
-    """The certificate of a settled policy. own: name -> the user's tensors. Raises what `Quantizer` raises."""
+    """The certificate of a settled policy. own: name -> the user's tensors; beside: rows about them. Raises what `Quantizer` raises."""
     began, threads = time.perf_counter(), torch.get_num_threads()
     # the operations are small: threads would wait for each other, on a busy machine for long
     torch.set_num_threads(1)
@@ -86,7 +88,19 @@ def certificate(
         found = _certificate(recipe, policy, training, release, variant, tuple(kinds), own or {}, replicas)
     finally:
         torch.set_num_threads(threads)
-    return replace(found, seconds=time.perf_counter() - began)
+    return replace(found, rows=(*found.rows, *beside), seconds=time.perf_counter() - began)
+
+
+def gradient_error(policy: PrecisionPolicy) -> float:
+    """Relative error of one step's input or weight gradient, whichever is larger, on normal tensors: what orders the error of a model's gradient (docs/certificates.md)."""
+    maker, linear, found = _Maker(policy, DEFAULT_RELEASE, None), drawn("normal", 0), []
+    for gemm in ("dgrad", "wgrad"):
+        other = SIDES[gemm][1]
+        sources = (linear.dy, getattr(linear, other))
+        pair = tuple(maker.expected(x, gemm, side) for x, side in zip(sources, SIDES[gemm], strict=True))
+        figures = gemm_figures(gemm, pair[0], pair[1], (sources[0].double(), sources[1].double()))
+        found.append(float(2.0 ** -figures["one step bits"]))
+    return max(found)
 
 
 def _certificate(
@@ -98,8 +112,7 @@ def _certificate(
     samples |= {f"yours: {name}": [linear] for name, linear in own.items()}
     rows = [row for kind, linears in samples.items() for row in maker.rows(kind, linears)]
     rows += [*maker.second_passes(samples), *optimizer_rows(policy, training)]
-    rows += [newton_schulz_row(kind) for kind in (torch.bfloat16, torch.float32) if training.name == "muon"]
-    rows += attention_rows(policy.compute.torch())
+    rows += [*(newton_schulz_rows() if training.name in MUONS else ()), *attention_rows(policy.compute.torch())]
     made = Certificate(
         recipe=recipe, te=".".join(map(str, release)), variant=variant, rows=tuple(rows), training=training
     )

@@ -9,9 +9,8 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.together import world_size
 from mpbridge.common.facts import MUONS
 from mpbridge.numerics.observation.modules import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
 from mpbridge.observe.audit.compute import compute_findings
@@ -255,7 +254,7 @@ def widths_of(promises: Promises) -> dict[str, str]:
 
 def everywhere(seen: Observed) -> list[Observed]:
     """What every rank observed. A collective: every rank calls it."""
-    return from_all(bounded(seen, dist.get_world_size() if dist.is_initialized() else 1), deeper={"followed": Followed})
+    return from_all(bounded(seen, world_size()), deeper={"followed": Followed})
 
 
 def _layouts(seen: Observed) -> tuple[dict[str, Any], ...]:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from mpbridge.backend.devices.together import rank
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import opened_to_write
 from mpbridge.common.report.console import warn
 from mpbridge.common.report.metrics import record
+from mpbridge.numerics.observation.modules import linears
 from mpbridge.numerics.operands import Operand, Side
 from mpbridge.numerics.statistics import Statistics, spread
 from mpbridge.observe.telemetry.native import Tap
@@ -22,6 +23,7 @@ from mpbridge.observe.telemetry.probe import SAMPLE, Noise, Probe, weight_rows
 from mpbridge.observe.telemetry.ranks import worst_of_all
 from mpbridge.observe.telemetry.records import FILE, OPERANDS, WORDS, headlines, kept, line
 from mpbridge.observe.telemetry.tokens import Tokens
+from mpbridge.observe.telemetry.windows import Windows
 from mpbridge.precision.regions import Gemm
 
 ELEMENTS = 1 << 14
@@ -56,12 +58,12 @@ class StatisticsHook:
     def built(self, training: Any) -> None:
         """Detaches from an engine that a schedule has replaced."""
         self._let_go()
-        if self.on and _rank() == 0:
+        if self.on and rank() == 0:
             self._tokens.attach(training.engine.model)
 
     def started(self, training: Any) -> None:
         """On a resume, drops the lines of steps that will be repeated."""
-        if self.on and not self._begun and _rank() == 0:
+        if self.on and not self._begun and rank() == 0:
             assert self.folder is not None
             self.folder.mkdir(parents=True, exist_ok=True)
             lines = kept(self.folder / FILE, int(training.counters.iteration))
@@ -99,7 +101,7 @@ class StatisticsHook:
                 **({} if nats is None else {"nats_per_token": round(nats, 4)}),
                 **({"notes": notes} if notes else {}),
             }
-            self._write(line(facts, tables))
+            self._write(line(facts, tables), look.windows)
         self._judge(step, result)
 
     def evaluating(self, training: Any) -> None:
@@ -146,12 +148,13 @@ class StatisticsHook:
         if why and self.on and step - self._last_alarm >= PATIENCE:
             self._alarm, self._last_alarm = why, step
 
-    def _write(self, text: str) -> None:
-        if _rank() != 0 or self.folder is None or self._gone:
+    def _write(self, text: str, windows: Windows) -> None:
+        if rank() != 0 or self.folder is None or self._gone:
             return
         try:
             with opened_to_write(self.folder / FILE, append=True) as stream:
                 stream.write(text)
+            windows.write(self.folder)
         except OSError as error:
             self._gone = True
             warn(
@@ -170,6 +173,8 @@ class _Look:
     def __init__(self, engine: Any, why: str) -> None:
         self.engine, self.why, self.seconds = engine, why, 0.0
         self.noise, self.probe = Noise(), Probe()
+        self.windows = Windows(list(linears(engine.model)))
+        self.probe.sources.append(self.windows.see)
         self.statistics: Statistics | None = None
         emulation = getattr(engine, "emulation", None)
         self._emulation = emulation if hasattr(emulation, "observer") else None
@@ -246,7 +251,3 @@ def _operand_rows(statistics: Statistics) -> list[list[Any]]:
         names = (track.slot, track.side, track.copy, "+".join(track.gemms), track.format, track.scaling)
         rows.append([*names, *(getattr(track.samples[-1], name) for name in OPERANDS[WORDS:])])
     return rows
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -45,7 +45,7 @@ class Tap:
     def start(self) -> None:
         """Wraps the GEMM functions of the compiled extension, if it is loaded."""
         extension = sys.modules.get("transformer_engine_torch")
-        self.probe.source = self._source
+        self.probe.sources.append(self._source)
         for name in GEMM_ENTRIES:
             real = getattr(extension, name, None)
             if real is not None:
@@ -60,7 +60,7 @@ class Tap:
         self._doors.clear()
         self._sources.clear()
         self._modules.clear()
-        self.probe.source = None
+        self.probe.sources.remove(self._source)
 
     def rows(self) -> list[list[Any]]:
         """Rows of records.OPERANDS."""
@@ -147,14 +147,14 @@ class Tap:
         found = self._sources.get((path, side))
         if found is None or found.shape != values.shape:
             return None
-        return _normalised(module, found) if side == "x" else found
+        return normalised(module, found) if side == "x" else found
 
 
 def _is_group(operand: Any) -> bool:
     return isinstance(operand, (list, tuple)) or hasattr(operand, "num_tensors")
 
 
-def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
+def normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
     """The input that a linear with a fused norm quantizes: the norm's result, in FP32 as in the fused kernel."""
     weight = getattr(module, "layer_norm_weight", None)
     if weight is None:

@@ -27,7 +27,7 @@ class Probe:
         """The linear whose forward pass is running; None outside of one."""
         self.gradients: str | None = None
         """The linear whose backward pass started last; None during the forward pass."""
-        self.source: Callable[[str, Any, str, torch.Tensor], None] | None = None
+        self.sources: list[Callable[[str, Any, str, torch.Tensor], None]] = []
         """Called with (path, module, 'x' or 'dy', tensor) for each of them, before the linear's GEMMs run."""
         self._hooks = ExitStack()
         self._found: dict[str, dict[str, torch.Tensor]] = {}
@@ -50,8 +50,8 @@ class Probe:
             return
         # with activation recomputation the forward pass is repeated in backward; the first one counts
         self._found[path] = _input(tensor.detach())
-        if self.source is not None:
-            self.source(path, module, "x", tensor.detach())
+        for source in self.sources:
+            source(path, module, "x", tensor.detach())
 
     def _leaves(self, module: Any, path: str, args: Any, output: Any) -> None:
         self.inside = None
@@ -64,8 +64,8 @@ class Probe:
             if path not in self._seen and grad.numel():
                 self._seen.add(path)
                 self._found.setdefault(path, {}).update(_gradient(grad.detach()))
-                if self.source is not None:
-                    self.source(path, module, "dy", grad.detach())
+                for source in self.sources:
+                    source(path, module, "dy", grad.detach())
 
         made.register_hook(gradient)  # type: ignore[no-untyped-call]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpbridge.backend.devices.together import world_size
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.facts import OptimizerFacts, Parallel
@@ -58,6 +59,12 @@ class CoreLoop(Loop):
     def sharded(self) -> Sharded:  # type: ignore[override]
         """The distributed optimizer shards its states."""
         return "optimizer" if any(hasattr(part, "shard_fp32_groups") for part in self._parts()) else "nothing"
+
+    @property
+    def gathers_late(self) -> bool:
+        """Whether parameters follow an update in the next forward pass only: they lie outside of the buffer through which they are gathered."""
+        reused = getattr(self.configs.optimizer, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        return bool(reused and getattr(self.configs.ddp, "overlap_param_gather", False))
 
     def facts(self) -> LoopFacts:
         """The facts, from the live configs."""
@@ -186,11 +193,10 @@ def _section(name: str, config: Any) -> dict[str, Any]:
 
 
 def _parallel(config: Any) -> Parallel:
-    size = dist.get_world_size() if dist.is_initialized() else 1
     if config is None:
-        return Parallel(world_size=size)
+        return Parallel(world_size=world_size())
     return Parallel(
-        world_size=size,
+        world_size=world_size(),
         tensor=int(getattr(config, "tensor_model_parallel_size", 1) or 1),
         pipeline=int(getattr(config, "pipeline_model_parallel_size", 1) or 1),
         context=int(getattr(config, "context_parallel_size", 1) or 1),

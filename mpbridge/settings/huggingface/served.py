@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue
@@ -54,6 +53,18 @@ class ServedFormat:
         """For messages: 'compressed-tensors MXFP8'."""
         algorithm = {"channel": "FP8 by channel", "blocks": "FP8 by 128 x 128 blocks", "lines": "MXFP8"}[self.layout]
         return f"{self.method} {'NVFP4' if self.second else algorithm}"
+
+    def shapes(self, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Suffix -> (dtype in safetensors' spelling, shape) of the tensors of a linear [rows, columns]."""
+        packed = bool(self.second)
+        tall = -(-rows // 128) if self.layout == "blocks" else rows
+        wide = -(-columns // self.along) if self.along else 1
+        scale = {1: (tall,), 2: (tall, wide), 4: (tall, 1, wide, 1)}[self.scale_axes]
+        found = {
+            self.codes: ("U8" if packed else "F8_E4M3", (rows, columns // 2 if packed else columns)),
+            self.scale: (self.scale_dtype, scale),
+        }
+        return found | ({self.second: ("F32", (1,) if self.divides else ())} if packed else {})
 
 
 def _group(format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -267,6 +278,34 @@ def quantization_config(
     return config
 
 
+def row_of(config: Mapping[str, Any]) -> ServedFormat:
+    """The row of a folder's quantization_config. Raises BadValue for one that no row describes."""
+    found = next((row for row in FORMATS if _identity(row.config) == _identity(config)), None)
+    if found is None:
+        said = " ".join(str(part)[:80] for part in _identity(config) if part)
+        raise BadValue(
+            f"quantization_config says {said or 'nothing known'}: expected one of {', '.join(row.name for row in FORMATS)}"
+        )
+    return found
+
+
+def _identity(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells the rows of a method apart. NVFP4 with and without quantized activations has the same weights."""
+    groups = config.get("config_groups")
+    first: Any = next(iter(groups.values()), {}) if isinstance(groups, dict) and len(groups) == 1 else {}
+    weights = first.get("weights") if isinstance(first, dict) else None
+    strategy = weights.get("strategy") if isinstance(weights, dict) else None
+    algorithm = str(config.get("quant_algo") or "").upper().removeprefix("W4A16_")
+    block = config.get("weight_block_size")
+    return (
+        config.get("quant_method"),
+        algorithm,
+        config.get("format"),
+        strategy,
+        tuple(block) if isinstance(block, list) else block,
+    )
+
+
 LEGACY = "hf_quant_config.json"
 """ModelOpt's own file, which TensorRT-LLM reads."""
 
@@ -277,7 +316,3 @@ def legacy_config(row: ServedFormat, kept: Sequence[str]) -> dict[str, Any]:
     return {
         "producer": {"name": "modelopt"}, "quantization": {**algorithm, "kv_cache_quant_algo": None, "exclude_modules": list(kept)},
     }  # fmt: skip
-
-
-SERVED_BY = MappingProxyType({method: tuple(row for row in FORMATS if row.method == method) for method in METHODS})
-"""quant_method -> its rows."""

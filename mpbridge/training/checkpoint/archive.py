@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import struct
@@ -14,7 +15,7 @@ from typing import IO, Any
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import LIMITS
 from mpbridge.common.safe_unpickler import LEGACY_MAGIC, Budget, Name, UnpickledCall, read
-from mpbridge.training.checkpoint.plain import WIDTHS, elements
+from mpbridge.training.checkpoint.json_codec import WIDTHS, elements, encoded
 
 LARGEST_PICKLE = LIMITS["pickle"].size
 _LOCAL_HEADER = 30
@@ -244,3 +245,29 @@ def _from_bytes(data: Any, depth: int, budget: Budget) -> Any:
     if not isinstance(found, StorageSlice) or found.at < at:
         raise CheckpointError("a truncated storage")
     return found
+
+
+MOST = 5_000_000
+"""Maximum number of values in one state; repeated references to a container count each time."""
+
+
+def spelled(value: Any) -> Any:
+    """`value` as JSON types. Raises CheckpointError for records, and for shared containers that expand to too many values."""
+    left, waiting = MOST, [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        left -= 1
+        if left < 0 or depth > 100:
+            raise CheckpointError(f"more than {MOST} values, or values nested endlessly")
+        if isinstance(item, dict):
+            waiting += [(part, depth + 1) for pair in item.items() for part in pair]
+        elif isinstance(item, (list, tuple)):
+            waiting += [(part, depth + 1) for part in item]
+    return encoded(value, other=_other)
+
+
+def _other(value: Any, depth: int) -> Any:
+    if isinstance(value, Tensor):
+        data = base64.b64encode(value.content()).decode("ascii")
+        return {"tensor": {"dtype": value.dtype, "shape": list(value.shape), "data": data}}
+    raise CheckpointError(f"a {type(value).__name__} where plain data is expected")

@@ -1,6 +1,6 @@
 """Checkpoints with pickles: converted to data by an isolated process, then read like any other.
 
-The process (strange.py) gets only two paths: no environment, no open files, no standard input, no framework; it may read the checkpoint and
+The process (converter_process.py) gets only two paths: no environment, no open files, no standard input, no framework; it may read the checkpoint and
 write one folder, which Linux enforces where available (Landlock); and it ends with its parent.
 """
 
@@ -14,19 +14,20 @@ from pathlib import Path
 
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import opened
-from mpbridge.training.checkpoint import store, strange
+from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.index import METADATA
 from mpbridge.training.checkpoint.verdict import FILE
 
 _ROOT = Path(__file__).resolve().parents[3]
 _START = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); import mpbridge.training.checkpoint.strange as strange; "
-    "from mpbridge.training.checkpoint.confine import confine; confine(sys.argv[1], sys.argv[2]); strange.main()"
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); import mpbridge.training.checkpoint.converter_process as converter_process; "
+    "from mpbridge.training.checkpoint.sandbox import confine; confine(sys.argv[1], sys.argv[2]); converter_process.main()"
 )
 
 
 def is_foreign(path: Path) -> bool:
     """Whether a folder is a checkpoint in megatron-core's format that mpbridge did not write."""
-    return not (path / store.MANIFEST).exists() and (path / strange.METADATA).exists()
+    return not (path / store.MANIFEST).exists() and (path / METADATA).exists()
 
 
 def needs_converting(path: Path) -> bool:

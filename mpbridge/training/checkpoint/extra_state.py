@@ -17,8 +17,7 @@ from mpbridge.common.errors import CheckpointError
 from mpbridge.common.formats import FORMATS
 from mpbridge.common.safe_unpickler import Name, UnpickledCall, read
 from mpbridge.precision.scalings import ELEMENTS
-from mpbridge.training.checkpoint.archive import Tensor, plain_call
-from mpbridge.training.checkpoint.spelling import spelled
+from mpbridge.training.checkpoint.archive import Tensor, plain_call, spelled
 
 if TYPE_CHECKING:
     from mpbridge.precision.policy import PrecisionPolicy

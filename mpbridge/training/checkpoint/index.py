@@ -5,7 +5,7 @@
      "objects": {key: [file, at, bytes]}}
 
 file: its position in "files"; at: byte at which the elements begin, row-major, little-endian, contiguous; offset and shape: of the piece in the tensor.
-An object is JSON as encoded by `plain.encoded`. Checksums of the files are in the manifest.
+An object is JSON as encoded by `json_codec.encoded`. Checksums of the files are in the manifest.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from typing import Any
 
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import read_json
-from mpbridge.training.checkpoint.plain import WIDTHS, elements, sizes
+from mpbridge.training.checkpoint.json_codec import WIDTHS, elements, sizes
 
-INDEX = "index.json"
+INDEX, STATE = "index.json", "state.json"
+"""Files with this index, and with the state that is equal on all ranks (counters, schedule, groups, loss scaler), as encoded by `json_codec.encoded`."""
+METADATA, COMMON = ".metadata", "common.pt"
+"""Files of torch's and megatron-core's own format: pickles, read from checkpoints of others alone."""
 SCHEMA = 1
 
 
@@ -41,6 +44,21 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
+
+
+class Pieces:
+    """Tensors whose pieces are found one after the other."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+
+    def add(
+        self, key: str, dtype: str, shape: Iterable[int], *pieces: tuple[str, int, Iterable[int], Iterable[int]]
+    ) -> None:
+        """Adds pieces, each (file, first byte, offset, shape), to a tensor."""
+        before = self.tensors[key].pieces if key in self.tensors else ()
+        made = (StoredPiece(file, at, tuple(offset), tuple(sides)) for file, at, offset, sides in pieces)
+        self.tensors[key] = StoredTensor(dtype, tuple(shape), (*before, *made))
 
 
 @dataclass(frozen=True, slots=True)

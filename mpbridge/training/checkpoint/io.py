@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,24 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank, on_first_rank
 from mpbridge.backend.engines.live import follow_main_weights
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables.units import size
 from mpbridge.numerics.observation.operations import unobserved
-from mpbridge.training.checkpoint import extra_state, foreign, state, store
-from mpbridge.training.checkpoint.assemble import indexed, raise_first
-from mpbridge.training.checkpoint.born import taken_alone, why_alone
+from mpbridge.training.checkpoint import extra_state, state, store
+from mpbridge.training.checkpoint.continuation import consent, of_run
 from mpbridge.training.checkpoint.convert import converted, needs_converting
-from mpbridge.training.checkpoint.index import INDEX
+from mpbridge.training.checkpoint.index import INDEX, STATE
+from mpbridge.training.checkpoint.json_codec import encoded
 from mpbridge.training.checkpoint.moments import mean_second
-from mpbridge.training.checkpoint.plain import encoded
 from mpbridge.training.checkpoint.random_states import random_entry, random_states, set_random_states
 from mpbridge.training.checkpoint.read_back import different, digests
-from mpbridge.training.checkpoint.reader import STATE, Contents
-from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
-from mpbridge.training.checkpoint.writer import BackgroundWrite, attempted, staged
+from mpbridge.training.checkpoint.reader import Contents
+from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, read_fingerprint, verdict
+from mpbridge.training.checkpoint.weights_only import taken_alone, why_alone
+from mpbridge.training.checkpoint.writer import BackgroundWrite, attempted, indexed, staged, write_common
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -38,11 +38,6 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 """The resolved configuration's file inside a checkpoint."""
-
-
-def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
-    """The fingerprint of a resolved run."""
-    return fingerprint(run.recipe, run.policy, run.facts, run.inputs["optimizer"], stored)
 
 
 class Writing:
@@ -72,7 +67,10 @@ class Writing:
             return made
 
         with _explained(self.folder, self.partial):
-            raise_first(self._said)
+            if agreed(1 if self._said else 0):
+                said = from_all(self._said)
+                rank, text = next((rank, text) for rank, text in enumerate(said) if text)
+                raise OSError(text if len(said) == 1 else f"rank {rank}: {text}")
             return on_first_rank(seal)
 
     def abort(self) -> None:
@@ -115,42 +113,35 @@ def gather(training: Training) -> dict[str, Any]:
     return contents | {"rng": random_entry(random_states())}
 
 
-def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Verdict:
+def load(training: Training, path: Path, *, reset_optimizer: bool = False, weights_alone: bool = False) -> Verdict:
     """Resumes the run from the checkpoint in `path`: engine, schedule, counters, random states; returns the verdict.
 
-    Every rank must call it. Checksums and the fingerprint are checked before anything else is opened, and nothing is executed.
+    weights_alone: takes only the weights; schedule, counters and random states stay those of a new run. Every rank must call it. Checksums and the
+    fingerprint are checked before anything else is opened, and nothing is executed.
     Raises Refused if the verdict forbids it, CheckpointError for a checkpoint that is damaged or does not fit.
     """
+    reset = reset_optimizer or weights_alone
     with unobserved(), readable(training.run, path) as place:
         found = on_first_rank(lambda: _look(place))
         if found is None:
-            return _strangers_weights(training, place, path, reset=reset_optimizer)
-        answer = judge(found, training.run, path, reset=reset_optimizer)
+            return _strangers_weights(training, place, path, reset=reset)
+        answer = judge(found, training.run, path, reset=reset)
         with _explained(path, None), Contents(place) as contents:
-            plain = _run_state(contents)
+            plain = {} if weights_alone else _run_state(contents)
             _take_up(training, contents, weights_only=answer.kind == "weights only", exactly=answer.kind == "same")
-            if answer.kind != "weights only" and found.realization != of_run(training.run).realization:
+            if weights_alone:
+                return answer
+            own = of_run(training.run)
+            if answer.kind != "weights only" and found.realization != own.realization:
                 follow_main_weights(training.engine.model, training.engine.optimizer)
             with _together():
-                _resume_plain(training, plain, contents, same_layout=found.parallel == of_run(training.run).parallel)
+                _resume_plain(training, plain, contents, same_layout=found.parallel == own.parallel)
             moment = None if answer.kind == "weights only" else plain.get("second_moment")
             return dataclasses.replace(
                 answer,
                 notes=(*answer.notes, *_other_data(training, plain["data"])),
                 second_moment=moment if isinstance(moment, float) else None,
             )
-
-
-def load_weights(training: Training, path: Path) -> Verdict:
-    """Loads only the weights from the checkpoint in `path`; schedule, counters and random states stay those of a new run. Raises as `load` does."""
-    with unobserved(), readable(training.run, path) as place:
-        found = on_first_rank(lambda: _look(place))
-        if found is None:
-            return _strangers_weights(training, place, path, reset=True)
-        answer = judge(found, training.run, path, reset=True)
-        with _explained(path, None), Contents(place) as contents:
-            _take_up(training, contents, weights_only=True)
-        return answer
 
 
 def _strangers_weights(training: Training, place: Path, path: Path, *, reset: bool) -> Verdict:
@@ -170,22 +161,15 @@ def readable(run: Run, path: Path) -> Iterator[Path]:
 
     Raises CheckpointError naming the file that contains anything other than data.
     """
-    room: Path | None = on_first_rank(lambda: _room(run) if needs_converting(path) else None)
-    if room is None:
+    made: Path | None = on_first_rank(lambda: store.room(run, "converted") if needs_converting(path) else None)
+    if made is None:
         yield path
         return
     try:
-        yield on_first_rank(lambda: converted(path, room))
+        yield on_first_rank(lambda: converted(path, made))
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(room, ignore_errors=True)
-
-
-def _room(run: Run) -> Path:
-    inside = run.checkpoint.get("save") or run.logger.get("log_dir")
-    if inside:
-        Path(inside).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=".converted-", dir=inside))
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
@@ -202,6 +186,8 @@ def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
 def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
     """The verdict on resuming `saved` as `run`. Raises Refused if it forbids resuming, or allows only the weights and that was not requested."""
     answer = verdict(saved, of_run(run))
+    if answer.goes_on and not reset and (asks := consent(saved, run)):
+        raise Refused(f"{path}: {asks}")
     if answer.kind == "refused" or (answer.kind == "weights only" and not reset):
         raise Refused(f"{path} cannot be resumed in {run.recipe}: " + "\n".join(answer.lines()))
     return (
@@ -340,7 +326,7 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
 
 def _describe(partial: Path, run: Run, stored: Mapping[str, str], step: int, common: Mapping[str, Any]) -> None:
     (partial / STATE).write_text(json.dumps(encoded(common), separators=(",", ":")), encoding="utf-8")
-    foreign.write_common(partial, common)
+    write_common(partial, common)
     data = of_run(run, stored).as_data() | {"step": step}
     (partial / FILE).write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     try:

@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import IO, Any, Literal, get_args
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import opened_inside, read_json
 from mpbridge.common.locks import Locked, lock
+from mpbridge.training.checkpoint.index import METADATA
 
 MANIFEST = "manifest.json"
 """File with name -> size and sha256 of every other file in a checkpoint."""
@@ -64,7 +66,7 @@ def saved(folder: Path) -> list[Saved]:
 
 def locate(where: Path) -> Path:
     """The checkpoint that `where` refers to: itself, or the newest inside it that is not suspect. Raises CheckpointError."""
-    if os.path.lexists(where / MANIFEST) or _NAME.match(where.name) or os.path.lexists(where / ".metadata"):
+    if os.path.lexists(where / MANIFEST) or _NAME.match(where.name) or os.path.lexists(where / METADATA):
         return where
     inside = saved(where)
     for entry in inside:
@@ -117,6 +119,13 @@ def audit_of(path: Path) -> AuditMark:
 def mark(path: Path, audit: AuditMark) -> None:
     """Writes an audit's result into a sealed checkpoint; its other files are unchanged. Raises CheckpointError."""
     write_whole(path / MANIFEST, _text(read_manifest(path) | {"audit": audit}))
+
+
+def doubt(folder: Path, *, after: int) -> None:
+    """Marks the good checkpoints in `folder` after step `after` as suspect."""
+    for entry in saved(folder):
+        if entry.step > after and _has(entry.path, "good"):
+            mark(entry.path, "suspect")
 
 
 def last_good(folder: Path) -> Saved | None:
@@ -180,6 +189,14 @@ def seal(
     return final
 
 
+def room(run: Any, purpose: str) -> Path:
+    """A new folder for a state on its way, inside the run's own folder if it has one; `begin` removes those of killed runs."""
+    inside = run.checkpoint.get("save") or run.logger.get("log_dir")
+    if inside:
+        Path(inside).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{purpose}-", dir=inside))
+
+
 def discard(partial: Path) -> None:
     """Removes the folder made by `begin`, after a failed save."""
     _remove(partial)
@@ -203,26 +220,17 @@ def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> lis
     return gone
 
 
-def check(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, after checking that all its files exist and are unchanged.
+def check(path: Path, *, sums: bool = True) -> dict[str, Any]:
+    """The manifest of a checkpoint, after checking that all its files exist and are unchanged. sums: False compares only sizes, which reads no file.
 
     Raises CheckpointError naming the damaged file and the previous checkpoint.
     """
     manifest = read_manifest(path)
     for name, facts in sorted(manifest["files"].items()):
-        fault = _fault(path, name, facts)
+        fault = _fault(path, name, facts, summed=sums)
         if fault:
             raise CheckpointError(f"{path / name} {fault}. {offer_before(path)}")
     return manifest
-
-
-def whole(path: Path) -> None:
-    """Checks that every listed file exists with its size; `check` also verifies checksums, which reads every byte. Raises CheckpointError naming
-    the first faulty file, and the previous checkpoint."""
-    for name, facts in sorted(read_manifest(path)["files"].items()):
-        fault = _fault(path, name, facts, summed=False)
-        if fault:
-            raise CheckpointError(f"{path / name} {fault}. {offer_before(path)}")
 
 
 def offer_before(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Writes one rank's part of a checkpoint: in this process, or in one forked child while training continues.
 
 Each tensor is a small `torch.save` archive, so that torch's and megatron-core's own tools can read the file through `.metadata`
-(foreign.py). mpbridge's index points to the raw elements inside it, and mpbridge's loads read nothing else.
+and `common.pt`, which mpbridge never reads. mpbridge's index points to the raw elements inside it, and mpbridge's loads read nothing else.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -23,11 +25,16 @@ from typing import IO, Any, cast
 import torch
 
 from mpbridge.backend.megatron import sharded
+from mpbridge.common.errors import CheckpointError
+from mpbridge.common.files import read_json
 from mpbridge.training.checkpoint import extra_state
 from mpbridge.training.checkpoint.archive import members
-from mpbridge.training.checkpoint.plain import encoded
+from mpbridge.training.checkpoint.index import COMMON, INDEX, METADATA, Index, Pieces
+from mpbridge.training.checkpoint.json_codec import encoded
 
 ALIGN = 64
+CONFIG = "metadata.json"
+"""File with the name of megatron-core's format."""
 
 
 def data_file(rank: int) -> str:
@@ -201,3 +208,59 @@ def end_with_parent(number: int) -> None:
         pr_set_pdeathsig = 1
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(number))
+
+
+# --- the whole checkpoint, on rank 0 --------------------------------------------------------------------------------------------------------
+def indexed(partial: Path, ranks: int) -> dict[str, Any]:
+    """Merges the ranks' parts into one index (and one for other tools); returns size and checksum of each data file. Raises CheckpointError."""
+    parts = [read_json(partial / part_file(rank)) for rank in range(ranks)]
+    pieces = Pieces()
+    objects: dict[str, tuple[str, int, int]] = {}
+    for part in parts:
+        file = part["file"]
+        for key, entry in part["tensors"].items():
+            pieces.add(key, entry["dtype"], entry["shape"], *((file, *piece[:3]) for piece in entry["pieces"]))
+        objects |= {key: (file, at, size) for key, (at, size) in part["objects"].items()}
+    index = Index(pieces.tensors, objects)
+    if faults := index.incomplete():
+        raise CheckpointError("the ranks' shards do not make up the whole state: " + "; ".join(faults[:5]))
+    (partial / INDEX).write_text(json.dumps(index.as_data(), separators=(",", ":")), encoding="utf-8")
+    _write_metadata(partial, parts)
+    for rank in range(ranks):
+        (partial / part_file(rank)).unlink()
+    return {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
+
+
+def write_common(folder: Path, common: Mapping[str, Any]) -> None:
+    """`common.pt`, which megatron-core loads first, and the name of the format."""
+    torch.save(dict(common), folder / COMMON)
+    names = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    (folder / CONFIG).write_text(
+        json.dumps(names | {"sharded_backend_version": 1, "common_backend_version": 1}), encoding="utf-8"
+    )
+
+
+def _write_metadata(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:
+    """`.metadata`, from the ranks' parts of the index, which name the archive around each tensor's elements."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for part in parts:
+        for key, entry in part["tensors"].items():
+            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            known = tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(entry["shape"]), []))
+            for _, offset, shape, start, length in entry["pieces"]:
+                where = torch.Size(offset)
+                # torch finds a piece by tensor, offset and its position in this list
+                places[MetadataIndex(key, where, len(known.chunks))] = _StorageInfo(part["file"], start, length)
+                known.chunks.append(ChunkStorageMetadata(where, torch.Size(shape)))
+    with (folder / METADATA).open("wb") as stream:
+        pickle.dump(Metadata(state_dict_metadata=tensors, planner_data={}, storage_data=places), stream)

@@ -119,8 +119,7 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     made.table("all operands", COLUMNS, rows, order=order, folded=True)
     body, made.blocks[at:] = made.blocks[at:], []
     made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])
-    if recipe.quantized or recipe.high:  # both are 0 for given tensors
-        made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept in high precision", dim=True)
+    made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept in high precision", dim=True)
     made.blocks += body
     if recipe.notes:
         made.verdicts("What differs from the GPU", [{"text": note} for note in recipe.notes])

@@ -1,30 +1,25 @@
-"""Rehearsals: the same run under several recipes with statistics, or tensors from a file."""
+"""Rehearsals: the same run under several recipes with statistics."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpbridge.backend.devices.gather import from_all
-from mpbridge.common.errors import DataError, MpbridgeError, Refused
+from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.pages.about import data_text, model_text
 from mpbridge.common.report.console import rank
 from mpbridge.numerics import Emulation
-from mpbridge.numerics.operands import COPY_OF, Side
-from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.scales import DEFAULT_RELEASE
 from mpbridge.numerics.statistics import Statistics
-from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
-from mpbridge.precision.resolve import resolve
 from mpbridge.training.base import Hook
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.io import load_weights
+from mpbridge.training.checkpoint.io import load
 from mpbridge.training.rehearse.measure import RecipeMeasurement, measure
 from mpbridge.training.rehearse.report import Rehearsal, Rehearsed
 
@@ -66,7 +61,7 @@ class Listen(Hook):
     def built(self, training: Training) -> None:
         """Loads the checkpoint's weights."""
         if self.weights is not None:
-            load_weights(training, self.weights)
+            load(training, self.weights, weights_alone=True)
 
     def started(self, training: Training) -> None:
         """Starts observing."""
@@ -108,7 +103,7 @@ def rehearse(
         get_mixed_precision_config(name)
     load = dict(container.checkpoint).get("load")
     weights = store.locate(Path(load)) if load else None
-    title = f"Rehearsal of {_counted(recipes)}, {steps} step{'s' if steps != 1 else ''} each"
+    title = f"Rehearsal of {len(recipes)} recipe{'s' if len(recipes) != 1 else ''}, {steps} step{'s' if steps != 1 else ''} each"
     result = Rehearsal(title=title, made=_made(container, steps))
     if weights is not None:
         result.made["weights"] = str(weights)
@@ -124,10 +119,6 @@ def rehearse(
                 result.title += f" (interrupted: {found.interrupted})"
                 break
     return result
-
-
-def _counted(recipes: Sequence[str]) -> str:
-    return f"{len(recipes)} recipe{'s' if len(recipes) != 1 else ''}"
 
 
 def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
@@ -191,101 +182,3 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         interrupted=stopped,
         failure=next((part[3] for part in parts if part[3] is not None), None),
     )
-
-
-# --- tensors from a file ------------------------------------------------------------------------------------------------------------------
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every floating-point tensor of a .pt file (nested dicts joined by dots; nothing but tensors is unpickled) or of a .safetensors file.
-
-    Raises DataError for a file that cannot be read or contains none.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            content: Any = load_file(path)
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except ImportError as error:
-        raise DataError(f"{path}: reading it needs the package safetensors (pip install safetensors)") from error
-    except Exception as error:  # torch raises a dozen exception types for a file with unexpected content
-        raise DataError(
-            f"{path} cannot be read as tensors: {error} (expected a .pt file of tensors or a .safetensors file)"
-        ) from error
-    found = dict(_flat(content if isinstance(content, Mapping) else {path.stem: content}))
-    if not found:
-        raise DataError(f"{path} contains no floating-point tensor with two dimensions or more")
-    return found
-
-
-def _flat(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, torch.Tensor]]:
-    found = []
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            found += _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2 and value.numel():
-            # dtypes that no GEMM reads (FP64, 8-bit codes) are examined as FP32
-            kept = value.dtype in (torch.bfloat16, torch.float16, torch.float32)
-            found.append((f"{prefix}{name}", value.detach() if kept else value.detach().float()))
-    return found
-
-
-def side_of(name: str) -> Side:
-    """The side of a GEMM that a tensor belongs to, by its name: 'dy' for gradients, 'w' for weights, else 'x'."""
-    last = name.lower()
-    if any(word in last for word in ("grad", ".dy", "delta")) or last == "dy":
-        return "dy"
-    return "w" if "weight" in last or last.endswith((".w", "kernel")) or last == "w" else "x"
-
-
-def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPES) -> Rehearsal:
-    """The effect of each recipe on given tensors, without training; delayed scaling takes its scale from the tensor itself.
-
-    All dimensions but the last are rows; rows and columns are padded with zeros to whole blocks.
-    """
-    result = Rehearsal(
-        title=f"{len(tensors)} given tensors under {_counted(recipes)}",
-        made={"torch": torch.__version__, "rules of Transformer Engine": RELEASE},
-    )
-    for recipe in recipes:
-        began = time.perf_counter()
-        found = Rehearsed(recipe=recipe)
-        try:
-            _observe(tensors, resolve(get_mixed_precision_config(recipe)), found)
-        except Refused as error:  # its rules live in a user's factory; the other recipes continue
-            found.failure = str(error)
-        found.seconds = time.perf_counter() - began
-        result.recipes.append(found)
-    return result
-
-
-def _observe(tensors: Mapping[str, torch.Tensor], policy: PrecisionPolicy, found: Rehearsed) -> None:
-    if policy.quant is None:
-        return
-    cpu, statistics = torch.device("cpu"), Statistics()
-    quantizer = Quantizer(
-        policy.quant,
-        list(tensors),
-        randomness=Randomness(1234, cpu),
-        device=cpu,
-        compiled=False,
-        environment=os.environ,
-    )
-    for name, tensor in tensors.items():
-        _look(statistics, quantizer, name, tensor.reshape(-1, tensor.shape[-1]))
-    found.tensors = statistics.summary()
-    found.notes = list(Emulation(policy).notes()[1:])
-
-
-def _look(statistics: Statistics, quantizer: Quantizer, name: str, tensor: torch.Tensor) -> None:
-    side = side_of(name)
-    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 32, 0, -tensor.shape[0] % 32))
-    statistics.step(1)
-    quantizer.skip(name, side, padded)
-    (quantizer.end_backward if side == "dy" else quantizer.end_forward)()
-    for (gemm, of), _ in COPY_OF.items():
-        if of == side:
-            operand = quantizer.operand(padded, slot=name, gemm=gemm, side=side)
-            statistics.see(name, gemm, side, padded, operand, quantizer)
-            if quantizer.shares_copies(side):
-                break

@@ -22,8 +22,8 @@ TensorSummary = Mapping[str, Any]
 """A tensor's summary: what mpbridge.numerics's Track.summary returns."""
 
 NO_RANKING = (
-    "The verdicts are about the effect of rounding on gradients and products (on individual tensors, if only those were given). They do not rank "
-    "recipes: over a rehearsal of this length the loss curves of all recipes lie within noise of each other."
+    "The verdicts are about the effect of rounding on gradients and products (on operands, where an engine does not expose its gradients). They do not "
+    "rank recipes: over a rehearsal of this length the loss curves of all recipes lie within noise of each other."
 )
 
 
@@ -64,7 +64,7 @@ class Rehearsed:
 
     recipe: str
     losses: list[float] = field(default_factory=list)
-    """Loss of every step, nats per token; empty if only given tensors were examined."""
+    """Loss of every step, nats per token."""
     seconds: float = 0.0
     quantized: int = 0
     """Number of linears whose GEMMs were quantized."""
@@ -78,7 +78,7 @@ class Rehearsed:
     interrupted: str | None = None
     """The signal and the step after which it ended; its tensors are those of a part, which has no verdict."""
     measured: RecipeMeasurement | None = None
-    """Gradients and products against high precision's; None if only operands were examined; the verdict is then about those."""
+    """Gradients and products against high precision's; None on an engine that does not expose its gradients: the verdict is then about operands."""
 
     @property
     def complaints(self) -> list[Complaint]:

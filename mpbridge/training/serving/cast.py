@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpbridge.common.formats import DType
+from mpbridge.numerics.codes import decode_e2m1
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import release_of
 from mpbridge.numerics.stored import StoredWeight, stored
@@ -17,7 +18,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.settings.huggingface.served import Cast, ServedFormat, casts, chosen, ranks
+from mpbridge.settings.huggingface.served import Cast, ServedFormat, casts, ranks
 from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.checkpoint.verdict import FILE, read_fingerprint
 from mpbridge.training.weights.layouts import apart
@@ -79,15 +80,46 @@ class TrainedWith:
         return _by_torchao(quant, weight) if quant.row.emulation == "torchao" else stored(self.quantizer(quant), weight)
 
 
-class ServedWeights:
-    """The tensors of a folder in a served format, parameter by parameter."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One linear of a folder."""
 
-    def __init__(self, training: TrainedWith, method: str) -> None:
-        self.training, self.facts = training, training.run.facts
-        self.row: ServedFormat = chosen(method, training.found, self.facts)
+    codes: torch.Tensor
+    scales: torch.Tensor
+    """For every row."""
+    piece: StoredWeight
+    """What it is a part of: the second level."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What it stands for, fp32 [rows, columns]."""
+        second = None if self.piece.amax is None else self.piece.amax / self.piece.reach
+        return values(self.codes, self.scales, second)
+
+
+def values(codes: torch.Tensor, scales: torch.Tensor, second: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 [rows, columns] of codes [rows, columns] (or packed) and a scale for every row and block; second: a multiplier."""
+    wide = decode_e2m1(codes) if codes.dtype is torch.uint8 else codes.float()
+    factor = torch.exp2(scales.float() - 127) if scales.dtype is torch.uint8 else scales.float()
+    factor = factor if second is None else factor * second.float().reshape(())
+    length = next((size for size in (16, 32, 128) if -(-wide.shape[1] // size) == factor.shape[1]), wide.shape[1])
+    return wide * factor.repeat_interleave(length, 1)[:, : wide.shape[1]]
+
+
+class ServedWeights:
+    """The tensors of a folder in a served format, parameter by parameter. row: None: only their values are wanted."""
+
+    def __init__(self, training: TrainedWith, row: ServedFormat | None) -> None:
+        self.training, self.facts, self.format = training, training.run.facts, row
         self.rules: Mapping[str, Quant] = {
             cast.one.name: cast.quant for cast in training.found if cast.quant is not None
         }
+
+    @property
+    def row(self) -> ServedFormat:
+        """The format."""
+        assert self.format is not None
+        return self.format
 
     def covers(self, one: Mapped) -> bool:
         """Whether that parameter is quantized."""
@@ -97,47 +129,45 @@ class ServedWeights:
         """Whether training casts from FP32 main weights, not from the parameter: weights that are stored in the low format."""
         return self.rules[one.name].stored and self.training.stores
 
-    def tensors(
+    def parts(
         self, one: Mapped, whole: torch.Tensor, quantize: Quantize | None = None, split: int | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Name in the folder -> tensor, of a quantized parameter [rows, columns]. quantize, split: another rule, another number of ranks."""
+    ) -> dict[str, Part]:
+        """Module -> codes and scales, of a quantized parameter [rows, columns]. quantize, split: another rule, another number of ranks."""
         quant, made = self.rules[one.name], quantize or self.training.stored
-        split = ranks(one, self.facts) if split is None else split
-        pieces = [made(quant, piece) for piece in _shares(one, whole, split)]
-        codes = _joined(one, [piece.codes.view(torch.uint8) for piece in pieces]).view(pieces[0].codes.dtype)
-        scales = _joined(
-            one,
-            [piece.scales for piece in pieces],
-            whole_rows=pieces[0].scales.shape[1] == 1 and self.row.layout == "channel",
-        )
-        out: dict[str, torch.Tensor] = {}
-        bits = codes.view(torch.uint8)
-        for (name, _), code, scale in zip(
-            one.parts,
-            apart(bits, one.layout, self.facts.shape),
-            apart(scales, one.layout, self.facts.shape),
-            strict=True,
-        ):
-            out |= self.named(name.removesuffix(".weight"), code.contiguous().view(codes.dtype), scale, pieces[0])
-        return out
+        pieces = [
+            made(quant, piece) for piece in _shares(one, whole, ranks(one, self.facts) if split is None else split)
+        ]
+        codes = _joined(one, [piece.codes.view(torch.uint8) for piece in pieces])
+        whole_rows = quant.row.per_tensor or quant.row.emulation == "torchao"
+        scales = _joined(one, [piece.scales for piece in pieces], whole_rows=whole_rows)
+        shape = self.facts.shape
+        split_up = zip(one.parts, apart(codes, one.layout, shape), apart(scales, one.layout, shape), strict=True)
+        dtype = pieces[0].codes.dtype
+        return {
+            name.removesuffix(".weight"): Part(code.contiguous().view(dtype), scale, pieces[0])
+            for (name, _), code, scale in split_up
+        }
 
-    def named(
-        self, module: str, codes: torch.Tensor, scales: torch.Tensor, piece: StoredWeight
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of one linear. scales: for every row."""
+    def tensors(self, one: Mapped, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name in the folder -> tensor, of a quantized parameter."""
+        return self.named(self.parts(one, whole))
+
+    def named(self, parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
+        """The tensors of linears in the format's layout."""
         row = self.row
-        if row.layout == "blocks":
-            scales = scales[::128]
-        if row.scale_axes == 1:
-            scales = scales.squeeze(1)
-        elif row.scale_axes == 4:
-            scales = scales[:, None, :, None]
-        found = {f"{module}.{row.codes}": codes, f"{module}.{row.scale}": scales.contiguous()}
-        if row.second:
-            assert piece.amax is not None
-            found[f"{module}.{row.second}"] = (
-                piece.divisor.clone() if row.divides else (piece.amax / piece.reach).reshape(())
-            )
+        found: dict[str, torch.Tensor] = {}
+        for module, part in parts.items():
+            scales = part.scales[::128] if row.layout == "blocks" else part.scales
+            if row.scale_axes == 1:
+                scales = scales.squeeze(1)
+            elif row.scale_axes == 4:
+                scales = scales[:, None, :, None]
+            found |= {f"{module}.{row.codes}": part.codes, f"{module}.{row.scale}": scales.contiguous()}
+            if row.second:
+                piece = part.piece
+                assert piece.amax is not None
+                second = piece.divisor.clone() if row.divides else (piece.amax / piece.reach).reshape(())
+                found[f"{module}.{row.second}"] = second
         return found
 
 

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from mpbridge.precision.wording import quant_text
-from mpbridge.settings.huggingface.served import LEGACY, Cast, group_of, legacy_config, quantization_config, ranks
+from mpbridge.settings.huggingface.served import (
+    LEGACY,
+    Cast,
+    chosen,
+    group_of,
+    legacy_config,
+    quantization_config,
+    ranks,
+)
 from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.checkpoint.store import step_of
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith
@@ -36,7 +44,7 @@ class Served(ServedWeights):
     """Quantizes the parameters of an export, and writes its contract."""
 
     def __init__(self, path: Path, training: TrainedWith, method: str) -> None:
-        super().__init__(training, method)
+        super().__init__(training, chosen(method, training.found, training.run.facts))
         self.path = path
         self._tensors: dict[str, dict[str, Any]] = {}
 

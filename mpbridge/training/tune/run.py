@@ -20,7 +20,7 @@ from mpbridge.precision.config import MixedPrecisionConfig, plain_states
 from mpbridge.settings.training import microbatches
 from mpbridge.training.base import Training
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.io import load_weights
+from mpbridge.training.checkpoint.io import load
 from mpbridge.training.data.batches import Feed
 from mpbridge.training.machine import data_parallel, process_group, process_settings
 from mpbridge.training.metrics import Counters
@@ -92,8 +92,8 @@ def opened(
     container: ConfigContainer, config: MixedPrecisionConfig, *, batches: int, unseen: int
 ) -> Iterator[tuple[EngineSubject, Path | None]]:
     """(the container's model under `config`, emulated; the checkpoint of its weights). Requires a process group."""
-    load = dict(container.checkpoint).get("load")
-    weights = store.locate(Path(load)) if load else None
+    given = dict(container.checkpoint).get("load")
+    weights = store.locate(Path(given)) if given else None
     run = measuring(container, config, batches=batches, unseen=unseen)
     with ExitStack() as stack:
         stack.enter_context(process_settings(run.train))
@@ -102,7 +102,11 @@ def opened(
         stack.callback(engine.close)
         feed = Feed(run)
         if weights is not None:
-            load_weights(Training(run=run, engine=engine, scheduler=None, feed=feed, counters=Counters()), weights)
+            load(
+                Training(run=run, engine=engine, scheduler=None, feed=feed, counters=Counters()),
+                weights,
+                weights_alone=True,
+            )
         rank, ranks = data_parallel()
         yield EngineSubject(engine, feed, microbatches=microbatches(run.train, ranks), rank=rank, ranks=ranks), weights
 

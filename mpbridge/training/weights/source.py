@@ -70,13 +70,14 @@ class FolderReader:
 
     def tensor(self, name: str, *, wide: bool = False) -> torch.Tensor:
         """The tensor on the CPU. wide: block-wise FP8 as FP32, not yet rounded."""
-        raw = self._raw(name)
+        raw = self.raw(name)
         if not self.is_quantized(name):
             return raw
-        values = widened(raw, self._raw(name + SCALE), (self.block[0], self.block[1]))
+        values = widened(raw, self.raw(name + SCALE), (self.block[0], self.block[1]))
         return values if wide else values.to(self.dtype)
 
-    def _raw(self, name: str) -> torch.Tensor:
+    def raw(self, name: str) -> torch.Tensor:
+        """The tensor as stored."""
         file = self.held[name].file
         if file not in self._open:
             self._open[file] = self._files.enter_context(library().safe_open(self.folder / file, framework="pt"))

@@ -15,14 +15,12 @@ from mpbridge.common.files import ProgressCallback
 from mpbridge.settings.huggingface.folder import PREFIX, read_config, tensors
 from mpbridge.settings.huggingface.section import family_of
 from mpbridge.settings.huggingface.tensors import Mapped, copies, mapped
-from mpbridge.training.checkpoint import foreign, store
-from mpbridge.training.checkpoint.assemble import indexed
-from mpbridge.training.checkpoint.born import SOURCE
-from mpbridge.training.checkpoint.index import INDEX, Index, StoredPiece, StoredTensor, read_index
+from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.index import INDEX, STATE, Index, StoredPiece, StoredTensor, read_index
 from mpbridge.training.checkpoint.io import CONFIG
-from mpbridge.training.checkpoint.plain import encoded
-from mpbridge.training.checkpoint.reader import STATE
-from mpbridge.training.checkpoint.writer import Load, write
+from mpbridge.training.checkpoint.json_codec import encoded
+from mpbridge.training.checkpoint.weights_only import SOURCE
+from mpbridge.training.checkpoint.writer import Load, indexed, write, write_common
 from mpbridge.training.weights.layouts import joined
 from mpbridge.training.weights.source import FolderReader, check
 
@@ -96,7 +94,7 @@ def _written(
     while stream.left:
         write(partial, files, Load(tensors=stream))  # type: ignore[arg-type]
         files += 1
-    foreign.write_common(partial, {})
+    write_common(partial, {})
     known = indexed(partial, files)
     _add_places(partial, wanted, known)
     (partial / STATE).write_text(json.dumps(encoded({})), encoding="utf-8")

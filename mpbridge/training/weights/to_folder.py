@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,15 +15,14 @@ import torch
 from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.files import ProgressCallback, read_json
 from mpbridge.settings.huggingface import folder as layout
-from mpbridge.settings.huggingface.families import Family
 from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
 from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.settings.huggingface.written import config_json, refuse_differences
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.born import SOURCE
 from mpbridge.training.checkpoint.io import CONFIG
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
+from mpbridge.training.checkpoint.weights_only import SOURCE
 from mpbridge.training.weights.layouts import apart
 from mpbridge.training.weights.source import library
 
@@ -112,14 +111,8 @@ def to_folder(
     like: a folder whose config.json, tokenizer and vocabulary size the new one gets. dtype: torch's name, instead of the stored dtype;
     'float32' uses the main weights, if there are any. casting: quantizes weights, which `dtype` then does not concern. Raises CheckpointError, BadValue, and Contradiction for a model that the layout cannot describe.
     """
-    store.check(path)
-    run = checkpoint_run(path)
-    origin = _origin(path)
-    model = dict(run.facts.model) | {name: run.inputs["model"][name] for name in ("vocab_size", "max_sequence_length")}
-    with Contents(path) as contents:
-        config = _config(model, origin, like, contents, run)
-        export = _Export(contents, run, family_of(config), origin, dtype, rows=int(config["vocab_size"]))
-        export.casting = None if casting is None else casting(path, run, export.wanted)
+    with opened(path, like=like, dtype=dtype) as export:
+        export.casting = None if casting is None else casting(path, export.run, export.wanted)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise BadValue(f"{target} already exists: expected a new folder")
         partial = target.with_name(f".{target.name}.partial")
@@ -129,7 +122,7 @@ def to_folder(
             given = export.write(partial, told)
             quantization = None if export.casting is None else export.casting.finish(partial)
             given.notes += [] if export.casting is None else export.casting.notes
-            _write_config(partial, config, given, like, quantization)
+            _write_config(partial, export.config, given, like, quantization)
             if target.exists():
                 target.rmdir()
             partial.rename(target)
@@ -139,6 +132,17 @@ def to_folder(
             shutil.rmtree(partial, ignore_errors=True)
     given.path = target
     return given
+
+
+@contextmanager
+def opened(path: Path, *, like: Path | None = None, dtype: str | None = None) -> Iterator[Export]:
+    """The weights of the checkpoint in `path`, read parameter by parameter. like, dtype: as for `to_folder`, and it raises the same."""
+    store.check(path)
+    run = checkpoint_run(path)
+    origin = _origin(path)
+    model = dict(run.facts.model) | {name: run.inputs["model"][name] for name in ("vocab_size", "max_sequence_length")}
+    with Contents(path) as contents:
+        yield Export(contents, run, _config(model, origin, like, contents, run), origin, dtype)
 
 
 def _origin(path: Path) -> dict[str, Any]:
@@ -185,13 +189,15 @@ def _write_config(
             shutil.copyfile(like / name, partial / name)  # type: ignore[operator]
 
 
-class _Export:
+class Export:
     """One checkpoint being written to a folder."""
 
     def __init__(
-        self, contents: Contents, run: Run, family: Family, origin: Mapping[str, Any], dtype: str | None, *, rows: int
+        self, contents: Contents, run: Run, config: dict[str, Any], origin: Mapping[str, Any], dtype: str | None
     ) -> None:
-        self.contents, self.shape, self.dtype, self.rows = contents, run.facts.shape, dtype, rows
+        self.contents, self.run, self.config, self.shape, self.dtype = contents, run, config, run.facts.shape, dtype
+        family = family_of(config)
+        self.rows = rows = int(config["vocab_size"])
         self.casting: Casting | None = None
         self.family, self.narrow = family, dict(origin.get("narrower") or {})
         self.wanted = list(mapped(family, run.facts.shape, run.inputs["model"]))
@@ -241,14 +247,18 @@ class _Export:
             if self.casting is not None and self.casting.covers(one):
                 yield from self.casting.tensors(one, self.read(one, main=self.casting.from_main(one))).items()
                 continue
-            whole = self.read(one)
-            parts = apart(whole, one.layout, self.shape)
-            for (name, _), part in zip(one.parts, parts, strict=True):
-                if one.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                    part = part[: self.rows]
-                tensor = part.to(self._dtype(name, part.dtype, one)).contiguous()
+            for name, tensor in self.parts(one).items():
                 yield name, tensor
                 yield from ((other, tensor.clone()) for other in again.get(name, ()))
+
+    def parts(self, one: Mapped) -> dict[str, torch.Tensor]:
+        """Name in the folder -> tensor, of a parameter that is not quantized."""
+        found = {}
+        for (name, _), part in zip(one.parts, apart(self.read(one), one.layout, self.shape), strict=True):
+            if one.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                part = part[: self.rows]
+            found[name] = part.to(self._dtype(name, part.dtype, one)).contiguous()
+        return found
 
     def _dtype(self, name: str, stored: torch.dtype, one: Mapped) -> torch.dtype:
         if one.wide:
@@ -256,21 +266,29 @@ class _Export:
         found: torch.dtype = getattr(torch, self.dtype or self.narrow.get(name) or str(stored).removeprefix("torch."))
         return found
 
-    def read(self, one: Mapped, *, main: bool = False) -> torch.Tensor:
-        """The parameter as stored, or its main weight if FP32 is requested and there is one. main: only the main weight."""
+    def found(self, one: Mapped, *, main: bool = False) -> torch.Tensor | None:
+        """The parameter as stored, or its main weight if FP32 is requested; None if there is none. main: only the main weight."""
         tensors = self.contents.index.tensors
         for prefix in MAIN_WEIGHTS if main else (*(MAIN_WEIGHTS if self.dtype == "float32" else ()), ""):
             for place in one.places:
                 stored = tensors.get(prefix + place.key)
                 if stored is not None and stored.shape == (*place.counts, *one.shape):
                     return _whole(self.contents, prefix + place.key, place, one.shape, getattr(torch, stored.dtype))
+        return None
+
+    def read(self, one: Mapped, *, main: bool = False) -> torch.Tensor:
+        """As `found`. Raises CheckpointError if there is none."""
+        found = self.found(one, main=main)
+        if found is not None:
+            return found
+        tensors = self.contents.index.tensors
         held = next((tensors[place.key] for place in one.places if place.key in tensors), None)
         if main:
             raise CheckpointError(
                 f"{self.contents.folder}: {one.name} has no FP32 main weight, from which training casts it to its low format"
             )
-        found = "is missing" if held is None else f"is {list(held.shape)}"
-        raise CheckpointError(f"{self.contents.folder}: {one.name} {found}, expected {list(one.shape)}")
+        now = "is missing" if held is None else f"is {list(held.shape)}"
+        raise CheckpointError(f"{self.contents.folder}: {one.name} {now}, expected {list(one.shape)}")
 
 
 def _whole(

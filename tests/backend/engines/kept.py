@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from mpbridge.backend.megatron import sharded
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.assemble import indexed
-from mpbridge.training.checkpoint.plain import encoded
+from mpbridge.training.checkpoint.json_codec import encoded
 from mpbridge.training.checkpoint.reader import STATE, Contents
-from mpbridge.training.checkpoint.writer import staged, write
+from mpbridge.training.checkpoint.writer import indexed, staged, write
 
 
 def keep(state: Any, folder: Path) -> Path:

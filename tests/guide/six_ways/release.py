@@ -11,7 +11,7 @@ from mpbridge.planning.rules.table import broken
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import COMMON_OBJECTS, RELEASES, described, nearest
 from mpbridge.precision.sync.plan import plan
-from mpbridge.training.checkpoint import strange
+from mpbridge.training.checkpoint import converter_process
 
 SHAPE = ModelShape(
     num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=128, seq_length=32
@@ -33,7 +33,7 @@ assert plan(policy, **wanted, core="0.21.0").of("model")["fp8_embedding"] is Fal
 assert "fp8_embedding" not in plan(policy, **wanted, core="0.20.0").of("model")
 assert [kept.field for kept in plan(policy, model={"fp32_rotary": True}, core="0.21.0").kept] == ["fp32_rotary"]
 assert "common_state/shard_0" in COMMON_OBJECTS
-assert ("megatron.core.dist_checkpointing.strategies.torch", "MCoreTable") in strange._RECORDS
+assert ("megatron.core.dist_checkpointing.strategies.torch", "MCoreTable") in converter_process._RECORDS
 assert "_GLOBAL_FP8_BUFFER" in process_state._BUFFERS
 assert set(CORE.values()) == {"0.16.1", "0.20.0"}, "Megatron-LM's arguments are described apart"
 print(Path(mpbridge.__file__).parent)

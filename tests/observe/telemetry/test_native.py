@@ -10,6 +10,7 @@ import pytest
 
 from mpbridge.common.report import metrics
 from mpbridge.observe.telemetry.reading import read
+from mpbridge.training.certified import own_tensors
 from tests.forked import ROOT
 from tests.te_cpu.wheels import OLDEST, environment, release_or_skip
 
@@ -43,7 +44,8 @@ def trained(folder: Path, recipe: str, machine: str, every: int, settings: list[
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_operands_of_native_gemms_are_measured(tmp_path: Path, scaling: str) -> None:
     recipe, machine, settings = SCALINGS[scaling]
-    found = read(trained(tmp_path, recipe, machine, 4, settings))
+    folder = trained(tmp_path, recipe, machine, 4, settings)
+    found = read(folder)
     (one,), faults = found.measured, found.faults
     assert faults == []
     assert one.facts["realization"] == "native"
@@ -56,6 +58,11 @@ def test_operands_of_native_gemms_are_measured(tmp_path: Path, scaling: str) -> 
     assert all(25 < noise < 40 for noise in compared)
     assert all((row["staleness"] is not None) == (scaling == "delayed") for row in rows)
     assert any(row["grad_to_noise"] is not None for row in one.tables["linears"])
+    own = own_tensors(folder)
+    # the input of a linear with a fused norm is what the norm made of it
+    x = own.linears["decoder.layers.1.self_attention.linear_qkv"].x
+    assert float(x.square().mean().sqrt()) == pytest.approx(1, abs=0.1)
+    assert {row.tensor for row in own.rows} >= {"yours: decoder.layers.1.self_attention.linear_qkv"}
 
 
 @pytest.mark.slow

@@ -11,13 +11,18 @@ import torch
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.report import metrics
+from mpbridge.numerics.certificates.certificate import certificate
 from mpbridge.observe.telemetry.hook import StatisticsHook
 from mpbridge.observe.telemetry.probe import Noise
 from mpbridge.observe.telemetry.reading import read
 from mpbridge.observe.telemetry.records import FILE, OPERANDS, headlines, line, merged
+from mpbridge.planning.certificates.optimizer import Training
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
 from mpbridge.training.base import Hook
+from mpbridge.training.certified import own_tensors
 from mpbridge.training.loop import pretrain
-from tests.training.tiny import tiny
+from tests.training.tiny import MODEL, tiny
 
 DELAYED, NVFP4 = "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_nvfp4_mixed"
 
@@ -33,11 +38,14 @@ class Weights(Hook):
         self.found = {name: tensor.detach().clone() for name, tensor in training.engine.named_parameters()}
 
 
-def trained(folder: Path, recipe: str, every: int, *, steps: int = 4, emulate: bool = True) -> tuple[Path, Weights]:
+def trained(
+    folder: Path, recipe: str, every: int, *, steps: int = 4, emulate: bool = True, width: int = 64, length: int = 32
+) -> tuple[Path, Weights]:
     out = folder / f"{recipe}-{every}"
     made = tiny(
         folder,
         recipe,
+        model=MODEL | {"hidden_size": width, "max_sequence_length": length},
         train={"train_iters": steps, "eval_interval": None},
         logger={"log_dir": str(out), "precision_every": every},
     )
@@ -82,6 +90,25 @@ def test_a_run_in_high_precision_still_shows_its_linears_and_weights(tmp_path: P
     assert by_name[name]["amax"] == pytest.approx(float(weights.found[name].abs().max()), rel=1e-4)
     assert by_name[name]["main_gap"] == 0.0
     assert all(row["x_amax"] >= row["x_rms"] > 0 for row in one.tables["linears"])
+
+
+def test_a_certificate_of_a_runs_own_operands_has_the_errors_that_the_run_measured(tmp_path: Path) -> None:
+    folder, weights = trained(tmp_path, NVFP4, 2, steps=2, width=128, length=64)
+    own = own_tensors(folder)
+    assert len(own.linears) == 4
+    name = "decoder.layers.1.self_attention.linear_qkv"
+    kept, whole = own.linears[name].w, weights.found[f"{name}.weight"].float()
+    assert 0 < float((kept - whole[: kept.shape[0], :128]).abs().max()) < 0.01  # one update later
+    policy = resolve(get_mixed_precision_config(NVFP4)).settled()
+    training = Training(sigma=own.sigma or 0.0, points=((0.0, 1e-3),))
+    made = certificate(NVFP4, policy, training, kinds=("normal",), own=own.linears, beside=own.rows, replicas=1)
+    compared = 0
+    for linear in own.linears:
+        for row in own.rows:
+            if row.tensor == f"yours: {linear}" and row.quantity == "MSE, as the run measured":
+                assert made.value(row.where, "MSE", row.tensor) == pytest.approx(row.value, rel=0.25)
+                compared += 1
+    assert compared == 3 * 6  # the output layer is not quantized
 
 
 def test_a_saturated_tensor_is_the_one_that_stands_out(tmp_path: Path) -> None:

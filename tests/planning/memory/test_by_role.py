@@ -64,66 +64,6 @@ def test_published_duplicate_of_the_main_weights():
     assert 0 <= 3830.14 - mib < 2
 
 
-# rows of the measured table: (recipe, config changes, distributed) -> bytes per parameter at N-fold sharding
-ROWS = {
-    "1 fp32 DDP": ("fp32", {}, False, lambda n: 16),
-    "2 fp32 sharded": ("fp32", {}, True, lambda n: 8 + 8 / n),
-    "3 bf16_mixed DDP": ("bf16", {}, False, lambda n: 18),
-    "4 bf16_mixed sharded": ("bf16", {}, True, lambda n: 6 + 12 / n),
-    "5 fp16_mixed DDP": ("fp16", {}, False, lambda n: 20),
-    "6 fp16_mixed sharded": ("fp16", {}, True, lambda n: 4 + 16 / n),
-    "7 remainders": ("bf16", {"use_precision_aware_optimizer": True}, True, lambda n: 6 + 10 / n),
-    "8 no remainders": (
-        "bf16",
-        {"use_precision_aware_optimizer": True, "store_param_remainders": False},
-        True,
-        lambda n: 6 + 12 / n,
-    ),
-    "9 bf16 moments": ("bf16_mixed_bf16_moments", {}, True, lambda n: 6 + 6 / n),
-    "10 and bf16 gradients": ("bf16_mixed_bf16_moments", {"grad_reduce_in_fp32": False}, True, lambda n: 4 + 6 / n),
-    "11 fp8 moments": (
-        "bf16",
-        {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
-        True,
-        lambda n: 6 + 4 / n,
-    ),
-    "18 full bf16 DDP": ("full_bf16", {}, False, lambda n: 8),
-}
-
-
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("world", [1, 8])
-def test_bytes_a_parameter_of_the_measured_table(row, world):
-    name, changes, sharded, formula = ROWS[row]
-    found = memory(policy(name, **changes), facts(world, optimizer=OptimizerFacts(distributed=sharded)))
-    assert found.exact
-    assert found.bytes_per_parameter == pytest.approx(formula(world), rel=1e-4)  # the rest is the padding of buckets
-
-
-# rows of the same table for fully sharded engines: (recipe, config changes, engine, ddp section) -> bytes per parameter, times N
-FULLY = {
-    "13 fp32 storage, torch AdamW": ("fp32_params_bf16_compute", {}, "fsdp2", {}, 16),
-    "14 bf16 storage, FusedAdam, remainders": ("bf16_params_fp32_states", {}, "fsdp2", {}, 14),
-    "15 without remainders": ("bf16_params_fp32_states", {"store_param_remainders": False}, "fsdp2", {}, 16),
-    "16 main weights beside fp32 storage, which the engine leaves out": ("fp32_params_bf16_compute", {"use_precision_aware_optimizer": True}, "fsdp2", {}, 16),
-    "17 full bf16": ("full_bf16", {}, "fsdp2", {}, 8),
-    "19 fp32 storage, bf16 moments": ("fp32_params_bf16_compute", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "fsdp2", {}, 12),
-    "20 Megatron-FSDP": ("bf16_megatron_fsdp", {}, "megatron_fsdp", {}, 18),
-    # 16 where the optimizer reads them decoupled, which 0.16.1 cannot; here it reads an FP32 copy
-    "22 bf16 gradients, and their copy": ("bf16_megatron_fsdp", {"grad_reduce_in_fp32": False}, "megatron_fsdp", {}, 20),
-    "23 bf16 moments": ("bf16_megatron_fsdp", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "megatron_fsdp", {}, 14),
-    "24 no main weights, moments in the parameters' dtype": ("full_bf16", {}, "megatron_fsdp", {}, 8),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("row", FULLY)
-def test_bytes_a_parameter_of_fully_sharded_engines(row):
-    name, changes, engine, ddp, expected = FULLY[row]
-    found = memory(policy(name, **changes), facts(8, engine=engine, ddp=ddp, optimizer=OptimizerFacts()))
-    assert found.bytes_per_parameter * 8 == pytest.approx(expected, rel=1e-3)
-    assert found.exact == (engine == "fsdp2")
-
-
 # FP8 beside bf16_mixed, in bytes of the quantized linears (memory_table.md, add-ons)
 LOW = {
     "fp8_ds": (H100, {}, 0.0), "fp8_cs": (B200, {"first_last_layers_bf16": False}, -1.0), "fp8_sc": (H100, {}, 2.0),

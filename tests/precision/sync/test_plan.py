@@ -13,8 +13,8 @@ import pytest
 import torch
 from sync_kit import DDP, INPUTS, OPTIMIZER, POLICIES, live, planned
 
-from mpbridge.common.errors import BadValue, UnknownName
-from mpbridge.common.formats import DType, dtype
+from mpbridge.common.errors import BadValue
+from mpbridge.common.formats import DType
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.fields import TABLE
 from mpbridge.precision.megatron_spec.precision_field import UNSET
@@ -35,37 +35,14 @@ def test_inputs_that_name_no_field_are_nobodys_and_no_conflict() -> None:
     assert str(found) == "model.bf16: not given -> true  (the model computes in BF16)"
 
 
-def test_inputs_that_say_otherwise_are_a_conflict_with_the_line_that_keeps_them() -> None:
-    found = write(BF16, "ddp.grad_reduce_in_fp32", ddp={"grad_reduce_in_fp32": False})
-    assert found.conflict
-    assert found.set_by == "the ddp section"
-    assert found.keep == "mixed_precision.grad_reduce_in_fp32=false"
-    assert "to keep it: mixed_precision.grad_reduce_in_fp32=false" in str(found)
-
-
-def test_an_explicit_value_equal_to_the_default_is_still_the_authors() -> None:
-    # the neighbour's guide sets bf16=False by hand; on a live object that cannot be told from the default, in inputs it can
-    assert write(BF16, "optimizer.bf16", optimizer={"bf16": False}).conflict
-
-
 def test_inputs_that_agree_are_no_write_in_any_spelling() -> None:
     given = {
         "bf16": True,
         "params_dtype": "torch.bfloat16",
         "pipeline_dtype": torch.bfloat16,
-        "autocast_dtype": "bfloat16",
+        "autocast_dtype": DType.BF16,
     }
     assert plan(BF16, model=given).writes == ()
-
-
-def test_origin_names_the_layer_that_set_it() -> None:
-    found = write(
-        BF16,
-        "ddp.grad_reduce_in_fp32",
-        ddp={"grad_reduce_in_fp32": False},
-        origin={"ddp.grad_reduce_in_fp32": "command line"},
-    )
-    assert "set by command line" in str(found)
 
 
 def test_a_live_value_is_what_it_was_never_what_you_set() -> None:
@@ -160,18 +137,6 @@ def test_as_data_is_json_and_holds_policy_and_writes() -> None:
     assert [w["keep"] for w in data["writes"]] == ["mixed_precision.grad_reduce_in_fp32=false"]
 
 
-@dataclasses.dataclass
-class Thin:
-    """A config of an older megatron-core: half of the fields are missing."""
-
-    params_dtype: torch.dtype = torch.float32
-
-
-def test_a_live_object_without_a_field_that_the_policy_decides_is_an_error() -> None:
-    with pytest.raises(UnknownName, match="no field of Thin named 'bf16'"):
-        plan(BF16, model=Thin())
-
-
 def test_what_is_no_policy_and_no_realization_is_refused() -> None:
     # taken for "not native", a misspelled one would have planned 16 bits without apply() asking whether emulation is attached
     with pytest.raises(BadValue, match="expected 'native' or 'emulated'"):
@@ -199,7 +164,3 @@ def test_planning_loads_neither_torch_nor_megatron() -> None:
         "assert not {'torch', 'megatron', 'numpy'} & set(sys.modules), sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_dtypes_are_compared_by_meaning() -> None:
-    assert plan(BF16, optimizer={"bf16": True, "params_dtype": dtype("bf16")}).writes == ()

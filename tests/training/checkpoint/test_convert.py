@@ -22,7 +22,7 @@ from mpbridge.common.errors import CheckpointError, Refused
 from mpbridge.common.safe_unpickler import UnpickledCall, read
 from mpbridge.training.checkpoint import convert, extra_state, io, state, store
 from mpbridge.training.checkpoint.archive import load, plain_call
-from mpbridge.training.checkpoint.plain import decoded, encoded
+from mpbridge.training.checkpoint.json_codec import decoded, encoded
 from mpbridge.training.checkpoint.verdict import FILE
 from tests import megatron_checkpoints
 from tests.forked import codes, ranks, said
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_schema_1_resumes_to_the_bit_and_stays_as_it_is(theirs, 
 
 
 def test_its_verdict_is_the_same_and_the_run_saves_beside_it(place):
-    kept = {"save": str(place.parent), "load": str(place.parent)}
+    kept = {"save": str(place.parent), "load": str(place.parent), "accept": "bf16_mixed"}
     watch = go(run("fp32", iters=3, checkpoint=kept))
     assert list(watch.losses) == [3]
     assert [(entry.step, store.read_manifest(entry.path)["schema"]) for entry in store.saved(place.parent)] == [
@@ -384,7 +384,7 @@ def test_a_tensor_in_a_pickle_is_read_whoever_is_to_load_its_storage(loader):
 
 
 def test_references_without_an_end_are_refused():
-    from mpbridge.training.checkpoint.spelling import spelled
+    from mpbridge.training.checkpoint.archive import spelled
 
     laughs = [1]
     for _ in range(40):
@@ -497,7 +497,7 @@ def test_an_extra_state_with_strange_variables_is_refused(variables, said):
 CONFINED = """
 import os, sys
 sys.path.insert(0, sys.argv[3])
-from mpbridge.training.checkpoint.confine import confine
+from mpbridge.training.checkpoint.sandbox import confine
 held = confine(sys.argv[1], sys.argv[2])
 def tried(act):
     try: act(); return "done"
@@ -526,7 +526,7 @@ def test_the_process_reads_the_checkpoint_and_writes_one_folder(tmp_path):
 
 
 def test_it_loads_no_framework():
-    code = "import sys; import mpbridge.training.checkpoint.strange; print([m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])"
+    code = "import sys; import mpbridge.training.checkpoint.converter_process; print([m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])"
     root = str(Path(__file__).parents[3])
     environment = {"PYTHONPATH": root, "PATH": os.environ.get("PATH", "")}
     assert (

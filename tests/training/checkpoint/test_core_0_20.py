@@ -20,7 +20,7 @@ import torch
 from mpbridge.common.errors import CheckpointError
 from mpbridge.interop.stacks.importers import read_file
 from mpbridge.training.checkpoint import convert
-from mpbridge.training.checkpoint.plain import decoded
+from mpbridge.training.checkpoint.json_codec import decoded
 from mpbridge.training.checkpoint.reader import Contents
 
 SAVED = Path(__file__).parents[2] / "golden" / "checkpoints_core_0.20.tar.xz"

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.training.checkpoint import foreign, io, store
-from mpbridge.training.checkpoint.index import INDEX
-from mpbridge.training.checkpoint.plain import decoded, encoded
-from mpbridge.training.checkpoint.reader import STATE, Contents
+from mpbridge.training.checkpoint import io, store, writer
+from mpbridge.training.checkpoint.index import COMMON, INDEX, METADATA, STATE
+from mpbridge.training.checkpoint.json_codec import decoded, encoded
+from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.verdict import FILE
 from tests.forked import codes, ranks, said
 from tests.training.checkpoint.hostile import Payload, forge, pickled, reseal, rewrite
@@ -54,7 +54,7 @@ def test_an_honest_checkpoint_passes_and_holds_no_pickle_of_ours(place):
     look(place)
     listed = set(store.check(place)["files"])
     assert listed == {
-        foreign.METADATA, foreign.COMMON, foreign.CONFIG, DATA, INDEX, STATE, FILE, io.CONFIG,
+        METADATA, COMMON, writer.CONFIG, DATA, INDEX, STATE, FILE, io.CONFIG,
     }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def resumed(place, name, mark):
     stop_process_group()
 
 
-@pytest.mark.parametrize("name", [foreign.METADATA, foreign.COMMON])
+@pytest.mark.parametrize("name", [METADATA, COMMON])
 def test_files_for_other_tools_are_never_read_so_a_payload_in_them_sleeps(place, tmp_path, name):
     with ranks(2, resumed, str(place), name, tmp_path / "pwned") as both:
         assert not any(codes(both)), said(both)
@@ -226,7 +226,7 @@ def as_folder(file, outside):
     file.mkdir()
 
 
-@pytest.mark.parametrize("name", [store.MANIFEST, FILE, INDEX, STATE, DATA, foreign.METADATA])
+@pytest.mark.parametrize("name", [store.MANIFEST, FILE, INDEX, STATE, DATA, METADATA])
 @pytest.mark.parametrize("kind", [as_link, as_fifo, as_socket, as_device, as_folder])
 @pytest.mark.timeout(60)
 def test_a_file_of_another_kind_is_named_and_not_opened(place, tmp_path, name, kind):

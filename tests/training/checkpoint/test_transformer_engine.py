@@ -11,7 +11,7 @@ import pytest
 
 from mpbridge.common.report.metrics import read
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.plain import decoded
+from mpbridge.training.checkpoint.json_codec import decoded
 from tests.te_cpu.wheels import OLDEST, ROOT, environment, release_or_skip
 
 DELAYED = (

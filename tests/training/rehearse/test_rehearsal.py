@@ -1,4 +1,4 @@
-"""Rehearsals end to end: tensors from files, and the small GPT through the command line."""
+"""Rehearsals end to end: the small GPT through the command line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from mpbridge.cli.main import main
-from mpbridge.common.errors import DataError, UnknownName
-from mpbridge.precision import registry
-from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.training.rehearse.rehearsal import RECIPES, Listen, observe, read_tensors, rehearse, side_of
+from mpbridge.common.errors import UnknownName
+from mpbridge.training.rehearse.rehearsal import Listen, rehearse
 from tests.forked import ROOT
 from tests.worlds import start
 
@@ -31,104 +29,6 @@ CURRENT, MXFP8, DELAYED = (
 def _uncompiled() -> Any:
     with torch._dynamo.config.patch(disable=True):
         yield
-
-
-def outliers() -> dict[str, torch.Tensor]:
-    """The outlier data set: activations whose first token is a million times larger than the others, beside harmless tensors.
-
-    A thousand tokens, since the column blocks that hold the first one lose their other 31 tokens in any recipe.
-    """
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(1024, 128, generator=generator)
-    spoiled = normal * 1e-3
-    spoiled[0] *= 1e6
-    return {
-        "layers.0.fc1.x": spoiled.bfloat16(),
-        "layers.0.fc1.weight": normal.bfloat16(),
-        "layers.0.fc1.grad": (normal * 1e-6).bfloat16(),
-    }
-
-
-def verdicts(rehearsal: Any) -> dict[str, str]:
-    return {recipe.recipe: recipe.verdict()[0] for recipe in rehearsal.recipes}
-
-
-def test_the_outlier_tensor_is_damaged_by_one_scale_and_survives_blocks() -> None:
-    found = observe(outliers(), [CURRENT, MXFP8, DELAYED])
-    assert verdicts(found) == {CURRENT: "damage", MXFP8: "sound", DELAYED: "damage"}
-    current = found.recipes[0]
-    assert current.worst[0]["tensor"] == "layers.0.fc1.x.x"
-    assert {c.tensor for c in current.complaints} == {"layers.0.fc1.x.x"}
-    assert "of its nonzero elements become zero" in " ".join(current.verdict()[1])
-
-
-def test_a_recipe_that_cannot_be_emulated_ends_alone() -> None:
-    @registry.register
-    def with_a_factory() -> MixedPrecisionConfig:
-        """Rules that live in a factory."""
-        return MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="custom", fp8_quantizer_factory="a.b")
-
-    try:
-        found = observe(outliers(), ["with_a_factory", CURRENT])
-    finally:
-        registry.unregister("with_a_factory")
-    assert "cannot be emulated" in str(found.recipes[0].failure)
-    assert found.recipes[1].failure is None
-    assert found.recipes[1].tensors
-
-
-def test_every_default_recipe_observes_tensors_of_odd_sizes() -> None:
-    found = observe({"act": torch.randn(3, 7, 50), "w": torch.randn(33, 50), "grad": torch.randn(5, 2)}, RECIPES)
-    assert verdicts(found)["bf16_mixed"] == "high precision"
-    assert all(len(recipe.tensors) >= 3 for recipe in found.recipes[1:])
-    assert all(recipe.failure is None for recipe in found.recipes)
-
-
-def test_names_say_what_a_tensor_is() -> None:
-    sides = {"layers.0.weight": "w", "grad_output": "dy", "fc1.weight.grad": "dy", "hidden_states": "x", "mlp.kernel": "w", "window": "x"}  # fmt: skip
-    assert {name: side_of(name) for name in sides} == sides
-
-
-def test_tensor_files_are_read_without_running_code(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    tensors = outliers()
-    torch.save({"model": tensors, "step": 3, "vector": torch.ones(4)}, tmp_path / "a.pt")
-    assert sorted(read_tensors(tmp_path / "a.pt")) == sorted(f"model.{name}" for name in tensors)
-    save_file(tensors, tmp_path / "a.safetensors")
-    assert sorted(read_tensors(tmp_path / "a.safetensors")) == sorted(tensors)
-    (tmp_path / "b.pt").write_bytes(b"no tensors")
-    with pytest.raises(DataError, match=r"b\.pt cannot be read"):
-        read_tensors(tmp_path / "b.pt")
-    torch.save({"vector": torch.ones(4)}, tmp_path / "c.pt")
-    with pytest.raises(DataError, match="two dimensions"):
-        read_tensors(tmp_path / "c.pt")
-    torch.save({"evil": _Evil()}, tmp_path / "d.pt")
-    with pytest.raises(DataError):
-        read_tensors(tmp_path / "d.pt")
-    assert not (tmp_path / "touched").exists()
-
-
-class _Evil:
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path("touched"),)
-
-
-def test_tensors_of_any_floating_dtype_are_observed(tmp_path: Path) -> None:
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    kinds = {
-        "fp64": x.double(),
-        "fp16": x.half(),
-        "fp8": x.to(torch.float8_e4m3fn),
-        "parameter": torch.nn.Parameter(x),
-        "tiny": x * 1e-42,
-    }
-    torch.save(kinds, tmp_path / "a.pt")
-    found = observe(read_tensors(tmp_path / "a.pt"), [DELAYED, MXFP8])
-    by_name = {row["slot"]: row["row_error"] for row in found.recipes[1].tensors if row["copy"] == "row"}
-    assert by_name["fp64"] == by_name["parameter"] == pytest.approx(0.0265, rel=0.1)
-    assert by_name["fp8"] < 0.005  # its values are codes already, but for those that another scale makes subnormal
-    assert by_name["tiny"] == 1.0
 
 
 TINY = [
@@ -251,18 +151,6 @@ def test_two_pipeline_stages_are_one_report(tmp_path: Path, corpus: list[str]) -
     (recipe,) = json.loads((out / "report.json").read_text())["recipes"]
     assert sorted(recipe["layers"]) == ["0", "1"]
     assert recipe["quantized"] == 8
-
-
-def test_the_command_observes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(outliers(), tmp_path / "tensors.pt")
-    out = tmp_path / "out"
-    given = ["--tensors", str(tmp_path / "tensors.pt"), "--recipes", f"{CURRENT},{MXFP8}"]
-    assert main(["rehearse", *given, "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "damage" in printed
-    page = (out / "index.html").read_text()
-    assert "layers.0.fc1.x" in page
-    assert '"word":"damage","tone":"bad"' in page
 
 
 def test_a_recipe_that_cannot_run_is_reported_beside_the_others(

@@ -105,7 +105,7 @@ def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) 
     to_folder(path, tmp_path / "out", casting=casting)
     one = next(cast.one for cast in made[0].training.found if cast.one.name == "decoder.layers.1.mlp.linear_fc1.weight")
     gate, up = (models.weights()[f"model.layers.1.mlp.{part}_proj.weight"].float() for part in ("gate", "up"))
-    found = made[0].tensors(one, torch.cat([gate, up]).bfloat16(), split=2)
+    found = made[0].named(made[0].parts(one, torch.cat([gate, up]).bfloat16(), split=2))
     for rank in (0, 1):
         rows = slice(192 * rank, 192 * rank + 192)
         scale = 448 / max(gate[rows].abs().max(), up[rows].abs().max())

@@ -66,6 +66,6 @@ def convert(folder: Path, target: Path) -> Taken:
 
 def load(engine: Any, path: Path) -> None:
     """The weights of a checkpoint into an engine, as a run without optimizer states takes them."""
-    from mpbridge.training.checkpoint.io import load_weights
+    from mpbridge.training.checkpoint.io import load
 
-    load_weights(SimpleNamespace(run=engine.run, engine=engine), path)  # type: ignore[arg-type]
+    load(SimpleNamespace(run=engine.run, engine=engine), path, weights_alone=True)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Converts a checkpoint in megatron-core's own format to data. Runs as an isolated process; loads no framework.
 
-    python -I -c '... import strange; strange.main()' SOURCE OUT ours|foreign
+    python -I -c '... import converter_process; converter_process.main()' SOURCE OUT ours|foreign
 
 Writes `data.bin`, the index and, for a checkpoint of mpbridge, the state to OUT; exits with 1 and one line on stderr if a file contains anything but data.
 """
@@ -18,15 +18,13 @@ from mpbridge.common.files import opened
 from mpbridge.common.safe_unpickler import Name, UnpickledCall, read
 from mpbridge.precision.megatron_spec.versions import COMMON_OBJECTS, PICKLED
 from mpbridge.training.checkpoint import extra_state
-from mpbridge.training.checkpoint.archive import Tensor, load
-from mpbridge.training.checkpoint.index import INDEX, Index, StoredPiece, StoredTensor
-from mpbridge.training.checkpoint.plain import encoded
-from mpbridge.training.checkpoint.spelling import spelled
+from mpbridge.training.checkpoint.archive import Tensor, dtype_of, load, spelled
+from mpbridge.training.checkpoint.index import COMMON, INDEX, METADATA, STATE, Index, Pieces
+from mpbridge.training.checkpoint.json_codec import encoded
 
-METADATA, COMMON, DATA, STATE = ".metadata", "common.pt", "data.bin", "state.json"
+DATA = "data.bin"
 LARGEST_METADATA = 1 << 30
 _DCP = "torch.distributed.checkpoint"
-_CHUNK = 1 << 20
 _RECORDS = frozenset(
     {
         (f"{_DCP}.metadata", "Metadata"), (f"{_DCP}.metadata", "MetadataIndex"), (f"{_DCP}.metadata", "TensorStorageMetadata"),
@@ -43,7 +41,7 @@ _RECORDS = frozenset(
 def convert(source: Path, out: Path, *, ours: bool) -> None:
     """Writes the contents of the checkpoint in `source` to `out`. Raises CheckpointError naming a file that is missing or contains anything else."""
     entries, places = _metadata(source / METADATA)
-    tensors: dict[str, StoredTensor] = {}
+    pieces = Pieces()
     objects: dict[str, tuple[str, int, int]] = {}
     common: Any = None
     with (out / DATA).open("xb") as data:
@@ -60,14 +58,12 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
                         elif ours:
                             objects[key] = _object(key, load(stream, start, start + length), data)
                     elif isinstance(kind, tuple):
-                        piece = _tensor(key, load(stream, start, start + length), offset, kind, data)
-                        before = tensors.get(key)
-                        tensors[key] = StoredTensor(kind[0], kind[1], (*(before.pieces if before else ()), piece))
+                        pieces.add(key, *kind, _tensor(key, load(stream, start, start + length), offset, kind, data))
                     else:
                         raise CheckpointError(f"{key} is in no table")
         data.flush()
         os.fsync(data.fileno())
-    index = Index(tensors, objects)
+    index = Index(pieces.tensors, objects)
     if faults := index.incomplete():
         raise CheckpointError(f"{source / METADATA}: {faults[0]}")
     (out / INDEX).write_text(json.dumps(index.as_data(), separators=(",", ":")), encoding="utf-8")
@@ -121,8 +117,6 @@ Places = dict[str, list[tuple[str, Any, int, int]]]
 
 def _metadata(file: Path) -> tuple[Entries, Places]:
     """(key -> 'bytes' or (dtype, global shape), data file -> [(key, offset, first byte, bytes)]) of torch's table."""
-    from mpbridge.training.checkpoint.archive import dtype_of
-
     with _named(file):
         with opened(file) as stream:
             raw = stream.read(LARGEST_METADATA + 1)
@@ -161,7 +155,9 @@ def _record_of(value: Any, name: str) -> UnpickledCall:
     return value
 
 
-def _tensor(key: str, value: Any, offset: Any, kind: tuple[str, tuple[int, ...]], data: IO[bytes]) -> StoredPiece:
+def _tensor(
+    key: str, value: Any, offset: Any, kind: tuple[str, tuple[int, ...]], data: IO[bytes]
+) -> tuple[str, int, Any, Any]:
     if not isinstance(value, Tensor) or value.dtype != kind[0]:
         raise CheckpointError(f"{key} is not the {kind[0]} tensor that the table lists")
     ends = [begin + side for begin, side in zip(offset, value.shape, strict=True)]
@@ -170,12 +166,12 @@ def _tensor(key: str, value: Any, offset: Any, kind: tuple[str, tuple[int, ...]]
     at = data.tell() + -data.tell() % 64
     data.write(bytes(at - data.tell()))
     data.write(value.content())
-    return StoredPiece(DATA, at, tuple(offset), value.shape)
+    return DATA, at, offset, value.shape
 
 
 def _object(key: str, value: Any, data: IO[bytes]) -> tuple[str, int, int]:
     inner = _alone(value)
-    text = extra_state.converted(inner) if key.partition("/")[0].endswith("_extra_state") else spelled(inner)
+    text = extra_state.converted(inner) if extra_state.is_extra(key) else spelled(inner)
     raw = json.dumps(text, separators=(",", ":")).encode()
     at = data.tell()
     data.write(raw)

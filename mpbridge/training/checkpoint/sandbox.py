@@ -1,6 +1,6 @@
 """Permanently restricts this process to what converting a checkpoint needs: no other files (Landlock, Linux 5.13), no children, bounded output, time and memory.
 
-Restrictions that the kernel lacks are skipped: pickles are never executed anyway (opcodes.py); this is a second line of defence. Loads no framework.
+Restrictions that the kernel lacks are skipped: pickles are never executed anyway (safe_unpickler.py); this is a second line of defence. Loads no framework.
 """
 
 from __future__ import annotations

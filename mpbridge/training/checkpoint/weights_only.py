@@ -1,4 +1,4 @@
-"""Notes on main weights that are initialized from foreign weights: the dtype of their values."""
+"""Checkpoints of which only weights can be loaded: why, and the dtype of the values that main weights then start from."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ SOURCE = "source.json"
 _HALVES = (DType.BF16, DType.FP16)
 
 
-def holds_weights_alone(path: Path) -> bool:
+def _holds_weights_alone(path: Path) -> bool:
     """Whether a checkpoint was converted from a folder of weights, so that it contains nothing else."""
     return (path / SOURCE).is_file()
 
 
 def why_alone(path: Path) -> str:
     """Why only weights can be loaded from a checkpoint that no run of mpbridge saved, as the rest of a sentence."""
-    if holds_weights_alone(path):
+    if _holds_weights_alone(path):
         return "contains only weights"
     return "was not written by mpbridge, so the meaning of its optimizer states is unknown"
 
 
 def taken_alone(run: Run, index: Index, path: Path) -> Verdict:
     """The verdict on loading only weights from such a checkpoint on request."""
-    alone = holds_weights_alone(path)
+    alone = _holds_weights_alone(path)
     why = "it contains nothing else" if alone else "mpbridge did not write the checkpoint"
     return Verdict(
         kind="weights only",
         why=(f"it was requested (checkpoint.reset_optimizer), and {why}",),
         lost=() if alone else ("optimizer states, schedule, counters and random states",),
-        notes=born(run, index),
+        notes=init_dtype_notes(run, index),
     )
 
 
-def born(run: Run, index: Index) -> tuple[str, ...]:
+def init_dtype_notes(run: Run, index: Index) -> tuple[str, ...]:
     """A note if the main weights of `run` have more bits than their initial values."""
     stored = index.tensors.get("embedding.word_embeddings.weight")
     if stored is None:

@@ -1,0 +1,117 @@
+"""`mpbridge contract DIR`: compares a folder of quantized weights with the run that trained them, and its list of modules with what engines make of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.common.errors import BadValue, UnknownName
+from mpbridge.common.machines import machine
+from mpbridge.settings.huggingface.folder import PREFIX, folder_of
+from mpbridge.settings.huggingface.kept import ENGINES
+
+if TYPE_CHECKING:
+    from mpbridge.training.serving.differences import Difference
+
+SUMMARY = "compare a folder of served weights with the run that trained them"
+MOST = 12
+"""Maximum number of rows that are printed; --json has all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument(
+        "folder", metavar="DIR", help="a folder in Hugging Face's layout, quantized by mpbridge or by another tool"
+    )
+    parser.add_argument("--run", metavar="DIR", help="the checkpoint that it should hold, or a folder of them")
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="with --run: the recipe (a name or a YAML file) by which it should be quantized (default: the run's)",
+    )
+    parser.add_argument(
+        "--engine",
+        metavar="E",
+        help=f"also resolve the list of modules in high precision by these engines' own rules: {', '.join(ENGINES)} (commas between)",
+    )
+    parser.add_argument("--target", metavar="GPU", help="also check the kind of scales against this GPU")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what differs, worst first. Returns 0 if nothing does, 1 otherwise."""
+    from mpbridge.common.report.console import without_chatter
+
+    without_chatter()
+    from mpbridge.common.report.progress import bar
+    from mpbridge.training.checkpoint.store import locate
+    from mpbridge.training.serving.folder import examine
+
+    if args.recipe and not args.run:
+        raise BadValue(f"--recipe {args.recipe}: only with --run, whose weights it quantizes")
+    folder = folder_of(f"{PREFIX}{args.folder.removeprefix(PREFIX)}")
+    path = None if args.run is None else locate(Path(args.run.removeprefix("ckpt:")))
+    gpu = None if args.target is None else machine(args.target)
+    with bar("compared", quiet=args.json) as told:
+        report = examine(folder, path, recipe=args.recipe, engines=_engines(args.engine), target=gpu, told=told)
+    if args.json:
+        print_json(
+            {
+                "folder": str(folder),
+                "format": report.format,
+                "recipe": report.recipe,
+                "quantized": report.quantized,
+                "high_precision": report.high,
+                "differences": [
+                    {"name": one.name, "kind": one.kind, "what": one.text, "error": _finite(one.error)}
+                    for one in report.found
+                ],
+                "notes": report.notes,
+            }
+        )
+        return 1 if report.found else 0
+    trained = f"; trained with {report.recipe}" if report.recipe else ""
+    print_line(
+        f"{folder}: {report.format}, {report.quantized} linears quantized, {report.high} in high precision{trained}"
+    )
+    if report.found:
+        rows = _rows(report.found)
+        print_table(("where", "what", "values off by"), rows[:MOST])
+        if len(rows) > MOST:
+            print_line(f"and {len(rows) - MOST} more (--json has all)")
+    else:
+        print_line(
+            "clean: " + ("codes, scales and list are the run's" if path is not None else "nothing contradicts itself")
+        )
+    for note in report.notes:
+        print_line(f"  {note}")
+    return 1 if report.found else 0
+
+
+def _engines(text: str | None) -> tuple[str, ...]:
+    found = tuple(name.strip() for name in text.split(",")) if text else ()
+    for name in found:
+        if name not in ENGINES:
+            raise UnknownName("engine for serving", name, ENGINES)
+    return found
+
+
+def _rows(found: Sequence[Difference]) -> list[tuple[str, str, str]]:
+    """One row for each thing that is wrong in the same way, with the worst place first."""
+    groups: dict[tuple[str, str], list[Difference]] = {}
+    for one in found:
+        cause = one.text.partition(" differ: ")
+        groups.setdefault((one.kind, cause[2] or one.text), []).append(one)
+    rows = []
+    for members in groups.values():
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        error = members[0].error
+        rows.append((f"{members[0].name}{more}", members[0].text, f"{error:.2%}" if 0 < error < float("inf") else ""))
+    return rows
+
+
+def _finite(error: float) -> float | None:
+    return error if error < float("inf") else None

@@ -1,0 +1,239 @@
+"""A served folder examined: its headers and scales by themselves, its tensors against contract.json and the run, its list by the engines' matchers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpbridge.common.errors import BadValue
+from mpbridge.common.files import ProgressCallback
+from mpbridge.common.machines import Machine
+from mpbridge.settings.huggingface.folder import FolderTensor, read_config, read_json_file, tensors
+from mpbridge.settings.huggingface.kept import list_faults
+from mpbridge.settings.huggingface.served import LEGACY, ServedFormat, row_of
+from mpbridge.training.serving.differences import NO_CONFIG, Comparison, Difference, bad_scales, group_faults
+from mpbridge.training.serving.document import FILE, SCHEMA, facts_of, is_module
+from mpbridge.training.weights.source import DTYPES, FolderReader
+
+POWERS_ONLY = (10, 0)
+"""From this compute capability on, DeepGEMM's kernels for 128 x 128 blocks take powers of two as scales."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What is in a folder, and what is not as it should be."""
+
+    folder: Path
+    format: str
+    quantized: int = 0
+    """Number of quantized linears."""
+    high: int = 0
+    """Number of linears in high precision."""
+    recipe: str = ""
+    step: int | None = None
+    found: list[Difference] = field(default_factory=list)
+    """Worst first."""
+    notes: list[str] = field(default_factory=list)
+    """What was not decided, and why."""
+
+
+def examine(
+    folder: Path,
+    run: Path | None = None,
+    *,
+    recipe: str | None = None,
+    engines: Sequence[str] = (),
+    target: Machine | None = None,
+    told: ProgressCallback = lambda done, total: None,
+) -> Report:
+    """Everything that is wrong with a served folder. run: the checkpoint that it should hold; recipe: another recipe than the run's.
+
+    Raises BadValue, and Contradiction, for a folder that cannot be read: damage, pickles, code, a format that no row of the table describes.
+    """
+    config, held = read_config(folder), tensors(folder)
+    if not held:
+        raise BadValue(f"{folder} has no weights: expected safetensors files")
+    quantization, faults = _quantization(folder, config)
+    row = row_of(quantization) if quantization else None
+    report = Report(folder, row.name if row is not None else "high precision", found=faults)
+    contract = _contract(folder)
+    if contract is not None:
+        report.recipe, report.step = str(contract.get("recipe", "")), contract.get("step")
+    modules = _modules(held, row)
+    report.quantized, report.high = sum(modules.values()), len(modules) - sum(modules.values())
+    if row is not None:
+        report.found += _from_headers(held, modules, row) if run is None else []
+        entries = quantization.get(row.kept) or []
+        listed = entries if isinstance(entries, list) else [entries]
+        kept = modules | ({} if "lm_head" in modules else {"lm_head": False})
+        report.found += [
+            Difference(name, "list", text) for name, text in list_faults(listed, kept, row.method, engines)
+        ]
+        report.found += [
+            Difference(engine, "engine", f"does not read {row.name}") for engine in engines if engine not in row.engines
+        ]
+    elif run is None:
+        report.found += [Difference(name, "shape", NO_CONFIG) for name, low in modules.items() if low]
+    with FolderReader(folder, held, {}) as reader:
+        _read(report, reader, row, quantization, contract, run, recipe, target, told)
+    if run is None:
+        report.notes.append("not compared with training: name its checkpoint with --run")
+        report.notes += [] if contract else [f"there is no {FILE}, so changed bytes are not noticed"]
+    report.found.sort(key=lambda one: one.weight)
+    return report
+
+
+def _quantization(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Difference]]:
+    """(quantization_config, or its like from ModelOpt's own file; where the two contradict each other)."""
+    given = config.get("quantization_config") or {}
+    if not isinstance(given, dict):
+        raise BadValue(f"{folder / 'config.json'}: quantization_config: expected an object, got {type(given).__name__}")
+    if not (folder / LEGACY).exists():
+        return given, []
+    data = read_json_file(folder / LEGACY)
+    inner = data.get("quantization") if isinstance(data, dict) else None
+    if not isinstance(inner, dict):
+        raise BadValue(f"{folder / LEGACY}: expected an object with 'quantization'")
+    theirs = {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules") or []}
+    if not given:
+        return theirs, []
+    mine = given.get("ignore") or []
+    if sorted(map(str, mine)) != sorted(map(str, theirs["ignore"])):
+        return given, [Difference(LEGACY, "list", "lists other modules in high precision than config.json")]
+    return given, []
+
+
+def _contract(folder: Path) -> dict[str, Any] | None:
+    file = folder / FILE
+    if not file.exists():
+        return None
+    data = read_json_file(file)
+    named = data.get("tensors") if isinstance(data, dict) else None
+    sound = isinstance(named, dict) and all(
+        isinstance(one, dict) and isinstance(one.get("sha256"), str) for one in named.values()
+    )
+    if not sound or data.get("schema") != SCHEMA:
+        raise BadValue(f"{file}: expected a contract of schema {SCHEMA}, as mpbridge convert writes it")
+    return dict(data)
+
+
+def _modules(held: Mapping[str, FolderTensor], row: ServedFormat | None) -> dict[str, bool]:
+    """Every linear of the folder -> whether it is stored quantized."""
+    found = {}
+    for name, tensor in held.items():
+        module, _, last = name.rpartition(".")
+        if (
+            last in ("weight", "weight_packed", row.codes if row else "")
+            and len(tensor.shape) == 2
+            and is_module(f"{module}.weight")
+        ):
+            found[module] = tensor.dtype not in DTYPES
+    return found
+
+
+def _from_headers(
+    held: Mapping[str, FolderTensor], modules: Mapping[str, bool], row: ServedFormat
+) -> Iterator[Difference]:
+    """Missing scales, wrong shapes and dtypes, without knowing the model: the codes' shape decides the others'."""
+    for module, low in modules.items():
+        if not low:
+            continue
+        codes = held.get(f"{module}.{row.codes}")
+        if codes is None:
+            yield Difference(f"{module}.{row.codes}", "missing", f"is missing; {row.name} stores codes under this name")
+            continue
+        rows, columns = codes.shape
+        for suffix, (dtype, shape) in row.shapes(rows, columns * 2 if row.second else columns).items():
+            tensor = held.get(f"{module}.{suffix}")
+            if tensor is None:
+                yield Difference(f"{module}.{suffix}", "missing", "is missing")
+            elif tensor.shape != shape and not (suffix == row.second and tensor.shape in ((), (1,))):
+                yield Difference(f"{module}.{suffix}", "shape", f"is {list(tensor.shape)}, expected {list(shape)}")
+            elif tensor.dtype != dtype and (tensor.dtype, dtype) != ("BF16", "F32"):
+                yield Difference(f"{module}.{suffix}", "shape", f"is {tensor.dtype}, expected {dtype}")
+
+
+def _read(
+    report: Report,
+    reader: FolderReader,
+    row: ServedFormat | None,
+    quantization: Mapping[str, Any],
+    contract: Mapping[str, Any] | None,
+    run: Path | None,
+    recipe: str | None,
+    target: Machine | None,
+    told: ProgressCallback,
+) -> None:
+    """Reads what has to be read: with a contract or a run every tensor once, otherwise only scales."""
+    recorded = contract["tensors"] if contract is not None else {}
+    comparison = None if run is None else Comparison(run, quantization, recipe).__enter__()
+    seconds: dict[str, float] = {}
+    powers = True
+    total, done = sum(one.bytes for one in reader.held.values()), 0
+    try:
+        if comparison is not None:
+            _about_run(report, comparison, contract)
+        for name in sorted(reader.held, key=lambda one: (reader.held[one].file, one)):
+            scale = row is not None and name.endswith((f".{row.scale}", f".{row.second or row.scale}"))
+            if scale or comparison is not None or name in recorded:
+                tensor = reader.raw(name)
+                if name in recorded and facts_of(tensor)["sha256"] != recorded[name]["sha256"]:
+                    report.found.append(Difference(name, "bytes", f"is not what {FILE} recorded: changed since"))
+                if scale and comparison is None and (bad := bad_scales(tensor)):
+                    report.found.append(Difference(name, "invalid", bad, float("inf")))
+                if row is not None and row.second and name.endswith(f".{row.second}") and tensor.numel() == 1:
+                    seconds[name.rpartition(".")[0]] = float(tensor)
+                if scale and row is not None and row.layout == "blocks":
+                    powers = powers and bool((torch.frexp(tensor.float()).mantissa == 0.5).all())
+                report.found += [] if comparison is None else comparison.see(name, tensor)
+            done += reader.held[name].bytes
+            told(done, total)
+        report.found += [] if comparison is None else comparison.end()
+    finally:
+        if comparison is not None:
+            comparison.__exit__(None, None, None)
+    report.found += [
+        Difference(name, "missing", f"is missing; {FILE} records it")
+        for name in recorded
+        if name not in reader.held and comparison is None
+    ]
+    report.found += group_faults(seconds)
+    if row is None or row.layout != "blocks" or powers:
+        return
+    if quantization.get("scale_fmt") == "ue8m0":
+        report.found.append(
+            Difference(row.scale, "scales", "are not powers of two, but scale_fmt says ue8m0: an engine rounds them")
+        )
+    if target is not None and target.arch is not None and target.arch >= POWERS_ONLY:
+        report.found.append(
+            Difference(
+                row.scale,
+                "scales",
+                f"are FP32 numbers, and {target.name} multiplies with powers of two: an engine quantizes the weights anew",
+            )
+        )
+
+
+def _about_run(report: Report, comparison: Comparison, contract: Mapping[str, Any] | None) -> None:
+    training = comparison.training
+    report.recipe = training.recipe
+    if contract is not None and contract.get("fingerprint") != training.policy.fingerprint():
+        report.found.append(
+            Difference(
+                FILE,
+                "bytes",
+                f"was written under {contract.get('recipe')}, another precision policy than {training.recipe}",
+            )
+        )
+    if comparison.misfits:
+        report.found.append(
+            Difference(
+                str(comparison.row and comparison.row.name),
+                "bytes",
+                f"cannot hold training's scales: {comparison.misfits[0]}",
+            )
+        )
