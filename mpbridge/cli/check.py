@@ -16,7 +16,7 @@ from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
-from mpbridge.planning.certificates.optimizer import lost_line
+from mpbridge.planning.certificates.optimizer import sentence
 from mpbridge.planning.estimate.layouts import line
 from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if admission.here and (faults := resume_faults(made)):
         raise Contradiction(faults, subject="the run cannot start")
     outlook = where.outlook(made)
-    lost = lost_line(made.policy, training_of(made))
+    lost = sentence(made.policy, training_of(made))
     notes = [*admission.notes, *admission.trackers, *([f"{lost} (mpbridge certify)"] if lost else [])]
     answer = _Answer(
         made=made,
