@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from mpbridge.common.errors import Contradiction, MpbridgeError, UnknownName
 from mpbridge.common.formats import DType, dtype, say
@@ -250,6 +251,13 @@ def install() -> None:
     if there is not None and there is not sys.modules[__name__]:
         raise MpbridgeError(f"{BRIDGE} is already imported: call mpbridge.compat.megatron_bridge.install() first")
     sys.modules[BRIDGE] = sys.modules[__name__]
+
+
+def apply(container: Any, recipe: Any, *, on_conflict: Literal["warn", "error"] = "warn") -> Any:
+    """Writes any recipe onto Bridge's ConfigContainer before `pretrain`: `mpbridge.backend.megatron.bridge_container.apply`, which needs torch."""
+    return importlib.import_module("mpbridge.backend.megatron.bridge_container").apply(
+        container, recipe, on_conflict=on_conflict
+    )
 
 
 def __getattr__(name: str) -> Any:

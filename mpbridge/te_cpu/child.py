@@ -1,5 +1,6 @@
 """The main module of a process spawned by a played script: `multiprocessing` runs it and finds the script's names in it."""
 
+import atexit
 import json
 import os
 import runpy
@@ -15,6 +16,7 @@ from mpbridge.te_cpu.context import transformer_engine_on_cpu
 from mpbridge.te_cpu.foreign import foreign_code
 
 _STAY = ExitStack()
+atexit.register(_STAY.close)  # later, at the interpreter's end, modules are gone
 
 
 def _begin() -> dict[str, Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mpbridge.backend.devices.together import rank
+from mpbridge.training.checkpoint import store
 
 if TYPE_CHECKING:
     from mpbridge.backend.engines.contract import Engine, StepResult
     from mpbridge.common.errors import MpbridgeError
     from mpbridge.common.report.progress import ProgressLine
     from mpbridge.settings.container import Run
-    from mpbridge.training.checkpoint.store import AuditMark
     from mpbridge.training.data.batches import Feed
     from mpbridge.training.metrics import Counters
 
@@ -38,7 +42,7 @@ class Training:
     """Facts for the closing summary, by name."""
     measured: dict[str, float] = field(default_factory=dict)
     """Numbers of this step for the trackers, from hooks that measured it; cleared after each step."""
-    audit: AuditMark = "unaudited"
+    audit: store.AuditMark = "unaudited"
     """The audit's result on the current state; written into each checkpoint. Automatic resuming skips suspect ones."""
     trouble: str | None = None
     """Set it on a rank that cannot write its files: all ranks stop after the current step, with a checkpoint."""
@@ -54,6 +58,17 @@ class Training:
     def in_trouble(self, text: str) -> None:
         """Stops all ranks after the current step, with a checkpoint: a file of this rank cannot be written (only the first reason is kept)."""
         self.trouble = self.trouble or text
+
+    def doubt(self, *, after: int) -> None:
+        """Marks checkpoints after step `after` as suspect: the audit that called them good could not see a fault found since."""
+        if (folder := self.run.checkpoint.get("save")) and rank() == 0:
+            store.doubt(Path(folder), after=after)
+
+    def last_good(self) -> str | None:
+        """Name of the newest checkpoint that an audit found good."""
+        folder = self.run.checkpoint.get("save")
+        found = store.last_good(Path(folder)) if folder else None
+        return None if found is None else found.path.name
 
     def say(self, text: str) -> None:
         """Prints a line, on rank 0."""
@@ -89,56 +104,26 @@ class Hook:
         """The run is over, possibly by an exception: release resources."""
 
 
-@dataclass(slots=True)
 class Hooks(Hook):
-    """Several hooks as one, called in the given order; all are closed even if others fail."""
+    """Several hooks as one: a call reaches each in the given order; all are closed even if others fail."""
 
-    parts: tuple[Hook, ...] = ()
-
-    @classmethod
-    def of(cls, parts: Iterable[Hook]) -> Hooks:
-        """The hooks in `parts`."""
-        return cls(tuple(parts))
-
-    def built(self, training: Training) -> None:
-        """See Hook."""
-        for part in self.parts:
-            part.built(training)
-
-    def started(self, training: Training) -> None:
-        """See Hook."""
-        for part in self.parts:
-            part.started(training)
-
-    def stepping(self, training: Training) -> None:
-        """See Hook."""
-        for part in self.parts:
-            part.stepping(training)
-
-    def stepped(self, training: Training, result: StepResult) -> None:
-        """See Hook."""
-        for part in self.parts:
-            part.stepped(training, result)
-
-    def evaluating(self, training: Training) -> None:
-        """See Hook."""
-        for part in self.parts:
-            part.evaluating(training)
-
-    def evaluated(self, training: Training, loss: float) -> None:
-        """See Hook."""
-        for part in self.parts:
-            part.evaluated(training, loss)
-
-    def finished(self, training: Training) -> None:
-        """See Hook."""
-        for part in self.parts:
-            part.finished(training)
+    def __init__(self, parts: Iterable[Hook]) -> None:
+        self.parts = tuple(parts)
 
     def closed(self) -> None:
         """See Hook."""
-        from contextlib import ExitStack
-
         with ExitStack() as stack:
             for part in reversed(self.parts):
                 stack.callback(part.closed)
+
+
+def _each(name: str) -> Callable[..., None]:
+    def call(self: Hooks, *args: Any) -> None:
+        for part in self.parts:
+            getattr(part, name)(*args)
+
+    return call
+
+
+for _name in ("built", "started", "stepping", "stepped", "evaluating", "evaluated", "finished"):
+    setattr(Hooks, _name, _each(_name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -12,9 +11,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.common.files import LIMITS, opened
 from mpbridge.planning.certificates.optimizer import Training
 from mpbridge.planning.certificates.row import Row
+from mpbridge.settings.huggingface.folder import header
 from mpbridge.settings.schema import defaults
 from mpbridge.training.lr import scheduler
 
@@ -120,7 +119,8 @@ def tensors_of(file: Path) -> dict[str, Linear]:
 
     from mpbridge.numerics.certificates.tensors import drawn
 
-    shapes = _header(file)
+    stored = header(file.parent, file.name)
+    shapes = {name: list(one.shape) for name, one in stored.items() if one.dtype in ("F32", "BF16", "F16", "F64")}
     names = {name.rpartition(".")[0] for name in shapes if name.rpartition(".")[2] in ("x", "dy")}
     found: dict[str, Linear] = {}
     with safe_open(file, framework="pt") as stream:
@@ -171,20 +171,3 @@ def _wide(x: torch.Tensor, columns: int) -> torch.Tensor:
     import torch
 
     return torch.randn((x.shape[0], columns), generator=torch.Generator().manual_seed(columns))
-
-
-def _header(file: Path) -> dict[str, list[int]]:
-    """Tensor -> shape, read within limits. Raises BadValue."""
-    try:
-        with opened(file) as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if not 2 <= size <= LIMITS["safetensors header"].size:
-                raise ValueError(f"a header of {size} bytes")
-            header = json.loads(stream.read(size))
-        return {
-            name: list(one["shape"])
-            for name, one in header.items()
-            if name != "__metadata__" and str(one["dtype"]) in ("F32", "BF16", "F16", "F64")
-        }
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadValue(f"--tensors {file}: not a safetensors file ({error})") from None

@@ -68,7 +68,7 @@ def _pretrain(
     preflight(run, out)
     for message in check_stages(run):
         tell(out, message)
-    parts = Hooks.of([*default_hooks(run, partial(tell, out)), *hooks])
+    parts = Hooks([*default_hooks(run, partial(tell, out)), *hooks])
     cuda = torch.cuda.is_available()
     with ExitStack() as stack:
         stack.callback(parts.closed)

@@ -91,28 +91,40 @@ def _live(engine: Any) -> float:
     )
 
 
+def resolved(row: tuple[str, str, Any, dict[str, Any], str], ranks: int) -> Any:
+    """The run of a row in a world of that size."""
+    from mpbridge.settings.container import ConfigContainer
+
+    _, engine_name, recipe, sections, _ = row
+    container = ConfigContainer(
+        mixed_precision=recipe, engine=engine_name, model=MODEL, optimizer={"lr": 1e-3}, ddp=sections.get("ddp", {}), emulate=sections.get("emulate", False),
+        train={"micro_batch_size": 2, "global_batch_size": 2 * ranks, "train_iters": 2},
+    )  # fmt: skip
+    return container.resolved(world_size=ranks)
+
+
+def predicted(run: Any, rank: int) -> int:
+    """Bytes of a rank's roles, as `mpbridge memory` predicts them."""
+    from mpbridge.planning.memory.by_role import memory
+
+    held = memory(run.policy, run.facts, rank=rank).roles
+    return sum(held.get(role, 0) for role in ROLES)
+
+
 def _row(row: tuple[str, str, Any, dict[str, Any], str]) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
     from mpbridge.backend.engines.registry import build_engine
-    from mpbridge.planning.memory.by_role import memory
-    from mpbridge.settings.container import ConfigContainer
 
-    _, engine_name, recipe, sections, _ = row
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    container = ConfigContainer(
-        mixed_precision=recipe, engine=engine_name, model=MODEL, optimizer={"lr": 1e-3}, ddp=sections.get("ddp", {}), emulate=sections.get("emulate", False),
-        train={"micro_batch_size": 2, "global_batch_size": 2 * ranks, "train_iters": 2},
-    )  # fmt: skip
-    run = container.resolved(world_size=ranks)
+    run = resolved(row, ranks)
     engine = build_engine(run)
     data = _batches(rank)
     for _ in range(2):
         engine.train_step(data, microbatches=1)
-    predicted = memory(run.policy, run.facts, rank=rank).roles
     parameters = sum(parameter.numel() for _, parameter in engine.named_parameters())
-    found = torch.tensor([_live(engine), float(sum(predicted.get(role, 0) for role in ROLES))], dtype=torch.float64)
+    found = torch.tensor([_live(engine), float(predicted(run, rank))], dtype=torch.float64)
     engine.close()
     dist.all_reduce(found)
     live, expected = (float(value) / (ranks * parameters) for value in found)

@@ -6,15 +6,10 @@ import importlib
 
 import pytest
 
-import mpbridge
 from mpbridge.cli.main import verbs
 from mpbridge.common import traits
 from mpbridge.precision import registry
 
-PUBLIC = {
-    "ConfigContainer", "MixedPrecisionConfig", "MpbridgeError", "Plan", "PrecisionPolicy", "Receipt", "Run", "__version__", "apply", "build", "emulate",
-    "get_mixed_precision_config", "plan", "pretrain", "recipes", "register", "resolve", "transformer_engine_on_cpu", "tune_module", "witness", "wrap",
-}  # fmt: skip
 VERBS = {
     "audit", "calibrate", "check", "compare", "completion", "convert", "data", "diagnose", "diff", "disclose", "doctor", "estimate", "export", "import", "init", "launch",
     "layouts", "list", "memory", "on-cpu", "plan", "plot", "precision", "recommend", "rehearse", "report", "resume-check", "show", "simulate", "train", "tune", "verify", "words",
@@ -25,9 +20,7 @@ DOCUMENTED = {
 """Modules whose paths keep working -> a name in each."""
 
 
-def test_public_names_and_verbs_and_entry_point_groups_are_there() -> None:
-    assert set(mpbridge.__all__) >= PUBLIC
-    assert all(getattr(mpbridge, name) is not None for name in PUBLIC)
+def test_verbs_and_entry_point_groups_are_there() -> None:
     assert set(verbs()) >= VERBS
     assert (traits.ENTRY_POINTS, registry.ENTRY_POINTS) == ("mpbridge.engines", "mpbridge.recipes")
 

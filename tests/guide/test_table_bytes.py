@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mpbridge.planning.memory.by_role import memory, total_parameters
 from tests.forked import ROOT, forked
 
 QUICK = (
@@ -42,6 +43,15 @@ def test_a_rule_is_read_as_it_is_written(script: Any) -> None:
     assert script.formula("6 + 12/N", 2) == 12
     assert script.formula("16/N", 4) == 4
     assert script.formula("20", 2) == 20
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_every_prediction_follows_its_rule(script: Any, ranks: int) -> None:
+    for row in script.ROWS:
+        run = script.resolved(row, ranks)
+        held = sum(script.predicted(run, rank) for rank in range(ranks)) / ranks / total_parameters(run.facts)
+        assert held == pytest.approx(script.formula(row[4], ranks), rel=1e-3), row[0]
+        assert memory(run.policy, run.facts).exact == (run.engine != "megatron_fsdp")
 
 
 def quick(out: Path) -> None:

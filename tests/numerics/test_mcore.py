@@ -130,13 +130,6 @@ def test_the_flag_changes_how_and_never_what(recipe: str) -> None:
     assert emulation_for(off) is None
 
 
-def test_edges_heads_and_embeddings_stay_high(build: Any) -> None:
-    engine = build(SHORT["tensorwise"], model={"num_layers": 3})
-    names = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-    assert set(engine.emulation.plugs) == {f"decoder.layers.1.{name}" for name in names}
-    assert len(engine.emulation.high) == 8
-
-
 def test_experts_are_quantized_one_by_one_and_an_empty_one_is_harmless(build: Any) -> None:
     engine = build({"recipe": SHORT["mxfp8"]}, model=MOE | {"moe_router_topk": 1, "moe_router_pre_softmax": True})
     fed: dict[str, int] = {}

@@ -6,16 +6,13 @@ Registering Custom Mixed Precision Recipes, Configuration Synchronization); read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from mpbridge import ConfigContainer, MixedPrecisionConfig, get_mixed_precision_config, recipes, register, resolve
-from mpbridge.common.formats import DType
+from mpbridge import ConfigContainer, MixedPrecisionConfig, resolve
 from mpbridge.common.machines import machine
-from mpbridge.precision import registry
 from mpbridge.settings.run import Run
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "max_sequence_length": 32}
@@ -25,17 +22,6 @@ def resolved(mixed_precision: Any, **sections: Any) -> Run:
     """The run of a container that says nothing about precision itself, but for `sections`."""
     given = {"model": SIZES, "optimizer": {"lr": 1e-3}, "ddp": {}, "train": {"train_iters": 1}} | sections
     return ConfigContainer(mixed_precision=mixed_precision, **given).resolved(machine=machine("h100"), training=False)
-
-
-@pytest.mark.parametrize(("name", "half"), [("bf16_mixed", "bf16"), ("fp16_mixed", "fp16")])
-def test_a_recipe_is_a_string_in_the_container(name: str, half: str) -> None:
-    run = resolved(name)
-    assert run.recipe == name
-    assert run.plan.of("model")[half] is True
-    assert run.plan.of("optimizer")[half] is True
-    # half precision in all layers, optimizer states and main weights in FP32
-    assert run.policy.compute.short == half
-    assert {run.policy.main_params, run.policy.exp_avg, run.policy.exp_avg_sq} == {DType.FP32}
 
 
 def test_a_custom_bf16_configuration() -> None:
@@ -50,12 +36,6 @@ def test_a_custom_bf16_configuration() -> None:
     assert resolved(bf16_config).policy == resolved("bf16_mixed").policy
 
 
-def test_fp8_by_recipe_name() -> None:
-    run = resolved("bf16_with_fp8_current_scaling_mixed")
-    written = run.plan.of("model")
-    assert (written["fp8"], written["fp8_recipe"], written["first_last_layers_bf16"]) == ("hybrid", "tensorwise", True)
-
-
 def test_a_custom_fp8_configuration() -> None:
     fp8_config = MixedPrecisionConfig(
         bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, fp8="hybrid", fp8_recipe="tensorwise", fp8_margin=0,
@@ -65,28 +45,6 @@ def test_a_custom_fp8_configuration() -> None:
     assert run.plan.of("ddp")["fp8_param_gather"] is True
     assert run.plan.of("model")["fp8_param"] is True  # one fact there too
     assert run.plan.of("model")["fp8_amax_history_len"] == 1024
-
-
-@pytest.fixture
-def _clean_registry() -> Iterator[None]:
-    len(recipes)
-    yield
-    registry.unregister("my_custom_fp8_recipe")
-
-
-@pytest.mark.usefixtures("_clean_registry")
-def test_a_recipe_of_ones_own_by_decorator() -> None:
-    @register
-    def my_custom_fp8_recipe() -> MixedPrecisionConfig:
-        """FP8 with settings of my own."""
-        return MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True)
-
-    config = get_mixed_precision_config("my_custom_fp8_recipe")
-    assert (config.fp8, config.fp8_param) == ("hybrid", True)
-    # over there this example leaves params_dtype None, and pipeline parallelism then fails for want of a pipeline_dtype
-    policy = resolve(config)
-    assert (policy.params, policy.pipeline) == (DType.BF16, DType.BF16)
-    assert resolved("my_custom_fp8_recipe").plan.of("model")["params_dtype"] is DType.BF16
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["mappings", "megatron-core's objects"])

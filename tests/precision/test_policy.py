@@ -99,6 +99,8 @@ def test_settling_fills_what_is_open_and_changes_nothing_that_is_stated() -> Non
     )
     assert (settled.precision_aware, settled.exp_avg, settled.remainders) == (True, DType.BF16, False)
     assert settled.settled({"exp_avg_dtype": "fp16"}) == settled
+    # megatron-core reads the state dtypes only under a precision-aware optimizer
+    assert POLICIES["bf16_mixed"].settled({"exp_avg_dtype": "bf16"}).exp_avg is DType.FP32
     stated = POLICIES["bf16_mixed_bf16_moments"].settled(
         {"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp16"}
     )

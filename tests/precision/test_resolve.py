@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, resolve
 from mpbridge.common.errors import Contradiction
 from mpbridge.common.formats import DType
-from mpbridge.precision.policy import PrecisionPolicy, Region
+from mpbridge.precision.policy import PrecisionPolicy
 
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a word for a flag": ({"bf16": "yes"}, ("bf16='yes': expected true or false",)),
@@ -119,27 +119,6 @@ def test_low_precision_states_ask_for_the_precision_aware_optimizer_by_themselve
     assert resolve(get_mixed_precision_config("full_bf16")).precision_aware is False
 
 
-def test_open_optimizer_facts_come_from_the_optimizers_section() -> None:
-    config = get_mixed_precision_config("bf16_mixed")
-    settled = resolve(config, optimizer={"use_precision_aware_optimizer": True, "exp_avg_dtype": "torch.bfloat16"})
-    assert (settled.precision_aware, settled.exp_avg, settled.exp_avg_sq) == (True, DType.BF16, DType.FP32)
-    # megatron-core reads the state dtypes only under a precision-aware optimizer
-    assert resolve(config, optimizer={"exp_avg_dtype": "bf16"}).exp_avg is DType.FP32
-
-
-def test_regions_are_edges_then_modules_then_everything() -> None:
-    modules = {"mlp.linear_fc2": "bf16", "self_attention.*": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}
-    policy = resolve(MixedPrecisionConfig(bf16=True, fp8="hybrid", first_last_layers_bf16=True, modules=modules))
-    assert policy.regions[0] == Region(first=1, last=1)
-    assert [region.modules for region in policy.regions] == ["*", "mlp.linear_fc2", "self_attention.*", "*"]
-    assert policy.at("self_attention.linear_qkv", 0, 4) is None
-    found = policy.at("self_attention.linear_qkv", 1, 4)
-    assert found is not None
-    assert found.scaling == "mxfp8"
-    assert policy.at("mlp.linear_fc2", 1, 4) is None
-    assert policy.at("mlp.linear_fc1", 1, 4) == policy.quant
-
-
 ANYTHING = st.one_of(
     st.none(),
     st.booleans(),
@@ -197,11 +176,3 @@ def test_a_floor_at_the_start_is_legal():
     scale = resolve(MixedPrecisionConfig(fp16=True, min_loss_scale=4, initial_loss_scale=4)).loss_scale
     assert scale is not None
     assert (scale.minimum, scale.initial) == (4, 4)
-
-
-def test_fp8_gemms_over_weights_that_are_not_stored_leave_bf16_weights_their_own_main_copy():
-    states = {f"{name}_dtype": "bf16" for name in ("main_params", "exp_avg", "exp_avg_sq")}
-    plain = {"bf16": True, "grad_reduce_in_fp32": False, **states}
-    assert resolve(MixedPrecisionConfig(**plain)).precision_aware is False
-    assert resolve(MixedPrecisionConfig(**plain, fp8="hybrid")).precision_aware is False
-    assert resolve(MixedPrecisionConfig(**plain, fp8="hybrid", fp8_param_gather=True)).precision_aware is True

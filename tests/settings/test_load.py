@@ -187,11 +187,6 @@ def test_code_that_a_strangers_configuration_names_is_not_run(tmp_path, file):
     assert marker.exists()
 
 
-def test_unknown_names_are_errors_of_ours():
-    with pytest.raises(UnknownName, match="nearest: optimizer"):
-        ConfigContainer().optimiser = {}
-
-
 def test_a_configuration_extends_another_by_path_or_name(file, tmp_path):
     path = file("extends: below.yaml\noptimizer: {lr: 1e-4}\n")
     (tmp_path / "below.yaml").write_text("extends: llama3_8b\nmixed_precision: fp16_mixed\noptimizer: {weight_decay: 0.3}\n")  # fmt: skip

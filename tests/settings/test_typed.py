@@ -56,8 +56,9 @@ def test_a_misspelled_attribute_raises_with_the_nearest(section: str, name: str,
 
 
 def test_a_misspelled_section_raises_with_the_nearest() -> None:
-    with pytest.raises(UnknownName, match="nearest: optimizer"):
-        ConfigContainer().optimiser  # noqa: B018
+    for use in (lambda: ConfigContainer().optimiser, lambda: setattr(ConfigContainer(), "optimiser", {})):
+        with pytest.raises(UnknownName, match="nearest: optimizer"):
+            use()
 
 
 def test_a_copy_has_sections_of_its_own() -> None:

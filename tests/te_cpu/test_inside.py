@@ -15,28 +15,9 @@ from tests.te_cpu.wheels import NEWEST, OLDEST, ROOT, between, environment, rele
 
 
 def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), timeout: float = 280) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n0",
-        "-W",
-        "ignore",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "mpbridge.te_cpu.pytest_plugin",
-    ]
-    command += [
-        "--played",
-        machine,
-        "--te",
-        te,
-        *options,
-        *(str(ROOT / "tests/te_cpu/inside" / file) for file in files),
-    ]
+    plugins = ("-p", "no:cacheprovider", "-p", "mpbridge.te_cpu.pytest_plugin", "--played", machine, "--te", te)
+    paths = [str(ROOT / "tests/te_cpu/inside" / file) for file in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-W", "ignore", *plugins, *options, *paths]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment(), check=False
     )
@@ -46,28 +27,29 @@ def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), ti
 
 KERNELS = ("kernels.py", "answers.py", "groups.py", "group_refusals.py", "gemm_refusals.py", "nvfp4_layouts.py")
 """Single functions of the extension."""
-RUNS = ("training.py", "audited.py", "witnessed.py", "matrix.py", "agreement.py", "measured.py")
-"""Runs of the engine, faults planted into them, what has to train, the agreement with the emulation, and statistics."""
+MATRIX = ("matrix.py", "measured.py")
+"""What has to train, and statistics."""
+FAULTS = ("training.py", "audited.py", "witnessed.py", "agreement.py")
+"""Runs of the engine, faults planted into them, and the agreement with the emulation."""
 BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
 """Runs of the engine, of grouped experts, and runs that stop and go on."""
+OWN = {"h100": "hopper.py", "b200": "blackwell.py"}
+PARTS = {"what trains": (OLDEST, MATRIX), "functions and faults": (OLDEST, (*KERNELS, *FAULTS)), NEWEST: (NEWEST, (*KERNELS, *BRIEF))}  # fmt: skip
 
 
-@pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, BRIEF)], ids=[OLDEST, NEWEST])
-def test_kernels_layers_and_runs_on_a_hopper(te: str, more: tuple[str, ...]) -> None:
-    inside(release_or_skip(te), "h100", *KERNELS, "hopper.py", *more)
-
-
-@pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, BRIEF)], ids=[OLDEST, NEWEST])
-def test_kernels_layers_and_runs_on_a_blackwell(te: str, more: tuple[str, ...]) -> None:
-    inside(release_or_skip(te), "b200", *KERNELS, "blackwell.py", *more)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("machine", OWN)
+def test_functions_layers_and_runs(machine: str, part: str) -> None:
+    te, files = PARTS[part]
+    inside(release_or_skip(te), machine, *files, *([OWN[machine]] if files != MATRIX else []))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("te", [OLDEST, NEWEST])
-@pytest.mark.parametrize("machine", ["h100", "b200"])
+@pytest.mark.parametrize("machine", OWN)
 def test_everything_and_every_recipe_of_the_registry(machine: str, te: str) -> None:
-    inside(release_or_skip(te), machine, *RUNS, BRIEF[-1], options=("-m", "slow or not slow"), timeout=2300)
+    inside(release_or_skip(te), machine, *MATRIX, *FAULTS, BRIEF[-1], options=("-m", "slow or not slow"), timeout=2300)
 
 
 def test_what_is_redirected_is_given_back() -> None:
@@ -82,9 +64,8 @@ def test_what_is_redirected_is_given_back() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("package", between(), ids=lambda package: package.version)
-@pytest.mark.parametrize("machine", ["h100", "b200"])
+@pytest.mark.parametrize("machine", OWN)
 def test_every_release_between(package, machine: str) -> None:
     """Its kernels, and every scaling of the machine in audited runs, dense (training.py) and with grouped experts (matrix.py)."""
     options = ("-k", "not test_it_trains and not registry", "-m", "not slow")
-    own = {"h100": "hopper.py", "b200": "blackwell.py"}[machine]
-    inside(package.version, machine, *KERNELS, own, "training.py", "matrix.py", options=options, timeout=900)
+    inside(package.version, machine, *KERNELS, OWN[machine], "training.py", "matrix.py", options=options, timeout=900)

@@ -18,6 +18,16 @@ def collective_device(group: Any = None) -> str:
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def agreed(value: int) -> int:
     """The largest `value` of all ranks, on every rank."""
     return int(_reduced([value], torch.int64, dist.ReduceOp.MAX)[0])
@@ -34,7 +44,7 @@ def summed(values: Sequence[float]) -> list[float]:
 
 
 def _reduced(values: Sequence[float], dtype: torch.dtype, how: Any) -> list[float]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return list(values)
     box = torch.tensor(values, dtype=dtype, device=collective_device())
     dist.all_reduce(box, op=how)

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import agreed
+from mpbridge.backend.devices.together import agreed, rank, world_size
 from mpbridge.common.errors import AuditFailed
 from mpbridge.observe.audit.as_read import AsRead
 from mpbridge.observe.audit.cadence import Cadence
@@ -18,7 +16,7 @@ from mpbridge.observe.audit.findings import Finding, Report, audit_table, fault_
 from mpbridge.observe.audit.flags import ScaleRule, scaler_of
 from mpbridge.observe.audit.invariants import Shape, broken, fingerprint
 from mpbridge.observe.audit.judge import weight_findings
-from mpbridge.observe.audit.record import PRECISION, doubt, earlier, entry, last_good, write_section
+from mpbridge.observe.audit.record import PRECISION, earlier, entry, write_section
 from mpbridge.observe.audit.replicas import copies, replica_findings
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.updates import Updates
@@ -180,7 +178,7 @@ class AuditHook:
 
     def finished(self, training: Any) -> None:
         """Reports when no update was ever applied, since then nothing was verified."""
-        if not self._proved and self.show is not None and _rank() == 0:
+        if not self._proved and self.show is not None and rank() == 0:
             self.show("audit: no update was applied, so main weights and moments were never checked")
 
     def closed(self) -> None:
@@ -251,7 +249,7 @@ class AuditHook:
     def _small_report(self, engine: Any, findings: list[Finding]) -> Report:
         facts = {
             "engine": engine.name,
-            "world_size": _size(),
+            "world_size": world_size(),
             "recipe": getattr(engine.run, "recipe", ""),
             "step": self.step,
         }
@@ -269,7 +267,7 @@ class AuditHook:
         if report.stage == "live":
             self._date(training, report)
         self._write()
-        if _rank() == 0 and self.show is not None:
+        if rank() == 0 and self.show is not None:
             if first and report.stage == "live":
                 self.show(audit_table(report))
             if whole or report.stage == "static" or not report.ok:
@@ -287,9 +285,8 @@ class AuditHook:
         elif self.good_at is not None:
             since = [self._right.get(one.subject, self.good_at) for one in report.findings if one.state == "NO"]
             self.good_at = min([self.good_at, *since])
-            folder = getattr(getattr(training, "run", None), "checkpoint", {}).get("save")
-            if folder and _rank() == 0:
-                doubt(Path(folder), after=self.good_at)
+            if hasattr(training, "doubt"):
+                training.doubt(after=self.good_at)
         self._right |= {one.subject: self.step for one in report.findings if one.state == "ok"}
 
     def _stop(self, training: Any, report: Report) -> None:
@@ -305,7 +302,9 @@ class AuditHook:
                 if self.good_at is None
                 else f"the last good audit was after step {self.good_at}"
             )
-            fail(AuditFailed(f"step {self.step}: {error}\n{good}{_good_checkpoint(training)}"))
+            kept = training.last_good() if hasattr(training, "last_good") else None
+            there = f"; the latest checkpoint with a good audit is {kept}" if kept else ""
+            fail(AuditFailed(f"step {self.step}: {error}\n{good}{there}"))
 
     def _let_go(self) -> None:
         if self._watch is not None:
@@ -315,7 +314,7 @@ class AuditHook:
         self._watch = self._before = self._reading = None
 
     def _write(self) -> None:
-        if _rank() == 0 and self.folder is not None:
+        if rank() == 0 and self.folder is not None:
             for report in self.reports.values():
                 write_section(self.folder / PRECISION, report, history=self.history)
 
@@ -338,18 +337,3 @@ def _microbatches(training: Any, engine: Any) -> int:
 def _mark(training: Any, state: str) -> None:
     if hasattr(training, "audit"):
         training.audit = state
-
-
-def _good_checkpoint(training: Any) -> str:
-    """The checkpoint to return to, if any are kept."""
-    folder = getattr(getattr(training, "run", None), "checkpoint", {}).get("save")
-    found = last_good(Path(folder)) if folder else None
-    return f"; the latest checkpoint with a good audit is {found}" if found else ""
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -12,7 +12,7 @@ from mpbridge.common.files import write
 from mpbridge.common.report.history import PRECISION, changes, read_history
 from mpbridge.observe.audit.findings import Report
 
-__all__ = ["PRECISION", "doubt", "earlier", "entry", "last_good", "write_section"]
+__all__ = ["PRECISION", "earlier", "entry", "write_section"]
 
 KEPT = 200
 """Number of the latest audits kept in short form; of older ones, the first and those that found something else than the one before."""
@@ -58,29 +58,3 @@ def earlier(folder: Path) -> list[dict[str, Any]]:
         return read_history(folder)
     except BadValue:
         return []
-
-
-def doubt(folder: Path, *, after: int) -> None:
-    """Marks checkpoints in `folder` after step `after` as suspect if the audit that called them good could not see a fault found since."""
-    for path in folder.glob("step_*/manifest.json"):
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found.get("audit") != "good" or not int(found.get("step", 0)) > after:
-                continue
-            fresh = path.with_name(f"{path.name}.new")
-            write(fresh, json.dumps(found | {"audit": "suspect"}, indent=1, sort_keys=True))
-            fresh.replace(path)
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-            continue  # a resume refuses a manifest that cannot be read
-
-
-def last_good(folder: Path) -> str | None:
-    """Name of the latest checkpoint in `folder` whose manifest says that an audit found it good; None if there is none."""
-    found = []
-    for path in folder.glob("*/manifest.json"):
-        try:
-            if json.loads(path.read_text(encoding="utf-8")).get("audit") == "good":
-                found.append(path.parent.name)
-        except (OSError, ValueError, AttributeError, RecursionError):
-            continue
-    return max(found, default=None)

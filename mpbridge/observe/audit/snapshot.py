@@ -30,6 +30,8 @@ class Before:
         """Parameters whose gradient in the observed step was zero."""
         self.stale: tuple[list[str], list[str]] = [], []
         """Parameters that the forward pass did not read as their main weights: rounded, and quantized."""
+        self.compared = 0, 0
+        """The number that it was compared with, of both kinds."""
         self.since = since
         self.starts: dict[str, Start] = {}
         """Parameter -> what its step begins with, where that can be replayed."""
@@ -52,7 +54,7 @@ class Before:
 
     def read(self, seen: Any) -> None:
         """Records what the forward pass before the update read (an audit.weights.Weights)."""
-        self.stale = seen.unequal, seen.misread
+        self.stale, self.compared = (seen.unequal, seen.misread), (seen.compared, seen.quantized)
 
     def note(self, held: Held, trained: torch.Tensor) -> None:
         """Records what the observed update made of a parameter that it moved."""

@@ -230,9 +230,13 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
     before.zeros = set() if watch is None else _zeros(watch)
     zeros = {name for name in before.zeros if not before.was_zero(name)}
     whole = {held.name: held for held in holdings(engine)}
+    late = bool(getattr(engine, "gathers_late", False))
+    if late:
+        seen.compared, seen.quantized = before.compared
     for name, held in whole.items():
         _membership(seen, held)
-        _equality(seen, held)
+        if not late:
+            _equality(seen, held)
         if not held.parameter.requires_grad or name in seen.outside:
             continue
         trained = held.trained

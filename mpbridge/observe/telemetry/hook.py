@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from mpbridge.backend.devices.together import rank
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import opened_to_write
 from mpbridge.common.report.console import warn
@@ -58,12 +58,12 @@ class StatisticsHook:
     def built(self, training: Any) -> None:
         """Detaches from an engine that a schedule has replaced."""
         self._let_go()
-        if self.on and _rank() == 0:
+        if self.on and rank() == 0:
             self._tokens.attach(training.engine.model)
 
     def started(self, training: Any) -> None:
         """On a resume, drops the lines of steps that will be repeated."""
-        if self.on and not self._begun and _rank() == 0:
+        if self.on and not self._begun and rank() == 0:
             assert self.folder is not None
             self.folder.mkdir(parents=True, exist_ok=True)
             lines = kept(self.folder / FILE, int(training.counters.iteration))
@@ -149,7 +149,7 @@ class StatisticsHook:
             self._alarm, self._last_alarm = why, step
 
     def _write(self, text: str, windows: Windows) -> None:
-        if _rank() != 0 or self.folder is None or self._gone:
+        if rank() != 0 or self.folder is None or self._gone:
             return
         try:
             with opened_to_write(self.folder / FILE, append=True) as stream:
@@ -251,7 +251,3 @@ def _operand_rows(statistics: Statistics) -> list[list[Any]]:
         names = (track.slot, track.side, track.copy, "+".join(track.gemms), track.format, track.scaling)
         rows.append([*names, *(getattr(track.samples[-1], name) for name in OPERANDS[WORDS:])])
     return rows
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

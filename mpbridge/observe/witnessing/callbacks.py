@@ -1,13 +1,15 @@
-"""A witness in other projects' trainers: Hugging Face's Trainer, Lightning's Trainer, Lightning's Fabric. Each is imported on demand."""
+"""A witness in other projects' trainers: Hugging Face's Trainer, Lightning's Trainer, Lightning's Fabric, Megatron Bridge. Each is imported on demand."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import weakref
 from typing import Any
 
 from mpbridge.common.errors import Refused
 from mpbridge.observe.witnessing.report import Witnessed
-from mpbridge.observe.witnessing.witness import Policy, Witness
+from mpbridge.observe.witnessing.witness import OnFault, Policy, Witness
 
 
 class Following:
@@ -120,6 +122,58 @@ def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
             self.gives_up()
 
     return LightningWitness(policy, **how)
+
+
+_FOLLOWING: weakref.WeakSet[Following] = weakref.WeakSet()
+"""The callbacks of Megatron Bridge's loop, which tells none of them that a step has raised."""
+
+
+def bridge_callback(policy: Policy | None = None, *, on_fault: OnFault = "raise", **how: Any) -> Any:
+    """A Callback for Megatron Bridge's `pretrain` and `finetune`; `how` as for witness(), with steps counted from the start of this run.
+
+    policy: what `mpbridge.compat.megatron_bridge.apply` was given; None: steps are described. A difference between the two raises AuditFailed on every
+    rank after the step. Make it before `pretrain` is called. Raises Refused without megatron-bridge.
+    """
+    base = _need("megatron.bridge.training.callbacks", "megatron-bridge").Callback
+    train: Any = importlib.import_module("megatron.bridge.training.train")
+    if not hasattr(train.train_step, "_mpbridge"):
+        train.train_step = _left_on_error(train.train_step)
+
+    class BridgeWitness(Following, base):  # type: ignore[misc,valid-type]
+        """Observes the steps that are due, from before the first micro-batch to after the update; evaluations lie between steps."""
+
+        _taken = 0
+
+        def on_train_start(self, context: Any) -> None:
+            self._taken = 0
+
+        def on_train_step_start(self, context: Any) -> None:
+            self.begins(self._taken + 1, context.model, context.optimizer)
+
+        def on_train_step_end(self, context: Any) -> None:
+            self._taken += 1
+            self.ends()
+
+        def on_train_end(self, context: Any) -> None:
+            self.gives_up()
+
+    made = BridgeWitness(policy, on_fault=on_fault, **how)
+    _FOLLOWING.add(made)
+    return made
+
+
+def _left_on_error(train_step: Any) -> Any:
+    @functools.wraps(train_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return train_step(*args, **kwargs)
+        except BaseException:
+            for callback in _FOLLOWING:
+                callback.gives_up()
+            raise
+
+    step._mpbridge = True  # type: ignore[attr-defined]
+    return step
 
 
 class FabricWitness(Following):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpbridge.backend.devices.together import world_size
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.facts import OptimizerFacts, Parallel
@@ -58,6 +59,12 @@ class CoreLoop(Loop):
     def sharded(self) -> Sharded:  # type: ignore[override]
         """The distributed optimizer shards its states."""
         return "optimizer" if any(hasattr(part, "shard_fp32_groups") for part in self._parts()) else "nothing"
+
+    @property
+    def gathers_late(self) -> bool:
+        """Whether parameters follow an update in the next forward pass only: they lie outside of the buffer through which they are gathered."""
+        reused = getattr(self.configs.optimizer, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        return bool(reused and getattr(self.configs.ddp, "overlap_param_gather", False))
 
     def facts(self) -> LoopFacts:
         """The facts, from the live configs."""
@@ -123,9 +130,9 @@ class CoreLoop(Loop):
             applied, norm = (result[0], result[1]) if isinstance(result, tuple) and len(result) > 1 else (result, None)
             then(Update(applied=applied is not False, norm=None if norm is None else float(norm)))
 
-        undo = [before_call(self.outer, "step", begins), after_call(self.outer, "step", stepped)]
+        undo = [around_call(self.outer, "step", before=begins, after=stepped)]
         if hasattr(self.outer, "step_with_ready_grads"):
-            undo.append(after_call(self.outer, "step_with_ready_grads", ready))
+            undo.append(around_call(self.outer, "step_with_ready_grads", after=ready))
         return together(*undo)
 
 
@@ -140,30 +147,22 @@ class _Chain:
         return getattr(self._only, name)
 
 
-def after_call(owner: Any, name: str, then: Callable[[Any], None]) -> Callable[[], None]:
-    """Calls `then` with the result of each call of `owner.name`; returns a function that removes the hook completely."""
+def around_call(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[Any], None] = lambda result: None,
+) -> Callable[[], None]:
+    """Calls `before` ahead of each call of `owner.name`, and `after` with its result; returns a function that removes the hook completely."""
     mine = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        before()
         result = mine(*args, **kwargs)
-        then(result)
+        after(result)
         return result
 
-    return _replaced(owner, name, call)
-
-
-def before_call(owner: Any, name: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls `then` before each call of `owner.name`; returns a function that removes the hook."""
-    mine = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        then()
-        return mine(*args, **kwargs)
-
-    return _replaced(owner, name, call)
-
-
-def _replaced(owner: Any, name: str, call: Callable[..., Any]) -> Callable[[], None]:
     replacement = Replacement(lambda: [(owner, name, call)])
     replacement.enter()
     return replacement.leave
@@ -186,11 +185,10 @@ def _section(name: str, config: Any) -> dict[str, Any]:
 
 
 def _parallel(config: Any) -> Parallel:
-    size = dist.get_world_size() if dist.is_initialized() else 1
     if config is None:
-        return Parallel(world_size=size)
+        return Parallel(world_size=world_size())
     return Parallel(
-        world_size=size,
+        world_size=world_size(),
         tensor=int(getattr(config, "tensor_model_parallel_size", 1) or 1),
         pipeline=int(getattr(config, "pipeline_model_parallel_size", 1) or 1),
         context=int(getattr(config, "context_parallel_size", 1) or 1),

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 import torch
 
 from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.together import rank
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.base import Imported
@@ -133,7 +134,7 @@ class Witness:
         found = watching.concluded(self.taken, self.promised, microbatches, self._since)
         self._since = found.as_data()
         self.reports.append(found)
-        if self.show is not None and _rank() == 0:
+        if self.show is not None and rank() == 0:
             self.show(str(found))
         return found.require() if self.on_fault == "raise" else found
 
@@ -310,9 +311,3 @@ def _is_finite(loop: Loop) -> bool:
 
 def _open(loop: Loop) -> Promises:
     return promises_of(loop.run.policy, loop)  # type: ignore[arg-type]
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -79,7 +79,7 @@ def tensors(folder: Path) -> dict[str, FolderTensor]:
     if index.is_file():
         return _indexed(folder, read_json_file(index))
     if (folder / SINGLE).is_file():
-        return _header(folder, SINGLE)
+        return header(folder, SINGLE)
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     if others:
         return _together(folder, others)
@@ -110,7 +110,7 @@ def _indexed(folder: Path, index: Any) -> dict[str, FolderTensor]:
 def _together(folder: Path, files: list[str]) -> dict[str, FolderTensor]:
     found: dict[str, FolderTensor] = {}
     for name in files:
-        here = _header(folder, name)
+        here = header(folder, name)
         twice = sorted(found.keys() & here.keys())
         if twice:
             raise BadValue(f"{folder / name} contains {_few(twice)} again: {found[twice[0]].file} also has it")
@@ -118,8 +118,8 @@ def _together(folder: Path, files: list[str]) -> dict[str, FolderTensor]:
     return found
 
 
-def _header(folder: Path, name: str) -> dict[str, FolderTensor]:
-    """The format: 8 bytes little-endian n, n bytes of JSON, data (https://huggingface.co/docs/safetensors)."""
+def header(folder: Path, name: str) -> dict[str, FolderTensor]:
+    """Tensors of one safetensors file. Raises BadValue. The format: 8 bytes little-endian n, n bytes of JSON, data (https://huggingface.co/docs/safetensors)."""
     file = folder / name
     try:
         with regular(file) as stream:

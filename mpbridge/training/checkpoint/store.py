@@ -121,6 +121,13 @@ def mark(path: Path, audit: AuditMark) -> None:
     write_whole(path / MANIFEST, _text(read_manifest(path) | {"audit": audit}))
 
 
+def doubt(folder: Path, *, after: int) -> None:
+    """Marks the good checkpoints in `folder` after step `after` as suspect."""
+    for entry in saved(folder):
+        if entry.step > after and _has(entry.path, "good"):
+            mark(entry.path, "suspect")
+
+
 def last_good(folder: Path) -> Saved | None:
     """The newest checkpoint in `folder` that an audit found good; None if there is none."""
     return next((entry for entry in saved(folder) if _has(entry.path, "good")), None)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from mpbridge.backend.devices.together import summed
 from mpbridge.common.errors import DataError
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.training.tune.choices import TUNED
-from mpbridge.training.tune.subject import Subject, high_precision, summed
+from mpbridge.training.tune.subject import Subject, high_precision
 
 YARDSTICK = 1 / math.sqrt(3)
 """Noise over the gradient's norm above which training degrades: "FP4 All the Way" (arXiv 2505.19115), where the gradient's norm falls below sqrt(3) times the

@@ -9,7 +9,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from mpbridge.common.errors import BadValue, DataError
 from mpbridge.numerics import Emulation
@@ -134,16 +133,3 @@ def high_precision(subject: Subject, split: BatchSource, number: int) -> float:
             "weights, which no format fixes (check that batch, or start from another checkpoint)"
         )
     return loss
-
-
-def summed(values: list[float]) -> list[float]:
-    """Sums over the ranks of the job."""
-    if not _several():
-        return values
-    found = torch.tensor(values, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
-    dist.all_reduce(found)
-    return [float(value) for value in found]
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -135,31 +135,6 @@ def test_the_nearest_layout_that_fits_may_need_more_gpus():
     assert wider.parallel.world_size > 32
 
 
-def test_the_verb_prints_lines_to_paste(capsys):
-    assert (
-        main(
-            [
-                "layouts",
-                "--config",
-                "llama3_8b",
-                "--target",
-                "h100",
-                "--world-size",
-                "16",
-                "--most",
-                "1",
-                "--recipes",
-                "bf16_mixed,nvfp4",
-                "--json",
-            ]
-        )
-        == 0
-    )
-    (one,) = json.loads(capsys.readouterr().out)
-    assert one["recipe"] == "bf16_mixed"  # an H100 cannot run the other
-    assert one["answer"] in ("fits", "tight")
-
-
 MACHINE = """\
 machine: cpu
 name: here
@@ -246,50 +221,18 @@ def test_a_measured_run_stands_beside_its_prediction(tmp_path, capsys):
 
 
 def test_recommend_sorts_by_what_is_asked_and_prefers_what_was_measured(tmp_path, capsys):
-    data = {
-        "recipe": "bf16_mixed",
-        "seconds": 0.001,
-        "tokens_per_second": 1e6,
-        "steps": 10,
-        "world_size": 8,
-        "config": {},
-    }
+    data = {"recipe": "bf16_mixed", "seconds": 0.001, "tokens_per_second": 1e6, "steps": 10, "world_size": 8, "config": {}}  # fmt: skip
     (tmp_path / "timing.json").write_text(json.dumps(data))
-    orders = {}
-    for by in ("time", "memory"):
-        assert (
-            main(["recommend", "--config", "llama3_8b", "--target", "h100", "--world-size", "8", "--by", by, "--json"])
-            == 0
-        )
-        rows = [
-            row
-            for row in json.loads(capsys.readouterr().out)["recipes"]
-            if row["legal"] and row["fit"] != "does not fit"
-        ]
-        key = "seconds" if by == "time" else "bytes"
+    orders, where = {}, ["--config", "llama3_8b", "--target", "h100", "--world-size", "8", "--json"]
+    for by, key in (("time", "seconds"), ("memory", "bytes")):
+        assert main(["recommend", *where, "--by", by]) == 0
+        every = json.loads(capsys.readouterr().out)["recipes"]
+        rows = [row for row in every if row["legal"] and row["fit"] != "does not fit"]
         assert [row[key] for row in rows] == sorted(row[key] for row in rows)
         assert all(row["speed_known"] == "predicted" for row in rows)
         orders[by] = [row["recipe"] for row in rows]
     assert orders["time"] != orders["memory"]
-    assert (
-        main(
-            [
-                "recommend",
-                "--config",
-                "llama3_8b",
-                "--target",
-                "h100",
-                "--world-size",
-                "8",
-                "--by",
-                "time",
-                "--runs",
-                str(tmp_path),
-                "--json",
-            ]
-        )
-        == 0
-    )
+    assert main(["recommend", *where, "--by", "time", "--runs", str(tmp_path)]) == 0
     first = json.loads(capsys.readouterr().out)["recipes"][0]
     assert (first["recipe"], first["seconds"]) == ("bf16_mixed", 0.001)
     assert first["speed_known"].startswith("measured in")
@@ -338,6 +281,8 @@ def test_a_recipe_of_the_list_that_is_not_there_is_named_and_one_that_is_twice_c
         said = capsys.readouterr()
         assert "nope" in said.err
         assert said.out == ""
-    assert main(["layouts", "--target", "h100", "--recipes", "bf16_mixed,bf16_mixed", "--json"]) == 0
-    lines = [one["settings"] for one in json.loads(capsys.readouterr().out)]
-    assert len(lines) == len(set(lines))
+    # an H100 cannot run the last
+    assert main(["layouts", "--target", "h100", "--recipes", "bf16_mixed,bf16_mixed,nvfp4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["recipe"] for one in found} == {"bf16_mixed"}
+    assert len(found) == len({one["settings"] for one in found})

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpbridge.common import probe
-from mpbridge.common.errors import Refused, UnknownName
+from mpbridge.common.errors import Refused
 from mpbridge.common.facts import Versions
 from mpbridge.common.machines import Machine, like, machine, machines
 from mpbridge.common.versions import Window, at_least
@@ -134,12 +134,6 @@ def test_refusal_is_one_paragraph_with_the_way_out():
     for part in ("MXFP8", "10.0", "9.0", "bf16_with_fp8_subchannel_scaling_mixed", "--emulate"):
         assert part in text
     assert refuse_unless_native(policy("bf16"), machine("cpu"), Versions()).native
-
-
-def test_unknown_machine_says_the_nearest():
-    with pytest.raises(UnknownName) as raised:
-        machine("h10O")
-    assert "h100" in raised.value.near
 
 
 @pytest.mark.parametrize(

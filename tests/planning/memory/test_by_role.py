@@ -10,8 +10,9 @@ from mpbridge.common.machines import machine
 from mpbridge.planning.memory.activations import activations
 from mpbridge.planning.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.planning.memory.compare import against_bf16
+from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.limitations import left_out_of_memory
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
-from mpbridge.planning.memory.uncounted import left_out_of_memory
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 
@@ -61,66 +62,6 @@ def test_published_duplicate_of_the_main_weights():
     mib = duplicate_main(facts(engine="megatron_fsdp")) / 2**20
     assert round(mib) == 3829
     assert 0 <= 3830.14 - mib < 2
-
-
-# rows of the measured table: (recipe, config changes, distributed) -> bytes per parameter at N-fold sharding
-ROWS = {
-    "1 fp32 DDP": ("fp32", {}, False, lambda n: 16),
-    "2 fp32 sharded": ("fp32", {}, True, lambda n: 8 + 8 / n),
-    "3 bf16_mixed DDP": ("bf16", {}, False, lambda n: 18),
-    "4 bf16_mixed sharded": ("bf16", {}, True, lambda n: 6 + 12 / n),
-    "5 fp16_mixed DDP": ("fp16", {}, False, lambda n: 20),
-    "6 fp16_mixed sharded": ("fp16", {}, True, lambda n: 4 + 16 / n),
-    "7 remainders": ("bf16", {"use_precision_aware_optimizer": True}, True, lambda n: 6 + 10 / n),
-    "8 no remainders": (
-        "bf16",
-        {"use_precision_aware_optimizer": True, "store_param_remainders": False},
-        True,
-        lambda n: 6 + 12 / n,
-    ),
-    "9 bf16 moments": ("bf16_mixed_bf16_moments", {}, True, lambda n: 6 + 6 / n),
-    "10 and bf16 gradients": ("bf16_mixed_bf16_moments", {"grad_reduce_in_fp32": False}, True, lambda n: 4 + 6 / n),
-    "11 fp8 moments": (
-        "bf16",
-        {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
-        True,
-        lambda n: 6 + 4 / n,
-    ),
-    "18 full bf16 DDP": ("full_bf16", {}, False, lambda n: 8),
-}
-
-
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("world", [1, 8])
-def test_bytes_a_parameter_of_the_measured_table(row, world):
-    name, changes, sharded, formula = ROWS[row]
-    found = memory(policy(name, **changes), facts(world, optimizer=OptimizerFacts(distributed=sharded)))
-    assert found.exact
-    assert found.bytes_per_parameter == pytest.approx(formula(world), rel=1e-4)  # the rest is the padding of buckets
-
-
-# rows of the same table for fully sharded engines: (recipe, config changes, engine, ddp section) -> bytes per parameter, times N
-FULLY = {
-    "13 fp32 storage, torch AdamW": ("fp32_params_bf16_compute", {}, "fsdp2", {}, 16),
-    "14 bf16 storage, FusedAdam, remainders": ("bf16_params_fp32_states", {}, "fsdp2", {}, 14),
-    "15 without remainders": ("bf16_params_fp32_states", {"store_param_remainders": False}, "fsdp2", {}, 16),
-    "16 main weights beside fp32 storage, which the engine leaves out": ("fp32_params_bf16_compute", {"use_precision_aware_optimizer": True}, "fsdp2", {}, 16),
-    "17 full bf16": ("full_bf16", {}, "fsdp2", {}, 8),
-    "19 fp32 storage, bf16 moments": ("fp32_params_bf16_compute", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "fsdp2", {}, 12),
-    "20 Megatron-FSDP": ("bf16_megatron_fsdp", {}, "megatron_fsdp", {}, 18),
-    # 16 where the optimizer reads them decoupled, which 0.16.1 cannot; here it reads an FP32 copy
-    "22 bf16 gradients, and their copy": ("bf16_megatron_fsdp", {"grad_reduce_in_fp32": False}, "megatron_fsdp", {}, 20),
-    "23 bf16 moments": ("bf16_megatron_fsdp", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "megatron_fsdp", {}, 14),
-    "24 no main weights, moments in the parameters' dtype": ("full_bf16", {}, "megatron_fsdp", {}, 8),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("row", FULLY)
-def test_bytes_a_parameter_of_fully_sharded_engines(row):
-    name, changes, engine, ddp, expected = FULLY[row]
-    found = memory(policy(name, **changes), facts(8, engine=engine, ddp=ddp, optimizer=OptimizerFacts()))
-    assert found.bytes_per_parameter * 8 == pytest.approx(expected, rel=1e-3)
-    assert found.exact == (engine == "fsdp2")
 
 
 # FP8 beside bf16_mixed, in bytes of the quantized linears (memory_table.md, add-ons)
@@ -365,11 +306,11 @@ def test_every_part_says_how_it_is_known():
         },
     )
     found = memory(policy("bf16"), run, rank=63)
-    names = [part.name for part in (*found.beside, *found.outside)]
+    names = [part.name for part in (*found.overheads, *found.outside)]
     assert names == ["workspaces", "overlap buffers", "gather buffer", "pipeline buffers", "context", "fragmentation", "dispatch"]  # fmt: skip
-    assert all(part.because and part.band > 0 and part.known in ("measured", "estimated") for part in found.beside)
+    assert all(part.because and part.band > 0 and part.known in ("measured", "estimated") for part in found.overheads)
     assert found.needed == found.states + found.activations + sum(
-        part.bytes for part in (*found.beside, *found.outside)
+        part.bytes for part in (*found.overheads, *found.outside)
     )
 
 
@@ -377,7 +318,7 @@ MIB = 2**20
 
 
 def beside(run, rank=None, name="bf16"):
-    return {part.name: part.bytes for part in memory(policy(name), run, rank=rank).beside}
+    return {part.name: part.bytes for part in memory(policy(name), run, rank=rank).overheads}
 
 
 # torch: one workspace for the forward and one for the backward thread; Transformer Engine: one, four more for grouped products, three for overlap
@@ -442,12 +383,22 @@ def test_offloaded_modules_keep_their_inputs_on_the_host():
     assert there - memory(policy("bf16"), run).activations > 30 * scores
 
 
-def test_states_of_muon_are_not_called_exact():
-    run = facts(8)
-    assert memory(policy("bf16"), run).exact
-    muon = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, name="muon"))
-    assert not memory(policy("bf16"), muon).exact
-    assert any("Muon" in words for words in left_out_of_memory(muon))
+def test_muon_keeps_one_momentum_of_matrices_and_both_moments_of_the_rest():
+    """megatron-core 0.16.1 over BF16 parameters: 2 + 4 (gradient) + 4 (main) + 4 (momentum) bytes of a matrix, 4 more of everything else."""
+    run = dataclasses.replace(facts(8), optimizer=OptimizerFacts(name="muon"))
+    sizes = {p.name: p.weight for chunk in parameters(run, Coordinates.of(0, run.parallel)) for p in chunk}
+    matrices = sum(
+        w.elements for n, w in sizes.items() if len(w.shape) == 2 and not n.startswith(("embedding.", "output_layer."))
+    )
+    rest = sum(w.elements for w in sizes.values()) - matrices
+    assert 0 < rest < matrices
+    held = memory(policy("bf16"), run)
+    assert {name: size for name, size in held.roles.items() if name.startswith("exp_")} == {
+        "exp_avg": 4 * (matrices + rest),
+        "exp_avg_sq": 4 * rest,
+    }
+    assert held.exact
+    assert any("Muon" in words for words in left_out_of_memory(run))
 
 
 def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):

@@ -14,11 +14,10 @@ from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import OptimizerFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
-from mpbridge.common.traits import engine_names, traits
+from mpbridge.common.traits import traits
 from mpbridge.planning.memory.keeps import fused, keeps, keeps_of
 from mpbridge.planning.memory.roles import roles
 from mpbridge.planning.rules.table import broken
-from mpbridge.precision.policy import own_main
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import ConfigContainer, Run
@@ -58,6 +57,7 @@ ONCE_WRONG: dict[str, Case] = {
     "fp32 storage with fp16 main weights": ("fsdp2", {"recipe": "fp32_params_bf16_compute", "main_params_dtype": "fp16"}, "adam", None),
     "bf16 gradients under FusedAdam": ("mcore", {"recipe": "bf16_params_fp32_states", **BF16_GRADS}, "adam", True),
     "sgd on torch FSDP2": ("fsdp2", {"recipe": "fp32"}, "sgd", None),
+    "muon beside adam on torch FSDP2": ("fsdp2", {"recipe": "fp32_params_bf16_compute"}, "muon", None),
     "mxfp8 at rest with bf16 main weights": (
         "mcore", {"recipe": "bf16_with_mxfp8_mixed", **AWARE, "main_params_dtype": "bf16"}, "adam", True,
     ),
@@ -241,43 +241,3 @@ def test_who_holds_main_weights_follows_the_flag_that_megatron_core_derives(scal
             )  # fmt: skip
         held = keeps(policy, traits("mcore"), OptimizerFacts(distributed=True, cpu_offload=offload))["main_params"]
         assert (held.owner == "optimizer") is config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-
-
-def test_parameters_that_are_their_own_main_copy() -> None:
-    settled = {name: resolve(entry.make()).settled() for name, entry in recipes.items()}
-    assert {name for name, policy in settled.items() if own_main(policy)} == {
-        "fp32",
-        "fp32_params_bf16_compute",
-        "bf16_with_fp8_rowwise",
-        "bf16_with_fp8_rowwise_gw_hp",
-        "full_bf16",
-    }
-    for name in ("fp32", "fp32_params_bf16_compute", "full_bf16"):
-        assert "main_params" not in keeps(settled[name], traits("fsdp2"), OptimizerFacts(name="torch_adamw"))
-
-
-def test_torchs_adam_will_do_where_states_have_the_dtype_of_what_it_updates() -> None:
-    settled = {name: resolve(entry.make()).settled() for name, entry in recipes.items()}
-    for name, engine in itertools.product(settled, ("fsdp2", "megatron_fsdp")):
-        policy = settled[name]
-        plain = (own_main(policy) or engine == "megatron_fsdp") and not policy.precision_aware
-        assert fused(policy, traits(engine)) is not plain, (name, engine)
-    assert all(fused(policy, traits("mcore")) for policy in settled.values())
-
-
-def test_what_is_not_sharded_is_whole_and_what_is_follows_the_engine() -> None:
-    policy = resolve(recipes["bf16_mixed"].make()).settled()
-    shared = {
-        name: {
-            role: held.sharding
-            for role, held in keeps(policy, traits(name), OptimizerFacts(distributed=name == "mcore")).items()
-        }
-        for name in engine_names()
-    }
-    assert shared["mcore"]["params"] == shared["mcore"]["grads"] == "whole"
-    assert shared["mcore"]["exp_avg"] == shared["mcore"]["main_params"] == "buffers"
-    assert set(shared["fsdp2"].values()) == {"rows"}
-    assert set(shared["megatron_fsdp"].values()) == {"even"}
-    some = keeps(policy, traits("megatron_fsdp"), OptimizerFacts(), ddp={"data_parallel_sharding_strategy": "optim"})
-    assert (some["params"].sharding, some["exp_avg"].sharding) == ("whole", "even")
-    assert keeps(policy, traits("mcore"), OptimizerFacts())["exp_avg"].sharding == "whole"

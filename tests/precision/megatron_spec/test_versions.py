@@ -12,7 +12,6 @@ import pytest
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.facts import ModelShape, RunFacts, Versions
-from mpbridge.common.probe import installed
 from mpbridge.planning.rules import admit
 from mpbridge.precision.megatron_spec.versions import described, missing, nearest
 from mpbridge.precision.registry import get_mixed_precision_config
@@ -48,10 +47,6 @@ def test_a_missing_package_is_one_clear_refusal(monkeypatch: pytest.MonkeyPatch)
     shape = ModelShape(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=8, num_query_groups=1, kv_channels=8, vocab_size=8, seq_length=8)  # fmt: skip
     with pytest.raises(Refused, match="cannot be imported without triton: pip install triton"):
         admit.require_here(resolve(get_mixed_precision_config("bf16")), RunFacts(shape=shape))
-
-
-def test_this_process_reads_the_description_of_what_it_imports() -> None:
-    assert nearest(installed().megatron_core) in described()
 
 
 def test_a_tuple_and_a_list_are_the_same_value() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import types
-from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, facts_of, fresh, live, planned
@@ -244,19 +242,3 @@ def test_padding_that_megatron_core_refuses_without_fp8_is_cleared_and_given_bac
     assert facts_of(objects) == facts_of(fresh(inputs, BF16))
     applied(objects, None, receipt)
     assert facts_of(objects) == facts_of(live(inputs))
-
-
-def test_the_ddp_config_alone_can_be_planned_for() -> None:
-    ddp = DistributedDataParallelConfig(check_for_nan_in_grad=True)
-    apply(plan(POLICIES["fp16_mixed"], ddp=ddp))
-    assert ddp.check_for_nan_in_grad is False
-
-
-def test_a_recipe_file_changes_a_run_of_somebody_elses_script(tmp_path: Any) -> None:
-    from mpbridge import get_mixed_precision_config, resolve
-
-    path = tmp_path / "mine.yaml"
-    path.write_text("extends: bf16_mixed\ngrad_reduce_in_fp32: false\n")
-    objects = live(INPUTS["dense"])
-    apply(planned(objects, resolve(get_mixed_precision_config(path))))
-    assert (objects.model.bf16, objects.ddp.grad_reduce_in_fp32) == (True, False)

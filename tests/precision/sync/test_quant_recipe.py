@@ -217,30 +217,6 @@ def test_rules_for_a_pipeline_are_compiled_when_ranks_are_known(monkeypatch: pyt
     ] == [False, True]
 
 
-def test_a_stage_is_entered_with_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=64,
-        num_attention_heads=4,
-        pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.bfloat16,
-    )
-    config.quant_recipe = quant_recipe.compile_rules(
-        ModuleRules(regions=(Region(first=1), Region(modules="mlp.*"), Region(quant=BASE))), config
-    )
-    monkeypatch.setattr(quant_recipe.parallel_state, "model_parallel_is_initialized", lambda: True)
-    for rank, expected in ((0, [None, {}]), (1, [{}, {}])):
-        monkeypatch.setattr(quant_recipe.parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
-        quant_recipe.enter_chunk(config)
-        matches = [
-            config.quant_recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) for local in (0, 1)
-        ]
-        assert [m and m.config["training_recipe"] for m in matches] == expected
-    plain = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
-    quant_recipe.enter_chunk(plain)
-    assert plain.quant_recipe is None
-
-
 def test_writing_module_rules_without_somebody_who_spells_them_is_refused() -> None:
     policy = resolve(MixedPrecisionConfig(bf16=True, fp8="hybrid", modules={"mlp.*": "bf16"}))
     config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)

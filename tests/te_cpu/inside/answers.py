@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import transformer_engine_torch as tex
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.pytorch.attention.dot_product_attention.softmax import FusedScaleMaskSoftmax
 from transformer_engine.pytorch.utils import attention_mask_func
 
@@ -72,6 +73,16 @@ def test_lists_that_hold_no_tensors_are_refused_as_the_extension_refuses_them() 
     assert float(tex.multi_tensor_l2norm(0, flag, [[torch.full((4,), 2.0)]], False)[0]) == 4.0
 
 
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operations.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 def test_the_weight_gradients_gemm_adds_and_rounds_once() -> None:
     import fused_weight_gradient_mlp_cuda as apex
 
@@ -83,7 +94,9 @@ def test_the_weight_gradients_gemm_adds_and_rounds_once() -> None:
         (apex.wgrad_gemm_accum_fp16, torch.bfloat16),
     ):
         main = torch.full((24, 16), 1000.0, dtype=dtype)
-        accumulate(x, grad, main)
+        with Seen() as seen:
+            accumulate(x, grad, main)
+        assert not seen.operations, "an audit sees no operation of a compiled extension"
         # one rounding of the sum: half a unit in the last place of BF16 at 1,000 is 2
         torch.testing.assert_close(main.double(), (exact + 1000).to(dtype).double(), rtol=0, atol=1e-3)
 

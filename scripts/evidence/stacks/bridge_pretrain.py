@@ -1,0 +1,152 @@
+"""Megatron Bridge's own pretrain() under a recipe of mpbridge, on a CPU that plays a GPU: a GPT of four layers, mock data, a few steps.
+
+    mpbridge on-cpu --target h100 scripts/evidence/stacks/bridge_pretrain.py bf16_with_fp8_current_scaling_mixed --steps 20
+    mpbridge on-cpu --target b200 scripts/evidence/stacks/bridge_pretrain.py bf16_with_nvfp4_mixed
+
+RECIPE: a name, a file or module:function. --theirs: by Bridge's own registry instead. --plant: changes a setting between apply and pretrain, as a script could:
+the callback has to end the run. It prints the losses as JSON, one object on the last line. docs/stacks/megatron_bridge.md says what to install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from typing import Any
+
+PLANTS = {
+    "mixed_precision": "Bridge's own recipe over ours (fp16_mixed)",
+    "wire": "gradients reduced in the other dtype",
+    "weight": "one weight that the update does not reach",
+    "quantization": "linears of the model in FP8 (delayed scaling), or none if the recipe says so",
+    "frozen": "an optimizer whose step updates nothing",
+    "raises": "an error inside a step: what the callback installed is gone",
+}
+
+
+def container(recipe: str | None, *, steps: int, folder: str | None, load: str | None, seed: int = 1234) -> Any:
+    """Bridge's ConfigContainer of a tiny GPT; recipe: Bridge's own name of a precision."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training import config as bridge
+
+    sizes = {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "ffn_hidden_size": 512,
+        "num_attention_heads": 4,
+        "seq_length": 64,
+        "vocab_size": 256,
+    }
+    model = GPTModelProvider(
+        **sizes, normalization="RMSNorm", position_embedding_type="rope", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    data = {
+        "reset_attention_mask": False,
+        "reset_position_ids": False,
+        "eod_mask_loss": False,
+        "dataloader_type": "single",
+    }
+    decay = {"start_weight_decay": 0.01, "end_weight_decay": 0.01, "weight_decay_incr_style": "constant"}
+    return bridge.ConfigContainer(
+        model=model,
+        train=bridge.TrainingConfig(train_iters=steps, global_batch_size=4, micro_batch_size=2, eval_interval=1000, eval_iters=0),
+        optimizer=bridge.OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4, use_distributed_optimizer=True, overlap_param_gather=True),
+        scheduler=bridge.SchedulerConfig(lr_decay_style="constant", lr_decay_iters=100, override_opt_param_scheduler=True, **decay),
+        ddp=bridge.DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+        dataset=bridge.MockGPTDatasetConfig(random_seed=seed, seq_length=64, num_dataset_builder_threads=1, num_workers=0, **data),
+        logger=bridge.LoggerConfig(log_interval=1000),
+        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=255),
+        checkpoint=bridge.CheckpointConfig(save=folder, save_interval=steps if folder else None, load=load, ckpt_format="torch_dist"),
+        rng=bridge.RNGConfig(seed=seed),
+        mixed_precision=recipe,
+    )  # fmt: skip
+
+
+def looks(planted: str | None) -> Any:
+    """A callback of the script's own: losses, the classes of the live parameters, and the plants that need live objects."""
+    from megatron.bridge.training.callbacks import Callback
+
+    class Looks(Callback):
+        def __init__(self) -> None:
+            self.losses: dict[int, str] = {}
+            self.parameters: dict[str, int] = {}
+
+        def on_train_start(self, context: Any) -> None:
+            self.model = context.model
+            self.parameters = dict(
+                Counter(f"{type(p).__name__} {str(p.dtype)[6:]}" for p in context.model[0].parameters())
+            )
+            if planted == "weight":
+                context.optimizer.step = _all_but(next(context.model[0].parameters()), context.optimizer.step)
+            if planted == "frozen":
+                context.optimizer.step = lambda: (True, 0.0, 0)
+            if planted == "raises":
+                context.optimizer.step = lambda: 1 / 0
+
+        def on_train_step_end(self, context: Any) -> None:
+            self.losses[context.state.train_state.step + 1] = f"{float(context.loss_dict['lm loss'].flatten()[0]):.6f}"
+
+    return Looks()
+
+
+def _all_but(weight: Any, step: Any) -> Any:
+    def update() -> Any:
+        before = weight.detach().clone()
+        result = step()
+        weight.data.copy_(before)
+        return result
+
+    return update
+
+
+def plant(cfg: Any, name: str | None) -> None:
+    """Changes settings behind the recipe's back."""
+    if name == "mixed_precision":
+        cfg.mixed_precision = "fp16_mixed"
+    if name == "wire":
+        cfg.ddp.grad_reduce_in_fp32 = not cfg.ddp.grad_reduce_in_fp32
+    if name == "quantization":
+        cfg.model.fp4, cfg.model.fp8 = None, None if cfg.model.fp8 or cfg.model.fp4 else "hybrid"
+
+
+def main() -> None:
+    """Trains and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--theirs", action="store_true")
+    parser.add_argument("--save")
+    parser.add_argument("--load")
+    parser.add_argument("--show", action="store_true", help="print the plan and what the callback saw")
+    parser.add_argument("--plant", choices=PLANTS)
+    asked = parser.parse_args()
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    from mpbridge.compat import megatron_bridge
+    from mpbridge.observe.witnessing.callbacks import bridge_callback
+
+    cfg = container(asked.recipe if asked.theirs else None, steps=asked.steps, folder=asked.save, load=asked.load)
+    looking, watching = looks(asked.plant), []
+    if not asked.theirs:
+        plan = megatron_bridge.apply(cfg, asked.recipe)
+        watching = [bridge_callback(asked.recipe, at={1, 2, asked.steps}, show=print if asked.show else None)]
+        if asked.show:
+            print(plan)
+    plant(cfg, asked.plant)
+    try:
+        pretrain(cfg, forward_step, callbacks=[looking, *watching])
+    except ZeroDivisionError:
+        hooks = [
+            name
+            for name, module in looking.model[0].named_modules()
+            if module._forward_hooks or module._forward_pre_hooks
+        ]
+        print(json.dumps({"observing": watching[0].witness.observing, "hooks": hooks}))
+        return
+    print(json.dumps({"recipe": asked.recipe, "losses": looking.losses, "parameters": looking.parameters}))
+
+
+if __name__ == "__main__":  # the checkpoint writer starts processes that import this file
+    main()

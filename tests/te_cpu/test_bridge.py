@@ -1,0 +1,85 @@
+"""Megatron Bridge's own pretrain() on the CPU under recipes of ours, in processes of its own: against Bridge's own registry, and with faults planted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.te_cpu.wheels import OLDEST, ROOT, environment, release_or_skip
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.bridge") is None,
+    reason="Megatron Bridge is not installed (docs/stacks/megatron_bridge.md has the command)",
+)
+SIX = (
+    ("bf16_mixed", "h100"),
+    ("bf16_with_fp8_delayed_scaling_mixed", "h100"),
+    ("bf16_with_fp8_current_scaling_mixed", "h100"),
+    ("bf16_with_fp8_subchannel_scaling_mixed", "h100"),
+    ("bf16_with_mxfp8_mixed", "b200"),
+    ("bf16_with_nvfp4_mixed", "b200"),
+)
+RECIPE = SIX[2][0]
+
+
+def pretrain(recipe: str, machine: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "mpbridge", "on-cpu", "--te", release_or_skip(OLDEST)]
+    command += ["--target", machine, str(ROOT / "scripts/evidence/stacks/bridge_pretrain.py"), recipe, *options]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        command, env=environment() | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def told(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_recipe_of_ours_trains_silently_and_as_bridges_own() -> None:
+    ours = pretrain(RECIPE, "h100", "--steps", "3")
+    theirs = told(pretrain(RECIPE, "h100", "--steps", "3", "--theirs"))
+    assert told(ours) == theirs
+    assert theirs["parameters"]["Float8Tensor bfloat16"] == 8
+    assert "witness" not in ours.stdout + ours.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize(("recipe", "machine"), SIX, ids=[name for name, _ in SIX])
+def test_twenty_steps_of_every_scaling_equal_those_of_bridges_own_registry(recipe: str, machine: str) -> None:
+    ours, theirs = (told(pretrain(recipe, machine, "--steps", "20", *more)) for more in ([], ["--theirs"]))
+    assert ours == theirs
+    losses = [float(loss) for loss in ours["losses"].values()]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        ("mixed_precision", "compute: promised bf16, found fp16"),
+        ("wire", "wire: gradients: promised fp32, found bf16"),
+        ("quantization", "linears: promised high precision, found"),
+        ("weight", "weights as read: promised main weights, rounded, found different (embedding.word_embeddings.weight)"),
+        ("frozen", "weights moved: promised all that have gradients, found 0 of 27"),
+    ],
+)  # fmt: skip
+def test_what_a_script_changes_behind_the_recipe_ends_the_run(plant: str, said: str) -> None:
+    done = pretrain("bf16_mixed", "h100", "--plant", plant)
+    assert done.returncode == 1
+    assert "step 1 deviates from bf16_mixed" in done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_a_step_that_raises_leaves_nothing_of_the_callback() -> None:
+    assert told(pretrain("bf16_mixed", "h100", "--plant", "raises")) == {"observing": False, "hooks": []}
