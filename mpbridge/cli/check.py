@@ -12,11 +12,11 @@ from mpbridge.cli._target import OPTIONS, TargetMachine, add_target_arguments, a
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, add_run_arguments, wanted_world
 from mpbridge.cli.text import print_json, print_line, print_table
-from mpbridge.common.errors import MpbridgeError
+from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
-from mpbridge.planning.certificates.optimizer import lost_line
+from mpbridge.planning.certificates.optimizer import sentence
 from mpbridge.planning.estimate.layouts import line
 from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
@@ -26,7 +26,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.wording import scale_warmup
 from mpbridge.settings.container import Run
-from mpbridge.training.admission import Admission
+from mpbridge.training.admission import Admission, resume_faults
 from mpbridge.training.certified import training_of
 from mpbridge.training.preflight import on_cpu
 
@@ -73,8 +73,10 @@ def run(args: argparse.Namespace) -> int:
         return _list(args.json)
     admission = Admission(here=args.target is None and args.machine_file is None, training=False)
     where, made = asked(args, also=admission)
+    if admission.here and (faults := resume_faults(made)):
+        raise Contradiction(faults, subject="the run cannot start")
     outlook = where.outlook(made)
-    lost = lost_line(made.policy, training_of(made))
+    lost = sentence(made.policy, training_of(made))
     notes = [*admission.notes, *admission.trackers, *([f"{lost} (mpbridge certify)"] if lost else [])]
     answer = _Answer(
         made=made,

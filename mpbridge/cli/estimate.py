@@ -186,5 +186,5 @@ def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Es
 
 def _by_role(one: Memory) -> dict[str, float]:
     """GiB by role: states, activations, and memory other than these, including what torch does not count."""
-    beside = {part.name: part.bytes for part in (*one.beside, *one.outside)}
+    beside = {part.name: part.bytes for part in (*one.overheads, *one.outside)}
     return {name: held / GIB.size for name, held in {**one.roles, "activations": one.activations, **beside}.items()}

@@ -13,6 +13,7 @@ from mpbridge.common.formats import plain
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.exporters import STACKS
 from mpbridge.interop.stacks.importers import read_args, read_file
+from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.meaning import label, rows
 from mpbridge.interop.stacks.nearest import Answer, answer, apart
 from mpbridge.interop.stacks.runs_here import refusals
@@ -50,20 +51,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the recipe, its differences and what is inert or contradictory. Returns 1 if no recipe can express it, or what decides is not in it."""
+    """Prints the recipe, its differences and what is inert or contradictory. Returns 1 if something is undecided, lost or doubtful.
+
+    With something undecided no recipe is written.
+    """
     found = _read(args)
     told = (
         answer(found.fields, engine=found.engine, meaning=found.meaning)
         if found.fields
         else Answer(recipe=None, overrides={}, why="; ".join(found.cannot_express))
     )
-    if args.write is not None:
+    if args.write is not None and not found.undecided:
         _write(args.write, found, told)
     if args.json:
         print_json(_data(found, told))
     else:
         _print(found, told)
-    return 0 if told.recipe is not None and not found.undecided else 1
+    if args.write is not None and found.undecided:
+        raise BadValue(f"--write {args.write}: not written, since it is undecided: {'; '.join(found.undecided)}")
+    return 1 if told.recipe is None or found.undecided or _doubtful(found) else 0
+
+
+def _doubtful(found: Imported) -> bool:
+    """Whether the stack, or the recipe, does otherwise than the file says, or a setting about precision is unknown."""
+    lost = found.contradicts or found.inert or found.cannot_express
+    return bool(lost) or any(PRECISION.search(line) for line in found.unknown)
 
 
 def _read(args: argparse.Namespace) -> Imported:
@@ -98,6 +110,17 @@ HEADINGS = (
 """Kind of note -> its heading."""
 
 
+def _hazards(found: Imported) -> tuple[str, ...]:
+    """What is read as it is written and costs accuracy."""
+    meaning = found.meaning
+    if meaning.main is not None or meaning.storage.bytes > 2:
+        return ()
+    what = "weights and moments" if meaning.exp_avg.bytes < 4 else "weights"
+    return (
+        f"{what} in {meaning.storage.short.upper()} without main weights: updates below half the spacing of a weight are lost (mpbridge certify counts them)",
+    )
+
+
 def _print(found: Imported, told: Answer) -> None:
     doubt = "undecided; with what is not said at its defaults, " if found.undecided else ""
     print_line(f"{found.stack} {found.version}: {doubt}{told}")
@@ -114,8 +137,8 @@ def _print(found: Imported, told: Answer) -> None:
         print_line("\nmpbridge does not train this as it is:")
         for line in forbidden:
             print_line(line, indent="  ")
-    for attribute, heading in HEADINGS:
-        lines = getattr(found, attribute)
+    listed = [(heading, getattr(found, attribute)) for attribute, heading in HEADINGS]
+    for heading, lines in (("hazards", _hazards(found)), *listed):
         if lines:
             print_line(f"\n{heading}:")
             for line in lines:
@@ -137,6 +160,7 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
         "meaning": rows(found.meaning),
         "differs_here": {name: list(pair) for name, pair in apart(told, found.meaning, engine=found.engine).items()},
         "refused_here": list(refusals(told)),
+        "hazards": list(_hazards(found)),
         **lists,
         "other": list(found.other),
     }

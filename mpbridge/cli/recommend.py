@@ -28,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
-    parser.add_argument("--by", choices=ORDERS, default="status", help="order of the valid and fitting recipes")
+    parser.add_argument(
+        "--by",
+        choices=ORDERS,
+        default="status",
+        help="order of the valid and fitting recipes; error: of one step's gradient, as certify predicts it",
+    )
     add_price_argument(parser)
     parser.add_argument(
         "--runs",
@@ -86,7 +91,12 @@ def _advice(
             one = where.outlook(run)
             reference = one.memory.needed if name == REFERENCE else reference
             omitted |= left_out(one.facts)
-            made.append(advise(entry, one, reference=reference))
+            advice = advise(entry, one, reference=reference)
+            if args.by == "error" and advice.legal:
+                from mpbridge.numerics.certificates.certificate import gradient_error  # loads torch
+
+                advice = dataclasses.replace(advice, error=gradient_error(one.policy))
+            made.append(advice)
         except MpbridgeError as error:
             made.append(Advice(recipe=name, status=entry.status, legal=False, reason=error.line))
     return made, list(omitted)
@@ -115,13 +125,22 @@ def _print(order: list[Advice], price: float | None) -> None:
     legal = [advice for advice in order if advice.legal]
     for fits, title in ((True, "valid and fit, in order"), (False, "valid, but do not fit")):
         rows = [
-            (str(place), a.recipe, a.status, _memory(a), *_speed(a, price), a.reason)
+            (
+                str(place),
+                a.recipe,
+                a.status,
+                _memory(a),
+                *_speed(a, price),
+                *([] if a.error is None else [f"{a.error:.2g}"]),
+                a.reason,
+            )
             for place, a in enumerate(legal, start=1)
             if a.fits is fits
         ]
         if rows or fits:
-            columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", "why")
-            print_table(columns, rows or [("", "none", "", "", "", "", "")], title=title)
+            error = ("gradient's error",) if any(a.error is not None for a in legal) else ()
+            columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", *error, "why")
+            print_table(columns, rows or [("", "none", *[""] * (len(columns) - 2))], title=title)
             print_line()
     print_line(
         "memory: states and estimated activations of the fullest GPU, compared with bf16_mixed on the megatron-core engine"

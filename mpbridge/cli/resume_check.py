@@ -1,20 +1,26 @@
-"""`mpbridge resume-check CKPT --recipe NAME`: tells whether and how a run with that recipe resumes from a checkpoint. Loads no framework, reads no tensor."""
+"""`mpbridge resume-check CKPT`: tells whether and how a run resumes from a checkpoint, with the words that it needs. Loads no framework, reads no tensor."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mpbridge.cli.options import add_run_arguments, container
 from mpbridge.cli.text import print_json, print_line
-from mpbridge.common.traits import DEFAULT, engine_names
-from mpbridge.precision.papers import engine_for
+from mpbridge.common.traits import DEFAULT
 from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.requirements import engine_for
 from mpbridge.precision.resolve import resolve
+from mpbridge.training.checkpoint import continuation
 from mpbridge.training.checkpoint.store import check, locate, step_of
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
 
-SUMMARY = "check whether and how a run resumes from a checkpoint"
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
+
+SUMMARY = "check whether and how a run resumes from a checkpoint, and which words it needs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,34 +28,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of them (uses the latest)"
     )
-    parser.add_argument("--recipe", metavar="NAME", help="the recipe to resume with (default: the checkpoint's own)")
-    parser.add_argument("--engine", choices=engine_names(), help="default: the recipe's, else the checkpoint's")
+    add_run_arguments(parser, world=False)
     parser.add_argument("--reset-optimizer", action="store_true", help="accept loading only the weights")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the verdict. Returns 0 if the run resumes, 1 if it does not, or only with the weights and that was not requested."""
+    """Prints the verdict. Returns 0 if the run resumes, 1 if it does not, needs a word of consent, or loads only weights and that was not requested."""
     folder = locate(args.checkpoint)
-    step_of(folder)
+    step = step_of(folder)
     check(folder, sums=False)
     saved = read_fingerprint(folder)
-    wanted = wanted_fingerprint(saved, args.recipe, args.engine)
+    made = _run(args, folder, saved)
+    wanted = wanted_fingerprint(saved, args.recipe, args.engine) if made is None else continuation.of_run(made)
     found = verdict(saved, wanted)
     if args.reset_optimizer and found.goes_on:
         found = found.without_states("it was requested (--reset-optimizer)")
+    needs = [] if args.reset_optimizer or not found.goes_on else _needs(made, folder, saved, wanted)
     if args.json:
-        print_json({"checkpoint": str(folder), "from": saved.recipe, "to": wanted.recipe} | dataclasses.asdict(found))
+        print_json(
+            {"checkpoint": str(folder), "step": step, "from": saved.recipe, "to": wanted.recipe}
+            | dataclasses.asdict(found)
+            | {"needs": needs}
+        )
     else:
         # the run must set it, since the default is mcore
         engine = "" if wanted.engine == DEFAULT else f" with engine={wanted.engine}"
         print_line(f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines()))
-    return exit_code(found, reset=args.reset_optimizer)
+        for text in needs:
+            print_line(f"needs a word: {text}", indent="  ")
+    return exit_code(found, reset=args.reset_optimizer) or int(bool(needs))
 
 
 def exit_code(found: Verdict, *, reset: bool) -> int:
     """0 if the run resumes, else 1."""
     return 0 if found.goes_on or (found.kind == "weights only" and reset) else 1
+
+
+def _run(args: argparse.Namespace, folder: Path, saved: Fingerprint) -> Run | None:
+    """The run that --config and the settings describe; settings alone change the checkpoint's own run; None: neither was given."""
+    if args.config is None and not args.overrides:
+        return None
+    if args.config is None:
+        args.config = str(folder / "config.yaml")
+    box = container(args)
+    box.trusted = args.recipe is not None
+    world, least = int(saved.parallel.get("world_size") or 1), box.smallest_world()
+    return box.resolved(world if world % least == 0 else least, training=False)
+
+
+def _needs(made: Run | None, folder: Path, saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    """What the run's author has to say for it to resume."""
+    if made is not None:
+        return continuation.faults(made, folder)
+    return [f"checkpoint.accept={saved.recipe}: {text}" for text in (continuation.differ(saved, wanted),) if text]
 
 
 def wanted_fingerprint(saved: Fingerprint, recipe: str | None, engine: str | None) -> Fingerprint:

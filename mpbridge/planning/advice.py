@@ -38,6 +38,8 @@ class Advice:
     """"predicted", or the folder of the run in which it was measured."""
     hours: float | None = None
     """GPU hours per billion tokens."""
+    error: float | None = None
+    """Predicted relative error of one step's gradient (numerics.certificates); None: not asked for."""
     taste: int = 0
 
     @property
@@ -61,7 +63,7 @@ class Advice:
         )
 
 
-ORDERS = ("status", "time", "memory")
+ORDERS = ("status", "time", "memory", "error")
 """What `recommend --by` sorts legal and fitting recipes by; "status": `Advice.rank`."""
 
 
@@ -72,6 +74,8 @@ def order(advice: Advice, by: str) -> tuple[object, ...]:
         asked = advice.seconds if advice.seconds is not None else float("inf")
     elif by == "memory":
         asked = advice.bytes or 0
+    elif by == "error":
+        asked = advice.error or 0.0
     return (not advice.legal, not advice.fits, asked, *advice.rank)
 
 

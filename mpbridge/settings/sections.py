@@ -153,6 +153,8 @@ class Checkpoint:
     """Checkpoints at steps that are multiples of this number are always kept."""
     async_save: bool = False
     """Write checkpoints in the background while training continues."""
+    accept: str | None = None
+    """The recipe under which `load` was saved, if this run's changes what is learned from there on: without this word, such a resume is refused."""
     reset_optimizer: bool = False
     """Load only the weights; optimizer states start fresh."""
     pretrained_checkpoint: str | None = None

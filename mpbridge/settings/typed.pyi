@@ -1101,6 +1101,7 @@ class CheckpointSettings(TypedDict, total=False):
     keep_last: int | None
     keep_every: int | None
     async_save: bool
+    accept: str | None
     reset_optimizer: bool
     pretrained_checkpoint: str | None
 
@@ -1113,6 +1114,7 @@ class CheckpointSection(Section):
     keep_last: int | None
     keep_every: int | None
     async_save: bool
+    accept: str | None
     reset_optimizer: bool
     pretrained_checkpoint: str | None
 

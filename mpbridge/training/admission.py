@@ -12,7 +12,7 @@ from mpbridge.common.errors import CheckpointError, Contradiction
 from mpbridge.common.files import kind_of
 from mpbridge.common.report.trackers import absent, names_of
 from mpbridge.settings.training import training_faults
-from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint import continuation, store
 from mpbridge.training.data.look import corpus_faults, tokenizer_faults
 from mpbridge.training.lr import schedule
 
@@ -66,10 +66,16 @@ def require_admission(run: Run, *, own_data: bool = False) -> list[str]:
     """Notes on `run`. Raises Contradiction with everything that is missing here."""
     sections = {name: getattr(run, name) for name in ("train", "data", "scheduler", "checkpoint", "logger")}
     admission = Admission(own_data=own_data)
-    faults = admission({**sections, **run.inputs})
+    faults = admission({**sections, **run.inputs}) or resume_faults(run)
     if faults:
         raise Contradiction(faults, subject="the run cannot start")
     return admission.notes
+
+
+def resume_faults(run: Run) -> list[str]:
+    """What a resume of `run` would change without its author's word (`continuation.faults`); empty for a run that starts."""
+    place = resume_point(run.checkpoint)
+    return continuation.faults(run, place) if place is not None else []
 
 
 def resume_point(section: Mapping[str, Any]) -> Path | None:

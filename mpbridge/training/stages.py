@@ -61,7 +61,7 @@ def check_stages(run: Run) -> list[str]:
     if len(run.stages) < 2:
         return []
     from mpbridge.planning.rules.admit import require_here
-    from mpbridge.training.checkpoint.io import of_run
+    from mpbridge.training.checkpoint.continuation import of_run
 
     runs = [stage_run(run, span.index) for span in spans_of(run)]
     faults, lines = [], []

@@ -7,7 +7,6 @@ their certificate and by what was measured, all of them and NVFP4's alone. `... 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import statistics
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 
 from mpbridge import get_mixed_precision_config, resolve
 from mpbridge.numerics.certificates.certificate import certificate
-from mpbridge.numerics.certificates.expected import VARIANTS, vary
+from mpbridge.numerics.certificates.expected import VARIANTS, varied, vary
 from mpbridge.numerics.modules import emulate_linears
 from mpbridge.planning.certificates.optimizer import Training
 from mpbridge.precision.policy import PrecisionPolicy
@@ -107,13 +106,7 @@ def policy_of(arm: str) -> PrecisionPolicy:
     for name, value in ({"first_last_layers_bf16": False} | fields).items():
         setattr(config, name, value)
     policy = resolve(config).settled()
-    if variant is None:
-        return policy
-    options = dict(VARIANTS[variant].options)
-    region = policy.regions[-1]
-    assert region.quant is not None
-    quant = dataclasses.replace(region.quant, options=tuple({**dict(region.quant.options), **options}.items()))
-    return dataclasses.replace(policy, regions=(*policy.regions[:-1], dataclasses.replace(region, quant=quant)))
+    return policy if variant is None else varied(policy, VARIANTS[variant])
 
 
 class Emulated:

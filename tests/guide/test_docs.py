@@ -62,6 +62,12 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(files(nav)) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
+def test_the_home_page_leads_to_every_page() -> None:
+    linked = set(re.findall(r"\]\(([\w/]+\.md)", (DOCS / "index.md").read_text(encoding="utf-8")))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
+    assert {page for page in pages - linked if not page.startswith("stacks/")} == set()
+
+
 @pytest.mark.parametrize("code", list(blocks("python")))
 def test_python_compiles_and_its_imports_exist(code: str) -> None:
     for node in ast.walk(ast.parse(code)):

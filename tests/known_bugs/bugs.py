@@ -129,7 +129,7 @@ BUGS = (
     Bug("NVIDIA-NeMo/Automodel#2682", "a cast makes a copy, the loader fills it, and the key counts as loaded", "resumes:moments left behind",
         "tensors are not in the run as they were loaded", LOAD),
     # --- not repeated here
-    Bug("NVIDIA/TransformerEngine#982", "FP8 with empty amax histories on a BF16 checkpoint: the loss explodes", when=NOT + "`resume-check` calls the change safe"),
+    Bug("NVIDIA/TransformerEngine#982", "FP8 with empty amax histories on a BF16 checkpoint: the loss explodes", when=NOT + "such a resume needs `checkpoint.accept`"),
     Bug("NVIDIA/TransformerEngine#1047", "`is_first_microbatch` with a cached weight: error 1.7 instead of 0.07", when=NOT + "inside of a GPU kernel"),
     Bug("pytorch/pytorch#189581", "RMSNorm in BF16 returns values that are too small", when=NOT + "does not happen on a CPU"),
     Bug("huggingface/transformers#30709", "`model.to(bfloat16)` for evaluation: it differs from training", when=NOT + "a witness observes training steps, not evaluations"),

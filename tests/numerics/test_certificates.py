@@ -277,6 +277,28 @@ def test_newton_schulz_moves_singular_values_by_its_polynomial_and_errs_by_its_p
     assert "Newton-Schulz in FP32 (highest)" in capsys.readouterr().out
 
 
+def test_recommend_orders_recipes_as_their_gradients_erred_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = json.loads(
+        (Path(__file__).parents[2] / "scripts/evidence/data/certificate_correlation.json").read_text()
+    )
+    runs = measured["trained"].values()
+    arms = {
+        "fp16_mixed": "fp16",
+        "bf16_mixed": "bf16",
+        "bf16_with_fp8_subchannel_scaling_mixed": "blockwise hybrid",
+        "bf16_with_nvfp4_mixed": "nvfp4",
+    }
+    error = {name: sum(run[arm]["gradient"] for run in runs) / len(runs) for name, arm in arms.items()}
+    main(["recommend", "--by", "error", "--target", "b200", "--config", "gpt_tiny", "model.num_layers=16", "--json"])
+    found = [one for one in json.loads(capsys.readouterr().out)["recipes"] if one["legal"]]
+    assert [one["error"] for one in found] == sorted(one["error"] for one in found)
+    ordered = [one["recipe"] for one in found if one["recipe"] in arms]
+    assert ordered == sorted(arms, key=error.__getitem__)
+    predicted = {one["recipe"]: one["error"] for one in found}
+    # in a model errors also pass from layer to layer
+    assert all(0.2 < predicted[name] / error[name] < 1.5 for name in arms)
+
+
 def test_a_certificate_of_ones_own_tensors_beside_a_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save = pytest.importorskip("safetensors.torch").save_file
     file, page = tmp_path / "mine.safetensors", tmp_path / "page.html"

@@ -62,7 +62,8 @@ def test_a_stage_is_the_recipe_alone_from_the_same_state(whole, tmp_path):
     # what follows the switch is what a run in that recipe, resumed from that state, does
     kept = {"checkpoint": {"save": str(tmp_path)}, "train": {"exit_interval": 3}}
     go(run("bf16_with_nvfp4_mixed", emulate=True, **kept))
-    alone = go(run("bf16_mixed", emulate=True, checkpoint={"load": str(tmp_path)}))
+    accepted = {"load": str(tmp_path), "accept": "bf16_with_nvfp4_mixed"}
+    alone = go(run("bf16_mixed", emulate=True, checkpoint=accepted))
     assert {step: whole[0].losses[step] for step in (4, 5, 6)} == alone.losses
 
 

@@ -42,10 +42,10 @@ _READS_USE_CPU = ("NO", "MULTI_CPU")
 
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `accelerate launch`'s options: `--mixed_precision fp8 --use_fsdp ...`."""
-    data, strays, assumed = _as_file(words)
+    data, strays, undecided = _as_file(words)
     found = read_data(data, version=version)
     unknown = (*(stray(word, ()) for word in strays), *found.unknown)
-    return dataclasses.replace(found, unknown=unknown, assumed=(*assumed, *found.assumed))
+    return dataclasses.replace(found, unknown=unknown, undecided=(*undecided, *found.undecided))
 
 
 def read_data(data: Any, *, version: str) -> Imported:
@@ -85,7 +85,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, cannot_express=tuple(cannot),
-        inert=inert, contradicts=tuple(contradicts), assumed=tuple(assumed),
+        undecided=_installed(read, word), inert=inert, contradicts=tuple(contradicts), assumed=tuple(assumed),
     )  # fmt: skip
     return with_rest(updated_by(found, None), read)
 
@@ -112,7 +112,7 @@ def _meaning(
         )
     if word == "fp16":
         return dataclasses.replace(meaning, loss_scale=TORCH_SCALER), None
-    quant = quantized(read, cannot) if word == "fp8" else None
+    quant = _quantized(read, cannot) if word == "fp8" else None
     if quant is None:
         return meaning, None
     if quant.scaling != "tensorwise" and _cpu(read, kind):
@@ -155,9 +155,9 @@ def _fsdp(word: str, base: DType, *, second: bool) -> Meaning:
     )
 
 
-def quantized(read: Reader, cannot: list[str]) -> Quant | None:
+def _quantized(read: Reader, cannot: list[str]) -> Quant | None:
     """The quantization of mixed_precision=fp8 under `fp8_config`; None for an unknown backend."""
-    backend = read.text("fp8_config.backend", "TE").upper()
+    backend = (read.text("fp8_config.backend") or "TE").upper()
     if backend == "AO":
         cannot.append(
             "fp8_config.backend=AO: the first and the last linear of the model are not quantized; here layers at the ends and the output layer are not"
@@ -183,6 +183,15 @@ def quantized(read: Reader, cannot: list[str]) -> Quant | None:
     )  # fmt: skip
 
 
+def _installed(read: Reader, word: str) -> tuple[str, ...]:
+    """A line if what is installed decides who quantizes (accelerator.py takes the first that it finds)."""
+    if word != "fp8" or read.at("fp8_config.backend") is not None:
+        return ()
+    return (
+        "mixed_precision=fp8 without fp8_config.backend: accelerate takes the first of torchao, Transformer Engine and MS-AMP that is installed: say AO or TE",
+    )
+
+
 def _overridden(read: Reader) -> bool:
     """Whether weight gradients stay in high precision: the last of override_linear_precision's (fprop, dgrad, wgrad)."""
     where = "fp8_config.override_linear_precision"
@@ -200,14 +209,15 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
     if stage is None:
         stage = 2
         read.default("deepspeed_config.zero_stage", stage)
-    undecided = () if file is None else (f"{cut(file)} decides: pass that file (--from deepspeed)",)
+    undecided: tuple[str, ...] = () if file is None else (f"{cut(file)} decides: pass that file (--from deepspeed)",)
+    undecided += _installed(read, word)
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     base = "bf16" if word == "fp8" else word  # fp8 converts the linears of a BF16 model
     data |= {base: {"enabled": True}} if base in ("bf16", "fp16") else {}
     inner = deepspeed.read_data(data, version="0.19")
     if word == "fp8":
         cannot = list(inner.cannot_express)
-        quant = quantized(read, cannot)
+        quant = _quantized(read, cannot)
         meaning = dataclasses.replace(inner.meaning, regions=(Region(quant=quant),))
         fields = {**inner.fields, **quant_fields(quant)}
         inner = dataclasses.replace(inner, meaning=meaning, fields=fields, cannot_express=tuple(cannot))
@@ -259,9 +269,9 @@ def launch_options(program: Sequence[str], words: Sequence[str]) -> tuple[list[s
 
 
 def _as_file(words: Iterable[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(the configuration that the options amount to, stray words, what is assumed)."""
+    """(the configuration that the options amount to, stray words, what decides and is not read)."""
     given, strays = options_of(words)
-    keys, assumed = known(NAME), list[str]()
+    keys, undecided = known(NAME), list[str]()
     made: dict[str, Any] = {}
     for option, value in given.items():
         section = next((one for one in _SECTIONS if option in keys[one]), None)
@@ -269,7 +279,9 @@ def _as_file(words: Iterable[str]) -> tuple[dict[str, Any], list[str], list[str]
             if str(value).lower() != "false":
                 made.setdefault("distributed_type", _TYPES[option])
         elif option == "config_file":
-            assumed.append(f"--config_file {cut(value)} decides what is not said here, but is not read: pass that file")
+            undecided.append(
+                f"--config_file {cut(value)} decides what is not said here, but is not read: pass that file"
+            )
         elif section is not None:
             made.setdefault(section, {})[option] = value
         elif option.startswith("dynamo_"):
@@ -279,7 +291,7 @@ def _as_file(words: Iterable[str]) -> tuple[dict[str, Any], list[str], list[str]
             made.setdefault("fp8_config", {})[key] = _truths(value) if key == "override_linear_precision" else value
         else:
             made["use_cpu" if option == "cpu" else option] = value
-    return made, strays, assumed
+    return made, strays, undecided
 
 
 def _truths(value: Any) -> Any:

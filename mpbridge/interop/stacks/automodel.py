@@ -150,9 +150,15 @@ def read_data(data: Any, *, version: str) -> Imported:
     cannot: list[str] = []
     contradicts: list[str] = []
     assumed: list[str] = []
-    strategy = read.text("distributed.strategy", "fsdp2").lower()
+    if _DIFFUSION & data.keys() and "distributed" not in data:
+        strategy = "ddp" if "ddp" in data else "diffusion"
+        read.whole |= {"ddp", "fsdp", "flow_matching"}
+    else:
+        strategy = read.text("distributed.strategy", "fsdp2").lower()
     if strategy not in _MEANINGS:
-        contradicts.append(f"distributed.strategy={strategy}: AutoModel has {', '.join(_MEANINGS)}; described as ddp")
+        contradicts.append(
+            f"distributed.strategy={strategy}: AutoModel has fsdp2, megatron_fsdp, ddp; described as ddp"
+        )
     storage = _storage(read, assumed)
     quant = _quant(read, inert, cannot)
     _backend(read, inert, cannot, contradicts)
@@ -163,8 +169,11 @@ def read_data(data: Any, *, version: str) -> Imported:
         ends = _ends(read, cannot, assumed)
         first = (Region(first=ends[0], last=ends[1]),) if ends is not None else ()
         meaning = dataclasses.replace(meaning, regions=(*first, Region(quant=quant)))
-    if read.at("distributed.autocast_dtype") is not None:
-        inert.append("distributed.autocast_dtype: no language-model recipe reads it")
+    cast = read.dtype("distributed.autocast_dtype")
+    if cast is not None and "dllm" in data:  # recipes/dllm wraps the forward pass in it
+        meaning = dataclasses.replace(meaning, autocast=cast)
+    elif cast is not None:
+        inert.append("distributed.autocast_dtype: no recipe of an autoregressive language model reads it")
     if "peft" in data:
         cannot.append("peft: only adapters are trained")
     raise_faults(read.faults, "this AutoModel configuration")
@@ -260,7 +269,30 @@ def _ddp(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
     )
 
 
-_MEANINGS = {"fsdp2": _fsdp2, "megatron_fsdp": _megatron_fsdp, "ddp": _ddp}
+def _diffusion(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
+    """FSDP2 as recipes/diffusion/train.py sets it up, from the sections model and fsdp; with adapters nothing is cast when it is gathered."""
+    compute = read.dtype("model.compute_dtype", DType.BF16) or DType.BF16
+    wire = read.dtype("fsdp.reduce_dtype", DType.FP32) or DType.FP32
+    if "peft" in read.data or "ddp" in read.data:
+        if compute is not storage:
+            contradicts.append(
+                f"model.compute_dtype={compute.short} with storage in {storage.short}: AutoModel raises ValueError"
+            )
+        compute = storage
+    return Meaning(
+        storage=storage,
+        compute=compute,
+        wire=wire,
+        accumulator=storage,
+        exp_avg=storage,
+        exp_avg_sq=storage,
+        sharded="everything",
+    )
+
+
+_DIFFUSION = frozenset({"flow_matching", "fsdp"})
+"""Sections that only its diffusion recipes read."""
+_MEANINGS = {"fsdp2": _fsdp2, "megatron_fsdp": _megatron_fsdp, "ddp": _ddp, "diffusion": _diffusion}
 
 
 def _no_policy(read: Reader, contradicts: list[str], strategy: str) -> None:

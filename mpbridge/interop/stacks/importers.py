@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from mpbridge.interop.stacks.accelerate_import import launch_options
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.interop.stacks.exporters import stack_module
+from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.launch_script import LaunchScript, read_script, read_words
-from mpbridge.interop.stacks.recognized import TITLES, Recognized, recognize_words
+from mpbridge.interop.stacks.recognized import TITLES, Recognized, deepspeed_file, recognize_words
 from mpbridge.interop.stacks.versions import version_for
 from mpbridge.precision.yaml_loader import of_bounded_size
 
@@ -116,20 +118,36 @@ def read_args(
 
 
 def _read_words(script: LaunchScript, stack: str | None, version: str | None, name: str) -> Imported:
-    """The meaning of a command's words, by the reader of its stack. name: the file's, for messages."""
+    """The meaning of a command's words, by the reader of its stack, or that of the DeepSpeed file that they name and the script writes. name: the file's, for messages."""
+    file = deepspeed_file(script.words)
+    if file is not None and file in script.documents:
+        found = read_data_of("deepspeed", load(script.documents[file], "ds.json"), version=version)
+        said = f"{cut(file)} is written by the script and decides: the options of its program are not read"
+        notes = tuple(note for note in script.notes if "here-document" not in note)
+        return dataclasses.replace(found, assumed=(said, *notes, *found.assumed))
     told = recognize_words(script.words, script.program) if stack is None else Recognized(stack)
     module = _importer(told.stack)
     if not hasattr(module, "read"):
         raise BadValue(f"{told.stack} is configured by files, not by arguments: pass the file")
     words, notes = script.words, (*told.assumed, *script.notes)
+    undecided: tuple[str, ...] = tuple(note for note in notes if "not decided" in note and _DECIDES.search(note))
+    undecided += (
+        () if file is None else (f"--deepspeed_config: {cut(file)} decides: pass that file (--from deepspeed)",)
+    )
     if told.stack == "accelerate" and script.program:
         words, more = launch_options(script.program, script.words)
         notes = (*notes, *more)
     if not words and name != "--args":
         why = f": {script.notes[0]}" if script.notes else ""
         raise DataError(f"{name or 'the text'}: it has no {TITLES.get(told.stack, told.stack)} option{why}")
-    found: Imported = module.read(words, version=_version(told.stack, version))
-    return _never_read(dataclasses.replace(found, assumed=(*notes, *found.assumed)), version)
+    found = module.read(words, version=_version(told.stack, version))
+    notes = tuple(note for note in notes if note not in undecided)
+    found = dataclasses.replace(found, assumed=(*notes, *found.assumed), undecided=(*undecided, *found.undecided))
+    return _never_read(found, version)
+
+
+_DECIDES = re.compile(rf"{PRECISION.pattern}|optimizer|fsdp|transformer-impl|hysteresis")
+"""Pattern of notes on options that decide a fact."""
 
 
 def read_text(
@@ -190,9 +208,9 @@ def recognize(text: str, name: str) -> str:
         raise DataError(
             f"{name or 'the text'}: not a stack's configuration: expected a mapping, found {type(data).__name__}"
         )
-    if ours(data):
+    if ours(data) or "extends" in data:
         raise DataError(
-            f"{name or 'the text'}: already a run configuration of mpbridge (mpbridge compare and export --config read it)"
+            f"{name or 'the text'}: already a {'run configuration' if ours(data) else 'recipe or configuration'} of mpbridge (mpbridge compare and export --config read it)"
         )
     for stack, keys in _MARKS:
         if any(key in data for key in keys):
@@ -208,9 +226,11 @@ def _is_script(text: str, name: str) -> bool:
 
 
 def ours(data: Mapping[str, Any]) -> bool:
-    """Whether a mapping is a run configuration of mpbridge: only its sections, including one that Megatron Bridge lacks."""
+    """Whether a mapping is a run configuration of mpbridge: by how it names its recipe, or by sections that Megatron Bridge lacks."""
     sections = {"mixed_precision", "model", "optimizer", "scheduler", "ddp", "train", "checkpoint", "logger"}
-    return "mixed_precision" in data and bool(_OURS & data.keys()) and data.keys() <= sections | _OURS
+    own = data.get("mixed_precision")
+    named = isinstance(own, list) or (isinstance(own, Mapping) and "recipe" in own)
+    return named or ("mixed_precision" in data and bool(_OURS & data.keys()) and data.keys() <= sections | _OURS)
 
 
 _DATA = (".yaml", ".yml", ".json", ".toml")

@@ -36,6 +36,8 @@ class LaunchScript:
     """The words before them, up to the program's name: the launcher, its options and the program."""
     notes: list[str] = field(default_factory=list)
     """What was not followed, and what was assumed."""
+    documents: Mapping[str, str] = field(default_factory=dict)
+    """File -> the here-document that the script writes to it, with its variables expanded."""
 
 
 def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> LaunchScript:
@@ -52,6 +54,7 @@ def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> 
         words=words,
         program=program,
         notes=[*dict.fromkeys([*script.notes, *notes]), *script.unused(text, "the script")],
+        documents=script.documents,
     )
     last = text.rstrip().rpartition("\n")[2].strip()
     if (len(last) - len(last.rstrip("\\"))) % 2 and not last.startswith("#"):

@@ -34,7 +34,7 @@ def export(request: Request) -> Export:
     sections["model"] = _model(policy, softmax_of(request, core=CORE))
     text = yaml.safe_dump({name: values for name, values in sections.items() if values}, sort_keys=False)
     theirs = _meaning(request, sections)
-    lines = [*_unsayable(request), *compared(request.ours, theirs, NAME, reasons(request))]
+    lines = [*_unsayable(request), *compared(request.ours, theirs, NAME, {**reasons(request), **_moved(policy)})]
     return Export(
         stack=NAME,
         version=request.version,
@@ -138,11 +138,11 @@ def _unsayable(request: Request) -> Iterator[Line]:
             fact="main_params_dtype",
             text="its optimizers always create FP32 main weights for 16-bit parameters; nearest: those, as written here",
         )
-    if policy.precision_aware and not policy.quantized:
-        # B1 of the trap list: a tensorwise fp8_recipe leaks into the optimizer although FP8 is off
-        yield Line(
-            fidelity="different",
-            fact="main weights",
-            text="its setup() copies fp8_recipe to the optimizer though FP8 is off, which moves the FP32 main weights from"
-            " FusedAdam (2 bytes as remainders) to megatron-core (4 bytes): set cfg.optimizer.fp8_recipe after setup",
-        )
+    if request.main_weights == "wrapper" and _moved(policy):
+        yield Line(fidelity="different", fact="main weights", text=_moved(policy)["main"])
+
+
+def _moved(policy: PrecisionPolicy) -> dict[str, str]:
+    """Why main weights that FusedAdam would keep as remainders are whole there."""
+    text = "its setup() copies fp8_recipe to the optimizer though FP8 is off, which moves them from FusedAdam to megatron-core: set cfg.optimizer.fp8_recipe after setup"
+    return {"main": text} if policy.precision_aware and not policy.quantized else {}

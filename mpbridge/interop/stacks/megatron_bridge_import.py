@@ -143,7 +143,12 @@ def read_data(data: Any, *, version: str) -> Imported:
     _optimizer(read_, fields, notes)
     for name in _MODEL:
         value = read_.at(f"model.{name}")
-        if value is not None and value != records("model", version=CORE)[name]["default"]:
+        if name == "moe_router_dtype" and value not in (None, "fp32", "fp64"):
+            read_.whole.add(f"model.{name}")
+            notes.inert.append(
+                f"model.{name}={cut(value)}: megatron-core compares it with the words fp32 and fp64: the router runs in the model's dtype"
+            )
+        elif value is not None and value != records("model", version=CORE)[name]["default"]:
             fields[name] = value
     fsdp = read_.flag("ddp.use_megatron_fsdp") or read_.flag("dist.use_megatron_fsdp")
     if fsdp:
@@ -398,9 +403,15 @@ def _optimizer(read_: Reader, fields: dict[str, Any], notes: _Notes) -> None:
         notes.contradicts.append(
             "16-bit optimizer states without use_precision_aware_optimizer: megatron-core refuses them"
         )
-    if aware and not fields.get("fp8"):
-        notes.cannot.append(
-            "its setup() copies fp8_recipe to the optimizer though FP8 is off: the FP32 main weights are megatron-core's, not FusedAdam's"
+    leaks = aware and not fields.get("fp8") and read_.at("mixed_precision") is not None
+    if (
+        leaks
+        and fields.get("main_params_dtype", "fp32") == "fp32"
+        and fields.get("store_param_remainders") is not False
+    ):
+        fields["store_param_remainders"] = False
+        notes.inert.append(
+            "optimizer.store_param_remainders: its setup() copies fp8_recipe to the optimizer though FP8 is off: whole FP32 main weights are megatron-core's, not FusedAdam's"
         )
 
 
@@ -413,6 +424,10 @@ def _megatron_fsdp(read_: Reader, fields: dict[str, Any], notes: _Notes) -> None
     fields["grad_reduce_in_fp32"] = wire is DType.FP32
     if wire is not grads:
         fields["grad_accumulation_dtype"] = grads.short
+    if fields.pop("reuse_grad_buf_for_mxfp8_param_ag", False):
+        notes.inert.append(
+            "reuse_grad_buf_for_mxfp8_param_ag: Bridge switches it off under Megatron-FSDP (training/config.py)"
+        )
     main = read_.dtype("ddp.megatron_fsdp_main_params_dtype", DType.FP32) or DType.FP32
     if base is not DType.FP32 and main is not DType.FP32:
         fields["main_params_dtype"] = main.short

@@ -236,17 +236,25 @@ def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Importe
     meaning = described(fields, contradicts, engine=kind, sharded=sharded)
     if not (read.on("bf16") or read.on("fp16")):
         more.append("neither --bf16 nor --fp16: everything in FP32")
-    if values["yaml"] is not None:
-        more.append(f"--yaml-cfg {cut(values['yaml'])}: that file decides, but is not read")
     precise = [one for one in read.other if PRECISION.search(one.replace("-", "_"))]
     open_ = [f"{one}: concerns precision, but decides nothing that is read here" for one in precise]
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, inert=tuple(inert_),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot_express(read, values)), unknown=tuple(read.unknown),
-        other=tuple(one for one in read.other if one not in precise), assumed=(*assumed, *more, *open_),
+        other=tuple(one for one in read.other if one not in precise), undecided=_yaml(values["yaml"]), assumed=(*assumed, *more, *open_),
         in_force=in_force(read, values, _VALUES, strategy=strategy),
     )  # fmt: skip
     return updated_by(found, values["optimizer"], "--optimizer", momentum=values["sgd_momentum"])
+
+
+def _yaml(file: Any) -> tuple[str, ...]:
+    return (
+        ()
+        if file is None
+        else (
+            f"--yaml-cfg {cut(file)}: that file decides: pass the arguments that Megatron-LM prints at start (--args)",
+        )
+    )
 
 
 def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,17 +72,21 @@ def started_by(program: Sequence[str]) -> str | None:
 
 def _under_deepspeed(words: Sequence[str], best: str | None) -> Recognized:
     """A program that DeepSpeed's launcher starts: its file holds the precision, unless the arguments are clearly another stack's."""
-    given = dict(pairwise(words))
-    file = given.get("--deepspeed_config") or given.get("--deepspeed-config") or ""
-    shown = cut(file) if file and not file.startswith("--") else "the file of --deepspeed_config"
     if best is None:
+        file = deepspeed_file(words)
+        shown = cut(file) if file else "the file of --deepspeed_config"
         raise DataError(
             f"this command starts its program with DeepSpeed, whose settings stand in {shown}: pass that file (or name the stack, --from STACK)"
         )
-    decides = (
-        (f"--deepspeed_config: {shown} decides, but is not read: pass that file (--from deepspeed)",) if file else ()
-    )
-    return Recognized(best, decides)
+    return Recognized(best)
+
+
+def deepspeed_file(words: Sequence[str]) -> str | None:
+    """The file of DeepSpeed's settings that some arguments name."""
+    split = (word.partition("=") for word in words)
+    given = dict(pairwise([part for name, equals, value in split for part in ((name, value) if equals else (name,))]))
+    file = given.get("--deepspeed_config") or given.get("--deepspeed-config") or "--"
+    return None if file.startswith("--") else file
 
 
 def _is_setting(word: str) -> bool:

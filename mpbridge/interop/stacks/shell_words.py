@@ -60,6 +60,8 @@ class Expansions:
         self.values = {name: Value((value,)) for name, value in env.items()}
         self.values |= {"PWD": Value((".",)), "0": Value((str(path) if path else "script.sh",))}
         self.notes: list[str] = []
+        self.documents: dict[str, str] = {}
+        """File -> the here-document that is written to it."""
         self.left = LIMIT.steps
         self.moved = False
         """Whether the script changes its own arguments."""
@@ -76,9 +78,18 @@ class Expansions:
     def commands(self, text: str) -> Iterator[Command]:
         """The simple commands of a text. Raises BadValue for a quote or bracket that is never closed."""
         command = Command()
+        target = ""
         for kind, written, line in _tokens(text, self.notes):
             if kind == "word":
                 command.words.append(Word(written, line))
+                target = ""
+            elif kind == "target":
+                target = written
+            elif "document" in kind and target:
+                self.spend([written])
+                body = [written] if kind == "raw document" else self.one(written, quoted=True)[0]
+                self.documents["".join(self.one(target)[0])] = "".join(body)
+            if kind != "operator":
                 continue
             command.after = written.strip("\n")
             if command.words or command.after in ("(", ")"):
@@ -180,16 +191,16 @@ class Expansions:
 
 
 def _tokens(text: str, notes: list[str]) -> Iterator[tuple[str, str, int]]:
-    """('word' or 'operator', as written, line): without comments, redirections and here-documents; the last is a line's end."""
+    """(kind, as written, line): words and operators without comments, the last a line's end; the targets of output, and here-documents ('raw': in quotes)."""
     at, line, start = 0, 1, 0
-    dropped, documents = False, list[str]()
+    dropped, into, documents = False, False, list[str]()
     while at < len(text):
         if text.startswith("\\\n", at):
             at, line = at + 2, line + 1
             continue
         if at == start and (found := _REDIRECTION.match(text, at)):
             start = at = found.end()
-            dropped = True
+            dropped, into = True, found[1] in (">", ">>", ">|")
             documents += [""] if found[1] in ("<<", "<<-") else []
             continue
         array = text[at] == "(" and ASSIGNMENT.fullmatch(text, start, at)
@@ -203,10 +214,10 @@ def _tokens(text: str, notes: list[str]) -> Iterator[tuple[str, str, int]]:
             continue
         written = text[start:at].replace("\\\n", "")
         if written and documents and not documents[-1]:
-            documents[-1], dropped = written.strip("'\"\\"), False
+            documents[-1], dropped = written, False
         elif written:
-            if not dropped:
-                yield "word", written, line
+            if not dropped or into:
+                yield "target" if dropped else "word", written, line
             dropped = False
         if operator:
             yield "operator", operator[0], line
@@ -214,9 +225,11 @@ def _tokens(text: str, notes: list[str]) -> Iterator[tuple[str, str, int]]:
         if operator and operator[0] == "\n":
             line += 1
             for name in filter(None, documents):
-                at, more = _document(text, at, name)
+                delimiter = name.strip("'\"\\")
+                body = _document(text, at, delimiter)
                 notes.append(f"line {line - 1}: a here-document is not read")
-                line += more
+                yield "document" if delimiter == name else "raw document", "".join(body[:-1]), line
+                at, line = at + sum(map(len, body)), line + len(body)
             documents = []
         start = at
     if text[start:] and not dropped:
@@ -230,16 +243,14 @@ def _has_braces(text: str) -> bool:
     return any("," in found or ".." in found for found in _BRACES.findall(unquoted[0] if unquoted else ""))
 
 
-def _document(text: str, at: int, name: str) -> tuple[int, int]:
-    """(where a here-document ends, its lines)."""
-    lines = 0
-    while at < len(text):
+def _document(text: str, at: int, name: str) -> list[str]:
+    """The lines of a here-document, the last of which is its name, or ends the text."""
+    lines = list[str]()
+    while at < len(text) and (not lines or lines[-1].strip() != name):
         end = text.find("\n", at)
-        end = len(text) if end < 0 else end
-        line, at, lines = text[at:end].strip(), end + 1, lines + 1
-        if line == name:
-            break
-    return min(at, len(text)), lines
+        lines.append(text[at:] if end < 0 else text[at : end + 1])
+        at += len(lines[-1])
+    return lines
 
 
 def _piece(text: str, at: int, line: int, *, quoted: bool = False, array: bool = False) -> int:

@@ -91,6 +91,18 @@ def certificate(
     return replace(found, rows=(*found.rows, *beside), seconds=time.perf_counter() - began)
 
 
+def gradient_error(policy: PrecisionPolicy) -> float:
+    """Relative error of one step's input or weight gradient, whichever is larger, on normal tensors: what orders the error of a model's gradient (docs/certificates.md)."""
+    maker, linear, found = _Maker(policy, DEFAULT_RELEASE, None), drawn("normal", 0), []
+    for gemm in ("dgrad", "wgrad"):
+        other = SIDES[gemm][1]
+        sources = (linear.dy, getattr(linear, other))
+        pair = tuple(maker.expected(x, gemm, side) for x, side in zip(sources, SIDES[gemm], strict=True))
+        figures = gemm_figures(gemm, pair[0], pair[1], (sources[0].double(), sources[1].double()))
+        found.append(float(2.0 ** -figures["one step bits"]))
+    return max(found)
+
+
 def _certificate(
     recipe: str, policy: PrecisionPolicy, training: Training, release: Release, variant: Variant | None,
     kinds: tuple[str, ...], own: Mapping[str, Linear], replicas: int,

@@ -14,8 +14,8 @@ from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE, peaks_over, scale_from_amax
-from mpbridge.precision.policy import Quant
-from mpbridge.precision.regions import Gemm
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+from mpbridge.precision.regions import Gemm, Region
 
 RANDOM_BITS = 8
 """Of each element's random number in Transformer Engine's stochastic rounding."""
@@ -91,7 +91,7 @@ class Operands:
     def __init__(self, quant: Quant, *, release: Release = DEFAULT_RELEASE, variant: Variant | None = None) -> None:
         self.quant, self.variant = quant, variant
         if variant is not None:
-            self.quant = replace(quant, options=tuple({**dict(quant.options), **dict(variant.options)}.items()))
+            self.quant = _with(quant, variant)
             if "four_over_six" in dict(variant.options):
                 release = max(release, _FOUR_OVER_SIX_SINCE)
         self._draws = None if variant is None or not variant.eden else Eden(variant)
@@ -171,18 +171,33 @@ def _eden(x: torch.Tensor, copy: OperandCopy, eden: Eden) -> Expected:
     )  # fmt: skip
 
 
+def varied(policy: PrecisionPolicy, variant: Variant) -> PrecisionPolicy:
+    """The policy with the variant's options in its NVFP4 regions of one rule; `vary` does the rest to an emulation's quantizers."""
+
+    def changed(region: Region) -> Region:
+        if region.quant is None or region.quant.scaling != "nvfp4":
+            return region
+        return replace(region, quant=_with(region.quant, variant))
+
+    return replace(policy, regions=tuple(changed(region) for region in policy.regions))
+
+
+def _with(quant: Quant, variant: Variant) -> Quant:
+    return replace(quant, options=tuple({**dict(quant.options), **dict(variant.options)}.items()))
+
+
 def vary(quantizer: Quantizer, variant: Variant) -> None:
     """Applies the variant's rules to a quantizer, also one that trains (`Emulation.quantizers`): for gradients only, from now on."""
     plain, changed = quantizer.rules, replace(quantizer.rules, **dict(variant.rules))
     operand, eden = quantizer.operand, Eden(variant) if variant.eden else None
 
-    def varied(x: torch.Tensor, *, gemm: Gemm, side: Side, **more: Any) -> Operand:
+    def changing(x: torch.Tensor, *, gemm: Gemm, side: Side, **more: Any) -> Operand:
         if eden is not None and side == "dy":
             return Operand(eden.drawn(x, COPY_OF[gemm, side]))
         quantizer.rules = changed if side == "dy" else plain
         return operand(x, gemm=gemm, side=side, **more)
 
-    quantizer.operand = varied  # type: ignore[method-assign]
+    quantizer.operand = changing  # type: ignore[method-assign]
 
 
 def exact(x: torch.Tensor) -> Expected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, traits
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
-from mpbridge.precision.papers import able
+from mpbridge.precision.requirements import able
 
 _CUDA_MODEL = (
     "masked_softmax_fusion",

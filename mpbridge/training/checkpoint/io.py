@@ -20,6 +20,7 @@ from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables.units import size
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.training.checkpoint import extra_state, state, store
+from mpbridge.training.checkpoint.continuation import consent, of_run
 from mpbridge.training.checkpoint.convert import converted, needs_converting
 from mpbridge.training.checkpoint.index import INDEX, STATE
 from mpbridge.training.checkpoint.json_codec import encoded
@@ -27,7 +28,7 @@ from mpbridge.training.checkpoint.moments import mean_second
 from mpbridge.training.checkpoint.random_states import random_entry, random_states, set_random_states
 from mpbridge.training.checkpoint.read_back import different, digests
 from mpbridge.training.checkpoint.reader import Contents
-from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
+from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, read_fingerprint, verdict
 from mpbridge.training.checkpoint.weights_only import taken_alone, why_alone
 from mpbridge.training.checkpoint.writer import BackgroundWrite, attempted, indexed, staged, write_common
 
@@ -37,11 +38,6 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 """The resolved configuration's file inside a checkpoint."""
-
-
-def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
-    """The fingerprint of a resolved run."""
-    return fingerprint(run.recipe, run.policy, run.facts, run.inputs["optimizer"], stored)
 
 
 class Writing:
@@ -190,6 +186,8 @@ def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
 def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
     """The verdict on resuming `saved` as `run`. Raises Refused if it forbids resuming, or allows only the weights and that was not requested."""
     answer = verdict(saved, of_run(run))
+    if answer.goes_on and not reset and (asks := consent(saved, run)):
+        raise Refused(f"{path}: {asks}")
     if answer.kind == "refused" or (answer.kind == "weights only" and not reset):
         raise Refused(f"{path} cannot be resumed in {run.recipe}: " + "\n".join(answer.lines()))
     return (

@@ -13,9 +13,10 @@ import torch
 
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.files import opened, parsed, read_json
+from mpbridge.common.files import opened, parsed
 from mpbridge.training.checkpoint import extra_state, store
-from mpbridge.training.checkpoint.index import STATE, Index, StoredPiece, StoredTensor, read_index
+from mpbridge.training.checkpoint.continuation import read_state
+from mpbridge.training.checkpoint.index import Index, StoredPiece, StoredTensor, read_index
 from mpbridge.training.checkpoint.json_codec import decoded
 
 
@@ -43,18 +44,7 @@ class Contents:
 
     def common(self) -> Mapping[str, Any]:
         """The state that is equal on all ranks."""
-        file = self.folder / STATE
-        try:
-            data = read_json(file)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
-        try:
-            found = decoded(data)
-        except CheckpointError as error:
-            raise CheckpointError(f"{file} is refused: {error}") from error
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{file} is refused: expected a map")
-        return found
+        return read_state(self.folder)
 
     def load(self, tree: Any) -> Any:
         """Fills a state of sharded parts: tensors are read into the memory that they name, in its dtype.

@@ -292,6 +292,23 @@ def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     ]
 
 
+def learned(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    """How `wanted` changes what is learned from where `saved` left off, as sentences: empty if both compute and keep the same."""
+    changed = _changed(_facts(saved.policy), _facts(wanted.policy))
+    if not changed:
+        return []
+    skips = wanted.policy.loss_scale.skips() if _dynamic(wanted.policy) and wanted.policy.loss_scale is not None else 0
+    return [
+        f"{', '.join(changed)} differ",
+        *(f"lost: {text}" for text in _lost(saved, wanted)),
+        *(
+            [f"up to {skips} steps are skipped until the loss scale fits"]
+            if skips and not _dynamic(saved.policy)
+            else []
+        ),
+    ]
+
+
 def _policy_notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     a, b = saved.policy, wanted.policy
     notes = []
@@ -302,7 +319,8 @@ def _policy_notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         notes.append("the amax history of delayed scaling starts empty")
     if _dynamic(b) and not _dynamic(a):
         scale = b.loss_scale.initial if b.loss_scale is not None else 0.0
-        notes.append(f"the loss scale starts at {scale:g}")
+        skips = b.loss_scale.skips() if b.loss_scale is not None else 0
+        notes.append(f"the loss scale starts at {scale:g}: up to {skips} steps are skipped until it fits")
     return notes
 
 

@@ -18,7 +18,7 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.interop.stacks.base import Export
 from mpbridge.interop.stacks.exporters import STACKS, export
-from mpbridge.interop.stacks.importers import read_args, read_text
+from mpbridge.interop.stacks.importers import read_args
 from mpbridge.interop.stacks.meaning import of_policy
 from mpbridge.interop.stacks.megatron_lm_options import options
 from mpbridge.precision.registry import get_mixed_precision_config
@@ -82,19 +82,6 @@ def test_the_scaling_recipe_is_always_written_for_megatron_lm() -> None:
         assert ("--fp4-format" in text) == ("--fp4-recipe" in text)
 
 
-def test_flags_that_megatron_lm_lacks_are_named_and_not_invented() -> None:
-    config = MixedPrecisionConfig(
-        bf16=True, fp8="hybrid", fp8_recipe="tensorwise", fp8_dot_product_attention=True, autocast_enabled=True,
-        keep_fp32=("*norm*",), output_dtype="fp32",
-    )  # fmt: skip
-    made = export(config, "megatron-lm")
-    assert made.fidelity == "impossible"
-    facts = {line.fact for line in made.lines if line.fidelity == "impossible"}
-    # stages send what modules hand on, FP32 here
-    assert facts == {"fp8_dot_product_attention", "autocast_enabled", "keep_fp32", "output_dtype", "pipeline_dtype"}
-    assert "fp8-dot" not in made.pieces[0].text
-
-
 @pytest.mark.parametrize("version", ["0.16", "0.20"])
 def test_every_flag_written_for_a_version_is_one_of_its_parsers_and_is_read_back(version: str) -> None:
     states: dict[str, object] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8"}
@@ -122,18 +109,6 @@ def test_flags_of_a_later_version_are_unknown_to_an_earlier_one() -> None:
     assert read_args("--bf16 --use-megatron-fsdp", version="0.20").meaning.wire.short == "bf16"
 
 
-def test_megatron_fsdp_gets_the_three_dtype_flags_it_reads() -> None:
-    words = shlex.split(export("bf16_megatron_fsdp", "megatron-lm").pieces[0].text.replace("\\\n", " "))
-    for flag in ("main-params", "main-grads"):
-        assert words[words.index(f"--megatron-fsdp-{flag}-dtype") + 1] == "fp32"
-    assert words[words.index("--megatron-fsdp-grad-comm-dtype") + 1] == "fp32"
-
-
-def test_automodel_gets_all_four_keys_of_a_policy() -> None:
-    policy = yaml.safe_load(export("bf16_mixed", "automodel").pieces[0].text)["distributed"]["mp_policy"]
-    assert set(policy) == {"_target_", "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
-
-
 def test_a_torchtitan_quantization_is_python_and_leaves_the_output_layer() -> None:
     arguments, python = export("bf16_with_nvfp4_mixed", "torchtitan").pieces
     assert "nvfp4" not in arguments.text.lower()
@@ -148,50 +123,69 @@ def test_python_that_is_exported_compiles(stack: str) -> None:
             compile(piece.text, f"{stack}-{name}", "exec")
 
 
-def test_lightning_under_fsdp_is_given_the_reduction_dtype() -> None:
-    assert "reduce_dtype=torch.float32" in export("bf16_mixed", "lightning").pieces[0].text
+FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "delayed"}
+APART = {"bf16": True, "grad_reduce_in_fp32": False, "grad_accumulation_dtype": "fp32"}
+CAST = {"bf16": True, "params_dtype": "fp32", "main_params_dtype": "fp32", "autocast_enabled": True}
+OWN = {"fp8": "e4m3", "fp8_recipe": "tensorwise", "fp8_options": {"power_of_two": True}}
+SOFTMAX = {"bf16": True, "attention_softmax_in_fp32": False}
+ROWS: list[tuple[Any, ...]] = [
+    # (recipe or fields, stack, what holds ...): 'text: a' (in the pieces; '!': not), 'fidelity=', 'lost=facts that are impossible', 'line: fact & words' ('!': none), 'wire=' (a fact of the meaning)
+    ({"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_dot_product_attention": True, "autocast_enabled": True, "keep_fp32": ("*norm*",), "output_dtype": "fp32"}, "megatron-lm",
+     # stages send what modules hand on, FP32 here
+     "fidelity=impossible", "lost=autocast_enabled, fp8_dot_product_attention, keep_fp32, output_dtype, pipeline_dtype", "!text: fp8-dot"),
+    ("bf16_megatron_fsdp", "megatron-lm", "text: --megatron-fsdp-main-params-dtype fp32", "text: --megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype fp32"),
+    ("bf16_mixed", "automodel", "text: _target_: torch.distributed.fsdp.MixedPrecisionPolicy", "text: param_dtype", "text: reduce_dtype", "text: output_dtype", "text: cast_forward_inputs"),
+    ("bf16_with_nvfp4_mixed", "torchtitan", 'text: fqns=["attention", "feed_forward", "moe.shared_experts.w"]', "!text: --nvfp4"),
+    ("bf16_mixed", "lightning", "text: reduce_dtype=torch.float32"),
+    ("fp16_mixed", "deepspeed", 'text: "initial_scale_power": 32'),
+    ("bf16_mixed", "deepspeed", 'text: "communication_data_type": "fp32"'),
+    *(({"fp16": True, "initial_loss_scale": 65536, **said}, "deepspeed", f'text: "loss_scale_window": {window},', 'text: "min_loss_scale": 1\n', f"{no}line: loss_scale")
+      for said, window, no in (({"loss_scale_window": 1000.6}, 1001, ""), ({"min_loss_scale": 0.25}, 1000, ""), ({}, 1000, "!"))),
+    (FP8 | {"fp8_amax_history_len": 16, "fp8_amax_compute_algo": "most_recent"}, "accelerate", "quantization~e4m3, delayed scaling, amax history 16 (max)", "line: quantization & different"),
+    ("bf16_with_fp8_delayed_scaling_mixed", "lightning", "text: weights_dtype=torch.float32,\n        fallback_compute_dtype=torch.bfloat16", "storage=fp32", "wire=fp32", "sharded=nothing"),
+    (FP8 | {"fp8_amax_compute_algo": "most_recent", "fp8_dot_product_attention": True}, "lightning", 'text: "fp8_format": "E4M3"', 'text: "amax_compute_algo": "most_recent"', 'text: "fp8_dpa": True'),
+    *((APART, stack, "line: accumulator", "fidelity=different") for stack in ("megatron-lm", "megatron-bridge")),
+    (APART, "deepspeed", 'text: "communication_data_type": "bf16"', 'text: "grad_accum_dtype": "fp32"'),
+    ("bf16_mixed", "megatron-lm", "text: --attention-softmax-in-fp32", "text: --use-distributed-optimizer"),
+    (SOFTMAX, "megatron-lm", "!text: --attention-softmax-in-fp32"),
+    (SOFTMAX, "megatron-bridge", "text: attention_softmax_in_fp32: false"),
+    ("fp16_mixed", "megatron-bridge", "text: initial_loss_scale: 4294967296", "text: min_loss_scale: 1.0", "text: loss_scale_window: 1000", "text: attention_softmax_in_fp32: true"),
+    ("nemotron_3_super_bf16_with_nvfp4_mixed", "megatron-bridge", "text: num_layers_at_start_in_bf16: 0\n  num_layers_at_end_in_bf16: 14"),
+    ({"bf16": True, "fp4": "e2m1", "fp4_options": {"stochastic_rounding": False}}, "megatron-lm", "text: \nexport NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1\n"),
+    ({"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise", "modules": {"mlp.*": OWN}}, "megatron-lm", "line: power_of_two", "fidelity=different"),
+    ({"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_options": {"power_of_two": True}, "modules": {"mlp.*": OWN}}, "megatron-lm", "fidelity=exact"),
+    *(("bf16_with_fp8_rowwise", stack, "fidelity=impossible", "!text: rowwise") for stack in ("megatron-lm", "megatron-bridge")),
+    *((CAST, stack, "fidelity=exact") for stack in ("fsdp2", "accelerate", "lightning", "transformers")),
+    (CAST, "deepspeed", 'text: "torch_autocast": {\n    "enabled": true,\n    "dtype": "bfloat16"', "line: wire & different", "!line: autocast_enabled"),
+    (CAST | {"grad_reduce_in_fp32": False}, "deepspeed", "fidelity=layout"),  # ZeRO updates a copy of the FP32 parameters
+    (CAST | {"grad_reduce_in_fp32": False}, "accelerate", "fidelity=different"),
+    ({"bf16": True, "output_dtype": "fp32", "pipeline_dtype": "fp32"}, "megatron-bridge", "text: pipeline_dtype:\n    _target_: torch.float32", "lost=output_dtype"),
+    *((name, "torchtitan", "fidelity=impossible", "!text:  float16", "compute=bf16") for name in ("fp16_mixed", "fp16_with_mxfp8_mixed")),
+    ({"bf16": True, "moe_router_dtype": "fp32"}, "automodel", "!line: moe_router_dtype", "text: gate_precision: float32", "!text: te_fp8"),
+    ({"bf16": True, "fp8": "e4m3", "fp8_recipe": "mxfp8", "moe_router_dtype": "fp32"}, "automodel", "!line: moe_router_dtype", "text: gate_precision: float32", "text: te_fp8"),
+]  # fmt: skip
 
 
-def test_deepspeed_says_wire_and_accumulator_apart_and_the_first_loss_scale() -> None:
-    config = json.loads(export("fp16_mixed", "deepspeed").pieces[0].text)
-    assert config["fp16"]["initial_scale_power"] == 32
-    assert json.loads(export("bf16_mixed", "deepspeed").pieces[0].text)["communication_data_type"] == "fp32"
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[1]} {row[0]}"[:80])
+def test_an_export_writes_and_says(row: tuple[Any, ...]) -> None:
+    recipe, stack, *claims = row
+    made = export(MixedPrecisionConfig(**recipe) if isinstance(recipe, dict) else recipe, stack)
+    text = "\n" + "\n".join(piece.text for piece in made.pieces) + "\n"
+    lines = [f"{line.fact}: {line.fidelity}: {line.text}" for line in made.lines]
 
+    def holds(claim: str) -> bool:
+        kind, colon, words = claim.lstrip("!").partition(": ")
+        if colon and kind in ("text", "line"):
+            found = words in text if kind == "text" else any(line.startswith(f"{words.split(' & ')[0]}:") and all(word in line for word in words.split(" & ")) for line in lines)  # fmt: skip
+            return found is not claim.startswith("!")
+        path, _, wanted = claim.replace("~", "=", 1).partition("=")
+        if path == "lost":
+            return wanted == ", ".join(sorted({line.fact for line in made.lines if line.fidelity == "impossible"}))
+        value = made.fidelity if path == "fidelity" else getattr(made.meaning, path)
+        value = getattr(value, "short", value)
+        return wanted in value if "~" in claim else bool(wanted == value)
 
-@pytest.mark.parametrize(
-    ("said", "written"),
-    [({"loss_scale_window": 1000.6}, (1001, 1)), ({"min_loss_scale": 0.25}, (1000, 1)), ({}, (1000, 1))],
-)
-def test_deepspeed_takes_whole_windows_and_minima_of_a_loss_scale(
-    said: dict[str, float], written: tuple[int, int]
-) -> None:
-    made = export(MixedPrecisionConfig(fp16=True, initial_loss_scale=65536, **said), "deepspeed")
-    scale = json.loads(made.pieces[0].text)["fp16"]
-    assert (scale["loss_scale_window"], scale["min_loss_scale"]) == written
-    assert all(type(scale[name]) is int for name in ("loss_scale_window", "min_loss_scale"))
-    assert any(line.fact == "loss_scale" for line in made.lines) is bool(said)
-
-
-def test_delayed_scaling_under_accelerate_runs_with_the_maximum() -> None:
-    config = MixedPrecisionConfig(
-        bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="most_recent"
-    )
-    made = export(config, "accelerate")
-    assert "e4m3, delayed scaling, amax history 16 (max)" in made.meaning.quantization
-    assert any(line.fact == "quantization" and line.fidelity == "different" for line in made.lines)
-
-
-def test_lightning_trains_fp8_around_fp32_weights_and_says_where_gradients_travel() -> None:
-    made = export("bf16_with_fp8_delayed_scaling_mixed", "lightning")
-    assert "weights_dtype=torch.float32,\n        fallback_compute_dtype=torch.bfloat16" in made.pieces[0].text
-    assert (made.meaning.storage.short, made.meaning.wire.short, made.meaning.sharded) == ("fp32", "fp32", "nothing")
-    config = MixedPrecisionConfig(
-        bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_compute_algo="most_recent", fp8_dot_product_attention=True
-    )
-    text = export(config, "lightning").pieces[0].text
-    assert '"fp8_format": "E4M3"' in text
-    assert '"amax_compute_algo": "most_recent"' in text
-    assert '"fp8_dpa": True' in text
+    assert [claim for claim in claims if not holds(claim)] == [], (text, lines)
 
 
 def test_rules_by_module_are_named_where_a_stack_has_none() -> None:
@@ -213,30 +207,6 @@ def test_an_accumulator_without_a_flag_is_never_exact() -> None:
         assert any(line.fact == "accumulator" for line in export(config, stack).lines)
         assert export(config, stack).fidelity == "different"
         assert export(config, stack, engine="megatron_fsdp").fidelity == "exact"
-
-
-def test_the_softmax_flag_is_written_where_megatron_core_has_it_on() -> None:
-    flag = "--attention-softmax-in-fp32"
-    assert flag in export("bf16_mixed", "megatron-lm").pieces[0].text
-    assert (
-        flag
-        not in export(MixedPrecisionConfig(bf16=True, attention_softmax_in_fp32=False), "megatron-lm").pieces[0].text
-    )
-
-
-def test_defaults_that_differ_between_stacks_are_written_for_bridge_too() -> None:
-    made = {
-        name: yaml.safe_load(export(name, "megatron-bridge").pieces[0].text)
-        for name in ("fp16_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")
-    }
-    scale = {name: value for name, value in made["fp16_mixed"]["mixed_precision"].items() if "scale" in name}
-    assert scale == {"initial_loss_scale": 4294967296, "min_loss_scale": 1.0, "loss_scale_window": 1000}
-    ends = made["nemotron_3_super_bf16_with_nvfp4_mixed"]["mixed_precision"]
-    assert (ends["num_layers_at_start_in_bf16"], ends["num_layers_at_end_in_bf16"]) == (0, 14)
-    assert made["fp16_mixed"]["model"]["attention_softmax_in_fp32"] is True
-    off = export(MixedPrecisionConfig(bf16=True, attention_softmax_in_fp32=False), "megatron-bridge")
-    read = read_text(off.pieces[0].text, stack="megatron-bridge", name="run_config.yaml")
-    assert read.fields["attention_softmax_in_fp32"] is False
 
 
 def test_layers_at_the_ends_are_left_out_by_code_and_not_by_a_comment() -> None:
@@ -266,29 +236,6 @@ def test_automodel_names_the_last_layers_where_the_depth_is_known() -> None:
     made = export(name, "automodel", run=container(name, layers=12).resolved(1, training=False))
     assert sections(made) == ["lm_head", "layers.0.", "layers.1.", "layers.10.", "layers.11."]
     assert not any(line.fact == "edge layers" for line in made.lines)
-
-
-def test_what_transformer_engine_hears_by_variables_alone_is_a_piece_of_its_own() -> None:
-    config = MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_options={"stochastic_rounding": False})
-    pieces = {piece.name: piece.text for piece in export(config, "megatron-lm").pieces}
-    assert pieces["environment"] == "export NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
-
-
-def test_a_variable_that_one_rule_states_is_told_where_another_has_it_otherwise() -> None:
-    own = {"fp8": "e4m3", "fp8_recipe": "tensorwise", "fp8_options": {"power_of_two": True}}
-    config = MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="tensorwise", modules={"mlp.*": own})
-    assert [line.fact for line in export(config, "megatron-lm").lines] == ["power_of_two"]
-    both = MixedPrecisionConfig(
-        bf16=True, fp8="hybrid", fp8_recipe="tensorwise", fp8_options={"power_of_two": True}, modules={"mlp.*": own}
-    )
-    assert export(both, "megatron-lm").fidelity == "exact"
-
-
-def test_a_scaling_of_torchao_is_no_flag_of_megatron() -> None:
-    for stack in ("megatron-lm", "megatron-bridge"):
-        made = export("bf16_with_fp8_rowwise", stack)
-        assert made.fidelity == "impossible"
-        assert "rowwise" not in made.pieces[0].text
 
 
 def container(recipe: str, *, layers: int) -> ConfigContainer:
@@ -433,33 +380,6 @@ def test_a_narrow_copy_of_the_weights_is_nowhere_called_what_the_parameters_are(
     assert {"main", "exp_avg", "exp_avg_sq"} <= {line.fact for line in own.lines}
 
 
-def test_autocast_around_fp32_parameters_is_said_where_a_stack_has_it() -> None:
-    config = MixedPrecisionConfig(bf16=True, params_dtype="fp32", main_params_dtype="fp32", autocast_enabled=True)
-    for stack in ("fsdp2", "accelerate", "lightning", "transformers"):
-        assert export(config, stack).fidelity == "exact", stack
-    found = json.loads(export(config, "deepspeed").pieces[0].text)
-    assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
-    assert {line.fact for line in export(config, "deepspeed").lines if line.fidelity == "different"} == {"wire"}
-    low = config.derive(grad_reduce_in_fp32=False)
-    assert export(low, "deepspeed").fidelity == "layout"  # ZeRO updates a copy of the FP32 parameters
-    assert export(low, "accelerate").fidelity == "different"
-
-
-def test_what_stages_send_is_judged_apart_from_what_modules_hand_on() -> None:
-    config = MixedPrecisionConfig(bf16=True, output_dtype="fp32", pipeline_dtype="fp32")
-    made = export(config, "megatron-bridge")
-    assert yaml.safe_load(made.pieces[0].text)["mixed_precision"]["pipeline_dtype"]["_target_"] == "torch.float32"
-    assert {line.fact for line in made.lines if line.fidelity == "impossible"} == {"output_dtype"}
-
-
-def test_fp16_for_torchtitan_is_written_in_words_that_its_parser_takes() -> None:
-    for name in ("fp16_mixed", "fp16_with_mxfp8_mixed"):
-        made = export(name, "torchtitan")
-        assert made.fidelity == "impossible"
-        assert "float16" not in made.pieces[0].text.replace("bfloat16", "")
-        assert made.meaning.compute.short == "bf16"
-
-
 @pytest.mark.parametrize(
     ("recipe", "stack"),
     [
@@ -542,16 +462,6 @@ def test_the_softmax_that_query_key_layer_scaling_switches_on_is_exported(stack:
     assert made.meaning.softmax_fp32 is True
     assert "attention_softmax_in_fp32: false" not in made.pieces[0].text
     assert stack != "megatron-lm" or "--attention-softmax-in-fp32" in made.pieces[0].text
-
-
-@pytest.mark.parametrize("recipe", ["bf16_mixed", "bf16_with_mxfp8_mixed"])
-def test_automodel_says_the_routers_dtype(recipe: str) -> None:
-    made = export(get_mixed_precision_config(recipe).derive(moe_router_dtype="fp32"), "automodel")
-    assert "moe_router_dtype" not in {line.fact for line in made.lines}
-    backend = yaml.safe_load(made.pieces[0].text)["model"]["backend"]
-    assert backend["gate_precision"] == "float32"
-    assert ("te_fp8" in backend) is (recipe != "bf16_mixed")
-    assert read_text(made.pieces[0].text, stack="automodel", name="r.yaml").fields["moe_router_dtype"] == "fp32"
 
 
 @pytest.mark.parametrize("stack", ["torchtitan", "fsdp2"])

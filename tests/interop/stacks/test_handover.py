@@ -101,7 +101,7 @@ WRITTEN = {
 @pytest.mark.parametrize("words", WRITTEN.values(), ids=WRITTEN)
 def test_a_written_recipe_means_what_was_imported(words: list[str], tmp_path: Path) -> None:
     written = tmp_path / "mine.yaml"
-    assert main(["import", *words, "--write", str(written)]) == 0
+    assert main(["import", *words, "--write", str(written)]) in (0, 1)  # 1: something of it is named as lost
     found = (
         read_file(Path(words[0]))
         if len(words) == 1 and not words[0].startswith("--")

@@ -46,7 +46,9 @@ torchrun --nproc_per_node 8 pretrain_gpt.py \\
     assert told(found).startswith("bf16_with_fp8_current_scaling_mixed")
     assert found.meaning.wire is BF16
     assert not Path("DANGER").exists()
-    assert any("--fp16 stands in `if` of line 9, which is not followed: not decided" in line for line in found.assumed)
+    assert any(
+        "--fp16 stands in `if` of line 9, which is not followed: not decided" in line for line in found.undecided
+    )
     whole = read_text(script.replace("${FP8[@]}", '"${FP8[@]}"'), name="train.sh", env={"RECIPE": "x"})
     assert any("one word" in line for line in whole.unknown)
 

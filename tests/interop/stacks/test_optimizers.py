@@ -145,7 +145,7 @@ def test_defaults_of_megatron_lm_that_decide_are_shown(flags: str) -> None:
         ("deepspeed", '{"bf16": {"enabled": true}}', ("communication_data_type=bf16", "data_types.grad_accum_dtype=bf16", "zero_optimization.stage=0")),
         ("automodel", "{model: {torch_dtype: bf16}}", ("distributed.strategy=fsdp2", "distributed.mp_policy.reduce_dtype=fp32")),
         ("automodel", "{distributed: {mp_policy: {param_dtype: bfloat16}}}", ("distributed.mp_policy.reduce_dtype=bf16",)),
-        ("accelerate", "{compute_environment: X, distributed_type: FSDP, mixed_precision: fp8}", ("fsdp_config.fsdp_version=1", "fp8_config.backend=TE")),
+        ("accelerate", "{compute_environment: X, distributed_type: FSDP, mixed_precision: fp8}", ("fsdp_config.fsdp_version=1",)),
         ("lightning", "{trainer: {max_epochs: 1}}", ("trainer.precision=32-true", "trainer.strategy=auto")),
         ("lightning", "{trainer: {precision: 16-mixed, strategy: deepspeed}}", ("trainer.strategy.stage=2", "trainer.strategy.initial_scale_power=16")),
         ("megatron-bridge", "mixed_precision: {bf16: true, fp8: hybrid}", ("mixed_precision.fp8_recipe=tensorwise", "optimizer.optimizer=adam")),

@@ -115,7 +115,7 @@ ROWS: list[tuple[str, ...]] = [
     (LM, "--bf16=true", "error: --bf16=true: it takes no value"),
     (LM, "--bf16 --hysteresis x --fp8-recipe", "error: --hysteresis x", "error: --fp8-recipe has no value"),
     (LM, "--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy zero3", "error: expected no_shard, optim"),
-    (LM, "--yaml-cfg x.yaml", "assumed: x.yaml: that file decides"),
+    (LM, "--yaml-cfg x.yaml", "undecided: x.yaml: that file decides"),
     (LM, "--bf16 --use-torch-fsdp2", "apart: bytes"),
     (LM, "--bf16 --use-torch-fsdp2 --use-megatron-fsdp", "contradicts: --use-torch-fsdp2 with --use-megatron-fsdp"),
     *((LM, f"--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy {word}", f"sharded={sharded}") for word, sharded in
@@ -161,6 +161,13 @@ ROWS: list[tuple[str, ...]] = [
     (MB, "mixed_precision: bf16_mixd", "error: nearest: bf16_mixed"),
     (MB, "mixed_precision: bf16-with-nvfp4-mixed", "recipe=bf16_with_nvfp4_mixed, fp4_param_gather=true"),  # its own value of that name
     (MB, "{mixed_precision: bf16_mixed, model: {quant_recipe: {matchers: [], config_dict: {}}}}", "cannot_express: model.quant_recipe: rules by module", "!other: quant_recipe", "!assumed: quant_recipe"),
+    # what runs: megatron-core compares the word, Bridge's setup and its Megatron-FSDP change settings
+    *((MB, f"{{mixed_precision: bf16_mixed, model: {{moe_router_dtype: {word}}}}}", f"router={dtype}", f"{no}inert: moe_router_dtype") for word, dtype, no in
+      (("fp32", "fp32", "!"), ("torch.float32", "none", ""), ("{_target_: torch.float32, _call_: false}", "none", ""))),
+    (MB, "{mixed_precision: bf16_mixed, optimizer: {use_precision_aware_optimizer: true}}", "main=fp32", "remainders=false", "inert: copies fp8_recipe"),
+    (MB, "{mixed_precision: null, model: {bf16: true}, optimizer: {use_precision_aware_optimizer: true}}", "remainders=true", "!inert: copies fp8_recipe"),
+    (MB, "{mixed_precision: bf16_mixed, optimizer: {use_precision_aware_optimizer: true, main_params_dtype: torch.float16, store_param_remainders: false}}", "main=fp16", "!inert: copies fp8_recipe"),
+    (MB, "{mixed_precision: bf16_with_mxfp8_mixed, ddp: {use_megatron_fsdp: true}}", "reuse_grad_buffer=false", "inert: switches it off under Megatron-FSDP"),
     # without mixed_precision its other sections say it, with megatron-core's defaults
     (MB, "{mixed_precision: null, ddp: {grad_reduce_in_fp32: true}, model: {bf16: true, fp4: e2m1, fp4_recipe: nvfp4}}", "recipe=bf16_with_nvfp4_mixed", "!assumed: decides nothing"),
     (MB, "{mixed_precision: null, ddp: {grad_reduce_in_fp32: true}, model: {bf16: true, params_dtype: torch.bfloat16, fp8: hybrid, fp8_param: true, fp8_amax_history_len: 1024, fp8_amax_compute_algo: max}}",
@@ -209,6 +216,11 @@ ROWS: list[tuple[str, ...]] = [
     (AM, NOT_LAST % "lm_head, layers.0., layers.1., layers.10., layers.11.", "quantization~linears of the first 2 and last 2 layers: not quantized", "output=fp32", "storage=fp32",
      "fields.output_dtype=fp32", "assumed: 10 to 11"),
     (AM, NOT_LAST % "layers.3., layers.7.", "cannot_express: the output layer", "cannot_express: excludes layers"),
+    # recipes of other kinds read other sections
+    (AM, "{model: {torch_dtype: bfloat16}, dllm: {mode: dflash}, distributed: {mp_policy: {param_dtype: bfloat16, reduce_dtype: float32}, autocast_dtype: bfloat16}}", "autocast=bf16", "!inert"),
+    (AM, "{model: {mode: finetune}, fsdp: {reduce_dtype: bfloat16, dp_size: 8}, flow_matching: {}}", "wire=bf16", "storage=bf16", "compute=bf16", "!unknown"),
+    (AM, "{model: {torch_dtype: float32}, fsdp: {dp_size: 8}, flow_matching: {}}", "wire=fp32", "storage=fp32", "compute=bf16", "recipe=fp32_params_bf16_compute"),
+    (AM, "{model: {torch_dtype: float32}, peft: {dim: 8}, fsdp: {dp_size: 8}}", "compute=fp32", "contradicts: AutoModel raises ValueError"),
     (AM, EXPERTS + "experts: torch_mm_mxfp8, gate_precision: float32}}}", "cannot_express: grouped GEMMs run in MXFP8", "router=fp32", "fields.moe_router_dtype=fp32"),
     (AM, EXPERTS + "linear: torch, te_fp8: {recipe: current}}}}", "contradicts: AutoModel raises ValueError"),
     (AM, EXPERTS + "linear: torch, experts: te, te_fp8: {recipe: mxfp8}}}}", "!contradicts", "cannot_express: only the experts are quantized"),
@@ -220,7 +232,10 @@ ROWS: list[tuple[str, ...]] = [
     (AC, FSDP + "fsdp_version: 2}}", "wire=bf16"),
     *((AC, f"{FSDP}{key}: NO_SHARD}}}}", "sharded=nothing", "wire=bf16", "bytes_text=16") for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")),
     *((AC, f"{FSDP}{key}: SHARD_GRAD_OP}}}}", "sharded=everything") for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")),
-    (AC, "{mixed_precision: fp8}", "quantization~amax history 1024 (max)"),
+    (AC, "{mixed_precision: fp8}", "quantization~amax history 1024 (max)", "undecided: the first of torchao, Transformer Engine and MS-AMP that is installed"),
+    (AC, "{distributed_type: DEEPSPEED, mixed_precision: fp8}", "undecided: that is installed"),
+    (AC, "{mixed_precision: fp8, fp8_config: {backend: AO}}", "quantization~tensorwise", "!undecided"),
+    (AC, "--mixed_precision bf16 --config_file x.yaml", "undecided: x.yaml decides what is not said here"),
     (AC, "{mixed_precision: fp8, fp8_config: {backend: TE, amax_compute_algo: most_recent}}", "quantization~amax history 1024 (max)"),
     (AC, "{mixed_precision: fp8, fp8_config: {backend: TE, use_mxfp8_block_scaling: true}}", "quantization~mxfp8"),
     (AC, "{mixed_precision: fp8, distributed_type: MULTI_GPU, fp8_config: {backend: TE, margin: 2, amax_history_length: 16, amax_compute_algorithm: max}}", "fields.fp8_margin=2",

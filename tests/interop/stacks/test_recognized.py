@@ -90,7 +90,7 @@ def test_deepspeeds_launcher_is_refused_by_the_file_that_decides() -> None:
     whole = "deepspeed pretrain_gpt.py --num-layers 2 --micro-batch-size 1 --deepspeed_config ds.json --bf16"
     found = read_text(f"#!/bin/bash\n{whole}", name="run.sh")
     assert found.stack == "megatron-lm"
-    assert any("ds.json decides" in line for line in found.assumed)
+    assert any("ds.json decides" in line for line in found.undecided)
 
 
 def test_a_trainer_under_accelerates_launcher_says_what_is_not_read() -> None:

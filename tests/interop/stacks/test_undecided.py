@@ -40,6 +40,70 @@ def test_what_decides_elsewhere_is_undecided(
     assert all(line.startswith(start) for line, start in zip(lines, undecided, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("torchrun x.py --bf16 --micro-batch-size 1 --fp8-format $(pick)", 1, "--fp8-format: its value is known only when the script runs"),
+        ("if [ $# = 1 ]; then A=--fp16; fi\ntorchrun x.py --bf16 --micro-batch-size 1 $A", 1, "A=--fp16 stands in `if` of line 2"),
+        ("torchrun x.py --bf16 --micro-batch-size 1 --lr $(pick)", 0, "--lr: its value"),
+        ("torchrun x.py --bf16 --micro-batch-size 1 --deepspeed_config z.json", 1, "--deepspeed_config: z.json decides: pass that file"),
+        ("cat <<E > z.json\n{{\"bf16\": {{\"enabled\": true}}, \"zero_optimization\": {{\"stage\": $Z}}}}\nE\ntorchrun x.py --fp16 --deepspeed_config=z.json", 0, "gradients on the wire               bf16"),
+        ("cat > z.json <<'E'\n{{\"bf16\": {{\"enabled\": \"$Z\"}}}}\nE\ntorchrun x.py --deepspeed_config z.json", 2, "bf16.enabled='$Z': expected true or false"),
+    ],
+)  # fmt: skip
+def test_a_script_decides_or_is_undecided(
+    script: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.sh").write_text(f"#!/bin/bash\n{script.replace('{{', '{').replace('}}', '}')}\n")
+    assert main(["import", str(tmp_path / "a.sh"), "--env", "Z=1"]) == code
+    captured = capsys.readouterr()
+    assert said in captured.out + captured.err
+
+
+def test_nothing_is_written_that_is_undecided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": "auto"}}')
+    written = tmp_path / "mine.yaml"
+    assert main(["import", str(tmp_path / "ds.json"), "--from", "deepspeed", "--write", str(written)]) == 2
+    assert "not written, since it is undecided: bf16.enabled=auto" in " ".join(capsys.readouterr().err.split())
+    assert not written.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        ("--bf16", 0, "bf16_mixed"),
+        ("--bf16 --hysteresis 3", 1, "has no effect there"),
+        ("--bf16 --fp8-output-proj", 1, "mpbridge cannot express"),
+        ("--bf16 --fp8-formt hybrid", 1, "unknown there"),
+        ("--bf16 --swigluu", 0, "unknown there"),
+        ("--from automodel {model: {torch_dtype: bfloat16}, optimizer: {_target_: torch.optim.AdamW}}", 0, "hazards:\n  weights and moments in BF16 without main weights"),
+    ],
+)  # fmt: skip
+def test_the_exit_code_says_whether_something_is_lost_or_doubtful(
+    args: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text(args.partition("{")[1] + args.partition("{")[2])
+    words = ["--from", "automodel", str(tmp_path / "a.yaml")] if "{" in args else ["--args", args]
+    assert main(["import", *words]) == code
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mixed_precision: {recipe: bf16_mixed}\nddp: {}\n",
+        "mixed_precision: [{recipe: fp32}]\nddp: {}\n",
+        "extends: gpt_tiny\nddp: {}\n",
+    ],
+)
+def test_a_run_of_mpbridge_is_not_read_as_bridges(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["import", str(tmp_path / "run.yaml")]) == 2
+    assert "of mpbridge" in capsys.readouterr().err
+
+
 def test_an_argument_of_a_script_counts_without_those_before_it() -> None:
     assert read_script('torchrun x.py "$@" --n $9', {"9": "--bf16"}).words == ["--bf16", "--n", "--bf16"]
     assert read_script('torchrun x.py "$@"', {"10": "c", "2": "b", "1": "a", "0": "s"}).words == ["a", "b", "c"]

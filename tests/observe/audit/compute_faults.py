@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.observe.audit.faults import gpt, linear, nothing
+from tests.observe.audit.faults import changed, gpt, linear, narrow, nothing
 
 
 # --- compute -------------------------------------------------------------------------------------------------------------------------------
@@ -46,8 +46,7 @@ def router_in_bf16(engine: Any) -> None:
 
 def router_logits_rounded(engine: Any) -> None:
     for layer in gpt(engine).decoder.layers:
-        router = layer.mlp.router
-        router.gating = lambda x, real=router.gating: real(x).bfloat16().float()
+        changed(layer.mlp.router, "gating", narrow)
 
 
 def routed_in_bf16(engine: Any) -> None:
@@ -62,17 +61,11 @@ def softmax_flag_off(engine: Any) -> None:
 
 
 def stream_rounded(engine: Any) -> None:
-    layer = gpt(engine).decoder.layers[0]
-
-    def narrow(module: Any, args: Any, output: Any) -> Any:
-        return tuple(o.bfloat16().to(o.dtype) if isinstance(o, torch.Tensor) else o for o in output)
-
-    layer.register_forward_hook(narrow)
+    gpt(engine).decoder.layers[0].register_forward_hook(lambda module, args, output: narrow(output))
 
 
 def stream_rounded_before_norm(engine: Any) -> None:
-    norm = gpt(engine).decoder.layers[1].input_layernorm
-    norm.register_forward_pre_hook(lambda module, args: tuple(a.bfloat16().to(a.dtype) for a in args))
+    gpt(engine).decoder.layers[1].input_layernorm.register_forward_pre_hook(lambda module, args: narrow(args))
 
 
 def loss_in_bf16(engine: Any) -> None:
@@ -87,18 +80,13 @@ def loss_in_bf16(engine: Any) -> None:
 
 
 def loss_rounded_afterwards(engine: Any) -> None:
-    model = gpt(engine)
-    real = model.compute_language_model_loss
-    model.compute_language_model_loss = lambda *args, **kwargs: real(*args, **kwargs).bfloat16().float()
+    changed(gpt(engine), "compute_language_model_loss", narrow)
 
 
 def logits_narrow(engine: Any) -> None:
-    layer = gpt(engine).output_layer
-    del layer._forward_impl
-    layer._forward_impl = type(layer)._forward_impl.__get__(layer) if hasattr(type(layer), "_forward_impl") else None
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as plain
 
-    layer._forward_impl = plain
+    gpt(engine).output_layer._forward_impl = plain
 
 
 def angles_in_bf16(engine: Any) -> None:
@@ -108,7 +96,7 @@ def angles_in_bf16(engine: Any) -> None:
 
 def angles_rounded(engine: Any) -> None:
     rotary = gpt(engine).rotary_pos_emb
-    rotary.inv_freq = rotary.inv_freq.bfloat16().float()
+    rotary.inv_freq = narrow(rotary.inv_freq)
 
 
 def weights_rounded_in_forward(engine: Any) -> None:
@@ -126,8 +114,7 @@ def another_layers_weight(engine: Any) -> None:
 
 
 def activations_rounded(engine: Any) -> None:
-    module = linear(engine, "mlp.linear_fc2")
-    module.register_forward_pre_hook(lambda module, args: (args[0].bfloat16().to(args[0].dtype), *args[1:]))
+    linear(engine, "mlp.linear_fc2").register_forward_pre_hook(lambda module, args: (narrow(args[0]), *args[1:]))
 
 
 def autocast_on(engine: Any) -> None:
@@ -203,25 +190,7 @@ def class_swapped(engine: Any) -> None:
     linear(engine).__class__ = ColumnParallelLinear
 
 
-def operand(role: str, side: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Replaces one operand of every quantized linear on its way to the GEMM."""
-
-    def plant(engine: Any) -> None:
-        for quantizer in engine.emulation.quantizers.values():
-            real = quantizer.operand
-
-            def make(x: Any, *, gemm: Any, side: Any, real: Any = real, wanted: Any = (role, side), **more: Any) -> Any:
-                made = real(x, gemm=gemm, side=side, **more)
-                return change(x) if (gemm, side) == wanted else made
-
-            quantizer.operand = make
-            if hasattr(quantizer, "shares_copies"):
-                quantizer.shares_copies = lambda side: False
-
-    return plant
-
-
-def unquantized(x: torch.Tensor) -> Any:
+def unquantized(real: Any, x: torch.Tensor, **how: Any) -> Any:
     from mpbridge.numerics.quantizer import Operand
 
     return Operand(x.bfloat16(), None)
@@ -264,17 +233,20 @@ def history_cut(engine: Any) -> None:
 def not_rotated(engine: Any) -> None:
     import mpbridge.numerics.nvfp4 as module
 
-    engine.undo.append(SimpleNamespace(owner=module, name="rotate", value=module.rotate))
-    module.rotate = lambda x, **options: x
+    replaced(engine, module, "rotate", lambda x, **options: x)
 
 
 def rounded_to_nearest(engine: Any) -> None:
     import mpbridge.numerics.nvfp4 as module
-
-    engine.undo.append(SimpleNamespace(owner=module, name="values_stochastic", value=module.values_stochastic))
     from mpbridge.common.formats import E2M1
 
     def nearest(view: Any, multiplier: Any, factor: Any, random: Any, out: Any) -> Any:
         return module.values(view, multiplier, factor, E2M1, out)
 
-    module.values_stochastic = nearest
+    replaced(engine, module, "values_stochastic", nearest)
+
+
+def replaced(engine: Any, owner: Any, name: str, value: Any) -> None:
+    """Replaced until the engine is closed."""
+    engine.undo.append(SimpleNamespace(owner=owner, name=name, value=getattr(owner, name)))
+    setattr(owner, name, value)

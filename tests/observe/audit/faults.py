@@ -17,10 +17,7 @@ def gpt(engine: Any) -> Any:
 
 
 def linear(engine: Any, path: str = "mlp.linear_fc1", layer: int = 1) -> Any:
-    module = gpt(engine).decoder.layers[layer]
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
+    return gpt(engine).decoder.layers[layer].get_submodule(path)
 
 
 def inner(engine: Any) -> Any:
@@ -33,15 +30,45 @@ def parts(engine: Any) -> list[Any]:
     return list(engine.optimizer.chained_optimizers)
 
 
-def after(owner: Any, name: str, then: Callable[..., Any]) -> None:
+def changed(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """What `owner.name` returns is changed."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: change(real(*args, **kwargs)))
+
+
+def around(owner: Any, name: str, enters: Callable[[], Callable[[], None] | None]) -> None:
+    """`enters` before each call of `owner.name`, and what it returns after it."""
     real = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        leaves = enters()
         result = real(*args, **kwargs)
-        then()
+        if leaves is not None:
+            leaves()
         return result
 
     setattr(owner, name, call)
+
+
+def after(owner: Any, name: str, then: Callable[[], None]) -> None:
+    around(owner, name, lambda: then)
+
+
+def narrow(value: Any) -> Any:
+    """Tensors rounded to BF16, in their own dtype."""
+    if isinstance(value, tuple):
+        return tuple(map(narrow, value))
+    return value.bfloat16().to(value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def updated(engine: Any) -> list[torch.Tensor]:
+    """What the inner optimizer updates on this rank."""
+    return [getattr(p, "_local_tensor", p) for group in inner(engine).param_groups for p in group["params"]]
+
+
+def largest(engine: Any) -> torch.Tensor:
+    """The largest of them: its update is never below rounding."""
+    return max(updated(engine), key=lambda p: p.numel())
 
 
 def stepping(engine: Any, then: Callable[[], None]) -> None:
@@ -90,19 +117,24 @@ def optimizer_frozen(engine: Any) -> None:
         getattr(part, "optimizer", part).step = nothing
 
 
+def kept(engine: Any, first: int | None = None) -> Callable[[], Callable[[], None]]:
+    """Puts elements of the largest weight back after an update: all, or every `first`-th part's."""
+
+    def enters() -> Callable[[], None]:
+        flat = largest(engine).detach().view(-1)
+        part = flat[: flat.numel() // (first or 1)]
+        old = part.clone()
+        return lambda: part.copy_(old)  # type: ignore[func-returns-value]
+
+    return enters
+
+
 def one_weight_frozen(engine: Any) -> None:
-    optimizer = inner(engine)
-    # the largest: its update is never below rounding
-    target = max((p for group in optimizer.param_groups for p in group["params"]), key=lambda p: p.numel())
-    real = optimizer.step
+    around(inner(engine), "step", kept(engine))
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        kept = target.detach().clone()
-        result = real(*args, **kwargs)
-        target.data.copy_(kept)
-        return result
 
-    optimizer.step = step
+def half_of_a_weight_frozen(engine: Any) -> None:
+    around(inner(engine), "step", kept(engine, 2))
 
 
 def dropped_from_the_optimizer(engine: Any) -> None:
@@ -128,26 +160,6 @@ def cast_state(name: str, dtype: torch.dtype) -> Callable[[Any], None]:
     return plant
 
 
-def round_state(name: str) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        def narrow() -> None:
-            for state in states(engine):
-                state[name].copy_(state[name].bfloat16().float())
-
-        stepping(engine, narrow)
-
-    return plant
-
-
-def main_weights_rounded(engine: Any) -> None:
-    def narrow() -> None:
-        for group in inner(engine).param_groups:
-            for p in group["params"]:
-                p.data.copy_(p.data.bfloat16().float())
-
-    stepping(engine, narrow)
-
-
 def remainders_zeroed(engine: Any) -> None:
     def zero() -> None:
         for state in states(engine):
@@ -168,9 +180,8 @@ def main_weights_cast(engine: Any) -> None:
     """What the optimizer updates becomes BF16 after its first update."""
 
     def cast() -> None:
-        for group in inner(engine).param_groups:
-            for p in group["params"]:
-                p.data = p.data.bfloat16()
+        for p in updated(engine):
+            p.data = p.data.bfloat16()
 
     after(engine, "train_step", cast)
 
@@ -179,13 +190,10 @@ def stored_as(dtype: torch.dtype, *path: str) -> Callable[[Any], None]:
     """The parameters of one module rest in another dtype."""
 
     def plant(engine: Any) -> None:
-        module = gpt(engine)
-        for name in path:
-            module = module[int(name)] if name.isdigit() else getattr(module, name)
+        module = gpt(engine).get_submodule(".".join(path))
         for parameter in module.parameters():
-            getattr(parameter, "_local_tensor", parameter).data = getattr(
-                parameter, "_local_tensor", parameter
-            ).data.to(dtype)
+            own = getattr(parameter, "_local_tensor", parameter)
+            own.data = own.data.to(dtype)
 
     return plant
 
@@ -194,10 +202,10 @@ def stored_as(dtype: torch.dtype, *path: str) -> Callable[[Any], None]:
 def change_gradients(
     change: Callable[[torch.Tensor], torch.Tensor], name: str = "linear_fc1.weight"
 ) -> Callable[[Any], None]:
-    """Changes accumulated gradients right before the optimizer looks at them."""
+    """Changes accumulated gradients right before the optimizer looks at them; all of them for an empty name."""
 
     def plant(engine: Any) -> None:
-        def act(*args: Any, **kwargs: Any) -> None:
+        def act() -> None:
             for full, p in engine.named_parameters():
                 if not full.endswith(name):
                     continue
@@ -206,15 +214,7 @@ def change_gradients(
                 grad = getattr(grad, "_local_tensor", grad)
                 grad.copy_(change(grad))
 
-        config = engine.configs.model
-        real = config.finalize_model_grads_func
-
-        def finalize(*args: Any, **kwargs: Any) -> Any:
-            result = real(*args, **kwargs)
-            act()
-            return result
-
-        config.finalize_model_grads_func = finalize
+        after(engine.configs.model, "finalize_model_grads_func", act)
 
     return plant
 

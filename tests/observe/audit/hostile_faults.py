@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.observe.audit.faults import gpt, inner, linear, nothing, states, stepping
+from tests.observe.audit.compute_faults import replaced
+from tests.observe.audit.faults import around, changed, gpt, inner, linear, narrow, nothing, states, stepping, updated
 
 
 # --- weights and states --------------------------------------------------------------------------------------------------------------------
@@ -41,30 +41,12 @@ def main_weights_with(bits: int) -> Callable[[Any], None]:
         narrow = narrowed(bits)
 
         def act() -> None:
-            for group in inner(engine).param_groups:
-                for p in group["params"]:
-                    own = getattr(p, "_local_tensor", p)
-                    own.data.copy_(narrow(own.data))
+            for own in updated(engine):
+                own.data.copy_(narrow(own.data))
 
         stepping(engine, act)
 
     return plant
-
-
-def half_of_a_weight_frozen(engine: Any) -> None:
-    optimizer = inner(engine)
-    target = max((p for group in optimizer.param_groups for p in group["params"]), key=lambda p: p.numel())
-    own = getattr(target, "_local_tensor", target)
-    real = optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        flat = own.detach().view(-1)
-        kept = flat[: flat.numel() // 2].clone()
-        result = real(*args, **kwargs)
-        own.detach().view(-1)[: kept.numel()].copy_(kept)
-        return result
-
-    optimizer.step = step
 
 
 def frozen_while_nobody_looks(engine: Any) -> None:
@@ -78,19 +60,17 @@ def frozen_while_nobody_looks(engine: Any) -> None:
 
 def update_in_bf16(engine: Any) -> None:
     """The update is rounded to BF16 before it is added to FP32 weights."""
-    optimizer = inner(engine)
-    real = optimizer.step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
-        owned = [getattr(p, "_local_tensor", p) for p in owned]
-        kept = [p.detach().clone() for p in owned]
-        result = real(*args, **kwargs)
-        for p, old in zip(owned, kept, strict=True):
-            p.data.copy_(old + (p.detach() - old).bfloat16().float())
-        return result
+    def enters() -> Callable[[], None]:
+        kept = [(p, p.detach().clone()) for p in updated(engine)]
 
-    optimizer.step = step
+        def leaves() -> None:
+            for p, old in kept:
+                p.data.copy_(old + narrow(p.detach() - old))
+
+        return leaves
+
+    around(inner(engine), "step", enters)
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------------------------------
@@ -98,25 +78,6 @@ def gradients_kept(engine: Any) -> None:
     """The last step's gradients are still there when the next ones are added."""
     for chunk in engine.model:
         chunk.zero_grad_buffer = nothing
-
-
-def all_gradients_times(factor: float) -> Callable[[Any], None]:
-    """Every gradient alike, behind the division by the number of tokens."""
-
-    def plant(engine: Any) -> None:
-        config = engine.configs.model
-        real = config.finalize_model_grads_func
-
-        def finish(*args: Any, **kwargs: Any) -> Any:
-            result = real(*args, **kwargs)
-            for _, parameter in engine.named_parameters():
-                parameter.main_grad.mul_(factor)
-            return result
-
-        config.finalize_model_grads_func = finish
-        engine.undo.append(SimpleNamespace(owner=config, name="finalize_model_grads_func", value=real))
-
-    return plant
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -156,9 +117,7 @@ def backward_reads(
 
 # --- compute -------------------------------------------------------------------------------------------------------------------------------
 def tf32_allowed(engine: Any) -> None:
-    before = torch.get_float32_matmul_precision()
-    engine.undo.append(SimpleNamespace(owner=_Precision(), name="value", value=before))
-    torch.set_float32_matmul_precision("high")
+    replaced(engine, _Precision(), "value", "high")
 
 
 class _Precision:
@@ -202,9 +161,7 @@ def norm_in_bf16_without_a_root(engine: Any) -> None:
 
 def output_gradients_rounded(engine: Any) -> None:
     """What a linear's backward pass is given is rounded to BF16 on its way."""
-    linear(engine).register_full_backward_pre_hook(
-        lambda module, grads: tuple(g if g is None else g.bfloat16().to(g.dtype) for g in grads)
-    )
+    linear(engine).register_full_backward_pre_hook(lambda module, grads: narrow(grads))
 
 
 def linear_by_a_batched_product(engine: Any) -> None:
@@ -235,20 +192,11 @@ def attention_without_a_product(engine: Any) -> None:
 
 
 def angles_rounded_on_their_way(engine: Any) -> None:
-    rotary = gpt(engine).rotary_pos_emb
-    real = rotary.forward
-    rotary.forward = lambda *args, **kwargs: real(*args, **kwargs).bfloat16().float()
+    changed(gpt(engine).rotary_pos_emb, "forward", narrow)
 
 
 def logits_rounded(engine: Any) -> None:
-    layer = gpt(engine).output_layer
-    real = layer.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out, *rest = real(*args, **kwargs)
-        return out.bfloat16().to(out.dtype), *rest
-
-    layer.forward = forward
+    changed(gpt(engine).output_layer, "forward", narrow)
 
 
 # --- quantization --------------------------------------------------------------------------------------------------------------------------
@@ -280,13 +228,8 @@ def squeezed(real: Any, x: torch.Tensor, **how: Any) -> Any:
 
 
 def coarse(real: Any, x: torch.Tensor, **how: Any) -> Any:
-    return real(to_coarse(x), **how)
-
-
-def to_coarse(values: torch.Tensor) -> torch.Tensor:
     """Rounded to two bits of mantissa before it is quantized by its rule."""
-    whole = values.detach().float().contiguous().view(torch.int32)
-    return (((whole + (1 << 20)) >> 21) << 21).view(torch.float32).to(values.dtype)
+    return real(narrowed(2)(x.float()).to(x.dtype), **how)
 
 
 def halved(real: Any, x: torch.Tensor, **how: Any) -> Any:

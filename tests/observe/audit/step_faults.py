@@ -7,21 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.observe.audit.faults import gpt, inner, states
-
-
-def _around(engine: Any, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
-    """`before` and `after` around the inner optimizer's update."""
-    optimizer = inner(engine)
-    real = optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        before()
-        result = real(*args, **kwargs)
-        after()
-        return result
-
-    optimizer.step = step
+from tests.observe.audit.faults import around, changed, gpt, inner, largest, states
 
 
 def moments_zeroed_before_every_step(engine: Any) -> None:
@@ -30,7 +16,7 @@ def moments_zeroed_before_every_step(engine: Any) -> None:
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()
 
-    _around(engine, zero)
+    around(inner(engine), "step", zero)
 
 
 def moments_times(factor: float, *names: str) -> Callable[[Any], None]:
@@ -47,14 +33,15 @@ def moments_times(factor: float, *names: str) -> Callable[[Any], None]:
 def rates_doubled_inside(engine: Any) -> None:
     """The groups show the promised rates before and after the update."""
 
-    def times(factor: float) -> Callable[[], None]:
-        def act() -> None:
-            for group in inner(engine).param_groups:
-                group["lr"] *= factor
+    def times(factor: float) -> None:
+        for group in inner(engine).param_groups:
+            group["lr"] *= factor
 
-        return act
+    def enters() -> Callable[[], None]:
+        times(2.0)
+        return lambda: times(0.5)
 
-    _around(engine, times(2.0), times(0.5))
+    around(inner(engine), "step", enters)
 
 
 def setting(**values: Any) -> Callable[[Any], None]:
@@ -74,25 +61,19 @@ def never_clipped(engine: Any) -> None:
 
 
 def norm_times(factor: float) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        real = engine.optimizer.get_grad_norm
-        engine.optimizer.get_grad_norm = lambda: real() * factor
-
-    return plant
+    return lambda engine: changed(engine.optimizer, "get_grad_norm", lambda norm: norm * factor)
 
 
 def norm_in_bf16(engine: Any) -> None:
-    real = engine.optimizer.get_grad_norm
-    engine.optimizer.get_grad_norm = lambda: float(torch.tensor(float(real())).bfloat16()) * (1 + 2.0**-9)
+    changed(engine.optimizer, "get_grad_norm", lambda norm: float(torch.tensor(float(norm)).bfloat16()) * (1 + 2.0**-9))
 
 
 def one_ulp_apart(which: str) -> Callable[[Any], None]:
     """One FP32 element of a main weight or moment, now: too little to show in the rounded parameter."""
 
     def plant(engine: Any) -> None:
-        optimizer = inner(engine)
-        weight = max((p for group in optimizer.param_groups for p in group["params"]), key=lambda p: p.numel())
-        tensor = weight.data if which == "main" else optimizer.state[weight][which]
+        weight = largest(engine)
+        tensor = weight.data if which == "main" else inner(engine).state[weight][which]
         tensor.view(torch.int32).view(-1)[7] += 1
 
     return plant

@@ -101,16 +101,10 @@ def _no_gather(engine: Any) -> None:
 
 def _last_weight_doubled(engine: Any) -> None:
     """A weight of the stage's last layer is updated by twice its gradient."""
-    from tests.observe.audit.faults import gpt
+    from tests.observe.audit.faults import after, gpt
 
     weight = gpt(engine).decoder.layers[-1].mlp.linear_fc2.weight
-    real = engine.configs.model.finalize_model_grads_func
-
-    def finalize(*args: Any, **kwargs: Any) -> None:
-        real(*args, **kwargs)
-        weight.main_grad.mul_(2)
-
-    engine.configs.model.finalize_model_grads_func = finalize
+    after(engine.configs.model, "finalize_model_grads_func", lambda: weight.main_grad.mul_(2))
 
 
 def _more_between_stages(engine: Any) -> None:
@@ -173,7 +167,6 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
 
     from tests.observe.audit import compute_faults as c
     from tests.observe.audit import faults as f
-    from tests.observe.audit import hostile_faults as h
     from tests.observe.audit import step_faults as s
 
     return {
@@ -198,7 +191,7 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "rank 1 loses a gradient": ("ddp", _on_rank_1(f.change_gradients(torch.zeros_like)), 0, {"gradients", "weights moved", "replicas"}),
         "more travels between stages": ("pipeline", _more_between_stages, 0, {"wire: stages"}),
         "a gradient doubled on the second stage": ("pipeline", _on_rank_1(_last_weight_doubled), 0, {"gradients"}),
-        "all gradients halved, sum of tokens": ("sum of tokens", h.all_gradients_times(0.5), 0, {"gradients"}),
+        "all gradients halved, sum of tokens": ("sum of tokens", f.change_gradients(lambda grad: grad * 0.5, ""), 0, {"gradients"}),
         "rank 1's main weight one ulp apart": ("ddp", _on_rank_1(s.one_ulp_apart("main")), 1, {"replicas"}),
         "rank 1's moment one ulp apart": ("ddp", _on_rank_1(s.one_ulp_apart("exp_avg")), 1, {"replicas"}),
         "rank 1's rotary frequencies": ("ddp", _on_rank_1(s.frequencies_times(1.01)), 0, {"replicas"}),

@@ -14,79 +14,90 @@ from mpbridge.common.errors import BadValue
 from tests.observe.witnessing.loops import Tiny, adam, loss_of, tokens
 
 Step = Callable[[Any, Any, int], None]
+Act = Callable[[Any], None]
 
 
-def plain(model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, tokens(step), autocast=False).backward()
-    optimizer.step()
+def stepping(
+    *,
+    before: Act = lambda model: None,
+    after: Callable[[Any, Any], None] = lambda model, optimizer: None,
+    steps: Any = None,
+) -> Step:
+    """A loop's step. before: acts on the model between backward and the update; after: on model and optimizer behind it; steps: whether the n-th of several
+    optimizers takes the step."""
+
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        every = optimizer if isinstance(optimizer, list) else [optimizer]
+        for one in every:
+            one.zero_grad()
+        loss_of(model, tokens(number), autocast=False).backward()
+        before(model)
+        for which, one in enumerate(every):
+            if steps is None or steps(which, number):
+                one.step()
+        with torch.no_grad():
+            after(model, optimizer)
+
+    return step
 
 
-def put_back(model: Any, optimizer: Any, step: int) -> None:
-    kept = [parameter.detach().clone() for parameter in model.parameters()]
-    plain(model, optimizer, step)
-    with torch.no_grad():
+def put_back(from_: int) -> Step:
+    """The update is taken back, but for the first so many elements of each tensor behind the very first, which is sampled, as the last is."""
+
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        plain(model, optimizer, number)
         for parameter, old in zip(model.parameters(), kept, strict=True):
-            parameter.copy_(old)
+            moved = parameter.detach().view(-1)[1:from_].clone()
+            parameter.data.copy_(old)
+            parameter.data.view(-1)[1:from_] = moved
+
+    return step
 
 
-def rounded_weights(model: Any, optimizer: Any, step: int) -> None:
-    plain(model, optimizer, step)
-    with torch.no_grad():
+def each(act: Callable[[torch.Tensor], Any]) -> Callable[[Any, Any], None]:
+    def all_of(model: Any, optimizer: Any) -> None:
         for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())
+            act(parameter)
+
+    return all_of
 
 
-def rounded_moments(model: Any, optimizer: Any, step: int) -> None:
-    plain(model, optimizer, step)
-    for state in optimizer.state.values():
-        state["exp_avg"].copy_(state["exp_avg"].bfloat16())
+def moments(act: Callable[[torch.Tensor], Any], *names: str) -> Callable[[Any, Any], None]:
+    def all_of(model: Any, optimizer: Any) -> None:
+        for state in optimizer.state.values():
+            for name in names:
+                act(state[name])
+
+    return all_of
 
 
-def put_back_but_for_one_element(model: Any, optimizer: Any, step: int) -> None:
-    kept = [parameter.detach().clone() for parameter in model.parameters()]
-    plain(model, optimizer, step)
-    with torch.no_grad():
-        for parameter, old in zip(model.parameters(), kept, strict=True):
-            # every tensor's first and last elements are among those that are sampled
-            last = parameter.view(-1)[1].clone()
-            parameter.copy_(old)
-            parameter.view(-1)[1] = last
+def gradients_times(factor: float, part: Callable[[Any], Any] = lambda model: model) -> Act:
+    def act(model: Any) -> None:
+        for parameter in part(model).parameters():
+            parameter.grad.mul_(factor)
+
+    return act
 
 
-def zeroed_moments(model: Any, optimizer: Any, step: int) -> None:
-    plain(model, optimizer, step)
-    for state in optimizer.state.values():
-        state["exp_avg"].zero_()
-        state["exp_avg_sq"].zero_()
-
-
-def dropped_moments(model: Any, optimizer: Any, step: int) -> None:
-    """An optimizer that is made anew for every step."""
-    plain(model, optimizer, step)
-    optimizer.state.clear()
-
-
-def turned_round(model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, tokens(step), autocast=False).backward()
-    for parameter in model.parameters():
-        parameter.grad.neg_()
-    optimizer.step()
-
-
-def normalized_weights(model: Any, optimizer: Any, step: int) -> None:
+def normalized(parameter: torch.Tensor) -> None:
     """What nGPT does, and is no fault."""
-    plain(model, optimizer, step)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.div_(parameter.norm(dim=1, keepdim=True))
+    if parameter.dim() == 2:
+        parameter.div_(parameter.norm(dim=1, keepdim=True))
 
 
-def without_an_update(model: Any, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, tokens(step), autocast=False).backward()
+plain = stepping()
+BEHIND = {
+    "put back": (put_back(1), "weights moved"),
+    "put back but for one element": (put_back(2), "weights moved"),
+    "weights rounded": (stepping(after=each(lambda one: one.copy_(one.bfloat16()))), "bits of states"),
+    "moments rounded": (stepping(after=moments(lambda one: one.copy_(one.bfloat16()), "exp_avg")), "bits of states"),
+    "moments zeroed": (stepping(after=moments(torch.Tensor.zero_, "exp_avg", "exp_avg_sq")), "bits of states"),
+    # an optimizer that is made anew for every step
+    "moments dropped": (stepping(after=lambda model, optimizer: optimizer.state.clear()), "bits of states"),
+    "gradients turned round": (stepping(before=gradients_times(-1.0)), "gradients"),
+    "no update": (stepping(steps=lambda which, number: False), "optimizer stepped"),
+}
 
 
 def observed(step: Step, model: Any, optimizer: Any, policy: str | None = None) -> Any:
@@ -101,26 +112,15 @@ def wrong(report: Any) -> set[str]:
     return {one.subject for one in report.report.findings if not one.ok and not one.unseen}
 
 
-@pytest.mark.parametrize(
-    ("step", "subject"),
-    [
-        (put_back, "weights moved"),
-        (rounded_weights, "bits of states"),
-        (rounded_moments, "bits of states"),
-        (put_back_but_for_one_element, "weights moved"),
-        (zeroed_moments, "bits of states"),
-        (dropped_moments, "bits of states"),
-        (turned_round, "gradients"),
-        (without_an_update, "optimizer stepped"),
-    ],
-)
+@pytest.mark.parametrize("case", BEHIND)
 @pytest.mark.parametrize("policy", [None, "fp32"])
-def test_what_happens_behind_the_update_or_instead_of_it_is_named(step: Step, subject: str, policy: str | None) -> None:
+def test_what_happens_behind_the_update_or_instead_of_it_is_named(case: str, policy: str | None) -> None:
+    step, subject = BEHIND[case]
     model = Tiny()
     assert subject in wrong(observed(step, model, adam(model), policy))
 
 
-@pytest.mark.parametrize("step", [plain, normalized_weights])
+@pytest.mark.parametrize("step", [plain, stepping(after=each(normalized))], ids=["plain", "normalized"])
 def test_a_loop_may_change_weights_after_the_update(step: Step) -> None:
     model = Tiny()
     assert observed(step, model, adam(model)).ok
@@ -178,22 +178,9 @@ def actor_and_critic(model: Any) -> list[Any]:
     ]
 
 
-def clipped_apart(model: Any, optimizers: Any, step: int) -> None:
-    for one in optimizers:
-        one.zero_grad()
-    loss_of(model, tokens(step), autocast=False).backward()
-    for one in optimizers:
+def clipped(model: Any) -> None:
+    for one in actor_and_critic(model):
         torch.nn.utils.clip_grad_norm_(one.param_groups[0]["params"], 0.1)
-        one.step()
-
-
-def actor_in_every_other_step(model: Any, optimizers: Any, step: int) -> None:
-    for one in optimizers:
-        one.zero_grad()
-    loss_of(model, tokens(step), autocast=False).backward()
-    optimizers[0].step()
-    if step % 2 == 0:
-        optimizers[1].step()
 
 
 def in_turns(model: Any, optimizers: Any, step: int) -> None:
@@ -204,25 +191,25 @@ def in_turns(model: Any, optimizers: Any, step: int) -> None:
         one.step()
 
 
-@pytest.mark.parametrize("step", [clipped_apart, actor_in_every_other_step, in_turns])
+TURNS = {
+    "clipped apart": stepping(before=clipped),
+    "the actor in every other step": stepping(steps=lambda which, number: not which or number % 2 == 0),
+    "in turns": in_turns,
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
 @pytest.mark.parametrize("policy", [None, "fp32"])
-def test_several_optimizers_are_not_accused(step: Step, policy: str | None) -> None:
+def test_several_optimizers_are_not_accused(case: str, policy: str | None) -> None:
     model = Tiny()
-    report = observed(step, model, actor_and_critic(model), policy)
+    report = observed(TURNS[case], model, actor_and_critic(model), policy)
     assert wrong(report) == set()
     unseen = {one.subject for one in report.report.findings if one.unseen}
-    assert ("gradients" in unseen) is (step is in_turns)
+    assert ("gradients" in unseen) is (case == "in turns")
 
 
 def test_the_gradients_of_an_optimizer_that_steps_are_followed_while_another_waits() -> None:
-    def doubled(model: Any, optimizers: Any, step: int) -> None:
-        for one in optimizers:
-            one.zero_grad()
-        loss_of(model, tokens(step), autocast=False).backward()
-        for parameter in model.layers.parameters():
-            parameter.grad.mul_(2)
-        optimizers[0].step()
-
+    doubled = stepping(before=gradients_times(2.0, lambda model: model.layers), steps=lambda which, number: not which)
     model = Tiny()
     assert wrong(observed(doubled, model, actor_and_critic(model))) == {"gradients"}
 
@@ -243,15 +230,9 @@ def test_an_update_inside_of_the_backward_pass_is_followed() -> None:
 
 
 def test_a_parameter_that_two_optimizers_update_is_named() -> None:
-    def both(model: Any, optimizers: Any, step: int) -> None:
-        optimizers[0].zero_grad()
-        loss_of(model, tokens(step), autocast=False).backward()
-        for one in optimizers:
-            one.step()
-
     model = Tiny()
     twice = [adam(model), torch.optim.AdamW(model.head.parameters(), lr=1e-3)]
-    report = observed(both, model, twice)
+    report = observed(plain, model, twice)
     (found,) = [one for one in report.report.findings if not one.ok]
     assert (found.subject, list(found.offenders)) == ("optimizer holds", ["head.weight: in several optimizers"])
 
@@ -294,18 +275,11 @@ def test_two_linears_that_share_a_weight_are_followed() -> None:
 
 @pytest.mark.parametrize("policy", [None, "fp32"])
 def test_a_loop_that_says_that_it_never_clips_is_held_to_it(policy: str | None) -> None:
-    def shrunk(model: Any, optimizer: Any, step: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, tokens(step), autocast=False).backward()
-        for parameter in model.parameters():
-            parameter.grad.mul_(0.5)
-        optimizer.step()
-
     model = Tiny()
     optimizer = adam(model)
     seen = mpbridge.witness(model, optimizer, policy, at={1}, clip=0.0)
     with seen.step():
-        shrunk(model, optimizer, 0)
+        stepping(before=gradients_times(0.5))(model, optimizer, 0)
     assert wrong(seen.report) == {"gradients"}
 
 

@@ -10,8 +10,8 @@ from mpbridge.common.machines import machine
 from mpbridge.planning.memory.activations import activations
 from mpbridge.planning.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.planning.memory.compare import against_bf16
+from mpbridge.planning.memory.limitations import left_out_of_memory
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
-from mpbridge.planning.memory.uncounted import left_out_of_memory
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 
@@ -305,11 +305,11 @@ def test_every_part_says_how_it_is_known():
         },
     )
     found = memory(policy("bf16"), run, rank=63)
-    names = [part.name for part in (*found.beside, *found.outside)]
+    names = [part.name for part in (*found.overheads, *found.outside)]
     assert names == ["workspaces", "overlap buffers", "gather buffer", "pipeline buffers", "context", "fragmentation", "dispatch"]  # fmt: skip
-    assert all(part.because and part.band > 0 and part.known in ("measured", "estimated") for part in found.beside)
+    assert all(part.because and part.band > 0 and part.known in ("measured", "estimated") for part in found.overheads)
     assert found.needed == found.states + found.activations + sum(
-        part.bytes for part in (*found.beside, *found.outside)
+        part.bytes for part in (*found.overheads, *found.outside)
     )
 
 
@@ -317,7 +317,7 @@ MIB = 2**20
 
 
 def beside(run, rank=None, name="bf16"):
-    return {part.name: part.bytes for part in memory(policy(name), run, rank=rank).beside}
+    return {part.name: part.bytes for part in memory(policy(name), run, rank=rank).overheads}
 
 
 # torch: one workspace for the forward and one for the backward thread; Transformer Engine: one, four more for grouped products, three for overlap

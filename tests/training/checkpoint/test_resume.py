@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from mpbridge.common.errors import CheckpointError, Contradiction, Refused
+from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.observe.diagnose.diagnosis import diagnose
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.training.checkpoint import io as checkpoint
@@ -142,8 +143,9 @@ def test_verdicts_are_true_of_the_run(tmp_path, before, after, kind, exact):
 
     first, second = Grab(), Grab()
     go(made(before, checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}), first)
-    resumed = made(after, checkpoint={"load": str(tmp_path)})
-    said = verdict(read_fingerprint(store.locate(tmp_path)), checkpoint.of_run(resumed))
+    saved = read_fingerprint(store.locate(tmp_path))
+    resumed = made(after, checkpoint={"load": str(tmp_path), "accept": saved.recipe})
+    said = verdict(saved, checkpoint.of_run(resumed))
     assert said.kind == kind
     watch = go(resumed, second)
     worst = {}
@@ -218,8 +220,11 @@ def test_another_model_is_refused_before_anything_is_read(tmp_path):
 
 def test_another_schedule_is_an_error_that_names_the_cure(tmp_path):
     go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
-    with pytest.raises(CheckpointError, match=r"scheduler\.override_opt_param_scheduler=true"):
+    cure = r"to keep the checkpoint's: scheduler\.lr_decay_iters=\d+; .*scheduler\.override_opt_param_scheduler=true"
+    with pytest.raises(Contradiction, match=cure) as found:
         go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path)}, scheduler={"lr_decay_iters": 50}))
+    kept = int(re.search(r"lr_decay_iters=(\d+)", str(found.value))[1])
+    assert go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path)}, scheduler={"lr_decay_iters": kept})).losses
     assert go(
         run(
             "bf16_mixed",
@@ -228,6 +233,18 @@ def test_another_schedule_is_an_error_that_names_the_cure(tmp_path):
             scheduler={"lr_decay_iters": 50, "override_opt_param_scheduler": True},
         )
     ).losses
+
+
+def test_another_recipe_needs_a_word_of_consent_before_anything_is_built(tmp_path, monkeypatch):
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+    monkeypatch.setattr("mpbridge.training.loop.build_engine", lambda run: pytest.fail("it was built"))
+    words = r"saved under bf16_mixed and this run has fp16_mixed.* up to \d+ steps are skipped.*checkpoint\.accept=bf16_mixed"
+    for accept in (None, "fp32"):
+        with pytest.raises(Contradiction, match=words):
+            go(run("fp16_mixed", iters=2, checkpoint={"load": str(tmp_path), "accept": accept}))
+    monkeypatch.undo()
+    for word in ({"accept": "bf16"}, {"reset_optimizer": True}):
+        assert sorted(go(run(FP16, iters=2, checkpoint={"load": str(tmp_path)} | word)).losses) == [2]
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
@@ -372,7 +389,7 @@ def test_every_pair_of_recipes_goes_on_as_its_verdict_says(tmp_path):
         saved[name] = grab.saved
     for before in ALL:
         for after in ALL:
-            resumed = made(after, checkpoint={"load": str(tmp_path / before)})
+            resumed = made(after, checkpoint={"load": str(tmp_path / before), "accept": before})
             said = verdict(read_fingerprint(store.locate(tmp_path / before)), checkpoint.of_run(resumed))
             grab = Grab()
             losses = go(resumed, grab).losses

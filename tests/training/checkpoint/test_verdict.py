@@ -234,9 +234,9 @@ def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage
     ("arguments", "code", "said"),
     [
         pytest.param([], 0, "same", id="own recipe"),
-        pytest.param(["--recipe", "bf16_mixed"], 0, "lossy", id="another"),
+        pytest.param(["--recipe", "bf16_mixed"], 1, "needs a word: checkpoint.accept=", id="another"),
         pytest.param(["--recipe", "fsdp_adamw"], 1, "with engine=fsdp2: refused", id="another engine"),
-        pytest.param(["--recipe", "bf16", "--json"], 0, '"kind": "lossy"', id="json"),
+        pytest.param(["--recipe", "bf16", "--json"], 1, '"kind": "lossy"', id="json"),
     ],
 )
 def test_the_verb_says_it(checkpoint, capsys, arguments, code, said):
@@ -265,10 +265,10 @@ def test_the_verb_needs_no_framework(checkpoint):
     script = (
         "import argparse, sys; from mpbridge.cli import resume_check; p = argparse.ArgumentParser(); resume_check.add_arguments(p);"
         f"code = resume_check.run(p.parse_args([{str(checkpoint)!r}, '--recipe', 'bf16_mixed']));"
-        "loaded = {'torch', 'megatron', 'numpy'} & set(sys.modules); sys.exit(f'loaded {loaded}' if loaded else code)"
+        "loaded = {'torch', 'megatron', 'numpy'} & set(sys.modules); sys.exit(9 if loaded else code)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "lossy" in done.stdout
 
 
@@ -305,3 +305,39 @@ def test_a_missing_checkpoint_is_named(tmp_path):
 if __name__ == "__main__":
     GOLDEN.write_text(table())
     print(table())
+
+
+def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
+    """A checkpoint's own configuration with settings on top, or another configuration."""
+    from mpbridge.cli.main import main
+    from mpbridge.training.checkpoint.json_codec import encoded
+
+    monkeypatch.chdir(tmp_path)
+    small = ["model.num_layers=1", "train.train_iters=14"]
+    run = ConfigContainer.load("gpt_tiny", small).resolved()
+    partial = store.begin(tmp_path, 14)
+    batch = int(run.train["global_batch_size"])
+    own = {
+        "max_lr": 0.002,
+        "min_lr": 0.0002,
+        "lr_warmup_steps": 20 * batch,
+        "lr_decay_steps": 21 * batch,
+        "lr_decay_style": "cosine",
+    }
+    (partial / "config.yaml").write_text(run.container.to_yaml())
+    (partial / FILE).write_text(json.dumps(fingerprint(run.recipe, run.policy, run.facts, {}).as_data()))
+    (partial / "state.json").write_text(json.dumps(encoded({"run": {"scheduler": own}})))
+    for name in ("index.json", "__0_0.distcp"):
+        (partial / name).write_text("{}")
+    folder = store.seal(partial, 14)
+    cases = {
+        "train.train_iters=14": None, "train.train_iters=100": "scheduler.lr_decay_iters=21;", "scheduler.lr_decay_iters=21 train.train_iters=100": None,
+        "train.train_iters=100 scheduler.override_opt_param_scheduler=true": None, "optimizer.lr=1e-3": "optimizer.lr=0.002;",
+        "mixed_precision=fp32": "checkpoint.accept=bf16_mixed", "mixed_precision=fp32 checkpoint.accept=bf16": None,
+    }  # fmt: skip
+    for settings, needs in cases.items():
+        assert main(["resume-check", str(folder), *settings.split(), "--json"]) == (0 if needs is None else 1), settings
+        found = json.loads(capsys.readouterr().out)["needs"]
+        assert [needs in text for text in found] == ([] if needs is None else [True]), found
+    assert main(["resume-check", str(folder), "--config", "gpt_tiny"]) == 1  # another model
+    assert "num_layers is 1 in the checkpoint and 4" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""What a resume would change, known before anything is built: the recipe, which needs consent, and the learning-rate schedule. Loads no framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.common.errors import CheckpointError, UnknownName
+from mpbridge.common.files import read_json
+from mpbridge.precision.registry import describe
+from mpbridge.training.checkpoint.index import STATE
+from mpbridge.training.checkpoint.json_codec import decoded
+from mpbridge.training.checkpoint.verdict import Fingerprint, fingerprint, learned, read_fingerprint
+from mpbridge.training.lr import scheduler_arguments
+
+if TYPE_CHECKING:
+    from mpbridge.settings.container import Run
+
+_SCHEDULE: Mapping[str, tuple[str, bool]] = {
+    "max_lr": ("optimizer.lr", False), "min_lr": ("optimizer.min_lr", False), "lr_warmup_steps": ("scheduler.lr_warmup_iters", True),
+    "lr_decay_steps": ("scheduler.lr_decay_iters", True), "lr_decay_style": ("scheduler.lr_decay_style", False),
+    "start_wd": ("scheduler.start_weight_decay", False), "end_wd": ("scheduler.end_weight_decay", False),
+    "wd_incr_style": ("scheduler.weight_decay_incr_style", False), "wd_incr_steps": ("train.train_iters", True),
+}  # fmt: skip
+"""What megatron-core compares -> (the setting, whether it is counted in samples)."""
+
+
+def read_state(folder: Path) -> Mapping[str, Any]:
+    """The state of a checkpoint that is equal on all ranks. Raises CheckpointError naming the file."""
+    file = folder / STATE
+    try:
+        data = read_json(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
+    try:
+        found = decoded(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file} is refused: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} is refused: expected a map")
+    return found
+
+
+def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
+    """The fingerprint of a resolved run."""
+    return fingerprint(run.recipe, run.policy, run.facts, run.inputs["optimizer"], stored)
+
+
+def faults(run: Run, place: Path) -> list[str]:
+    """Why the run does not go on from the checkpoint in `place` without a word of its author, each with that word; a checkpoint that cannot be read has
+    none here, since loading it says so."""
+    if run.checkpoint.get("reset_optimizer"):
+        return []
+    try:
+        return [*filter(None, (consent(read_fingerprint(place), run), schedule(run, place)))]
+    except CheckpointError:
+        return []
+
+
+def consent(saved: Fingerprint, run: Run) -> str:
+    """What the run's author has to accept about its recipe; '' if nothing: the recipe computes the same, is one of the run's stages, or was accepted."""
+    wanted = of_run(run)
+    accepted = str(run.checkpoint.get("accept") or "")
+    changes = differ(saved, wanted)
+    stages = [wanted.with_policy(stage.policy, stage.recipe) for stage in run.stages[1:] and run.stages]
+    known = any(not learned(saved, stage) for stage in stages) or saved.recipe in (accepted, _canonical(accepted))
+    return "" if not changes or known else f"checkpoint: {changes}; to resume anyway: checkpoint.accept={saved.recipe}"
+
+
+def differ(saved: Fingerprint, wanted: Fingerprint) -> str:
+    """What another recipe changes, in a sentence; '' if nothing."""
+    changes = learned(saved, wanted)
+    sentence = f"it was saved under {saved.recipe} and this run has {wanted.recipe}, which changes what is learned"
+    return f"{sentence}: {'; '.join(changes)}" if changes else ""
+
+
+def _plausible(value: object, own: object) -> bool:
+    if isinstance(own, str):
+        return isinstance(value, str)
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
+
+
+def _canonical(name: str) -> str:
+    try:
+        return describe(name).name if name else ""
+    except UnknownName:
+        return ""
+
+
+def schedule(run: Run, place: Path) -> str:
+    """How the run's learning-rate schedule differs from the checkpoint's, with the line that keeps it; '' if it does not, or one was chosen."""
+    section = run.scheduler
+    if section.get("override_opt_param_scheduler") or section.get("use_checkpoint_opt_param_scheduler"):
+        return ""
+    saved = (read_state(place).get("run") or {}).get("scheduler")
+    own, batch = scheduler_arguments(run), int(run.train["global_batch_size"])
+    if not isinstance(saved, Mapping) or not all(
+        _plausible(saved[name], own[name]) for name in _SCHEDULE if name in saved
+    ):
+        return ""  # loading says so
+    constant = saved.get("wd_incr_style") == own["wd_incr_style"] == "constant"
+    changed = [
+        name
+        for name in _SCHEDULE
+        if name in saved and saved[name] != own[name] and not (constant and name == "wd_incr_steps")
+    ]
+    if not changed:
+        return ""
+    said, kept = [], []
+    for name in changed:
+        setting, counted = _SCHEDULE[name]
+        whole = counted and isinstance(saved[name], int) and saved[name] % batch == 0
+        had, gets = (saved[name] // batch, own[name] // batch) if whole else (saved[name], own[name])
+        said.append(f"{setting} {had} -> {gets}{' samples' if counted and not whole else ''}")
+        kept += [f"{setting}={had}"] if name != "wd_incr_steps" and (whole or not counted) else []
+    keep = f"to keep the checkpoint's: {' '.join(kept)}; " if len(kept) == len(changed) else ""
+    return (
+        f"checkpoint: it was trained on another learning-rate schedule: {', '.join(said)}"
+        f"{' (as long as train.train_iters)' if 'lr_decay_steps' in changed and not section.get('lr_decay_iters') else ''}; "
+        f"{keep}to follow this run's: scheduler.override_opt_param_scheduler=true"
+    )
