@@ -118,6 +118,9 @@ def test_what_a_change_of_recipe_costs(before, after, kind, lost):
             {"optimizer": OptimizerFacts(name="sgd")}, "weights only", "optimizer.optimizer=adam", id="optimizer"
         ),
         pytest.param(
+            {"optimizer": OptimizerFacts(name="muon")}, "weights only", "muon cannot use the states of adam", id="muon"
+        ),
+        pytest.param(
             {"shape": dataclasses.replace(SHAPE, hidden_size=128)},
             "refused",
             "hidden_size is 64 in the checkpoint and 128",
