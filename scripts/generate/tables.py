@@ -325,6 +325,28 @@ def engine_release_table() -> str:
     return markdown(("release", "what it changed below Transformer Engine's Python", "runs in"), rows)
 
 
+@table("cuda-names")
+def cuda_name_table() -> str:
+    """What is played of CUDA, what is torch's own, and what is refused."""
+    from mpbridge.te_cpu.cuda_states import PLAYED_BESIDE, REAL, REFUSED
+
+    rows = []
+    for kind, names in (("refused", REFUSED), ("real", REAL)):
+        reasons = dict[str, list[str]]()
+        for name, why in names.items():
+            reasons.setdefault(why, []).append(f"`{name}`")
+        rows += [(", ".join(of), kind, why) for why, of in reasons.items()]
+    rows.append(
+        (
+            "every other public name of `torch.cuda` and `torch.accelerator`",
+            "played",
+            "answers as on the played machine",
+        )
+    )
+    rows.append((", ".join(f"`{name}`" for name in PLAYED_BESIDE), "played", "the same, elsewhere"))
+    return markdown(("name", "state", "why"), rows)
+
+
 @table("bytes")
 def bytes_table() -> str:
     """Bytes per parameter of each recipe, as `mpbridge memory` predicts them for a 70B model's shape."""
