@@ -111,8 +111,6 @@ def test_audits_keep_every_row_of_the_input_that_wgrad_reads() -> None:
 
 @pytest.mark.parametrize("order", [(True, False), (False, True), (False,)])
 def test_a_tied_layer_is_named_only_if_none_of_its_calls_reaches_the_embedding(order: tuple[bool, ...]) -> None:
-    from mpbridge.observe.audit.products import Products
-
     products, embedding, head = Products(lambda path: None), torch.nn.Embedding(8, 4), torch.nn.Module()
     head.weight = None
     products.modules, products.embeddings = {"head": head}, {"embedding": embedding}
