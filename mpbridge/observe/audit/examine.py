@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import world_size
+from mpbridge.common.facts import MUONS
 from mpbridge.numerics.observation.modules import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
 from mpbridge.observe.audit.compute import compute_findings
 from mpbridge.observe.audit.findings import AuditStage, Finding, Report, not_observed
 from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
+from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings, weight_findings
 from mpbridge.observe.audit.not_observable import FACTOR, why_unseen
 from mpbridge.observe.audit.observe import Observed, look
@@ -25,7 +27,7 @@ from mpbridge.observe.audit.replicas import replica_findings
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.traffic import traffic_findings
 from mpbridge.observe.audit.watch import Watch
-from mpbridge.planning.memory.keeps import wires
+from mpbridge.planning.memory.keeps import trained_by, wires
 from mpbridge.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -83,7 +85,16 @@ def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
         layers=run.facts.shape.num_layers,
         emulated=emulated,
         foreign=bool(getattr(engine, "foreign", False)),
+        matrices=_matrices(engine) if run.facts.optimizer.name in MUONS else None,
     )
+
+
+def _matrices(engine: Engine) -> frozenset[str]:
+    """What Muon is to train: on an engine of ours by the plan, in somebody else's loop whatever its Muon holds."""
+    if getattr(engine, "foreign", False):
+        return frozenset(held.name for held in holdings(engine) if "Muon" in type(held.inner).__name__)
+    named = engine.named_parameters()
+    return frozenset(name for name, p in named if trained_by(MUONS[0], name, p.dim()) in MUONS)
 
 
 def audit(
