@@ -68,6 +68,8 @@ class Products:
         self.seed = seed
         """Draws the sampled part of every operand."""
         self.modules: dict[str, Any] = {}
+        self.embeddings: dict[str, Any] = {}
+        """Path -> embedding: a linear without a weight of its own, a tied output layer, multiplies by one of theirs."""
         self.dtypes: dict[str, Counter[str]] = defaultdict(Counter)
         """Module -> dtype of both factors (forward and backward) -> number of GEMMs."""
         self.other: dict[str, str] = {}
@@ -167,9 +169,30 @@ class Products:
         self._tokens[path] = left.shape[0]
         quant = self._quant(path, "fprop")
         if quant is None:
-            self._compare(path, weight, right)
+            self._compare(path, self._lent(right) if weight is None else weight, right)
             return
         self._operands(path, "fprop", quant, left, right)
+
+    def _lent(self, right: torch.Tensor) -> Any:
+        """The embedding's parameter that a linear without a weight should multiply by, from the product's right factor."""
+        weights = (getattr(module, "weight", None) for module in self.embeddings.values())
+        return next((one for one in weights if one is not None and one.shape == right.shape[::-1]), None)
+
+    def attached(self, path: str, nodes: list[Any]) -> None:
+        """Records a linear that multiplies by an embedding's parameter, of which its part of the graph knows nothing: no gradient reaches it from here."""
+        module = self.modules.get(path)
+        own = getattr(module, "parameters", lambda **_: ())(recurse=False)
+        # a grouped linear has weight0, weight1 ...
+        if getattr(module, "weight", module) is not None or any(one.dim() > 1 for one in own) or path in self.other:
+            return
+        leaves = [leaf for node in nodes for one, _ in node.next_functions if (leaf := getattr(one, "variable", None)) is not None]  # fmt: skip
+        owners = [module.weight for module in self.embeddings.values() if getattr(module, "weight", None) is not None]
+        if (
+            owners
+            and all(one.requires_grad for one in owners)
+            and not any(leaf is one for leaf in leaves for one in owners)
+        ):
+            self.other[path] = "values that no gradient reaches the embedding from"
 
     def _compare(self, path: str, weight: Any, right: torch.Tensor) -> None:
         """Checks that the right factor is the weight, in the product's dtype."""

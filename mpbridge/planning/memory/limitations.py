@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.common.facts import RunFacts
+from mpbridge.common.facts import MUONS, RunFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +89,11 @@ LIMITATIONS = (
         states=True,
     ),
     Limitation(
-        asked=lambda run: run.optimizer.name == "muon",
+        asked=lambda run: run.optimizer.name in MUONS,
         what="the Muon optimizer",
-        instead="counted as Adam, with two moments and without Muon's products",
+        instead="counted without the products of its iteration and the matrices in them",
         time="slower",
-        memory="smaller by the second moments of matrices",
-        states=True,
+        memory="larger by a few copies of the largest matrix while the optimizer steps",
     ),
     Limitation(asked=_no_network, what="traffic between hosts", instead="", time="slower"),
 )

@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="optimizer-that-the-engine-does-not-build",
         found=_other_optimizer,
-        expected="an optimizer that the engine builds (no engine builds muon: megatron-core 0.16 creates it separately from its other optimizers)",
+        expected="an optimizer that the engine builds (muon: torch FSDP2; megatron-core creates its own separately from its other optimizers)",
         cure="optimizer.optimizer=adam",
         source="EngineTraits.optimizers",
     ),

@@ -10,6 +10,7 @@ from mpbridge.common.machines import machine
 from mpbridge.planning.memory.activations import activations
 from mpbridge.planning.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.planning.memory.compare import against_bf16
+from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.limitations import left_out_of_memory
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
 from mpbridge.precision.registry import recipes
@@ -382,12 +383,22 @@ def test_offloaded_modules_keep_their_inputs_on_the_host():
     assert there - memory(policy("bf16"), run).activations > 30 * scores
 
 
-def test_states_of_muon_are_not_called_exact():
-    run = facts(8)
-    assert memory(policy("bf16"), run).exact
-    muon = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, name="muon"))
-    assert not memory(policy("bf16"), muon).exact
-    assert any("Muon" in words for words in left_out_of_memory(muon))
+def test_muon_keeps_one_momentum_of_matrices_and_both_moments_of_the_rest():
+    """megatron-core 0.16.1 over BF16 parameters: 2 + 4 (gradient) + 4 (main) + 4 (momentum) bytes of a matrix, 4 more of everything else."""
+    run = dataclasses.replace(facts(8), optimizer=OptimizerFacts(name="muon"))
+    sizes = {p.name: p.weight for chunk in parameters(run, Coordinates.of(0, run.parallel)) for p in chunk}
+    matrices = sum(
+        w.elements for n, w in sizes.items() if len(w.shape) == 2 and not n.startswith(("embedding.", "output_layer."))
+    )
+    rest = sum(w.elements for w in sizes.values()) - matrices
+    assert 0 < rest < matrices
+    held = memory(policy("bf16"), run)
+    assert {name: size for name, size in held.roles.items() if name.startswith("exp_")} == {
+        "exp_avg": 4 * (matrices + rest),
+        "exp_avg_sq": 4 * rest,
+    }
+    assert held.exact
+    assert any("Muon" in words for words in left_out_of_memory(run))
 
 
 def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):
