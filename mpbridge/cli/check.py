@@ -26,6 +26,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.wording import scale_warmup
 from mpbridge.settings.container import Run
+from mpbridge.settings.huggingface.served import served_as
 from mpbridge.training.admission import Admission, resume_faults
 from mpbridge.training.certified import training_of
 from mpbridge.training.preflight import on_cpu
@@ -190,6 +191,7 @@ def as_data(answer: _Answer) -> dict[str, Any]:
         "steps_that_the_first_loss_scale_may_cost": made.policy.loss_scale.skips() if made.policy.loss_scale else 0,
         "token_multiple": token_multiple(made.policy, one.facts),
         "notes": list(answer.notes),
+        "served_as": served_as(made.policy, made.facts, made.facts.model),
     }
 
 
@@ -233,6 +235,9 @@ def _print(answer: _Answer) -> None:
     warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
     if warmup:
         print_line(f"scale  {warmup}")
+    served = served_as(made.policy, made.facts, made.facts.model)
+    if served:
+        print_line(f"served as: {served}")
     print_line()
     _print_violations(one.violations)
     _print_sizes(one.misfits)

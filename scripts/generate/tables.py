@@ -643,6 +643,37 @@ def stack_word_table() -> str:
     )
 
 
+@table("served-formats")
+def served_format_table() -> str:
+    """The formats of `convert --quantization`."""
+    from mpbridge.settings.huggingface.served import FORMATS
+
+    rows = []
+    for row in FORMATS:
+        extent = {"channel": "output row", "blocks": "128 x 128 block", "lines": f"{row.along} elements of a row"}[
+            row.layout
+        ]
+        kind = {"F32": "FP32", "U8": "E8M0 byte", "F8_E4M3": "E4M3"}[row.scale_dtype]
+        second = f"`{row.second}`, {'divisor' if row.divides else 'multiplier'}" if row.second else ""
+        algorithm = row.config.get("quant_algo") or row.config.get("format") or ""
+        rows.append(
+            (f"`{row.method}`", f"`{algorithm}`" if algorithm else "", ", ".join(row.scalings), f"`{row.codes}`", f"`{row.scale}`, {kind} for each {extent}",
+             second, f"`{row.kept}`", row.activations, ", ".join(row.engines))
+        )  # fmt: skip
+    heads = (
+        "quant_method",
+        "algorithm or format",
+        "scalings",
+        "codes",
+        "scales",
+        "second level",
+        "kept modules",
+        "activations in the engine",
+        "read by",
+    )
+    return markdown(heads, rows)
+
+
 @table("wings")
 def wing_table() -> str:
     """The contracts of pyproject.toml, with the first paragraph of each wing's docstring."""

@@ -20,6 +20,7 @@ from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings, weight_findings
 from mpbridge.observe.audit.not_observable import FACTOR, why_unseen
 from mpbridge.observe.audit.observe import Observed, look
+from mpbridge.observe.audit.orthogonal import orthogonal_findings
 from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import quantization_findings
 from mpbridge.observe.audit.replay import declared, replay_findings
@@ -235,7 +236,9 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
         findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
     replayed = [rank.replayed for rank in ranks if rank.replayed is not None]
     whole = parallel.tensor == parallel.pipeline == parallel.expert == 1
-    return findings + replay_findings(replayed, norm=norm, clip=declared(engine, "clip_grad"), whole=whole)
+    findings += replay_findings(replayed, norm=norm, clip=declared(engine, "clip_grad"), whole=whole)
+    muons = [rank.orthogonal for rank in ranks if rank.orthogonal is not None]
+    return findings + (orthogonal_findings(muons, str(declared(engine, "muon_fp32_matmul_prec"))) if muons else [])
 
 
 def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why: str) -> list[Finding]:

@@ -180,7 +180,10 @@ class Products:
 
     def attached(self, path: str, nodes: list[Any]) -> None:
         """Records a linear that multiplies by an embedding's parameter, of which its part of the graph knows nothing: no gradient reaches it from here."""
-        if path not in self.modules or getattr(self.modules[path], "weight", None) is not None or path in self.other:
+        module = self.modules.get(path)
+        own = getattr(module, "parameters", lambda **_: ())(recurse=False)
+        # a grouped linear has weight0, weight1 ...
+        if getattr(module, "weight", module) is not None or any(one.dim() > 1 for one in own) or path in self.other:
             return
         leaves = [leaf for node in nodes for one, _ in node.next_functions if (leaf := getattr(one, "variable", None)) is not None]  # fmt: skip
         owners = [module.weight for module in self.embeddings.values() if getattr(module, "weight", None) is not None]

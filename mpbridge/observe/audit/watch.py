@@ -207,7 +207,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
                 module, "unrounded", None
             )  # an emulated linear after a norm may quantize the norm's FP32 result
             self.products.enters(path, source if high is None else high)
-            self.library.enters(module, path)
+            self.library.enters(module, path, source)
 
     def _is_transformed(self) -> bool:
         """Whether a transform of torch.func is active, whose tensors have no values that could be read."""

@@ -71,8 +71,9 @@ def test_g6_a_resumed_run_equals_the_straight_one_to_the_bit(two: Any, kind: str
 
 
 def test_muon_on_two_ranks_is_torchs_on_whole_matrices(two: Any) -> None:
-    for apart, matrices in two["muon"]:
+    for apart, matrices, audited in two["muon"]:
         assert matrices == 8
+        assert audited == {"trained by": ["16 by Muon, 22 by Adam", True], "newton-schulz": ["bf16", True]}
         assert apart < 1e-5  # FP32 additions; Newton-Schulz in FP32, or of each rank's rows, is 1e-2 and more away
 
 

@@ -289,14 +289,25 @@ def muon_apart(engine: Any, batches: Any, **settings: Any) -> tuple[float, int]:
 def muon(folder: Path) -> Any:
     import torch.distributed as dist
 
+    from mpbridge.observe.audit.examine import audit
+    from mpbridge.observe.audit.snapshot import Before
     from tests.backend.engines import tiny
 
-    built = _engine(
-        "fp32", "fsdp2", optimizer=MUON, model={"ffn_hidden_size": 63}
-    )  # rows that two ranks cannot share evenly
-    found = muon_apart(built, tiny.batches(rank=dist.get_rank(), size=2))
+    # rows that two ranks cannot share evenly
+    built, batches = (
+        _engine("fp32", "fsdp2", optimizer=MUON, model={"ffn_hidden_size": 63}),
+        tiny.batches(rank=dist.get_rank(), size=2),
+    )
+    apart, matrices = muon_apart(built, batches)
+    before = Before(built)
+    result = built.train_step(batches, microbatches=2)
+    report = audit(built.run.policy, built, stage="live", before=before, result=result, microbatches=2)
     built.close()
-    return found
+    return (
+        apart,
+        matrices,
+        {one.subject: (one.found, one.ok) for one in report.findings if one.subject in ("trained by", "newton-schulz")},
+    )
 
 
 def unsharded_modes(folder: Path) -> Any:
