@@ -11,7 +11,7 @@ from typing import Any
 from mpbridge.cli._target import OPTIONS, TargetMachine, add_target_arguments, asked, on_target
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, add_run_arguments, wanted_world
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import print_answer, print_json, print_line, print_table
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.common.traits import DEFAULT
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         notes=notes,
     )
     if args.json:
-        print_json(as_data(answer))
+        print_answer(as_data(answer))
     else:
         _print(answer)
     return 0 if outlook.ok else 1

@@ -311,6 +311,21 @@ def rule_table() -> str:
     return markdown(("rule", "severity", "expects", "cure", "versions", "source"), rows)
 
 
+@table("json")
+def json_table() -> str:
+    """The keys of every answer with a schema."""
+    import json
+
+    from mpbridge.cli.text import SCHEMAS
+
+    rows = [
+        (f"`{path.stem}`", f"`{key}`", " or ".join(part["type"]), part["description"])
+        for path in sorted(SCHEMAS.glob("*.json"))
+        for key, part in json.loads(path.read_text(encoding="utf-8"))["properties"].items()
+    ]
+    return markdown(("verb", "key", "type", "meaning"), rows)
+
+
 @table("engine-releases")
 def engine_release_table() -> str:
     """Transformer Engine's releases, and which of them have run under the kernel module."""

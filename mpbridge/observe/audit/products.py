@@ -33,6 +33,7 @@ _ALIKE = 0.9
 """A four-bit copy whose cosine with a tensor is below this was not made from that tensor."""
 _ROWS = 64
 """Number of neighbouring tokens whose inputs are kept until backward, to compare the copy that wgrad reads."""
+_DETACHED = "values from which no gradient reaches the embedding"
 _STRANGE = "not what its tensor rounds to"
 
 
@@ -79,6 +80,8 @@ class Products:
         """Linear -> position in its weight -> sum of the weight-gradient GEMM's output over micro-batches."""
         self.narrow: set[str] = set()
         """Linears whose FP32 output gradients all had 10 or fewer mantissa bits."""
+        self._reached: set[str] = set()
+        """Tied linears of which a call sends gradients to the embedding."""
         self._wanted: dict[str, bool] = {}
         self._tokens: dict[str, int] = {}
         self._backward: Counter[tuple[str, str]] = Counter()
@@ -183,16 +186,16 @@ class Products:
         module = self.modules.get(path)
         own = getattr(module, "parameters", lambda **_: ())(recurse=False)
         # a grouped linear has weight0, weight1 ...
-        if getattr(module, "weight", module) is not None or any(one.dim() > 1 for one in own) or path in self.other:
+        if getattr(module, "weight", module) is not None or any(one.dim() > 1 for one in own):
             return
         leaves = [leaf for node in nodes for one, _ in node.next_functions if (leaf := getattr(one, "variable", None)) is not None]  # fmt: skip
         owners = [module.weight for module in self.embeddings.values() if getattr(module, "weight", None) is not None]
-        if (
-            owners
-            and all(one.requires_grad for one in owners)
-            and not any(leaf is one for leaf in leaves for one in owners)
-        ):
-            self.other[path] = "values that no gradient reaches the embedding from"
+        if any(leaf is one for leaf in leaves for one in owners):
+            self._reached.add(path)
+            if self.other.get(path) == _DETACHED:
+                del self.other[path]  # another call of this layer: a head that is detached on purpose
+        elif owners and all(one.requires_grad for one in owners) and path not in self._reached:
+            self.other.setdefault(path, _DETACHED)
 
     def _compare(self, path: str, weight: Any, right: torch.Tensor) -> None:
         """Checks that the right factor is the weight, in the product's dtype."""
