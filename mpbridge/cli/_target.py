@@ -21,7 +21,7 @@ from mpbridge.planning.estimate.machine_file import read_machine
 from mpbridge.planning.estimate.predict import longer
 from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.planning.memory.compare import REFERENCE
-from mpbridge.planning.memory.uncounted import left_out_of_memory, left_out_of_time
+from mpbridge.planning.memory.limitations import left_out_of_memory, left_out_of_time
 from mpbridge.planning.outlook import Outlook
 
 if TYPE_CHECKING:

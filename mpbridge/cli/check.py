@@ -11,12 +11,12 @@ from typing import Any
 from mpbridge.cli._target import OPTIONS, TargetMachine, add_target_arguments, asked, on_target
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, add_run_arguments, wanted_world
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import print_answer, print_json, print_line, print_table
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
-from mpbridge.planning.certificates.optimizer import lost_line
+from mpbridge.planning.certificates.optimizer import sentence
 from mpbridge.planning.estimate.layouts import line
 from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
@@ -26,6 +26,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.wording import scale_warmup
 from mpbridge.settings.container import Run
+from mpbridge.settings.huggingface.served import served_as
 from mpbridge.training.admission import Admission, resume_faults
 from mpbridge.training.certified import training_of
 from mpbridge.training.preflight import on_cpu
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if admission.here and (faults := resume_faults(made)):
         raise Contradiction(faults, subject="the run cannot start")
     outlook = where.outlook(made)
-    lost = lost_line(made.policy, training_of(made))
+    lost = sentence(made.policy, training_of(made))
     notes = [*admission.notes, *admission.trackers, *([f"{lost} (mpbridge certify)"] if lost else [])]
     answer = _Answer(
         made=made,
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         notes=notes,
     )
     if args.json:
-        print_json(as_data(answer))
+        print_answer(as_data(answer))
     else:
         _print(answer)
     return 0 if outlook.ok else 1
@@ -190,6 +191,7 @@ def as_data(answer: _Answer) -> dict[str, Any]:
         "steps_that_the_first_loss_scale_may_cost": made.policy.loss_scale.skips() if made.policy.loss_scale else 0,
         "token_multiple": token_multiple(made.policy, one.facts),
         "notes": list(answer.notes),
+        "served_as": served_as(made.policy, made.facts, made.facts.model),
     }
 
 
@@ -233,6 +235,9 @@ def _print(answer: _Answer) -> None:
     warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
     if warmup:
         print_line(f"scale  {warmup}")
+    served = served_as(made.policy, made.facts, made.facts.model)
+    if served:
+        print_line(f"served as: {served}")
     print_line()
     _print_violations(one.violations)
     _print_sizes(one.misfits)

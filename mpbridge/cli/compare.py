@@ -134,7 +134,9 @@ def _foreign(name: str, stack: str | None, version: str | None, env: Mapping[str
     path = Path(name)
     python = name.endswith(".py") or ".py:" in name
     if not known and path.suffix in _FOREIGN and not path.exists():
-        raise DataError(f"{path}: no such file")
+        raise DataError(
+            f"{path}: no such file, expected a recipe's name or a stack's configuration (mpbridge list has the names)"
+        )
     if not known and not python and ":" in name and not path.exists():
         raise BadValue(
             f"{name}: a function of a Python module would have to be executed, which compare does not do: give a recipe's name,"

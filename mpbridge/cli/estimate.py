@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, on_target, reference, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, resolved
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import print_answer, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.planning.estimate.predict import Estimate
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     mine = outlook.time
     other = _reference(made, where)
     if args.json:
-        print_json(
+        print_answer(
             _data(made, mine, args.price)
             | {"reference": None if other is None else _data(made, other, args.price)}
             | {"verdict": outlook.verdict, "objections": outlook.objections}
@@ -186,5 +186,5 @@ def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Es
 
 def _by_role(one: Memory) -> dict[str, float]:
     """GiB by role: states, activations, and memory other than these, including what torch does not count."""
-    beside = {part.name: part.bytes for part in (*one.beside, *one.outside)}
+    beside = {part.name: part.bytes for part in (*one.overheads, *one.outside)}
     return {name: held / GIB.size for name, held in {**one.roles, "activations": one.activations, **beside}.items()}

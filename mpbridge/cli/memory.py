@@ -8,12 +8,12 @@ from typing import Any
 
 from mpbridge.cli._target import TargetMachine, add_target_arguments, asked, reference
 from mpbridge.cli.options import add_run_arguments, whole
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import print_answer, print_line, print_table
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables.units import ByteUnit, count, unit_for
 from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fullest, memory, total_parameters
 from mpbridge.planning.memory.compare import REFERENCE, Comparison, against_bf16
-from mpbridge.planning.memory.uncounted import left_out_of_memory
+from mpbridge.planning.memory.limitations import left_out_of_memory
 from mpbridge.planning.outlook import Outlook
 from mpbridge.settings.container import Run
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     stages = _stages(made, facts) if args.stages else ()
     if args.json:
         said = {"verdict": outlook.verdict, "objections": outlook.objections}
-        print_json(as_data(made, facts, compared, outlook.fit, stages) | said)
+        print_answer(as_data(made, facts, compared, outlook.fit, stages) | said)
     else:
         _print(made, where, outlook, compared, stages)
     return 1 if outlook.answer == "does not fit" else 0
@@ -78,7 +78,7 @@ def _data(one: Memory) -> dict[str, Any]:
         "bytes_per_parameter": one.bytes_per_parameter,
         "parameters_on_rank": one.elements,
         "estimates": {"activations": one.activations, "communication": one.communication},
-        "beside": [dataclasses.asdict(part) for part in (*one.beside, *one.outside)],
+        "beside": [dataclasses.asdict(part) for part in (*one.overheads, *one.outside)],
         "activations_uncertainty": one.uncertainty,
         "total": one.total,
         "needed": one.needed,
@@ -177,8 +177,8 @@ def _beside(
     mine: Memory, other: Memory, unit: ByteUnit, *, counted: bool = True
 ) -> list[tuple[str, str, str, str, str]]:
     """Rows of memory that is neither a state nor an activation; counted: by torch."""
-    parts = {part.name: part for part in (mine.beside if counted else mine.outside)}
-    theirs = {part.name: part for part in (other.beside if counted else other.outside)}
+    parts = {part.name: part for part in (mine.overheads if counted else mine.outside)}
+    theirs = {part.name: part for part in (other.overheads if counted else other.outside)}
     return [
         (
             name,

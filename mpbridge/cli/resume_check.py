@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from mpbridge.cli.options import add_run_arguments, container
 from mpbridge.cli.text import print_json, print_line
 from mpbridge.common.traits import DEFAULT
-from mpbridge.precision.papers import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.requirements import engine_for
 from mpbridge.precision.resolve import resolve
 from mpbridge.training.checkpoint import continuation
 from mpbridge.training.checkpoint.store import check, locate, step_of
@@ -72,7 +72,6 @@ def _run(args: argparse.Namespace, folder: Path, saved: Fingerprint) -> Run | No
     if args.config is None:
         args.config = str(folder / "config.yaml")
     box = container(args)
-    box.trusted = args.recipe is not None
     world, least = int(saved.parallel.get("world_size") or 1), box.smallest_world()
     return box.resolved(world if world % least == 0 else least, training=False)
 

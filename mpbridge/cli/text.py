@@ -8,15 +8,25 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mpbridge.common.tables.prose import printable, prose
 from mpbridge.common.tables.table import Column, Table, table
 
+SCHEMAS = Path(__file__).parent / "schemas"
+"""One JSON schema per verb, for those whose `--json` has a documented form (`scripts/generate/make_schemas.py`)."""
+SCHEMA_VERSION = 1
+
 
 def on_terminal() -> bool:
     """Whether stdout is a TTY."""
     return sys.stdout.isatty()
+
+
+def print_answer(data: Mapping[str, Any]) -> None:
+    """An answer whose form a schema documents, as `print_json`."""
+    print_json({"schema_version": SCHEMA_VERSION} | dict(data))
 
 
 def print_json(data: Any) -> None:

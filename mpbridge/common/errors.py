@@ -60,7 +60,7 @@ class UnknownName(MpbridgeError, AttributeError, LookupError):
         self.kind, self.given, self.known = kind, given, tuple(sorted(set(known)))
         self.near = nearest(given, self.known)
         listed, more = ", ".join(self.known[:MOST_LISTED]), len(self.known) - MOST_LISTED
-        known = f"known: {listed}{f' and {more} more' if more > 0 else ''}"
+        known = f"known: {listed}{f' and {more} more' if more > 0 else ''}" if self.known else "there are none"
         hint = f"nearest: {', '.join(self.near)}" if self.near else known
         super().__init__(f"no {kind} named {brief(given)} ({hint})")
 

@@ -14,7 +14,7 @@ from mpbridge.common.errors import BadValue, CheckpointError, Refused
 from mpbridge.numerics.gemm import Observer, Plug
 from mpbridge.numerics.kernels import compiler
 from mpbridge.numerics.linear import EmulatedLinear
-from mpbridge.numerics.listening import Listener
+from mpbridge.numerics.listening import Listener, Pausable
 from mpbridge.numerics.norms import unrounded
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import Release, options_of, release_of, rules_for
@@ -44,7 +44,7 @@ class _Placed(NamedTuple):
     gemms: Gemms
 
 
-class Emulation:
+class Emulation(Pausable):
     """Quantizers, contexts and hooks of one model.
 
     policy: what to emulate. seed: for stochastic rounding. release: the Transformer Engine release whose rules apply ('2.14' or a pair). compiled:
@@ -69,7 +69,6 @@ class Emulation:
         self.observer: Observer | None = None
         self.listener: Listener | None = None
         """Called with the high-precision products; see `listening`."""
-        self.is_paused = False
         self.quantizers: dict[Quant, Quantizer] = {}
         self.plugs: dict[str, Plug] = {}
         self.high: list[str] = []
@@ -253,15 +252,6 @@ class Emulation:
         """Updates the gradient scales of delayed scaling."""
         for quantizer in self.quantizers.values():
             quantizer.end_backward(self.group)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """High precision in the block; nothing is observed or counted."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
 
     @contextlib.contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.common.errors import MpbridgeError
-from mpbridge.precision import papers
+from mpbridge.precision import requirements
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.resolve import resolve
@@ -53,19 +53,19 @@ class Recipe:
     def needs(self) -> tuple[int, int] | None:
         """Lowest CUDA compute capability that runs it natively; None: any machine, including a CPU (or unknown: `foreign`)."""
         policy = self.policy
-        return None if policy is None else papers.needs(policy)
+        return None if policy is None else requirements.needs(policy)
 
     @property
     def engine(self) -> str | None:
         """Its engine; None: megatron-core's."""
         policy = self.policy
-        return self.prefers or (None if policy is None else papers.engine_for(policy))
+        return self.prefers or (None if policy is None else requirements.engine_for(policy))
 
     @property
     def hints(self) -> tuple[str, ...]:
         """Recommended hyperparameters, each with its source."""
         policy = self.policy
-        return (() if policy is None else papers.hints(policy)) + self.advice
+        return (() if policy is None else requirements.hints(policy)) + self.advice
 
 
 @functools.lru_cache(256)

@@ -48,7 +48,9 @@ def _module(where: str) -> ModuleType:
 
 def _module_from_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise RecipeError(f"recipe file {path}: no such file")
+        raise RecipeError(
+            f"recipe file {path}: no such file, expected FILE.py:FUNCTION, a YAML file or a name (mpbridge list)"
+        )
     name = f"mpbridge_recipe_{path.stem}_{abs(hash(path.resolve())):x}"
     if name in sys.modules:  # executed once: its @register lines must not run twice
         return sys.modules[name]

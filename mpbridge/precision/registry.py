@@ -149,7 +149,7 @@ def register(
 ) -> Any:
     """Decorator, bare or with options: registers a function that returns a MixedPrecisionConfig under its own or a given name.
 
-    What its fields say is not asked for: hardware, engine and hints follow from them (`precision.papers`). engine: where several could run it; hints:
+    What its fields say is not asked for: hardware, engine and hints follow from them (`precision.requirements`). engine: where several could run it; hints:
     beside those. Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function (BadValue).
     """
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mpbridge.common.errors import BadValue, Contradiction, UnknownName
 from mpbridge.common.files import write
+from mpbridge.common.shipped import label
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.settings.load import COMMAND_LINE, TOP, dump_yaml, read
@@ -133,7 +134,9 @@ class ConfigContainer:
         if check or layers.faults:
             faults = [*layers.faults, *made.faults()]
             if faults:
-                raise Contradiction(faults, subject=f"the configuration{f' {path}' if path else ''} cannot be used")
+                raise Contradiction(
+                    faults, subject=f"the configuration{f' {label(Path(path))}' if path else ''} cannot be used"
+                )
         return made
 
     def faults(self) -> list[str]:

@@ -9,9 +9,9 @@ from typing import Any
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, UnknownName
 from mpbridge.common.formats import plain
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
-from mpbridge.precision.papers import engine_for
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.requirements import engine_for
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
 from mpbridge.settings.storage import with_storage

@@ -5,15 +5,27 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from mpbridge.backend.devices.redirect import NullEvent, NullStream, get_state, is_pinned, nothing, pin, set_state
+from mpbridge.backend.devices.redirect import (
+    NullEvent,
+    NullStream,
+    get_state,
+    is_pinned,
+    names_cuda,
+    nothing,
+    pin,
+    same,
+    set_state,
+)
 from mpbridge.common.replacement import Patch
+from mpbridge.te_cpu.cuda_states import REFUSED
 from mpbridge.te_cpu.played import Played
-from mpbridge.te_cpu.refusals import refused_graph
+from mpbridge.te_cpu.refusals import refused_name
 
 _COUNTED = (
     "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
@@ -47,6 +59,70 @@ def _set_states(states: Iterable[torch.Tensor]) -> None:
 
 def _seed() -> None:
     torch.default_generator.seed()
+
+
+_NCCL = (2, 27, 5)
+"""There is no NCCL here, and scripts ask only whether it is recent."""
+
+
+def _torch_cuda(played: Played, devices: int) -> dict[str, Any]:
+    """Names of torch.cuda, torch.cuda.memory and torch.cuda.streams."""
+    major, minor = played.capability
+    kinds = {name: getattr(torch, name) for name in torch.cuda.__all__ if name.endswith(("Tensor", "Storage"))}
+    return kinds | {
+        "device": _Index,
+        "device_of": _Index,
+        "memory_stats_as_nested_dict": _statistics,
+        "host_memory_stats_as_nested_dict": dict,
+        "memory_snapshot": lambda *args, **kwargs: [],
+        "_snapshot": lambda *args, **kwargs: {"segments": [], "device_traces": []},
+        "list_gpu_processes": lambda device=None: "GPU:0\nno processes are running",
+        "get_allocator_backend": lambda: "native",
+        "caching_allocator_disabled": _Index,
+        "can_device_access_peer": lambda device, peer: device != peer and max(device, peer) < devices,
+        "is_tf32_supported": lambda: played.capability >= (8, 0),
+        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "cudart": _Runtime,
+        "StreamContext": _Index,
+    }
+
+
+class _Runtime:
+    """`torch.cuda.cudart()`, which scripts ask to start and stop a profiler."""
+
+    cudaProfilerStart = cudaProfilerStop = staticmethod(lambda: 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return refused_name(f"torch.cuda.cudart().{name}", "it is a function of CUDA's runtime")
+
+
+def _refusals() -> Iterator[Patch]:
+    """Every name of `REFUSED` that this torch has; a class stays one, since libraries inspect it."""
+    for full, reason in REFUSED.items():
+        place, name = full.split(".")
+        owner: Any = getattr(torch, place)
+        if not hasattr(owner, name):
+            continue
+        refuse, found = refused_name(f"torch.{full}", reason), getattr(owner, name)
+        if isinstance(found, types.ModuleType):
+            own = [one for one, value in vars(found).items() if getattr(value, "__module__", None) == found.__name__]
+            yield from (
+                (found, one, refused_name(f"torch.{full}.{one}", reason)) for one in own if one != "__getattr__"
+            )
+        else:
+            yield owner, name, type(name, (found,), {"__new__": refuse}) if isinstance(found, type) else refuse
+
+
+def _loads_on_cpu(original: Any) -> Any:
+    """torch.load that puts on the CPU what is asked for, or was saved, on a GPU."""
+
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if map_location is None or isinstance(map_location, dict) or names_cuda(map_location):
+            map_location = "cpu"
+        return original(f, map_location, *args, **kwargs)
+
+    return load
 
 
 class _Index:
@@ -85,16 +161,24 @@ def _accelerator(played: Played, devices: int, memory: Callable[..., tuple[int, 
         "device_index": _Index,
         "get_memory_info": memory,
         "memory_stats": lambda device_index=None: torch.cuda.memory_stats(),
-        "Graph": refused_graph("Graph", "torch.accelerator"),
     }
 
 
 def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]) -> Iterator[Patch]:
     """The replacements. devices: GPUs of the played node. memory: (free, total) bytes."""
     cuda: Any = torch.cuda
-    yield cuda, "device", _Index
-    for owner in (cuda, cuda.memory):
-        yield owner, "memory_stats_as_nested_dict", _statistics
+    for name, value in _torch_cuda(played, devices).items():
+        for owner in (cuda, cuda.memory, cuda.streams):
+            if name in vars(owner):
+                yield owner, name, value
+    yield from _refusals()
+    yield cuda.nccl, "version", lambda: _NCCL
+    yield torch, "load", _loads_on_cpu(torch.load)
+    for storage in (torch.UntypedStorage, torch.storage.TypedStorage):
+        yield storage, "cuda", same
+    for full, module in list(sys.modules.items()):  # each optimizer has it by name
+        if full.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
+            yield module, "_get_capturable_supported_devices", lambda *args, **kwargs: ["cuda", "cpu"]
     for owner in (cuda, cuda.random):
         yield owner, "get_rng_state_all", lambda: [get_state() for _ in range(devices)]
         yield owner, "set_rng_state_all", _set_states

@@ -26,7 +26,6 @@ from mpbridge.numerics.operands import Operand
 from mpbridge.te_cpu import premultiplied
 from mpbridge.te_cpu.cuda_answers import answers
 from mpbridge.te_cpu.played import Played
-from mpbridge.te_cpu.refusals import refused_graph
 
 
 class BothAutocast(torch.autocast):
@@ -86,12 +85,18 @@ def _properties(played: Played) -> types.SimpleNamespace:
 def _counters(played: Played) -> dict[str, Any]:
     """Functions that report memory: nothing is allocated on a GPU."""
     total = played.machine.memory_bytes
-    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
+    zero = (
+        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization", "memory_usage", "device_memory_used", "get_sync_debug_mode",
+    )  # fmt: skip
     out: dict[str, Any] = {name: lambda *args, **kwargs: 0 for name in zero}
     out |= dict.fromkeys(
-        ("reset_peak_memory_stats", "reset_max_memory_allocated", "ipc_collect", "init", "_lazy_init", "set_stream"),
+        (
+            "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "reset_accumulated_memory_stats",
+            "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats", "caching_allocator_enable", "set_per_process_memory_fraction",
+            "set_sync_debug_mode", "ipc_collect", "init", "_lazy_init", "set_stream", "_record_memory_history",
+        ),
         nothing,
-    )
+    )  # fmt: skip
     out["mem_get_info"] = lambda *args, **kwargs: (min(total, _unoccupied()), total)
     return out | {"get_per_process_memory_fraction": lambda *args, **kwargs: 1.0}
 
@@ -158,10 +163,6 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield cuda, "get_device_name", lambda *args, **kwargs: played.machine.name
     yield cuda, "is_current_stream_capturing", lambda: False
     yield cuda, "is_bf16_supported", lambda *args, **kwargs: played.capability >= (8, 0)
-    graph: Any = cuda.CUDAGraph  # must stay a class: libraries inspect its attributes
-    yield cuda, "CUDAGraph", type("CUDAGraph", (graph,), {"__new__": refused_graph("CUDAGraph")})
-    for name in ("graph", "make_graphed_callables", "graph_pool_handle"):
-        yield cuda, name, refused_graph(name)
     counters = _counters(played)
     yield from answers(played, devices, counters["mem_get_info"])
     for name, answer in counters.items():

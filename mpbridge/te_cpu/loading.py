@@ -20,7 +20,7 @@ from mpbridge.backend.devices import redirect
 from mpbridge.common.errors import Refused
 from mpbridge.common.transformer_engine import Package, folders
 from mpbridge.te_cpu.module import NAME, make_module
-from mpbridge.te_cpu.refusals import refusal, refused_graph
+from mpbridge.te_cpu.refusals import refusal, refused_name
 from mpbridge.te_cpu.storages import forget_classes
 from mpbridge.te_cpu.triton_parts import MODULES
 
@@ -171,7 +171,7 @@ def _put_on_cpu() -> None:
         f"{_PACKAGE}.pytorch",
         f"{_PACKAGE}.pytorch.graph",
     ):  # refused before it replaces the modules' __call__
-        vars(sys.modules[name])["make_graphed_callables"] = refused_graph("make_graphed_callables", _PACKAGE)
+        vars(sys.modules[name])["make_graphed_callables"] = refused_name(f"{_PACKAGE}.make_graphed_callables")
     grouped: Any = sys.modules.get(f"{_PACKAGE}.pytorch.module.grouped_linear")
     if hasattr(grouped, "is_module_grouped_tensor_path_supported"):
         grouped.GroupedLinear.forward = _splits_on_cuda(grouped.GroupedLinear.forward)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.transformer_engine import GEMM_ENTRIES
+from mpbridge.te_cpu.cuda_states import GRAPHS
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
 
@@ -129,17 +130,14 @@ def refusal(name: str) -> Callable[..., Any]:
     return refuse
 
 
-_GRAPHS = "CUDA graphs record the work of a GPU: leave them off (cuda_graph_impl=none)"
-
-
-def refused_graph(name: str, owner: str = "torch.cuda") -> Callable[..., Any]:
-    """A function for CUDA graphs, of torch.cuda or another owner, that raises Refused with its name, the reason and the place of the call."""
+def refused_name(name: str, reason: str = GRAPHS) -> Callable[..., Any]:
+    """A function that raises Refused with the full name that it stands for, the reason and the place of the call."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         graph: Any = sys.modules.get("transformer_engine.pytorch.graph")
-        if graph is not None:
+        if graph is not None and reason is GRAPHS:
             graph.set_capture_end()  # it began before it made the graph, and its modules compute in another way while one is recorded
-        raise Refused(f"{owner}.{name} runs on a GPU only: {_GRAPHS} (called from {caller()})")
+        raise Refused(f"{name} runs on a GPU only: {reason} (called from {caller()})")
 
     return refuse
 

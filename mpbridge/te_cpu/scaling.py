@@ -47,14 +47,15 @@ def fused_amax_and_scale_update_after_reduction(
 
 
 # --- slices of a weight: the optimizer's shard need not begin at a block's edge -------------------------------------------------------------
-def _window(part: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
+def window(part: torch.Tensor, rows: int, columns: int, start: int) -> torch.Tensor:
     """A [rows, columns] matrix that is zero outside of the slice, in the slice's dtype."""
     whole = torch.zeros(rows * columns, dtype=part.dtype)
     whole[start : start + part.numel()] = part.detach().reshape(-1)
     return whole.view(rows, columns)
 
 
-def _slice(factors: torch.Tensor, start: int, count: int) -> torch.Tensor:
+def piece(factors: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """The factors of a slice's elements, from those of its whole matrix."""
     return factors.reshape(-1)[start : start + count]
 
 
@@ -63,7 +64,7 @@ def fp8_block_scaling_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
     """Amaxes of square blocks over a slice of an [h, w] weight."""
-    found = square_peaks(_window(tensor, h, w, start_offset), block_len)
+    found = square_peaks(window(tensor, h, w, start_offset), block_len)
     amax[: found.shape[0], : found.shape[1]].copy_(found)
 
 
@@ -79,7 +80,7 @@ def fp8_block_scaling_partial_cast(
     out_dtype: Any,
 ) -> None:
     """FP8 codes of a slice of an [h, w] weight under the scales of its square blocks."""
-    factors = _slice(spread(scale, block_len, (h, w)), start_offset, inp.numel())
+    factors = piece(spread(scale, block_len, (h, w)), start_offset, inp.numel())
     codes = encode_fp8(inp.detach().reshape(-1).float() * factors, number_format(out_dtype))
     out.copy_(codes.view(out.dtype).view(out.shape))
 
@@ -89,7 +90,7 @@ def mxfp8_scaling_compute_partial_amax(
     input: torch.Tensor, amax_rowwise: torch.Tensor, amax_colwise: torch.Tensor, rows: int, cols: int, start_offset: int
 ) -> None:
     """Amaxes of 1x32 and 32x1 blocks over a slice of a [rows, cols] weight."""
-    whole = magnitude(_window(input, rows, cols, start_offset))
+    whole = magnitude(window(input, rows, cols, start_offset))
     amax_rowwise[:rows, : cols // 32].copy_(whole.view(rows, cols // 32, 32).amax(-1))
     amax_colwise[: rows // 32, :cols].copy_(whole.view(rows // 32, 32, cols).amax(1))
 
@@ -113,5 +114,5 @@ def mxfp8_scaling_partial_cast(
         (output_rowwise, by_row.repeat_interleave(32, 1)),
         (output_colwise, by_column.repeat_interleave(32, 0)),
     ):
-        codes = encode_fp8(part * _slice(factors, start_offset, count), E4M3)
+        codes = encode_fp8(part * piece(factors, start_offset, count), E4M3)
         out.copy_(codes.view(out.shape))

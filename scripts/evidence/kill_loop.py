@@ -22,6 +22,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
 import torch
 
 from mpbridge.planning.rules.table import rules
@@ -30,17 +33,7 @@ from mpbridge.training.base import Hook
 from mpbridge.training.checkpoint import io as checkpoint
 from mpbridge.training.checkpoint import store
 from mpbridge.training.loop import pretrain
-
-SEQ, VOCAB = 32, 64
-
-
-class Text:
-    """Counting sequences, the same on every iteration."""
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(0)
-        while True:
-            yield {"tokens": (torch.randint(0, VOCAB, (1,), generator=generator) + torch.arange(SEQ + 1)) % VOCAB}
+from scripts.evidence.soak import MODEL, Text, digest
 
 
 class Told(Hook):
@@ -57,13 +50,7 @@ class Told(Hook):
         self.say(f"step {training.counters.iteration}")
 
     def finished(self, training: Any) -> None:
-        import hashlib
-
-        digest = hashlib.sha256()
-        for one in sorted(training.engine.tensors(), key=lambda live: (live.role, live.parameter)):
-            if one.role in ("params", "main_params", "exp_avg", "exp_avg_sq"):
-                digest.update(one.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        self.say(f"end {self.loss.hex()} {digest.hexdigest()[:16]}")
+        self.say(f"end {self.loss.hex()} {digest(training)}")
 
 
 def made(folder: Path | None, steps: int, background: bool) -> Any:
@@ -75,10 +62,7 @@ def made(folder: Path | None, steps: int, background: bool) -> Any:
     )
     return ConfigContainer(
         mixed_precision="bf16_mixed",
-        model={
-            "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ,
-            "add_bias_linear": False, "position_embedding_type": "rope",
-        },
+        model=MODEL,
         optimizer={"lr": 1e-3},
         train={"micro_batch_size": 2, "global_batch_size": 4, "train_iters": steps, "eval_interval": None, "threads": 1},
         checkpoint=kept,

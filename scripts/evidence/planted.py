@@ -21,6 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from mpbridge.training.base import Hook
+
 STEPS = 60
 MODEL = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "max_sequence_length": 32,
@@ -60,16 +62,11 @@ def train(container: Any, hook: Any = None) -> None:
     pretrain(container.resolved(), hooks=[hook] if hook else [], quiet=True)
 
 
-class Plant:
-    """A hook that acts before a step; `act` gets the training and the number of the coming step."""
+class Plant(Hook):
+    """Acts before a step; `act` gets the training and the number of the coming step."""
 
     def __init__(self, act: Callable[[Any, int], None]) -> None:
         self.act = act
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("built", "started", "stepped", "evaluated", "finished", "closed"):
-            return lambda *args: None
-        raise AttributeError(name)
 
     def stepping(self, training: Any) -> None:
         self.act(training, training.counters.iteration + 1)

@@ -34,6 +34,10 @@ from mpbridge.training.checkpoint import store
 from mpbridge.training.loop import pretrain
 
 SEQ, VOCAB, RANKS = 32, 64, 2
+MODEL = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ, "add_bias_linear": False,
+    "position_embedding_type": "rope",
+}  # fmt: skip
 SIGNALS = {
     "term": signal.SIGTERM,
     "int": signal.SIGINT,
@@ -97,11 +101,16 @@ class Told(Hook):
         self.say(step=at, loss=result.loss.hex(), **(held() if at % self.every == 0 else {}))
 
     def finished(self, training: Any) -> None:
-        digest = hashlib.sha256()
-        for one in sorted(training.engine.tensors(), key=lambda live: (live.role, live.parameter)):
-            if one.role in ("params", "main_params", "exp_avg", "exp_avg_sq"):
-                digest.update(one.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        self.say(end=training.counters.iteration, digest=digest.hexdigest()[:16])
+        self.say(end=training.counters.iteration, digest=digest(training))
+
+
+def digest(training: Any) -> str:
+    """Of the weights and moments of this rank, to the bit."""
+    found = hashlib.sha256()
+    for one in sorted(training.engine.tensors(), key=lambda live: (live.role, live.parameter)):
+        if one.role in ("params", "main_params", "exp_avg", "exp_avg_sq"):
+            found.update(one.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def held() -> dict[str, int]:
@@ -118,10 +127,7 @@ def made(folder: Path, steps: int, interval: int, background: bool) -> Any:
     """The run."""
     return ConfigContainer(
         mixed_precision="bf16_mixed",
-        model={
-            "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": VOCAB, "max_sequence_length": SEQ,
-            "add_bias_linear": False, "position_embedding_type": "rope",
-        },
+        model=MODEL | {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2},
         optimizer={"lr": 1e-3},
         ddp={"use_distributed_optimizer": True},
         audit={"every": 50},

@@ -311,6 +311,21 @@ def rule_table() -> str:
     return markdown(("rule", "severity", "expects", "cure", "versions", "source"), rows)
 
 
+@table("json")
+def json_table() -> str:
+    """The keys of every answer with a schema."""
+    import json
+
+    from mpbridge.cli.text import SCHEMAS
+
+    rows = [
+        (f"`{path.stem}`", f"`{key}`", " or ".join(part["type"]), part["description"])
+        for path in sorted(SCHEMAS.glob("*.json"))
+        for key, part in json.loads(path.read_text(encoding="utf-8"))["properties"].items()
+    ]
+    return markdown(("verb", "key", "type", "meaning"), rows)
+
+
 @table("engine-releases")
 def engine_release_table() -> str:
     """Transformer Engine's releases, and which of them have run under the kernel module."""
@@ -323,6 +338,28 @@ def engine_release_table() -> str:
         rows.append([".".join(map(str, number)), what, "in the default suite" if ends else "tested in the slow suite"])
     rows.append([f"{newest[0]}.{newest[1] + 1} and later", "", "no: refused on a CPU, a warning on a GPU"])
     return markdown(("release", "what it changed below Transformer Engine's Python", "runs in"), rows)
+
+
+@table("cuda-names")
+def cuda_name_table() -> str:
+    """What is played of CUDA, what is torch's own, and what is refused."""
+    from mpbridge.te_cpu.cuda_states import PLAYED_BESIDE, REAL, REFUSED
+
+    rows = []
+    for kind, names in (("refused", REFUSED), ("real", REAL)):
+        reasons = dict[str, list[str]]()
+        for name, why in names.items():
+            reasons.setdefault(why, []).append(f"`{name}`")
+        rows += [(", ".join(of), kind, why) for why, of in reasons.items()]
+    rows.append(
+        (
+            "every other public name of `torch.cuda` and `torch.accelerator`",
+            "played",
+            "answers as on the played machine",
+        )
+    )
+    rows.append((", ".join(f"`{name}`" for name in PLAYED_BESIDE), "played", "the same, elsewhere"))
+    return markdown(("name", "state", "why"), rows)
 
 
 @table("bytes")
@@ -619,6 +656,37 @@ def stack_word_table() -> str:
         (*heads, "bytes per parameter", "quantized linears"),
         [(f"`{row.words[0]}`", row.stack, row.where, *(rows(row.meaning)[name] for name in shown)) for row in TABLE],
     )
+
+
+@table("served-formats")
+def served_format_table() -> str:
+    """The formats of `convert --quantization`."""
+    from mpbridge.settings.huggingface.served import FORMATS
+
+    rows = []
+    for row in FORMATS:
+        extent = {"channel": "output row", "blocks": "128 x 128 block", "lines": f"{row.along} elements of a row"}[
+            row.layout
+        ]
+        kind = {"F32": "FP32", "U8": "E8M0 byte", "F8_E4M3": "E4M3"}[row.scale_dtype]
+        second = f"`{row.second}`, {'divisor' if row.divides else 'multiplier'}" if row.second else ""
+        algorithm = row.config.get("quant_algo") or row.config.get("format") or ""
+        rows.append(
+            (f"`{row.method}`", f"`{algorithm}`" if algorithm else "", ", ".join(row.scalings), f"`{row.codes}`", f"`{row.scale}`, {kind} for each {extent}",
+             second, f"`{row.kept}`", row.activations, ", ".join(row.engines))
+        )  # fmt: skip
+    heads = (
+        "quant_method",
+        "algorithm or format",
+        "scalings",
+        "codes",
+        "scales",
+        "second level",
+        "kept modules",
+        "activations in the engine",
+        "read by",
+    )
+    return markdown(heads, rows)
 
 
 @table("wings")

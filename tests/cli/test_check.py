@@ -75,7 +75,7 @@ def test_what_it_would_rather_run_is_what_it_says_once_it_is_taken(ask, case):
 
 def test_a_layouts_line_is_what_check_says_of_it(ask):
     words = ["--config", "llama3_70b", "--recipe", "fp8_cs", "--target", "h100", "--world-size", "32"]
-    _, found = ask("layouts", *words, "--most", "3")
+    found = ask("layouts", *words, "--most", "3")[1]["layouts"]
     assert [one["answer"] for one in found] == sorted(one["answer"] for one in found)  # fits before tight
     for one in found:
         _, then = ask("check", *words, *shlex.split(one["changes"]))

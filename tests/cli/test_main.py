@@ -270,9 +270,22 @@ def test_a_files_recipe_that_is_code_does_not_run_unless_the_command_line_names_
     assert (tmp_path / "ran").exists()
 
 
+def _a_checkpoint(folder):
+    from mpbridge.settings.container import ConfigContainer
+    from mpbridge.training.checkpoint import store
+    from mpbridge.training.checkpoint.continuation import of_run
+    from mpbridge.training.checkpoint.verdict import FILE
+
+    partial = store.begin(folder, 1)
+    (partial / FILE).write_text(json.dumps(of_run(ConfigContainer.load("gpt_tiny").resolved()).as_data()))
+    for name in ("index.json", "state.json"):
+        (partial / name).write_text("{}")
+    store.seal(partial, 1)
+
+
 READS_A_CONFIGURATION = {
     "plan": [], "check": [], "memory": [], "layouts": [], "estimate": [], "recommend": [], "simulate": [], "rehearse": [], "train": [], "tune": [],
-    "export": ["--to", "megatron-lm"], "init": ["DIR"], "certify": [],
+    "export": ["--to", "megatron-lm"], "init": ["DIR"], "certify": [], "resume-check": ["CKPT"],
 }  # fmt: skip
 
 
@@ -287,7 +300,12 @@ def test_no_verb_runs_code_that_only_a_file_names(said, tmp_path, verb, place):
     config.write_text(
         f"mixed_precision: {named}\nmodel: {{num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 128, max_sequence_length: 32}}\n"
     )
-    extra = [str(tmp_path / "new") if word == "DIR" else word for word in READS_A_CONFIGURATION[verb]]
+    if verb == "resume-check":
+        _a_checkpoint(tmp_path / "kept")
+    extra = [
+        str(tmp_path / {"DIR": "new", "CKPT": "kept"}[word]) if word in ("DIR", "CKPT") else word
+        for word in READS_A_CONFIGURATION[verb]
+    ]
     code, out, err = said(verb, *extra, "--config", str(config))
     assert not (tmp_path / "ran").exists()
     assert code != 0 or verb == "recommend", out + err  # recommend asks about the run without its recipe

@@ -79,7 +79,7 @@ def commands(folder: Path) -> list[list[str]]:
         return name
 
     more = {
-        "export": ["--to", "megatron-lm"], "train": ["train.train_iters=1"], "init": ["out/first"], "rehearse": ["--steps", "1", "--out", "out/r"],
+        "export": ["--to", "megatron-lm"], "train": ["train.train_iters=1"], "init": ["out/first"], "rehearse": ["--steps", "1", "--out", "out/r", "--recipes", "fp32", "model.num_layers=1", "train.seq_length=16"],
         "tune": ["--out", "out/t.yaml"], "launch": ["--nodes", "1", "--gpus-per-node", "1", "--", "train"],
     }  # fmt: skip
     for i, text in enumerate(RUN_FILES.values()):

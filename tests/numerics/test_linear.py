@@ -190,7 +190,8 @@ def test_three_steps_of_torchaos_emulated_mxfp8_linear_and_ours_give_identical_l
     assert losses["ours"][0] != losses["ours"][-1]
 
 
-@pytest.mark.parametrize("scaling", ALL)
+# the operands of the other scalings are compiled in test_quantizer.py
+@pytest.mark.parametrize("scaling", ["delayed", "mxfp8", "nvfp4"])
 def test_compiled_and_eager_kernels_give_the_same_bits(scaling: str) -> None:
     results = []
     for compiled in (False, True):

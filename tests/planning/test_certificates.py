@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
+from mpbridge.cli.main import main
 from mpbridge.common.formats import E4M3, E5M2, DType
 from mpbridge.planning.certificates import states
 from mpbridge.planning.certificates.optimizer import Training, lost_line, optimizer_rows, sentence
@@ -155,3 +157,20 @@ def test_only_a_run_that_loses_updates_is_told_so() -> None:
         ("bf16 gradient buffer", "sum bits"),
         ("bf16 second moment", "stands still"),
     } <= where
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--recipe", "full_bf16", "optimizer.lr=1e-4", "optimizer.min_lr=0"], "at lr 0.0001 75% of updates of BF16 weights"),
+        (["mixed_precision.use_precision_aware_optimizer=true", "mixed_precision.exp_avg_sq_dtype=fp8"], "1/677 of its tensor's largest loses its FP8 second moment"),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_check_quotes_what_a_run_is_about_to_lose(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["check", "--config", "gpt_tiny", *arguments, "--json"])
+    notes = [note for note in json.loads(capsys.readouterr().out)["notes"] if "mpbridge certify" in note]
+    assert len(notes) == bool(said)
+    assert all(said in note for note in notes)

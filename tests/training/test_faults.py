@@ -194,19 +194,11 @@ def flip(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "harm"),
-    [
-        pytest.param("__0_0.distcp", lambda file: file.write_bytes(file.read_bytes()[:-100]), id="truncated"),
-        pytest.param("__0_0.distcp", flip, id="bit flipped"),
-        pytest.param("__0_0.distcp", lambda file: file.unlink(), id="missing shard"),
-        pytest.param("index.json", flip, id="index flipped"),
-        pytest.param("state.json", flip, id="counters flipped"),
-        pytest.param("precision.json", flip, id="fingerprint flipped"),
-    ],
-)
-def test_damage_is_named_and_the_one_before_goes_on(tmp_path, name, harm):
+    "name", ["__0_0.distcp", "index.json", "state.json", "precision.json"]
+)  # what else is damage, test_store.py has
+def test_damage_is_named_and_the_one_before_goes_on(tmp_path, name):
     newest = damaged(tmp_path)
-    harm(newest / name)
+    flip(newest / name)
     with pytest.raises(CheckpointError) as told:
         go(run(iters=6, checkpoint={"load": str(tmp_path)}))
     assert str(newest / name) in str(told.value)

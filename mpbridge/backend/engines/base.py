@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +16,6 @@ from mpbridge.backend.devices import device_layer
 from mpbridge.backend.devices.fp32_products import hold
 from mpbridge.backend.engines.contract import Batch
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
-from mpbridge.backend.engines.te_state import forget_amaxes
 from mpbridge.planning.rules.admit import require_here
 
 if TYPE_CHECKING:
@@ -154,3 +154,16 @@ class ShardedEngine(BaseEngine):
             load_parameters(self.optimizer, state["model"])
             if optimizer:
                 load_optimizer(self.optimizer, state["optimizer"])
+
+
+def forget_amaxes() -> None:
+    """Empties Transformer Engine's process-wide lists of amax histories that delayed scaling reduces and updates at the end of every quantization context.
+
+    They hold the tensors of every module that ever ran, and the groups they were reduced over: the process's next model would continue to reduce those
+    of the previous one, and wait for ranks that do not (FP8GlobalStateManager.global_amax_buffer, pytorch/quantization.py; pytorch/fp8.py until release 2.7).
+    """
+    for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):
+        manager: Any = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if manager is not None:
+            manager.reset()
+            return

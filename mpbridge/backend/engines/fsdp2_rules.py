@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from mpbridge.common.formats import DType
+from mpbridge.common.facts import MUONS
+from mpbridge.common.formats import DType, say
 from mpbridge.planning.memory.keeps import fused
-from mpbridge.planning.rules.base import Rule
+from mpbridge.planning.rules.base import Case, Rule
+
+
+def _torch_muon_cannot(case: Case) -> str | None:
+    if case.run.optimizer.name not in MUONS:
+        return None
+    able = {"muon_fp32_matmul_prec": ("medium",), "muon_scale_mode": ("spectral", "shape_scaling")}
+    given = {name: value for name, words in able.items() if (value := case.opt(name, words[0])) not in words}
+    return ", ".join(f"{name}={say(value)}" for name, value in given.items()) or None
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -53,6 +63,24 @@ RULES: tuple[Rule, ...] = (
         expected="states in the parameters' dtype: torch's AdamW can hold no others",
         cure="optimizer.optimizer=adam (FusedAdam if states need it), or recipe fp32_params_bf16_compute",
         source="torch.optim.AdamW; NeMo AutoModel PR 2248",
+    ),
+    Rule(
+        id="torch-muon-keeps-no-main-weights",
+        found=lambda c: (
+            c.run.optimizer.name in MUONS
+            and fused(c.policy, c.traits)
+            and f"optimizer={c.run.optimizer.name} on {c.policy.params.short} parameters, under a recipe whose main weights or states have another dtype"
+        ),
+        expected="storage in the dtype of main weights and states: torch's Muon and the AdamW beside it update the parameters themselves",
+        cure="mixed_precision.params_dtype=fp32 (recipe fp32_params_bf16_compute), or optimizer.optimizer=adam",
+        source="torch.optim.Muon; mpbridge/backend/engines/muon.py",
+    ),
+    Rule(
+        id="torch-muon-cannot",
+        found=_torch_muon_cannot,
+        expected="what torch.optim.Muon has: Newton-Schulz in BF16 (medium), and updates scaled as spectral or shape_scaling",
+        cure="drop them",
+        source="torch 2.13 optim/_muon.py; mpbridge/backend/engines/muon.py",
     ),
     Rule(
         id="fsdp2-sgd-keeps-no-main-weights",

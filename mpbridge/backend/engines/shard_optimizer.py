@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpbridge.backend.engines.muon import ShardMuon
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.engines.precision_warnings import warn_bf16_adam, without_duplicate
 from mpbridge.backend.megatron.inside_optimizer import parameter_groups
 from mpbridge.common.errors import Refused
-from mpbridge.common.facts import RunFacts
+from mpbridge.common.facts import MUONS, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.shipped import install
-from mpbridge.planning.memory.keeps import Holding, fused, keeps_of
+from mpbridge.planning.memory.keeps import Holding, fused, keeps_of, trained_by
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -55,23 +56,27 @@ def _inner(
     """The optimizer for parameter groups that share a dtype."""
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
-    adam = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_eps,
-    }
-    if not fused(policy, facts.traits):
-        torchs: Any = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        plain: torch.optim.Optimizer = torchs(groups, **adam)
-        return plain
+    if facts.optimizer.name in MUONS or not fused(policy, facts.traits):
+        return torchs_adam(groups, config)
     arguments = without_duplicate(
         [p for group in groups for p in group["params"]], fused_arguments(keeps_of(policy, facts))
     )
     optimizer: torch.optim.Optimizer = fused_adam(cuda)(
-        groups, adam_w_mode=config.decoupled_weight_decay, **adam, **arguments
+        groups, adam_w_mode=config.decoupled_weight_decay, **_adam(config), **arguments
     )
     return optimizer
+
+
+def _adam(config: Any) -> dict[str, Any]:
+    betas = (config.adam_beta1, config.adam_beta2)
+    return {"lr": config.lr, "weight_decay": config.weight_decay, "betas": betas, "eps": config.adam_eps}
+
+
+def torchs_adam(groups: list[dict[str, Any]], config: Any) -> torch.optim.Optimizer:
+    """torch's AdamW, or Adam without decoupled weight decay."""
+    torchs: Any = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    plain: torch.optim.Optimizer = torchs(groups, **_adam(config))
+    return plain
 
 
 def scaler(config: Any) -> Any:
@@ -124,7 +129,7 @@ class ShardOptimizer:
 
         offset: where a local shard begins in its parameter; None: according to DTensor's placements.
         """
-        self.config = config
+        self.config, self.shape = config, facts.shape
         self.group = group
         self.grad_scaler = scaler(config)
         self.names: dict[str, Any] = dict(parameters)
@@ -146,7 +151,17 @@ class ShardOptimizer:
         # from the whole model, so that ranks without a shard of some dtype have the same optimizers
         dtypes = list(dict.fromkeys(p.dtype for p in self.names.values() if p.requires_grad))
         self.parts = [_inner(_of_dtype(local, kind), policy, facts, config, cuda=cuda) for kind in dtypes]
+        if facts.optimizer.name in MUONS:
+            self.parts = [part for kind in dtypes for part in self._with_muon(_of_dtype(local, kind), config)]
         warn_bf16_adam(self.parts, [p for p in self.names.values() if p.requires_grad])
+
+    def _with_muon(self, groups: list[dict[str, Any]], config: Any) -> Iterator[torch.optim.Optimizer]:
+        """Muon for the matrices of these groups, and torch's Adam for the rest."""
+        whole = {name: p for name, p in self.names.items() if trained_by("muon", name, p.dim()) == "muon"}
+        mine = {id(self.shards[name]) for name in whole if name in self.shards}
+        for muon in (True, False):
+            some = [{**group, "params": [p for p in group["params"] if (id(p) in mine) is muon]} for group in groups]
+            yield ShardMuon(some, config, self.shape, whole, self.shards) if muon else torchs_adam(some, config)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

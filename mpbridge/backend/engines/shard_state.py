@@ -79,13 +79,12 @@ def main_weights(optimizer: ShardOptimizer, name: str) -> torch.Tensor:
 
 def optimizer_state(optimizer: ShardOptimizer, *, loading: bool = False) -> dict[str, Any]:
     """{'main', 'exp_avg', ...: name -> FP32 part; 'groups', 'step', 'scaler'}; zeros for moments that do not exist yet."""
-    keys = _moment_names(optimizer)
-    state: dict[str, Any] = {"main": {}} | {key: {} for key in keys}
+    state: dict[str, Any] = {"main": {}} | {key: {} for part in optimizer.parts for key in _moment_names(part)}
     for name, shard in optimizer.shards.items():
         state["main"][name] = _sharded(
             f"optimizer.main.{name}", main_weights(optimizer, name).view(shard.shape), optimizer, name
         )
-        for key in keys:
+        for key in _moment_names(optimizer.part_of(name)):
             value = torch.zeros_like(shard, dtype=torch.float32) if loading else _moment(optimizer, name, key)
             state[key][name] = _sharded(f"optimizer.{key}.{name}", value.view(shard.shape), optimizer, name)
     state["step"] = _step(optimizer)
@@ -101,8 +100,12 @@ def optimizer_state(optimizer: ShardOptimizer, *, loading: bool = False) -> dict
     return state
 
 
-def _moment_names(optimizer: ShardOptimizer) -> tuple[str, ...]:
-    return ("momentum_buffer",) if isinstance(optimizer.parts[0], torch.optim.SGD) else ("exp_avg", "exp_avg_sq")
+_ONE_MOMENTUM = (torch.optim.SGD, torch.optim.Muon)
+"""Optimizers that keep one momentum and count no steps."""
+
+
+def _moment_names(part: Any) -> tuple[str, ...]:
+    return ("momentum_buffer",) if isinstance(part, _ONE_MOMENTUM) else ("exp_avg", "exp_avg_sq")
 
 
 def _moment(optimizer: ShardOptimizer, name: str, key: str) -> torch.Tensor:
@@ -150,12 +153,12 @@ def load_optimizer(optimizer: ShardOptimizer, state: Mapping[str, Any]) -> None:
     step = int(state["step"])
     for name, shard in optimizer.shards.items():
         part = optimizer.part_of(name)
-        if step or isinstance(part, torch.optim.SGD):  # torch's SGD counts no steps
-            _load_moments(part, shard, {key: state[key][name] for key in _moment_names(optimizer)}, step)
+        if step or isinstance(part, _ONE_MOMENTUM):
+            _load_moments(part, shard, {key: state[key][name] for key in _moment_names(part)}, step)
         _load_main(part, shard, state["main"][name])
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update(saved)
-        if step and not isinstance(optimizer.parts[0], (torch.optim.SGD, torch.optim.Adam)):
+        if step and not isinstance(optimizer.parts[-1], (torch.optim.SGD, torch.optim.Adam)):
             group["step"] = step
     if optimizer.grad_scaler is not None and state["scaler"]:
         scale = torch.tensor([state["scaler"]["scale"]], dtype=torch.float32)
@@ -171,7 +174,7 @@ def _load_moments(part: Any, shard: torch.nn.Parameter, moments: Mapping[str, to
         return
     own = {key: value.to(shard.dtype) for key, value in moments.items()}
     # torch keeps the step count in FP32 on the CPU, regardless of the parameter
-    part.state[shard] = own if isinstance(part, torch.optim.SGD) else {"step": torch.tensor(float(step)), **own}
+    part.state[shard] = own if isinstance(part, _ONE_MOMENTUM) else {"step": torch.tensor(float(step)), **own}
 
 
 def _load_main(part: Any, shard: torch.nn.Parameter, main: torch.Tensor) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from mpbridge.backend.megatron.emulated_linears import EmulatedBackend, _Emulate
 from mpbridge.backend.megatron.inside_model import LocalMatmul
 from mpbridge.common.errors import Refused
 from mpbridge.common.shipped import install
+from mpbridge.numerics.listening import Pausable
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 from mpbridge.precision.wording import rule_words
 
@@ -102,11 +102,11 @@ def config_of(quant: Quant, *, emulate: bool) -> Any:
     return dataclasses.replace(made, emulate=emulate)
 
 
-class TorchaoLinears:
+class TorchaoLinears(Pausable):
     """The counterpart of `mpbridge.numerics.Emulation` for torchao: assigns rules to the linears of a built model. It has no state."""
 
     def __init__(self, policy: PrecisionPolicy, *, emulate: bool) -> None:
-        self.policy, self.emulate, self.is_paused = policy, emulate, False
+        self.policy, self.emulate = policy, emulate
         self.plugs: dict[str, TorchaoPlug] = {}
         """Global name of a linear -> its rule."""
         self.high: list[str] = []
@@ -141,15 +141,6 @@ class TorchaoLinears:
 
     def eval_begin(self) -> None:
         """Nothing."""
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within this context the linears compute in high precision."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
 
     def sharded_state(self, prefix: str = "") -> dict[str, Any]:
         """Empty: scales come from the tensors themselves."""

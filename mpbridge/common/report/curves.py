@@ -65,7 +65,9 @@ def read_curves(folder: Path) -> Curves:
             f"{path}: {error.strerror or error} (expected the folder of a run: `mpbridge train ... logger.log_dir=DIR`)"
         ) from None
     if not rows and not evaluations:
-        raise BadValue(f"{path} has no readable step ({number} lines)")
+        raise BadValue(
+            f"{path} has no readable step ({number} lines), expected the {METRICS} of a run: `mpbridge train ... logger.log_dir=DIR`"
+        )
     made.rows = [rows[step] for step in sorted(rows)]
     made.evaluations = [evaluations[step] for step in sorted(evaluations)]
     return made

@@ -39,7 +39,9 @@ def read_file(
     if path.is_dir():
         path = arguments_file(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(
+            f"{path}: no such file, expected a stack's configuration, launch script or training script (--args takes arguments)"
+        )
     if path.suffix in (".pt", ".ckpt", ".pth") or path.name == METADATA:
         made = _lm().read_values(read_arguments(path), version=_version("megatron-lm", version))
         return _never_read(_without_variables(made, env), version)

@@ -95,12 +95,15 @@ def scale_faults(
         yield where, float(history[-1]) if known else math.nan, fault
 
 
-def library_faults(path: str, quant: Quant, module: Any, begun: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def library_faults(
+    path: str, quant: Quant, module: Any, begun: Mapping[str, torch.Tensor], amax: Mapping[str, float]
+) -> Iterator[str]:
     """'' or the fault, for each tensor of a Transformer Engine linear that is scaled by its history.
 
     The update rolls the history up by one, puts the newest amax last, clears the first entry, and computes the scale from the largest (or the newest) entry,
     including the one that leaves. A tensor whose amax was 0 keeps both: so any entry of the history at the start of the micro-batch (`begun`) may be behind the
-    scale. Source: common/recipe/delayed_scaling.cu.
+    scale. amax: 'LINEAR x' -> largest element of this rank's input, which the newest entry, a maximum over ranks, is not below (a kernel's norm rounds otherwise).
+    Source: common/recipe/delayed_scaling.cu.
     """
     for name, history, scale in tables(module):
         where, before = f"{path} {name}", begun.get(f"{path} {name}")
@@ -113,6 +116,9 @@ def library_faults(path: str, quant: Quant, module: Any, begun: Mapping[str, tor
         seen = history.numel() != quant.amax_history or bool(
             history[-1 if quant.amax_algo == "most_recent" else slice(None)].any()
         )
+        if seen and history.numel() > 1 and float(history[-1]) < amax.get(where, 0.0) * (1 - 2.0**-6):
+            yield f"{where}: the newest amax of its history is {float(history[-1]):.6g}, its input's {amax[where]:.6g}"
+            continue
         yield (
             _fault(where, quant, history, float(scale), older, gradient=name.startswith("dy"), exact=False)
             if seen

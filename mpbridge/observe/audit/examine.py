@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import world_size
+from mpbridge.common.facts import MUONS
 from mpbridge.numerics.observation.modules import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
 from mpbridge.observe.audit.compute import compute_findings
 from mpbridge.observe.audit.findings import AuditStage, Finding, Report, not_observed
 from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
+from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings, weight_findings
 from mpbridge.observe.audit.not_observable import FACTOR, why_unseen
 from mpbridge.observe.audit.observe import Observed, look
+from mpbridge.observe.audit.orthogonal import orthogonal_findings
 from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import quantization_findings
 from mpbridge.observe.audit.replay import declared, replay_findings
@@ -25,7 +28,7 @@ from mpbridge.observe.audit.replicas import replica_findings
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.traffic import traffic_findings
 from mpbridge.observe.audit.watch import Watch
-from mpbridge.planning.memory.keeps import wires
+from mpbridge.planning.memory.keeps import trained_by, wires
 from mpbridge.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -83,7 +86,16 @@ def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
         layers=run.facts.shape.num_layers,
         emulated=emulated,
         foreign=bool(getattr(engine, "foreign", False)),
+        matrices=_matrices(engine) if run.facts.optimizer.name in MUONS else None,
     )
+
+
+def _matrices(engine: Engine) -> frozenset[str]:
+    """What Muon is to train: on an engine of ours by the plan, in somebody else's loop whatever its Muon holds."""
+    if getattr(engine, "foreign", False):
+        return frozenset(held.name for held in holdings(engine) if "Muon" in type(held.inner).__name__)
+    named = engine.named_parameters()
+    return frozenset(name for name, p in named if trained_by(MUONS[0], name, p.dim()) in MUONS)
 
 
 def audit(
@@ -224,7 +236,9 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
         findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
     replayed = [rank.replayed for rank in ranks if rank.replayed is not None]
     whole = parallel.tensor == parallel.pipeline == parallel.expert == 1
-    return findings + replay_findings(replayed, norm=norm, clip=declared(engine, "clip_grad"), whole=whole)
+    findings += replay_findings(replayed, norm=norm, clip=declared(engine, "clip_grad"), whole=whole)
+    muons = [rank.orthogonal for rank in ranks if rank.orthogonal is not None]
+    return findings + (orthogonal_findings(muons, str(declared(engine, "muon_fp32_matmul_prec"))) if muons else [])
 
 
 def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why: str) -> list[Finding]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.observe.audit.delayed import tables
+from mpbridge.observe.telemetry.native import normalised
 
 _CODES = ("_data", "_rowwise_data", "_columnwise_data", "_scale_inv")
 """Inner tensors of a quantized tensor that depend on its values alone, not on a release's layout of block scales."""
@@ -23,12 +24,18 @@ class LibraryObservation:
     """Copies that do not equal the quantized weight."""
     begun: dict[str, torch.Tensor] = field(default_factory=dict)
     """'LINEAR x', 'LINEAR dy' -> the amax history at the start of the last micro-batch."""
+    amax: dict[str, float] = field(default_factory=dict)
+    """'LINEAR x' -> largest element of its input in the last micro-batch, behind a fused norm; not of grouped linears."""
     _seen: set[str] = field(default_factory=set)
 
-    def enters(self, module: Any, path: str) -> None:
-        """Call before a linear's forward pass."""
+    def enters(self, module: Any, path: str, source: torch.Tensor) -> None:
+        """Call before a linear's forward pass; source: its input."""
+        names = set()
         for name, history, _ in tables(module):
             self.begun[f"{path} {name}"] = history.detach().clone()
+            names.add(name)
+        if "x" in names and "x1" not in names and source.numel() and type(source) in (torch.Tensor, torch.nn.Parameter):
+            self.amax[f"{path} x"] = float(normalised(module, source.detach()).abs().amax())
 
     def leaves(self, module: Any, path: str) -> None:
         """Call after a linear's forward pass: checks that the copy it just read is its weight, quantized."""

@@ -16,6 +16,7 @@ from mpbridge.observe.audit.adapter import answer
 from mpbridge.observe.audit.compute import Computed, computed
 from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_faults
 from mpbridge.observe.audit.gradients import Followed, followed
+from mpbridge.observe.audit.orthogonal import Orthogonal, orthogonal
 from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import Quantizations, quantizations
 from mpbridge.observe.audit.replay import Replayed, replay
@@ -162,6 +163,7 @@ class Observed:
     followed: Followed | None = None
     traffic: Traffic | None = None
     replayed: Replayed | None = None
+    orthogonal: Orthogonal | None = None
 
 
 def look(
@@ -192,6 +194,8 @@ def look(
     if before is not None and result is not None and not getattr(engine, "foreign", False):
         seen.replayed = replay(engine, before.starts)
         seen.replayed.declared = before.undeclared
+        if promises.matrices is not None:
+            seen.orthogonal = orthogonal(engine, promises, before.whole, before.rates)
     return seen
 
 

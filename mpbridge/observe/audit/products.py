@@ -33,6 +33,7 @@ _ALIKE = 0.9
 """A four-bit copy whose cosine with a tensor is below this was not made from that tensor."""
 _ROWS = 64
 """Number of neighbouring tokens whose inputs are kept until backward, to compare the copy that wgrad reads."""
+_DETACHED = "values from which no gradient reaches the embedding"
 _STRANGE = "not what its tensor rounds to"
 
 
@@ -68,6 +69,8 @@ class Products:
         self.seed = seed
         """Draws the sampled part of every operand."""
         self.modules: dict[str, Any] = {}
+        self.embeddings: dict[str, Any] = {}
+        """Path -> embedding: a linear without a weight of its own, a tied output layer, multiplies by one of theirs."""
         self.dtypes: dict[str, Counter[str]] = defaultdict(Counter)
         """Module -> dtype of both factors (forward and backward) -> number of GEMMs."""
         self.other: dict[str, str] = {}
@@ -77,6 +80,8 @@ class Products:
         """Linear -> position in its weight -> sum of the weight-gradient GEMM's output over micro-batches."""
         self.narrow: set[str] = set()
         """Linears whose FP32 output gradients all had 10 or fewer mantissa bits."""
+        self._reached: set[str] = set()
+        """Tied linears of which a call sends gradients to the embedding."""
         self._wanted: dict[str, bool] = {}
         self._tokens: dict[str, int] = {}
         self._backward: Counter[tuple[str, str]] = Counter()
@@ -167,9 +172,30 @@ class Products:
         self._tokens[path] = left.shape[0]
         quant = self._quant(path, "fprop")
         if quant is None:
-            self._compare(path, weight, right)
+            self._compare(path, self._lent(right) if weight is None else weight, right)
             return
         self._operands(path, "fprop", quant, left, right)
+
+    def _lent(self, right: torch.Tensor) -> Any:
+        """The embedding's parameter that a linear without a weight should multiply by, from the product's right factor."""
+        weights = (getattr(module, "weight", None) for module in self.embeddings.values())
+        return next((one for one in weights if one is not None and one.shape == right.shape[::-1]), None)
+
+    def attached(self, path: str, nodes: list[Any]) -> None:
+        """Records a linear that multiplies by an embedding's parameter, of which its part of the graph knows nothing: no gradient reaches it from here."""
+        module = self.modules.get(path)
+        own = getattr(module, "parameters", lambda **_: ())(recurse=False)
+        # a grouped linear has weight0, weight1 ...
+        if getattr(module, "weight", module) is not None or any(one.dim() > 1 for one in own):
+            return
+        leaves = [leaf for node in nodes for one, _ in node.next_functions if (leaf := getattr(one, "variable", None)) is not None]  # fmt: skip
+        owners = [module.weight for module in self.embeddings.values() if getattr(module, "weight", None) is not None]
+        if any(leaf is one for leaf in leaves for one in owners):
+            self._reached.add(path)
+            if self.other.get(path) == _DETACHED:
+                del self.other[path]  # another call of this layer: a head that is detached on purpose
+        elif owners and all(one.requires_grad for one in owners) and path not in self._reached:
+            self.other.setdefault(path, _DETACHED)
 
     def _compare(self, path: str, weight: Any, right: torch.Tensor) -> None:
         """Checks that the right factor is the weight, in the product's dtype."""

@@ -35,8 +35,12 @@ class Promises:
     """Emulation keeps weights in 16 or 32 bits regardless of what the recipe stores."""
     foreign: bool = False
     """The model is not megatron-core's: the dtypes of its norms, residual stream, rotary angles and loss are up to its own code."""
-    _kept: dict[DType, Mapping[str, Holding]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """`kept` by dtype: every tensor asks, each time that metrics are written."""
+    matrices: frozenset[str] | None = None
+    """The parameters that Muon is to train; None: a run without Muon."""
+    _kept: dict[tuple[DType, str], Mapping[str, Holding]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """`kept` by dtype and optimizer: every tensor asks, each time that metrics are written."""
 
     @property
     def seen(self) -> bool:
@@ -49,13 +53,18 @@ class Promises:
         held = self.kept(self.policy.params).get("main_params")
         return "params" if held is None else held.owner
 
-    def kept(self, at_rest: DType) -> Mapping[str, Holding]:
-        """`memory.keeps` of a parameter stored in that dtype."""
-        if at_rest not in self._kept:
-            self._kept[at_rest] = keeps(
-                self.policy, self.run.traits, self.run.optimizer, at_rest=at_rest, ddp=self.run.ddp
+    def kept(self, at_rest: DType, trained: str = "") -> Mapping[str, Holding]:
+        """`memory.keeps` of a parameter stored in that dtype. trained: by which optimizer; '': the run's."""
+        run, key = self.run, (at_rest, trained)
+        if key not in self._kept:
+            self._kept[key] = keeps(
+                self.policy, run.traits, run.optimizer, at_rest=at_rest, ddp=run.ddp, trained=trained or None
             )
-        return self._kept[at_rest]
+        return self._kept[key]
+
+    def trained(self, parameter: str) -> str:
+        """OptimizerFacts.name of what is to train a parameter."""
+        return self.run.optimizer.name if self.matrices is None or parameter in self.matrices else "adam"
 
     def of(self, role: str, parameter: str) -> str | None:
         """The storage format promised for a tensor of `role`; ABSENT; or None if the policy says nothing about it."""
@@ -65,7 +74,7 @@ class Promises:
             return self._params(parameter)
         if role not in ROLES:
             return None
-        held = self.kept(self._rests(parameter)).get(role)
+        held = self.kept(self._rests(parameter), self.trained(parameter)).get(role)
         return ABSENT if held is None else held.dtype.short
 
     def gemms(self, module: str) -> Gemms:

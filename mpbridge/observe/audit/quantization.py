@@ -51,7 +51,7 @@ def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantization
             continue
         for quant in gemms.distinct:
             if quant.row.history:
-                faults = list(library_faults(path, quant, module, watch.library.begun))
+                faults = list(library_faults(path, quant, module, watch.library.begun, watch.library.amax))
                 seen.scales += len(faults)
                 seen.stale += filter(None, faults)
         calls = watch.calls[path]

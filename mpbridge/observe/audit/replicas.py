@@ -80,7 +80,7 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
         else:
             seen.whole[key] = digest(parameter)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        seen.whole |= _states(engine, slices) | _frequencies(engine)
+        seen.whole |= _states(engine, slices) | _frequencies(engine) | _draws(engine)
     return seen
 
 
@@ -107,6 +107,12 @@ def _frequencies(engine: Any) -> dict[Key, int]:
         for module, path in module_paths(engine.model).items()
         if is_rotary(module) and isinstance(getattr(module, "inv_freq", None), torch.Tensor)
     }
+
+
+def _draws(engine: Any) -> dict[Key, int]:
+    """What an emulation's random bytes follow from, beside names and counts: the same on every rank, as Transformer Engine's are under megatron-core's seeds."""
+    found = getattr(getattr(engine, "emulation", None), "randomness", None)
+    return {} if found is None else {("seed and step of stochastic rounding", 0, 0): hash((found.seed, found.step))}
 
 
 def _slices() -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ import torch
 
 from mpbridge.numerics.observation.tensors import digest, local, positions
 from mpbridge.observe.audit.holdings import Held, holdings
+from mpbridge.observe.audit.orthogonal import matrices_before
 from mpbridge.observe.audit.replay import Start, start_of, undeclared
 
 
@@ -38,6 +39,8 @@ class Before:
         self.rates: dict[str, float] = {}
         """Parameter -> the rate of its group before the step; a schedule may set the next step's rate before the audit looks."""
         foreign = bool(getattr(engine, "foreign", False))
+        self.whole = {} if foreign else matrices_before(engine)
+        """Matrix that Muon trains -> this rank's rows of it."""
         self.undeclared = [] if foreign else undeclared(engine, scheduler)
         for held in holdings(engine):
             trained = held.trained

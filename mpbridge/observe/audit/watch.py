@@ -174,6 +174,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             return
         self._paths = module_paths(chunks)
         self.products.modules = {path: module for module, path in self._paths.items() if is_linear(module)}
+        self.products.embeddings = {p: m for m, p in self._paths.items() if type(m).__name__.endswith("Embedding")}
         with ExitStack() as undo:
             undo.enter_context(hooked(self._paths, self._enter, self._leave))
             undo.enter_context(counted(chunks, self._count))
@@ -206,7 +207,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
                 module, "unrounded", None
             )  # an emulated linear after a norm may quantize the norm's FP32 result
             self.products.enters(path, source if high is None else high)
-            self.library.enters(module, path)
+            self.library.enters(module, path, source)
 
     def _is_transformed(self) -> bool:
         """Whether a transform of torch.func is active, whose tensors have no values that could be read."""
@@ -247,6 +248,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self._note_rounding(LOGITS if path.endswith("output_layer") else path, result)
         if result.numel() and result.requires_grad:
             self.calls[path] += 1
+            self.products.attached(path, nodes)
         self.products.leaves(path, nodes)
         self.library.leaves(module, path)
 

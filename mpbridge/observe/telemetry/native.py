@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from mpbridge.common.formats import FORMATS
+from mpbridge.common.replacement import Patch, Replacement
 from mpbridge.common.transformer_engine import GEMM_ENTRIES
 from mpbridge.numerics.statistics import errors, spread
 from mpbridge.observe.telemetry.probe import Noise, Probe
@@ -39,28 +40,26 @@ class Tap:
         """Reason why operands could not be read -> how many."""
         self._sources: dict[tuple[str, str], torch.Tensor] = {}
         self._modules: dict[str, Any] = {}
-        self._doors: dict[str, Any] = {}
+        self._doors = Replacement(self._patches)
 
     # --- begin and end -------------------------------------------------------------------------------------------------------------------
     def start(self) -> None:
         """Wraps the GEMM functions of the compiled extension, if it is loaded."""
-        extension = sys.modules.get("transformer_engine_torch")
         self.probe.sources.append(self._source)
-        for name in GEMM_ENTRIES:
-            real = getattr(extension, name, None)
-            if real is not None:
-                self._doors[name] = real
-                setattr(extension, name, self._watched(real))
+        self._doors.enter()
 
     def stop(self) -> None:
         """Restores them."""
-        extension = sys.modules.get("transformer_engine_torch")
-        for name, real in self._doors.items():
-            setattr(extension, name, real)
-        self._doors.clear()
+        self._doors.leave()
         self._sources.clear()
         self._modules.clear()
         self.probe.sources.remove(self._source)
+
+    def _patches(self) -> Iterator[Patch]:
+        extension = sys.modules.get("transformer_engine_torch")
+        for name in GEMM_ENTRIES:
+            if (real := getattr(extension, name, None)) is not None:
+                yield extension, name, self._watched(real)
 
     def rows(self) -> list[list[Any]]:
         """Rows of records.OPERANDS."""

@@ -130,9 +130,9 @@ class CoreLoop(Loop):
             applied, norm = (result[0], result[1]) if isinstance(result, tuple) and len(result) > 1 else (result, None)
             then(Update(applied=applied is not False, norm=None if norm is None else float(norm)))
 
-        undo = [before_call(self.outer, "step", begins), after_call(self.outer, "step", stepped)]
+        undo = [around_call(self.outer, "step", before=begins, after=stepped)]
         if hasattr(self.outer, "step_with_ready_grads"):
-            undo.append(after_call(self.outer, "step_with_ready_grads", ready))
+            undo.append(around_call(self.outer, "step_with_ready_grads", after=ready))
         return together(*undo)
 
 
@@ -147,30 +147,22 @@ class _Chain:
         return getattr(self._only, name)
 
 
-def after_call(owner: Any, name: str, then: Callable[[Any], None]) -> Callable[[], None]:
-    """Calls `then` with the result of each call of `owner.name`; returns a function that removes the hook completely."""
+def around_call(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[Any], None] = lambda result: None,
+) -> Callable[[], None]:
+    """Calls `before` ahead of each call of `owner.name`, and `after` with its result; returns a function that removes the hook completely."""
     mine = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        before()
         result = mine(*args, **kwargs)
-        then(result)
+        after(result)
         return result
 
-    return _replaced(owner, name, call)
-
-
-def before_call(owner: Any, name: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls `then` before each call of `owner.name`; returns a function that removes the hook."""
-    mine = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        then()
-        return mine(*args, **kwargs)
-
-    return _replaced(owner, name, call)
-
-
-def _replaced(owner: Any, name: str, call: Callable[..., Any]) -> Callable[[], None]:
     replacement = Replacement(lambda: [(owner, name, call)])
     replacement.enter()
     return replacement.leave

@@ -18,7 +18,7 @@ from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.traffic import Traffic, elements_into
 from mpbridge.observe.audit.watch import Watch
-from mpbridge.observe.witnessing.core import CoreLoop, before_call
+from mpbridge.observe.witnessing.core import CoreLoop, around_call
 from mpbridge.observe.witnessing.loops import Update, together
 from mpbridge.observe.witnessing.plain import FSDP, NOBODY, Owned, copies_of, states
 from mpbridge.observe.witnessing.sharded import first_element, row_of
@@ -154,7 +154,7 @@ class CoreFsdp2Loop(_Sharded):
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
         """As for other megatron-core optimizers, but first records the gradients that it is about to copy."""
         self._grads = {}
-        return together(before_call(self.outer, "step", self._accumulated), super().on_update(then))
+        return together(around_call(self.outer, "step", before=self._accumulated), super().on_update(then))
 
     def _accumulated(self) -> None:
         """The accumulated gradients, without keeping them."""

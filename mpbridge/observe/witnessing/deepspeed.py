@@ -16,7 +16,7 @@ from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.numerics.observation.tensors import sample
 from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.replicas import Copies
-from mpbridge.observe.witnessing.core import after_call, before_call
+from mpbridge.observe.witnessing.core import around_call
 from mpbridge.observe.witnessing.loops import Update, together
 from mpbridge.observe.witnessing.plain import DDP, FSDP, NOBODY, Owned, TorchLoop, copies_of, cut_states, states
 from mpbridge.planning.memory.keeps import STATES
@@ -67,8 +67,7 @@ class DeepSpeedLoop(TorchLoop):
 
         self._samples, self._grads, self._read = {}, {}, {}
         inside = [inner.register_step_post_hook(self._reading).remove for inner in self.inner]
-        outside = before_call(self.outer, "step", self._accumulated), after_call(self.outer, "step", stepped)
-        return together(*outside, *inside)
+        return together(around_call(self.outer, "step", before=self._accumulated, after=stepped), *inside)
 
     @abstractmethod
     def _stored(self, held: Held) -> torch.Tensor:

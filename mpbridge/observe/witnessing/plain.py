@@ -115,8 +115,11 @@ class TorchLoop(Loop):
         return "torch without a wrapper" if len(self.audit_ranks()) == 1 else "torch, wrapped elsewhere"
 
     def facts(self) -> LoopFacts:
-        """The facts: the number of layers from parameter names; Adam unless the optimizer is named SGD."""
-        name = "sgd" if all("SGD" in type(one).__name__ for one in self.inner) else "adam"
+        """The facts: the number of layers from parameter names; Adam unless an optimizer is named SGD or Muon."""
+        names = [type(one).__name__ for one in self.inner]
+        name = (
+            "sgd" if all("SGD" in one for one in names) else "muon" if any("Muon" in one for one in names) else "adam"
+        )
         return LoopFacts(
             shape=shape_of(self._modules(), tied=_tied(self.model[0])),
             parallel=Parallel(world_size=len(self.audit_ranks())),

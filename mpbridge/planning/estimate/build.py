@@ -19,8 +19,8 @@ from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight
 from mpbridge.planning.estimate.work import Collective, Work
 from mpbridge.planning.memory.keeps import moments
 from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.limitations import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
-from mpbridge.planning.memory.uncounted import left_out_of_time
 from mpbridge.precision.policy import PrecisionPolicy
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.common.facts import ModelShape
-from mpbridge.planning.memory.alike import windowed
+from mpbridge.planning.memory.identical_layers import windowed
 from mpbridge.planning.memory.layers import layer_weights
 
 

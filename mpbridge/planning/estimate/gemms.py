@@ -9,7 +9,7 @@ from dataclasses import replace
 from mpbridge.common.facts import RunFacts
 from mpbridge.planning.estimate.work import MatrixProduct, Pass
 from mpbridge.planning.memory.activations import recomputed_modules
-from mpbridge.planning.memory.alike import layer_kinds
+from mpbridge.planning.memory.identical_layers import layer_kinds
 from mpbridge.planning.memory.layers import Weight, rank_weights, te_layers
 from mpbridge.planning.memory.ranks import Chunk
 from mpbridge.precision.policy import PrecisionPolicy, Quant

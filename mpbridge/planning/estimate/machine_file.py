@@ -51,7 +51,9 @@ def _mapping(path: Path) -> dict[str, Any]:
             raise BadValue(f"machine file {path} has more than {LARGEST:,} bytes")
         data = yaml.safe_load(text_of(path))
     except OSError as error:
-        raise BadValue(f"machine file {path}: {error.strerror or error}") from None
+        raise BadValue(
+            f"machine file {path}: {error.strerror or error}, expected one that `mpbridge calibrate --out FILE` wrote"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise BadValue(f"machine file {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(data, dict) or not isinstance(data.get("machine"), str) or not isinstance(data.get("peak"), dict):

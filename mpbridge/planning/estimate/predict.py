@@ -11,7 +11,7 @@ from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.flops import model_flops_per_token
 from mpbridge.planning.estimate.step import ideal, seconds
-from mpbridge.planning.memory.uncounted import left_out_of_time
+from mpbridge.planning.memory.limitations import left_out_of_time
 from mpbridge.precision.policy import PrecisionPolicy
 
 

@@ -11,7 +11,7 @@ from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.build import Standing, standing, work
 from mpbridge.planning.estimate.constants import Constants
 from mpbridge.planning.estimate.price import host_units, micro_seconds, step_seconds
-from mpbridge.planning.memory.alike import distinct_stages
+from mpbridge.planning.memory.identical_layers import distinct_stages
 from mpbridge.planning.memory.ranks import Coordinates, batches
 from mpbridge.precision.policy import PrecisionPolicy
 

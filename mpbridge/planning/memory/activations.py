@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.planning.memory.alike import layer_kinds
+from mpbridge.planning.memory.identical_layers import layer_kinds
 from mpbridge.planning.memory.layers import te_layers
 from mpbridge.planning.memory.ranks import Coordinates, batches, in_flight
 from mpbridge.precision.policy import PrecisionPolicy

@@ -13,13 +13,13 @@ from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.common.tables.units import size as as_text
 from mpbridge.planning.memory.activations import activations, uncertainty
-from mpbridge.planning.memory.alike import distinct_stages
-from mpbridge.planning.memory.beside import Beside, beside, outside
+from mpbridge.planning.memory.identical_layers import distinct_stages
 from mpbridge.planning.memory.keeps import STATES as KEPT
 from mpbridge.planning.memory.layers import parameters, unsplit
+from mpbridge.planning.memory.limitations import states_counted
+from mpbridge.planning.memory.overheads import Overhead, outside, overheads
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.roles import roles
-from mpbridge.planning.memory.uncounted import states_counted
 from mpbridge.precision.policy import PrecisionPolicy
 
 STATES = ("params", "grads", *KEPT, "weight_copies", "weight_transposes", "weight_scales", "buffers", "padding")
@@ -47,9 +47,9 @@ class Memory:
     """Bytes by role, without roles that are absent."""
     activations: int
     """Estimate."""
-    beside: tuple[Beside, ...]
+    overheads: tuple[Overhead, ...]
     """Workspaces and buffers that torch accounts for."""
-    outside: tuple[Beside, ...]
+    outside: tuple[Overhead, ...]
     """Device memory that torch does not account for."""
     uncertainty: float
     """Relative error of `activations` not exceeded in nine of ten measured cases."""
@@ -65,12 +65,12 @@ class Memory:
 
     @property
     def communication(self) -> int:
-        """The sum of `beside`."""
-        return sum(part.bytes for part in self.beside)
+        """The sum of `overheads`."""
+        return sum(part.bytes for part in self.overheads)
 
     @property
     def total(self) -> int:
-        """The peak as torch counts it: states, activations and `beside`."""
+        """The peak as torch counts it: states, activations and `overheads`."""
         return self.states + self.communication + self.activations
 
     @property
@@ -83,7 +83,7 @@ class Memory:
         """Bytes that `needed` may be off: the parts' errors, independent of each other."""
         parts = [
             self.activations * self.uncertainty,
-            *(part.bytes * part.band for part in (*self.beside, *self.outside)),
+            *(part.bytes * part.band for part in (*self.overheads, *self.outside)),
         ]
         return int(math.sqrt(sum(part**2 for part in parts)))
 
@@ -197,7 +197,7 @@ def with_states(policy: PrecisionPolicy, run: RunFacts, held: States) -> Memory:
         stage=at.stage,
         roles=held.roles,
         activations=(kept := activations(policy, run, at)),
-        beside=beside(policy, run, at),
+        overheads=overheads(policy, run, at),
         outside=outside(policy, run, kept),
         uncertainty=uncertainty(run),
         elements=held.elements,

@@ -4,12 +4,12 @@ tables."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mpbridge.common.facts import OptimizerFacts, RunFacts
+from mpbridge.common.facts import MUONS, OptimizerFacts, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import EngineTraits, Sharding, attribute
 from mpbridge.precision.policy import PrecisionPolicy, own_main
@@ -44,12 +44,13 @@ def keeps(
     *,
     at_rest: DType | None = None,
     ddp: Mapping[str, Any] = _EMPTY,
+    trained: str | None = None,
 ) -> Mapping[str, Holding]:
     """Role -> what is stored for a parameter; a role that is absent has no tensor.
 
-    policy: settled. at_rest: dtype of the stored parameter, UINT8 in low precision; None: the policy's. ddp: the ddp section, which determines what is sharded.
+    policy: settled. trained: by which optimizer (`trained_by`); None: the run's. at_rest: dtype of the stored parameter, UINT8 in low precision; None: the policy's. ddp: the ddp section, which determines what is sharded.
     """
-    rests = at_rest or policy.params
+    rests, optimizer = at_rest or policy.params, replace(optimizer, name=trained or optimizer.name)
     found = (
         attribute(engine.keeps)(policy, optimizer, rests) if engine.keeps else _usual(policy, engine, optimizer, rests)
     )
@@ -64,6 +65,15 @@ def keeps(
             for role, (dtype, owner, view) in found.items()
         }
     )
+
+
+def trained_by(optimizer: str, parameter: str, dimensions: int) -> str:
+    """OptimizerFacts.name of what trains a parameter with that global name: beside Muon, which takes hidden matrices, Adam trains the rest.
+
+    Source: megatron-core 0.16.1 optimizer/muon.py; torch.optim.Muon takes matrices only.
+    """
+    outside = parameter.startswith(("embedding.", "output_layer."))
+    return "adam" if optimizer in MUONS and (dimensions != 2 or outside) else optimizer
 
 
 def _usual(
@@ -176,6 +186,8 @@ def _moments(
     policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, updated: DType
 ) -> tuple[tuple[str, DType], ...]:
     """(role, dtype) of the optimizer's states for a parameter; updated: dtype of the tensor that it updates."""
+    if optimizer.name in MUONS:
+        return (("exp_avg", updated),)
     if optimizer.name == "sgd":
         return (("exp_avg", updated),) if optimizer.settings.get("sgd_momentum", 0.9) else ()
     stated = tuple(moments(policy).items())

@@ -55,7 +55,9 @@ class Coordinates:
     def of(cls, rank: int, parallel: Parallel) -> Coordinates:
         """The coordinates of a global rank. Raises BadValue for a rank outside the world."""
         if not 0 <= rank < parallel.world_size:
-            raise BadValue(f"rank {rank} is not in a world of {parallel.world_size}")
+            raise BadValue(
+                f"rank {rank} is not in a world of {parallel.world_size}: expected 0 to {parallel.world_size - 1} (--world-size sets the world)"
+            )
         within = rank % (parallel.world_size // parallel.pipeline)
         return cls(
             tensor=rank % parallel.tensor,

@@ -11,7 +11,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
 from mpbridge.planning.memory.buckets import Buffer, buffers
-from mpbridge.planning.memory.keeps import STATES, Holding, keeps, kept_fp32
+from mpbridge.planning.memory.keeps import STATES, Holding, keeps, kept_fp32, trained_by
 from mpbridge.planning.memory.layers import Parameter, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.weight_copies import weight_copies
@@ -87,13 +87,19 @@ def resting(policy: PrecisionPolicy, run: RunFacts) -> Callable[[Parameter], tup
     return of
 
 
-def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[[DType], Mapping[str, Holding]]:
-    """`keeps` of a settled policy in a run, by the dtype in which a parameter is stored; results are cached."""
-    engine = run.traits
+def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[str, Holding]]:
+    """`keeps` of a settled policy in a run, by the dtype in which a parameter is stored, and by the parameter where its states are asked for; results are
+    cached.
+    """
+    engine, name = run.traits, run.optimizer.name
 
     @functools.cache
-    def of(at_rest: DType) -> Mapping[str, Holding]:
-        return keeps(policy, engine, run.optimizer, at_rest=at_rest, ddp=run.ddp)
+    def kept(at_rest: DType, trained: str) -> Mapping[str, Holding]:
+        return keeps(policy, engine, run.optimizer, at_rest=at_rest, ddp=run.ddp, trained=trained)
+
+    def of(at_rest: DType, parameter: Parameter | None = None) -> Mapping[str, Holding]:
+        own = name if parameter is None else trained_by(name, parameter.name, len(parameter.weight.shape))
+        return kept(at_rest, own)
 
     return of
 
@@ -112,9 +118,10 @@ def _in_buffers(
             shard = at.expert_data if buffer.apart else at.data
             owned = buffer.shard(shard % buffer.group)
         for parameter, size in owned:
+            own = of(buffer.params, parameter)
             for name in STATES:
-                if name in kept and kept[name].view_of is None:
-                    yield Role(name, parameter.name, kept[name].dtype, size, 0, kept[name].owner)
+                if name in own and own[name].view_of is None:
+                    yield Role(name, parameter.name, own[name].dtype, size, 0, own[name].owner)
     for parameter in chunk:
         _, quant = rests(parameter)
         if quant is not None:
@@ -156,7 +163,7 @@ def _by_rows(
         width = parameter.weight.elements // max(1, rows)
         each = -(-rows // ranks)
         here = max(0, min(each, rows - at.data * each))
-        for name, held in of(dtype_at_rest(policy, run, parameter)[0]).items():
+        for name, held in of(dtype_at_rest(policy, run, parameter)[0], parameter).items():
             if held.view_of is None:
                 padding = (each - here) * width if name == "params" else 0
                 yield Role(name, parameter.name, held.dtype, here * width, padding, held.owner)
@@ -170,7 +177,7 @@ def _evenly(
     for parameter in chunk:
         group = run.parallel.replicas(expert=parameter.weight.expert)
         size = parameter.weight.elements
-        for name, held in of(dtype_at_rest(policy, run, parameter)[0]).items():
+        for name, held in of(dtype_at_rest(policy, run, parameter)[0], parameter).items():
             if held.view_of is None:
                 share = size if held.sharding == "whole" else -(-size // group)
                 yield Role(name, parameter.name, held.dtype, share, 0, held.owner)

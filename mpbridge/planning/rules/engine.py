@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, traits
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
-from mpbridge.precision.papers import able
+from mpbridge.precision.requirements import able
 
 _CUDA_MODEL = (
     "masked_softmax_fusion",
@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="optimizer-that-the-engine-does-not-build",
         found=_other_optimizer,
-        expected="an optimizer that the engine builds (no engine builds muon: megatron-core 0.16 creates it separately from its other optimizers)",
+        expected="an optimizer that the engine builds (muon: torch FSDP2; megatron-core creates its own separately from its other optimizers)",
         cure="optimizer.optimizer=adam",
         source="EngineTraits.optimizers",
     ),

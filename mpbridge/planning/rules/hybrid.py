@@ -6,7 +6,7 @@ from typing import Any
 
 from mpbridge.common.facts import ModelShape, RunFacts, Versions
 from mpbridge.common.formats import DType
-from mpbridge.planning.memory.uncounted import hybrid
+from mpbridge.planning.memory.limitations import hybrid
 from mpbridge.planning.rules.base import Case, Rule
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
 from mpbridge.precision.policy import PrecisionPolicy

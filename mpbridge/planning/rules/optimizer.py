@@ -349,7 +349,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="muon-under-mxfp8",
         about="mxfp8",
-        found=lambda c: c.run.optimizer.name == "muon" and "mxfp8" in c.scalings and "muon with MXFP8",
+        found=lambda c: _muon(c) and "mxfp8" in c.scalings and "muon with MXFP8",
         expected="adam: the updates did not reach the forward pass (a flat loss)",
         cure="optimizer.optimizer=adam, or another recipe",
         source="Megatron-LM#4987, #5707, #6754",

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from mpbridge.common.facts import Realization
 from mpbridge.common.formats import DType, dtype, say
 from mpbridge.common.formats import plain as plain_data
 from mpbridge.common.tables.table import Table, table
+from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.classes import PROCESS_WIDE, USERS_OWN
 from mpbridge.precision.megatron_spec.fields import TABLE
 from mpbridge.precision.megatron_spec.precision_field import (
@@ -28,6 +30,7 @@ from mpbridge.precision.megatron_spec.precision_field import (
 )
 from mpbridge.precision.megatron_spec.schema import REPLACED
 from mpbridge.precision.megatron_spec.versions import current, nearest
+from mpbridge.precision.named import resolve
 from mpbridge.precision.policy import PrecisionPolicy, Region
 from mpbridge.precision.sync.targets import class_default, has, holder, is_inputs, normal, read, same
 
@@ -160,7 +163,7 @@ class Plan:
 
 
 def plan(
-    policy: PrecisionPolicy | None,
+    policy: str | Path | MixedPrecisionConfig | PrecisionPolicy | None,
     *,
     model: Any = None,
     optimizer: Any = None,
@@ -172,7 +175,7 @@ def plan(
 ) -> Plan:
     """What `policy` would write onto the given targets, each a mapping of inputs or a live object; targets not given are omitted.
 
-    policy: None restores everything that was written according to `after`, the receipt of the last apply.
+    policy: also a recipe's name or config, which is resolved; None restores everything that was written according to `after`, the receipt of the last apply.
     origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), if the caller knows.
     realization: 'emulated' keeps the quantization from megatron-core's model and wrapper; mpbridge.numerics then reads the policy.
     core: megatron-core's version, which decides which fields a mapping may name; None: the installed one. A live object's class determines it itself.
@@ -180,9 +183,11 @@ def plan(
     """
     if realization not in get_args(Realization):
         raise BadValue(f"realization={realization!r}: expected {' or '.join(map(repr, get_args(Realization)))}")
+    if isinstance(policy, (str, Path, MixedPrecisionConfig)):
+        policy = resolve(policy)
     if not isinstance(policy, PrecisionPolicy | None):
         raise BadValue(
-            f"plan() got a {type(policy).__name__}, expected a PrecisionPolicy: resolve(get_mixed_precision_config(name)) makes one"
+            f"plan() got a {type(policy).__name__}, expected a recipe's name, its config, or the PrecisionPolicy that resolve() makes of it"
         )
     given = {"model": model, "optimizer": optimizer, "ddp": ddp}
     reading = _Reading(

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mpbridge.common.errors import BadValue
+from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.planning.memory.layers import te_layers
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
-from mpbridge.settings.huggingface.tensors import Mapped
+from mpbridge.settings.huggingface.tensors import Mapped, mapped
+from mpbridge.settings.huggingface.written import family_for
 
 Layout = Literal["channel", "blocks", "lines"]
 """Extent of a weight_scale: an output row; 128 x 128 elements; a piece of a row."""
@@ -98,7 +99,7 @@ FORMATS: tuple[ServedFormat, ...] = (
     ServedFormat(
         method="fp8", scalings=("blockwise",), layout="blocks", along=128, scale="weight_scale_inv", scale_dtype="F32",
         config={"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-        kept="modules_to_not_convert", activations=_PIECES, engines=("vllm", "sglang", "trtllm"),
+        kept="modules_to_not_convert", activations=f"{_PIECES}, or powers of two where an engine follows scale_fmt", engines=("vllm", "sglang", "trtllm"),
     ),
     ServedFormat(
         **_CT, scalings=("tensorwise", "rowwise", "rowwise_gw_hp"), layout="channel", scale_dtype="F32", activations=_TOKENS,
@@ -203,6 +204,28 @@ def fitting(found: Sequence[Cast], facts: RunFacts) -> list[ServedFormat]:
     return [
         row for row in FORMATS if scalings and scalings <= set(row.scalings) and not any(misfits(row, found, facts))
     ]
+
+
+def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]) -> str:
+    """The formats in which a run's weights can be served unchanged, or why none can, in a sentence; '' for a recipe that quantizes nothing. model: the filled-in section."""
+    if not policy.quantized:
+        return ""
+    try:
+        # the model's folder need not have a config.json that says everything: only the names of its linears matter here
+        found = casts(policy, facts, list(mapped(family_for(model), facts.shape, model)))
+    except (KeyError, MpbridgeError) as error:
+        return f"not decided: {error}"
+    rows = fitting(found, facts)
+    if rows:
+        return f"{', '.join(row.name for row in rows)}, with the codes and scales of training (mpbridge convert --quantization)"
+    scalings = {cast.quant.scaling for cast in found if cast.quant is not None}
+    reasons = [next(misfits(row, found, facts)) for row in FORMATS if scalings <= set(row.scalings)]
+    other = (
+        f"{' and '.join(sorted(scalings))} scaling has no served format"
+        if len(scalings) < 2
+        else "no format holds two scalings"
+    )
+    return f"no format without quantizing anew: {reasons[0] if reasons else other}"
 
 
 def misfits(row: ServedFormat, found: Sequence[Cast], facts: RunFacts) -> Iterator[str]:

@@ -250,11 +250,10 @@ def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         halves = "main_params" in had_all and had_all["main_params"].dtype is DType.INT16
         what = "the 16 remainder bits of the main weights" if halves else "bits of the main weights"
         lost.append(f"{what}: {had.short} -> {gets.short}")
-    if saved.optimizer != "sgd":  # (of another family nothing would be kept)
-        for name, text in (("exp_avg", "first moments"), ("exp_avg_sq", "second moments")):
-            had, gets = had_all[name].dtype, gets_all[name].dtype
-            if gets not in _KEEPS[had]:
-                lost.append(f"bits of the {text}: {had.short} -> {gets.short}")
+    for name, text in (("exp_avg", "first moments"), ("exp_avg_sq", "second moments")):
+        # SGD and Muon have no second moment; what Adam keeps beside Muon is wide (rules muon-cannot, torch-muon-keeps-no-main-weights)
+        if name in had_all and name in gets_all and gets_all[name].dtype not in _KEEPS[had_all[name].dtype]:
+            lost.append(f"bits of the {text}: {had_all[name].dtype.short} -> {gets_all[name].dtype.short}")
     had_steps, gets_steps = _history(a), _history(b)
     if had_steps and (gets_steps != had_steps or saved.realization != wanted.realization):
         lost.append(f"amax history of delayed scaling ({had_steps} steps)")

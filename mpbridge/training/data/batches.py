@@ -129,8 +129,3 @@ def _complete(sample: Mapping[str, torch.Tensor], length: int) -> Mapping[str, t
         "loss_mask": torch.ones(length) if mask is None else mask.float(),
         "position_ids": torch.arange(length) if places is None else places.long(),
     }
-
-
-def batches(run: Run, split: str, consumed: int = 0, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
-    """Endless micro-batches of `split` ('train', 'valid', 'test') for one data-parallel rank of `run`; opens the corpus first."""
-    return Feed(run).batches(split, consumed, dp_rank, dp_size)

@@ -15,7 +15,7 @@ from mpbridge.common.errors import BadValue, DataError
 from mpbridge.common.files import ProgressCallback
 from mpbridge.common.locks import lock
 from mpbridge.settings.corpus import SPLITS, split_shares
-from mpbridge.training.data.look import nothing_left
+from mpbridge.training.data.look import nothing_left, too_small
 from mpbridge.training.data.pairs import pair_index
 from mpbridge.training.data.prepare import Prepared, cache_folder, prepare
 from mpbridge.training.data.sources import find
@@ -128,7 +128,7 @@ def open_corpus(
     """
     tok = tokenizer(str(data.get("tokenizer") or "byte"), data.get("end_of_text"))
     if vocab_size is not None and tok.vocab_size > vocab_size:
-        raise DataError(f"model.vocab_size={vocab_size} is too small: the tokenizer has {tok.vocab_size} tokens")
+        raise DataError(too_small(vocab_size, tok.vocab_size))
     ready = on_first_rank(lambda: _ready(data, told))
     return Corpus(
         tokenizer=tok,

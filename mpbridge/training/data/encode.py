@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,15 @@ class RecordCounts:
     tokens: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     """Skipped records, by reason."""
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> RecordCounts:
+        """From `as_data`'s data."""
+        return cls(facts["documents"], facts["tokens"], Counter(facts["skipped"]))
+
+    def as_data(self) -> dict[str, Any]:
+        """In JSON types."""
+        return {"documents": self.documents, "tokens": self.tokens, "skipped": dict(self.skipped)}
 
     def __iadd__(self, other: RecordCounts) -> RecordCounts:
         self.documents += other.documents

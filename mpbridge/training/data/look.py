@@ -14,7 +14,7 @@ from mpbridge.settings.corpus import SPLITS, entries_of, split_shares
 from mpbridge.settings.huggingface.tokenizers import BYTE, LIBRARY, is_factory, tokenizer_files
 from mpbridge.training.data.pairs import pair_index
 from mpbridge.training.data.records import Skip, records, units
-from mpbridge.training.data.sources import DATA_SET, EXTRA, READ, TABLES, Sources, located
+from mpbridge.training.data.sources import DATA_SET, EXTRA, NO_DATASETS, NO_PYARROW, READ, TABLES, Sources, located
 
 MOST_RECORDS, MOST_BYTES = 10_000, 1 << 24
 """Maximum records and bytes searched for a usable text; a corpus without one among them is still packed, and judged as a whole."""
@@ -25,12 +25,12 @@ def tokenizer_faults(data: Mapping[str, Any], rows: int) -> tuple[list[str], lis
     name = data["tokenizer"]
     if name == BYTE or is_factory(name):
         # code is not run just to learn its vocabulary size
-        return ([_too_small(rows, 259)] if name == BYTE and rows < 259 else []), []
+        return ([too_small(rows, 259)] if name == BYTE and rows < 259 else []), []
     try:
         files = tokenizer_files(name, data["end_of_text"])
     except MpbridgeError as error:
         return [], [str(error)]
-    wrong = [_too_small(rows, files.size)] if rows < files.size else []
+    wrong = [too_small(rows, files.size)] if rows < files.size else []
     if files.end is None:
         wrong.append(files.without_end())
     package = LIBRARY[files.kind]
@@ -38,7 +38,8 @@ def tokenizer_faults(data: Mapping[str, Any], rows: int) -> tuple[list[str], lis
     return wrong, [f"data.tokenizer={name!r} needs the package {package}: {EXTRA}"] if lacking else []
 
 
-def _too_small(rows: int, size: int) -> str:
+def too_small(rows: int, size: int) -> str:
+    """The message for an embedding with fewer rows than the tokenizer has tokens."""
     return f"model.vocab_size={rows} is too small: the tokenizer has {size} tokens (drop the setting: it then follows from the tokenizer)"
 
 
@@ -61,7 +62,7 @@ def corpus_faults(data: Mapping[str, Any], *, evaluates: bool) -> list[str]:
 def _faults_of(entries: Sequence[str], data: Mapping[str, Any], parts: Sequence[str]) -> list[str]:
     local = [entry for entry in entries if not entry.startswith(DATA_SET)]
     if len(local) < len(entries) and find_spec("datasets") is None:
-        return [f"a data set by its id needs the package datasets: {EXTRA}"]
+        return [NO_DATASETS]
     if local == ["stdlib"] or (not local and entries):
         return []
     sources, faults = located(local)
@@ -98,7 +99,7 @@ def _texts(files: Sequence[Path], data: Mapping[str, Any]) -> list[str]:
     if closed:
         return [f"{closed[0]} cannot be read: no permission"]
     if any(path.suffix in TABLES for path in files) and find_spec("pyarrow") is None:
-        return [f"Parquet and Arrow files need the package pyarrow, which is installed with datasets: {EXTRA}"]
+        return [NO_PYARROW]
     skipped = _first_text(files, [data["json_key"] or "text"])
     return [] if skipped is None else [no_text(skipped, [data["json_key"] or "text"])]
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -100,13 +99,7 @@ def prepare(
     with suppress(_Finished), _finished_or_nothing(home) as folder:
         work = _Work(name=tokenizer_name, end=end, keys=tuple(keys))
         tally = _encode_all(files, tok, work, folder, home, workers, told)
-        facts = {
-            "documents": tally.documents,
-            "tokens": tally.tokens,
-            "skipped": dict(tally.skipped),
-            "keys": list(keys),
-        }
-        (folder / "prepared.json").write_text(json.dumps(facts, indent=2) + "\n")
+        (folder / "prepared.json").write_text(json.dumps(tally.as_data() | {"keys": list(keys)}, indent=2) + "\n")
     return _read(home, cached=False)
 
 
@@ -272,8 +265,7 @@ def _share_name(number: int) -> str:
 def _done(share: Path) -> RecordCounts | None:
     """The tally of a share that was finished before."""
     try:
-        facts = json.loads(text_of(share / "done.json"))
-        return RecordCounts(facts["documents"], facts["tokens"], Counter(facts["skipped"]))
+        return RecordCounts.of(json.loads(text_of(share / "done.json")))
     except (OSError, ValueError, KeyError):
         return None
 
@@ -284,8 +276,7 @@ def _work(share: Sequence[RecordRange], work: _Work, target: Path) -> RecordCoun
     folder.mkdir()
     try:
         tally = encode(share, tokenizer(work.name, work.end), work.keys, folder, work.piece, whole=work.whole)
-        facts = {"documents": tally.documents, "tokens": tally.tokens, "skipped": dict(tally.skipped)}
-        (folder / "done.json").write_text(json.dumps(facts))
+        (folder / "done.json").write_text(json.dumps(tally.as_data()))
         shutil.rmtree(target, ignore_errors=True)
         folder.rename(target)
     finally:

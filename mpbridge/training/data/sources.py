@@ -21,6 +21,8 @@ READ = (*TEXT, *JSON_LINES, *TABLES)
 DATA_SET = "hf:"
 """Prefix of a data set's id: hf:owner/name, hf:owner/name:configuration or hf:owner/name:configuration:split."""
 EXTRA = install("hf")
+NO_DATASETS = f"a data set by its id needs the package datasets: {EXTRA}"
+NO_PYARROW = f"Parquet and Arrow files need the package pyarrow, which is installed with datasets: {EXTRA}"
 _NOT_PROSE = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "__pycache__"})
 """Parts of the standard library that are test data, generated tables or tools; some distributions omit them."""
 
@@ -121,7 +123,7 @@ def data_set(item: str) -> list[Path]:
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{item}: a data set by its id needs the package datasets: {EXTRA}") from None
+        raise DataError(f"{item}: {NO_DATASETS}") from None
     try:
         found = datasets.load_dataset(name, configuration or None, split=split or "train")
     except Exception as error:

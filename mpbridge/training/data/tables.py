@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import DataError
-from mpbridge.training.data.sources import EXTRA
+from mpbridge.training.data.sources import NO_PYARROW
 
 
 def parts(path: Path) -> list[int]:
@@ -42,9 +42,7 @@ class _opened:
             import pyarrow as arrow
             import pyarrow.parquet as parquet
         except ImportError:
-            raise DataError(
-                f"{self.path}: Parquet and Arrow files need the package pyarrow, which is installed with datasets: {EXTRA}"
-            ) from None
+            raise DataError(f"{self.path}: {NO_PYARROW}") from None
         try:
             if self.path.suffix == ".parquet":
                 self._table: Any = parquet.ParquetFile(self.path, memory_map=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 from mpbridge.common.errors import DataError, MpbridgeError
 from mpbridge.common.files import bytes_of
-from mpbridge.common.shipped import install
 from mpbridge.settings.huggingface.tokenizers import (
     BYTE,
     LIBRARY,
@@ -18,10 +17,10 @@ from mpbridge.settings.huggingface.tokenizers import (
     is_repository,
     tokenizer_files,
 )
+from mpbridge.training.data.sources import EXTRA
 
 BYTE_VOCABULARY = 259
 """256 bytes, then end of document (256), padding (257) and begin of sequence (258)."""
-EXTRA = install("hf")
 FETCHED = [
     "tokenizer*",
     "*.tiktoken",

@@ -127,12 +127,12 @@ class Comparison:
             if not faults:
                 errors[module] = _error(read_values(module, held, self.row), wanted[module].values)
         compared = (
-            [module for module in errors if not _is_plain(module, held)]
+            [module for module in errors if not is_plain(module, held)]
             if self.same_scaling and not self.misfits
             else []
         )
         for module in errors.keys() - set(compared):
-            now = "in high precision" if self.row is None or _is_plain(module, held) else f"as {self.row.name}"
+            now = "in high precision" if self.row is None or is_plain(module, held) else f"as {self.row.name}"
             was = self.served.rules[one.name].row.words
             yield Difference(module, "bytes", f"trained in {was}, served {now}", errors[module])
         exact = self.served.named(wanted) if compared else {}
@@ -228,7 +228,7 @@ def _narrow(made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _is_plain(module: str, held: Mapping[str, torch.Tensor]) -> bool:
+def is_plain(module: str, held: Mapping[str, torch.Tensor]) -> bool:
     """Whether a linear is stored in high precision."""
     return f"{module}.weight" in held and held[f"{module}.weight"].dtype in PLAIN
 
@@ -275,7 +275,7 @@ def shape_faults(
     module: str, size: tuple[int, ...], held: Mapping[str, torch.Tensor], row: ServedFormat | None
 ) -> Iterator[Difference]:
     """Shapes, dtypes and impossible scales of a quantized linear [rows, columns]."""
-    if _is_plain(module, held):
+    if is_plain(module, held):
         plain = held[f"{module}.weight"]
         if tuple(plain.shape) != tuple(size):
             yield Difference(f"{module}.weight", "shape", f"is {list(plain.shape)}, expected {list(size)}")
@@ -313,7 +313,7 @@ def bad_scales(scales: torch.Tensor) -> str:
 
 def read_values(module: str, held: Mapping[str, torch.Tensor], row: ServedFormat | None) -> torch.Tensor:
     """fp32 values of a linear as the format defines them."""
-    if _is_plain(module, held):
+    if is_plain(module, held):
         return held[f"{module}.weight"].float()
     assert row is not None
     codes, scales = held[f"{module}.{row.codes}"], held[f"{module}.{row.scale}"]

@@ -119,13 +119,10 @@ class EngineContract:
         for engine in made:
             engine.close()
 
-    def test_it_is_an_engine(self, build: Build, kind: Any) -> None:
+    def test_an_applied_step_moves_every_weight_and_the_loss_falls(self, build: Build, kind: Any) -> None:
         engine = build(kind)
         assert isinstance(engine, Engine)
         assert engine.name == self.name
-
-    def test_an_applied_step_moves_every_weight_and_the_loss_falls(self, build: Build, kind: Any) -> None:
-        engine = build(kind)
         before, batches = weights(engine), tiny.batches()
         results = [engine.train_step(batches, microbatches=4) for _ in range(8)]
         assert all(result.applied and result.grad_norm and result.grad_norm > 0 for result in results)

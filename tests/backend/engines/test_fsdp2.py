@@ -11,7 +11,7 @@ import torch
 from mpbridge.backend.engines.fsdp2 import Fsdp2Engine
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.numerics.observation.tensors import size
-from tests.backend.engines import tiny
+from tests.backend.engines import tiny, two_ranks
 
 
 @pytest.fixture
@@ -200,6 +200,18 @@ def test_sgd_has_no_main_copy_and_no_second_moment(build: Any) -> None:
     losses = [engine.train_step(batches, microbatches=2).loss for _ in range(3)]
     assert set(roles(engine)) == {"params", "grads", "exp_avg"}
     assert losses[-1] < losses[0]
+
+
+def test_muon_is_torchs_on_each_hidden_matrix_and_adam_beside_it(build: Any) -> None:
+    engine = build("fp32_params_bf16_compute", optimizer=two_ranks.MUON)
+    apart, matrices = two_ranks.muon_apart(engine, tiny.batches())
+    assert apart < 1e-5
+    states = {
+        kind: {one.parameter for one in engine.tensors() if one.role == kind} for kind in ("exp_avg", "exp_avg_sq")
+    }
+    names = {name for name, _ in engine.named_parameters()}
+    assert (states["exp_avg"], len(names - states["exp_avg_sq"])) == (names, matrices)
+    assert not any(name.startswith("embedding.") or "norm" in name for name in names - states["exp_avg_sq"])
 
 
 def test_fp16_scales_its_loss_and_recovers_from_overflow(build: Any) -> None:

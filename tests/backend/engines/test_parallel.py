@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mpbridge.backend.engines.base import ShardedEngine
-from mpbridge.backend.engines.parallel import ModelParallel, mean_over_data, start_process_group
+from mpbridge.backend.engines.parallel import ModelParallel, start_process_group
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import Parallel
 from tests.forked import forked
@@ -124,12 +124,6 @@ def test_a_seed_decides_every_generator(layer: None) -> None:
     assert draw(1) == draw(1)
     assert all(one != two for one, two in zip(draw(1), draw(2), strict=True))
     assert len(set(draw(1))) == 3
-
-
-def test_the_mean_over_a_group_of_one_is_the_value(layer: None) -> None:
-    parallel = ModelParallel(Parallel(), seed=1)
-    assert mean_over_data(torch.tensor(3.0)).item() == 3.0
-    parallel.stop()
 
 
 def test_variables_that_megatron_core_sets_for_attention_are_given_back(

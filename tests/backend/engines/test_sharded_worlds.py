@@ -70,6 +70,13 @@ def test_g6_a_resumed_run_equals_the_straight_one_to_the_bit(two: Any, kind: str
         assert rank[kind]["same"] == [True, True]
 
 
+def test_muon_on_two_ranks_is_torchs_on_whole_matrices(two: Any) -> None:
+    for apart, matrices, audited in two["muon"]:
+        assert matrices == 8
+        assert audited == {"trained by": ["16 by Muon, 22 by Adam", True], "newton-schulz": ["bf16", True]}
+        assert apart < 1e-5  # FP32 additions; Newton-Schulz in FP32, or of each rank's rows, is 1e-2 and more away
+
+
 def test_g6_pattern_a_writes_bf16_weights_and_pattern_b_fp32(two: Any) -> None:
     for rank in two["resumed"]:
         assert rank["bf16_params_fp32_states"]["model"] == ["torch.bfloat16"]

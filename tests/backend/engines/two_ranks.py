@@ -240,6 +240,76 @@ def norms(folder: Path) -> Any:
     return found
 
 
+MUON = {"optimizer": "muon", "lr": 1e-2, "weight_decay": 0.1}
+
+
+def muon_apart(engine: Any, batches: Any, **settings: Any) -> tuple[float, int]:
+    """(largest difference of a weight from torch.optim.Muon on whole matrices, over the largest update; number of matrices) after two steps.
+
+    Written by hand: megatron-core's scale `spectral` is sqrt(max(rows, columns)), torch's match_rms_adamw 0.2 of that; queries, keys and values of the
+    tiny model's heads are matrices of their own, interleaved by head.
+    """
+    import torch
+
+    from tests.backend.engines import tiny
+
+    heads, worst, most = tiny.MODEL["num_attention_heads"], 0.0, 0.0
+    moments: dict[str, list[torch.Tensor]] = {}
+    outside = ("embedding.", "output_layer.")
+    matrices = [name for name, p in engine.named_parameters() if p.dim() == 2 and not name.startswith(outside)]
+    for _ in range(2):
+        before = {name: p.full_tensor().detach().clone() for name, p in engine.named_parameters()}
+        assert engine.train_step(batches, microbatches=2).applied
+        rate = float(engine.optimizer.param_groups[0]["lr"])
+        for name, p in engine.named_parameters():
+            if name not in matrices:
+                continue
+
+            def apart(whole: torch.Tensor, name: str = name) -> list[torch.Tensor]:
+                if "linear_qkv" not in name:
+                    return [whole]
+                each = whole.reshape(heads, 3, -1, whole.shape[1])
+                return [each[:, kind].reshape(-1, whole.shape[1]).contiguous() for kind in range(3)]
+
+            old, new, grads = (apart(one) for one in (before[name], p.full_tensor().detach(), p.grad.full_tensor()))
+            kept = moments.setdefault(name, [torch.zeros_like(grad) for grad in grads])
+            for weight, grad, moved, momentum in zip(old, grads, new, kept, strict=True):
+                own = torch.nn.Parameter(weight.clone())
+                own.grad = grad
+                theirs = torch.optim.Muon(
+                    [own], lr=5 * rate, weight_decay=MUON["weight_decay"] / 5, momentum=0.95, nesterov=False, adjust_lr_fn="match_rms_adamw",
+                )  # fmt: skip
+                theirs.state[own]["momentum_buffer"] = momentum
+                theirs.step()
+                worst = max(worst, float((own.detach() - moved).abs().max()))
+                most = max(most, float((own.detach() - weight).abs().max()))
+    return worst / most, len(matrices)
+
+
+def muon(folder: Path) -> Any:
+    import torch.distributed as dist
+
+    from mpbridge.observe.audit.examine import audit
+    from mpbridge.observe.audit.snapshot import Before
+    from tests.backend.engines import tiny
+
+    # rows that two ranks cannot share evenly
+    built, batches = (
+        _engine("fp32", "fsdp2", optimizer=MUON, model={"ffn_hidden_size": 63}),
+        tiny.batches(rank=dist.get_rank(), size=2),
+    )
+    apart, matrices = muon_apart(built, batches)
+    before = Before(built)
+    result = built.train_step(batches, microbatches=2)
+    report = audit(built.run.policy, built, stage="live", before=before, result=result, microbatches=2)
+    built.close()
+    return (
+        apart,
+        matrices,
+        {one.subject: (one.found, one.ok) for one in report.findings if one.subject in ("trained by", "newton-schulz")},
+    )
+
+
 def unsharded_modes(folder: Path) -> Any:
     """Why no_shard is refused: Megatron-FSDP's all_reduce_gradients leaves every rank with its own gradients."""
     import torch
@@ -273,6 +343,7 @@ SCENARIOS = (
     broken_on_one_rank,
     wire_audited,
     norms,
+    muon,
     unsharded_modes,
 )
 

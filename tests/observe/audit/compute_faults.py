@@ -107,6 +107,25 @@ def weights_rounded_in_forward(engine: Any) -> None:
     )
 
 
+def tied_weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+    """The output layer multiplies by what `change` makes of the embedding's parameter."""
+
+    def plant(engine: Any) -> None:
+        changed(gpt(engine), "shared_embedding_or_output_weight", change)
+
+    return plant
+
+
+def stale_tied_weight(engine: Any) -> None:
+    kept: list[torch.Tensor] = []
+
+    def stale(weight: torch.Tensor) -> torch.Tensor:
+        kept.append(weight.detach().clone())
+        return weight + (kept[0] - weight).detach()
+
+    tied_weight(stale)(engine)
+
+
 def another_layers_weight(engine: Any) -> None:
     module, other = linear(engine, layer=1), linear(engine, layer=0)
     real = module._forward_impl

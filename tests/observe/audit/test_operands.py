@@ -107,3 +107,16 @@ def test_audits_keep_every_row_of_the_input_that_wgrad_reads() -> None:
         assert largest == 199.0
         seen |= set(kept[:, 0].int().tolist())
     assert seen == set(range(200))
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True), (False,)])
+def test_a_tied_layer_is_named_only_if_none_of_its_calls_reaches_the_embedding(order: tuple[bool, ...]) -> None:
+    products, embedding, head = Products(lambda path: None), torch.nn.Embedding(8, 4), torch.nn.Module()
+    head.weight = None
+    products.modules, products.embeddings = {"head": head}, {"embedding": embedding}
+    for reaches in order:
+        weight = embedding.weight if reaches else embedding.weight.detach()
+        out = torch.ones(2, 4, requires_grad=True) @ weight.t()
+        node = out.grad_fn
+        products.attached("head", [node, *(one for one, _ in node.next_functions if one is not None)])
+    assert ("head" in products.other) is (True not in order)

@@ -161,6 +161,16 @@ def _unsynced(engine: Any) -> None:
     engine.model[0].set_requires_gradient_sync = lambda *args, **kwargs: real(False)
 
 
+def _other_seed(engine: Any) -> None:
+    engine.emulation.randomness.seed += 1
+
+
+def _older_step(engine: Any) -> None:
+    randomness = engine.emulation.randomness
+    real = randomness.begin
+    randomness.begin = lambda step: real(step - 1)
+
+
 def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
     """Name -> (engine of the catalogue, what is planted, after which step, rows that may name it)."""
     import torch
@@ -197,12 +207,15 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "rank 1's rotary frequencies": ("ddp", _on_rank_1(s.frequencies_times(1.01)), 0, {"replicas"}),
         "rank 1's rate": ("dist", _on_rank_1(s.rate_times(1.1)), 1, {"optimizer settings"}),
         "rank 1's rate on FSDP2": ("fsdp2", _on_rank_1(s.rate_times(1.1)), 1, {"optimizer settings"}),
+        "rank 1 rounds by another seed": ("nvfp4", _on_rank_1(_other_seed), 1, {"replicas"}),
+        "rank 1 rounds by an older step": ("nvfp4", _on_rank_1(_older_step), 1, {"replicas"}),
         "healthy, sum of tokens": ("sum of tokens", f.nothing, 0, set()),
         "healthy, pipeline": ("pipeline", f.nothing, 0, set()),
         "healthy": ("ddp", f.nothing, 0, set()),
         "healthy, sharded": ("dist", f.nothing, 0, set()),
         "healthy, FSDP2": ("fsdp2", f.nothing, 0, set()),
         "healthy, Megatron-FSDP": ("mfsdp", f.nothing, 0, set()),
+        "healthy, NVFP4": ("nvfp4", f.nothing, 0, set()),
         "healthy, delayed": ("delayed", f.nothing, 0, set()),
         "healthy, experts": ("moe", f.nothing, 0, set()),
     }  # fmt: skip
@@ -261,6 +274,7 @@ QUICK = (
     "rank 1's rotary frequencies",
     "rank 1's rate",
     "rank 1's rate on FSDP2",
+    "rank 1 rounds by another seed",
     "healthy",
     "healthy, FSDP2",
     "healthy, sharded",

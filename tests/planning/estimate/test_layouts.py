@@ -264,14 +264,14 @@ def test_the_optimizer_is_looked_at_both_ways_unless_the_file_says_which(capsys)
     start = ["layouts", "--target", "h100", "--world-size", "4", "--most", "40", "--json"]
     for said, ways in (((), {"true", "false"}), (("ddp.use_distributed_optimizer=false",), {"false"})):
         assert main([*start, *said]) == 0
-        found = {one["settings"].rpartition("=")[2] for one in json.loads(capsys.readouterr().out)}
+        found = {one["settings"].rpartition("=")[2] for one in json.loads(capsys.readouterr().out)["layouts"]}
         assert found == ways
 
 
 @pytest.mark.parametrize("more", [["--recipes", "full_bf16"], ["--engine", "fsdp2"]], ids=lambda more: more[1])
 def test_what_cannot_distribute_the_optimizer_has_layouts_without_it(more, capsys):
     assert main(["layouts", "--target", "h100", "--world-size", "4", "--json", *more]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["layouts"]
     assert {one["settings"].rpartition("=")[2] for one in found} == {"false"}
 
 
@@ -283,6 +283,6 @@ def test_a_recipe_of_the_list_that_is_not_there_is_named_and_one_that_is_twice_c
         assert said.out == ""
     # an H100 cannot run the last
     assert main(["layouts", "--target", "h100", "--recipes", "bf16_mixed,bf16_mixed,nvfp4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["layouts"]
     assert {one["recipe"] for one in found} == {"bf16_mixed"}
     assert len(found) == len({one["settings"] for one in found})

@@ -10,8 +10,9 @@ from mpbridge.common.machines import machine
 from mpbridge.planning.memory.activations import activations
 from mpbridge.planning.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.planning.memory.compare import against_bf16
+from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.limitations import left_out_of_memory
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
-from mpbridge.planning.memory.uncounted import left_out_of_memory
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 
@@ -305,11 +306,11 @@ def test_every_part_says_how_it_is_known():
         },
     )
     found = memory(policy("bf16"), run, rank=63)
-    names = [part.name for part in (*found.beside, *found.outside)]
+    names = [part.name for part in (*found.overheads, *found.outside)]
     assert names == ["workspaces", "overlap buffers", "gather buffer", "pipeline buffers", "context", "fragmentation", "dispatch"]  # fmt: skip
-    assert all(part.because and part.band > 0 and part.known in ("measured", "estimated") for part in found.beside)
+    assert all(part.because and part.band > 0 and part.known in ("measured", "estimated") for part in found.overheads)
     assert found.needed == found.states + found.activations + sum(
-        part.bytes for part in (*found.beside, *found.outside)
+        part.bytes for part in (*found.overheads, *found.outside)
     )
 
 
@@ -317,7 +318,7 @@ MIB = 2**20
 
 
 def beside(run, rank=None, name="bf16"):
-    return {part.name: part.bytes for part in memory(policy(name), run, rank=rank).beside}
+    return {part.name: part.bytes for part in memory(policy(name), run, rank=rank).overheads}
 
 
 # torch: one workspace for the forward and one for the backward thread; Transformer Engine: one, four more for grouped products, three for overlap
@@ -382,12 +383,22 @@ def test_offloaded_modules_keep_their_inputs_on_the_host():
     assert there - memory(policy("bf16"), run).activations > 30 * scores
 
 
-def test_states_of_muon_are_not_called_exact():
-    run = facts(8)
-    assert memory(policy("bf16"), run).exact
-    muon = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, name="muon"))
-    assert not memory(policy("bf16"), muon).exact
-    assert any("Muon" in words for words in left_out_of_memory(muon))
+def test_muon_keeps_one_momentum_of_matrices_and_both_moments_of_the_rest():
+    """megatron-core 0.16.1 over BF16 parameters: 2 + 4 (gradient) + 4 (main) + 4 (momentum) bytes of a matrix, 4 more of everything else."""
+    run = dataclasses.replace(facts(8), optimizer=OptimizerFacts(name="muon"))
+    sizes = {p.name: p.weight for chunk in parameters(run, Coordinates.of(0, run.parallel)) for p in chunk}
+    matrices = sum(
+        w.elements for n, w in sizes.items() if len(w.shape) == 2 and not n.startswith(("embedding.", "output_layer."))
+    )
+    rest = sum(w.elements for w in sizes.values()) - matrices
+    assert 0 < rest < matrices
+    held = memory(policy("bf16"), run)
+    assert {name: size for name, size in held.roles.items() if name.startswith("exp_")} == {
+        "exp_avg": 4 * (matrices + rest),
+        "exp_avg_sq": 4 * rest,
+    }
+    assert held.exact
+    assert any("Muon" in words for words in left_out_of_memory(run))
 
 
 def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):

@@ -57,6 +57,7 @@ ONCE_WRONG: dict[str, Case] = {
     "fp32 storage with fp16 main weights": ("fsdp2", {"recipe": "fp32_params_bf16_compute", "main_params_dtype": "fp16"}, "adam", None),
     "bf16 gradients under FusedAdam": ("mcore", {"recipe": "bf16_params_fp32_states", **BF16_GRADS}, "adam", True),
     "sgd on torch FSDP2": ("fsdp2", {"recipe": "fp32"}, "sgd", None),
+    "muon beside adam on torch FSDP2": ("fsdp2", {"recipe": "fp32_params_bf16_compute"}, "muon", None),
     "mxfp8 at rest with bf16 main weights": (
         "mcore", {"recipe": "bf16_with_mxfp8_mixed", **AWARE, "main_params_dtype": "bf16"}, "adam", True,
     ),

@@ -243,6 +243,11 @@ TABLE = {
     "mamba-projection-rows": ({**MX, **NANO}, {"recipe": "fp8_cs", **NANO}),
     "hybrid-in-fp16": ({"recipe": "fp16", "model": HYBRID}, {"recipe": "bf16", "model": HYBRID}),
     "muon-cannot": ({"recipe": "fp16", "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
+    "torch-muon-keeps-no-main-weights": ({"engine": "fsdp2", "optimizer": OptimizerFacts(name="muon")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="muon")}),
+    "torch-muon-cannot": (
+        {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="muon", settings={"muon_fp32_matmul_prec": "highest"})},
+        {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="muon", settings={"muon_fp32_matmul_prec": "medium"})},
+    ),
     "muon-gathers-one-dtype": (
         {"config": {"keep_fp32": ["*layernorm*"]}, "optimizer": OptimizerFacts(name="dist_muon")}, {"config": {"keep_fp32": ["*layernorm*"]}, "optimizer": OptimizerFacts(name="muon")},
     ),

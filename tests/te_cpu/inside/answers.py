@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import pickle
 
 import pytest
 import torch
@@ -10,6 +12,11 @@ import transformer_engine_torch as tex
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.pytorch.attention.dot_product_attention.softmax import FusedScaleMaskSoftmax
 from transformer_engine.pytorch.utils import attention_mask_func
+
+from mpbridge.common.errors import Refused
+from mpbridge.te_cpu.cuda_names import played_patches
+from mpbridge.te_cpu.cuda_states import REFUSED, state
+from mpbridge.te_cpu.played import now
 
 
 def test_random_states_of_all_devices_are_kept_and_given_back() -> None:
@@ -122,3 +129,57 @@ def test_the_first_torch_compile_says_that_nothing_is_compiled(caplog: pytest.Lo
     said = [record.getMessage() for record in caplog.records if "compiles nothing" in record.getMessage()]
     assert len(said) == 1
     assert __name__ in said[0]
+
+
+PUBLIC = [f"cuda.{name}" for name in torch.cuda.__all__] + [f"accelerator.{name}" for name in torch.accelerator.__all__]
+
+
+@pytest.mark.parametrize("place", ["cuda", "accelerator"])
+def test_every_public_name_of_this_torch_is_real_played_or_refused(place: str) -> None:
+    owner = getattr(torch, place)
+    replaced = {name for at, name, _ in played_patches(now()) if at is owner}
+    names = [name for name in PUBLIC if name.startswith(f"{place}.")]
+    assert not [name for name in names if state(name, name.partition(".")[2] in replaced) is None]
+
+
+def _takes_nothing(value: object) -> bool:
+    try:
+        parameters = inspect.signature(value).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_name_answers_or_refuses_by_name(name: str) -> None:
+    """What is not refused and needs no argument can be called: nothing says that torch was not compiled with CUDA."""
+    place, attribute = name.split(".")
+    value = getattr(getattr(torch, place), attribute)
+    if name in REFUSED:
+        call = value._create_jit_fn if attribute == "jiterator" else value
+        with pytest.raises(Refused, match=rf"torch\.{name}.* runs on a GPU only"):
+            call()
+    elif callable(value) and not isinstance(value, type) and _takes_nothing(value):
+        value()
+
+
+def test_what_scripts_ask_of_a_gpu_is_answered(tmp_path) -> None:
+    torch.save({"w": torch.arange(3.0)}, tmp_path / "w.pt")
+    for place in ("cuda", "cuda:0", torch.device("cuda", 0), {"cuda:0": "cuda:0"}, None):
+        assert torch.load(tmp_path / "w.pt", map_location=place)["w"].tolist() == [0, 1, 2]
+    assert torch.cuda.Stream().priority == 0
+    assert torch.cuda.nccl.version() >= (2, 0)
+    assert torch.cuda.can_device_access_peer(0, 1) is False
+    assert isinstance(torch.ones(2), torch.cuda.FloatTensor)
+    assert torch.cuda.get_arch_list() == [f"sm_{''.join(map(str, torch.cuda.get_device_capability()))}"]
+    torch.cuda.memory._record_memory_history()
+    torch.cuda.memory._dump_snapshot(str(tmp_path / "memory.pickle"))
+    assert pickle.loads((tmp_path / "memory.pickle").read_bytes())["segments"] == []
+    assert torch.ones(2).untyped_storage().cuda().nbytes() == 8
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    torch.optim.AdamW([weight], lr=0.1, capturable=True).step()
+    assert weight.tolist() == pytest.approx([0.899, 0.899])
+    assert torch.cuda.cudart().cudaProfilerStart() == 0
+    with pytest.raises(Refused, match=r"cudaMemGetInfo runs on a GPU only"):
+        torch.cuda.cudart().cudaMemGetInfo(0)

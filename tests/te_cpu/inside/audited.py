@@ -208,6 +208,23 @@ def test_a_scale_that_its_history_does_not_explain_is_named(monkeypatch) -> None
     assert "its history gives" in found(DELAYED)
 
 
+@on_hopper
+def test_amaxes_that_are_not_those_of_the_inputs_are_named(monkeypatch) -> None:
+    import sys
+
+    extension = sys.modules["transformer_engine_torch"]
+    original = extension.fused_amax_and_scale_update_after_reduction
+
+    def quarter(buffer, *more) -> None:
+        buffer.mul_(0.25)
+        original(buffer, *more)
+
+    monkeypatch.setattr(extension, "fused_amax_and_scale_update_after_reduction", quarter)
+    said = found(DELAYED)
+    assert "delayed scales" in said
+    assert "the newest amax of its history" in said
+
+
 @pytest.mark.parametrize("recipe", [NVFP4] if BLACKWELL else [DELAYED, BLOCKWISE])
 def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_named(recipe, monkeypatch) -> None:
     from megatron.core.transformer.module import MegatronModule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import permutations
 from typing import Any
 
@@ -216,43 +217,35 @@ def outputs(*dtypes: torch.dtype, shape: tuple[int, ...] = (256, 128)) -> list[t
 @pytest.mark.since((2, 20))
 def test_groups_have_the_types_that_the_kernel_takes() -> None:
     wide = torch.float32
-    with pytest.raises(RuntimeError, match="inputs must be FP8, NVFP4, BF16, or FP16, got Float32"):
-        multiply_groups(plain(128, wide), plain(128, wide), plain(128, wide))
-    with pytest.raises(RuntimeError, match="inputs must be FP8, NVFP4, BF16, or FP16, got Float32"):
-        multiply_groups(experts("bfloat16"), plain(128, wide), plain(256, wide))
-    with pytest.raises(RuntimeError, match="A_list tensors must be FP8, NVFP4, BF16, or FP16"):
-        multiply_groups(experts("float32"), plain(128), plain(256))
-    with pytest.raises(RuntimeError, match="both be low-precision"):
-        multiply_groups(experts("bfloat16"), grouped("current"), plain(256))
-    with pytest.raises(RuntimeError, match="both be FP8 or both be non-FP8"):
-        multiply_groups(plain(128), grouped("current"), plain(128))
-    with pytest.raises(RuntimeError, match="outputs must be BF16, FP16, or FP32"):
-        multiply_groups(experts("bfloat16"), plain(128), plain(256, torch.int32))
+    for a, b, d, message in (
+        (plain(128, wide), plain(128, wide), plain(128, wide), "inputs must be FP8, NVFP4, BF16, or FP16, got Float32"),
+        (experts("bfloat16"), plain(128, wide), plain(256, wide), "inputs must be FP8, NVFP4, BF16, or FP16, got Float32"),
+        (experts("float32"), plain(128), plain(256), "A_list tensors must be FP8, NVFP4, BF16, or FP16"),
+        (experts("bfloat16"), grouped("current"), plain(256), "both be low-precision"),
+        (plain(128), grouped("current"), plain(128), "both be FP8 or both be non-FP8"),
+        (experts("bfloat16"), plain(128), plain(256, torch.int32), "outputs must be BF16, FP16, or FP32"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=message):
+            multiply_groups(a, b, d)
 
 
 @pytest.mark.since((2, 20))
 def test_a_list_of_experts_is_of_one_kind_and_at_most_64() -> None:
     mixed = experts("bfloat16")
-    mixed[2] = operand("mxfp8", 256, 128)
-    with pytest.raises(RuntimeError, match="Tensors have different scaling modes"):
-        multiply_groups(mixed, plain(128), plain(256))
-    mixed[2] = operand("float16", 256, 128)
-    with pytest.raises(RuntimeError, match="A_list rowwise dtypes must match"):
-        multiply_groups(mixed, plain(128), plain(256))
-    mixed[2] = operand("bfloat16", 256, 128).unsqueeze(0)
-    with pytest.raises(RuntimeError, match="A_list tensor 2 must be 2D"):
-        multiply_groups(mixed, plain(128), plain(256))
-    for number in (64, 65):
-        a, b, d = (
-            [operand("bfloat16", 16, 16)] * number,
-            plain(16, groups=number, rows=8),
-            plain(16, groups=number, rows=8),
-        )
-        if number == 64:
-            multiply_groups(a, b, d)
-            continue
-        with pytest.raises(RuntimeError, match="A_list supports up to 64 tensors per kernel, got 65"):
-            multiply_groups(a, b, d)
+    for mixed[2], message in (
+        (operand("mxfp8", 256, 128), "Tensors have different scaling modes"),
+        (operand("float16", 256, 128), "A_list rowwise dtypes must match"),
+        (operand("bfloat16", 256, 128).unsqueeze(0), "A_list tensor 2 must be 2D"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            multiply_groups(mixed, plain(128), plain(256))
+    for number, outcome in (
+        (64, nullcontext()),
+        (65, pytest.raises(RuntimeError, match="A_list supports up to 64 tensors per kernel, got 65")),
+    ):
+        groups = [plain(16, groups=number, rows=8) for _ in range(2)]
+        with outcome:
+            multiply_groups([operand("bfloat16", 16, 16)] * number, *groups)
 
 
 @pytest.mark.since((2, 20))

@@ -310,7 +310,7 @@ def test_the_statistics_see_every_gemm_of_grouped_tensors() -> None:
     from mpbridge.precision.resolve import resolve
 
     quant = resolve(get_mixed_precision_config("bf16_with_mxfp8_mixed")).quant
-    probe: Any = SimpleNamespace(inside=None, gradients=None, source=None)
+    probe: Any = SimpleNamespace(inside=None, gradients=None, sources=[])
     noise: Any = SimpleNamespace(note=lambda *one: None)
     gemms: Any = SimpleNamespace(fprop=quant, dgrad=quant, wgrad=quant)
     tap = Tap(probe, noise, lambda path: gemms)

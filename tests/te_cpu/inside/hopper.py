@@ -11,6 +11,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 
 from mpbridge.training.checkpoint import extra_state
 
+from .gemm_refusals import multiply
+
 
 @pytest.mark.parametrize("made", [recipe.MXFP8BlockScaling, recipe.NVFP4BlockScaling])
 def test_recipes_of_later_machines_are_refused_in_transformer_engines_words(made) -> None:
@@ -27,25 +29,11 @@ def test_a_gemm_without_the_transpose_that_it_needs_fails() -> None:
         fp8_dtype=tex.DType.kFloat8E4M3, device=torch.device("cuda"), rowwise=True, columnwise=False
     )
     a, b = quantizer(torch.randn(16, 64, dtype=torch.bfloat16)), quantizer(x)
-    arguments = (
-        None,
-        None,
-        tex.DType.kBFloat16,
-        None,
-        tex.DType.kBFloat16,
-        False,
-        None,
-        False,
-        torch.zeros(1, dtype=torch.uint8),
-        1,
-        False,
-        True,
-    )
-    y = tex.generic_gemm(a, True, b, False, *arguments)[0]
+    y = multiply(a, b)
     wide = b.dequantize(dtype=torch.float32) @ a.dequantize(dtype=torch.float32).t()
     torch.testing.assert_close(y.float(), wide, rtol=2**-8, atol=1e-4)  # the output is rounded to BF16
     with pytest.raises(RuntimeError, match="Input A is missing column-wise usage"):
-        tex.generic_gemm(a, False, quantizer(torch.randn(32, 16, dtype=torch.bfloat16)), False, *arguments)
+        multiply(a, quantizer(torch.randn(32, 16, dtype=torch.bfloat16)), "NN")
 
 
 def test_a_state_from_a_file_sets_no_more_of_a_module_than_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,37 +162,6 @@ def metadata_of(place):
     return (place / METADATA).read_bytes()
 
 
-def build_of_a_class(place, mark):
-    forge(place, METADATA, D1 + metadata_of(place)[2:])
-    in_object_keeping_prefix(place, mark)
-    return METADATA
-
-
-def in_object_keeping_prefix(place, mark):
-    raw = metadata_of(place)
-    (place / METADATA).write_bytes(b"\x80\x04" + raw[len(D1) :])
-    in_object(place, "rng", archive_with([Payload(mark)]))
-    forge(place, METADATA, D1 + metadata_of(place)[2:])
-
-
-def reduce_in_the_table(place, mark):
-    forge(place, METADATA, pickled(mark))
-    return METADATA
-
-
-def reduce_before_the_table(place, mark):
-    forge(place, METADATA, b"\x80\x04" + f"cos\nmkdir\n(S'{mark}'\ntR0".encode() + metadata_of(place)[2:])
-    return METADATA
-
-
-def a_field_of_the_table(place, mark):
-    with (place / METADATA).open("rb") as stream:
-        data = pickle.load(stream)
-    data.planner_data = Payload(mark)
-    forge(place, METADATA, pickle.dumps(data))
-    return METADATA
-
-
 def common_state(place, raw):
     """Puts `raw` where megatron-core's save keeps what no rank shards: a file of its own, in 0.20 an object."""
     if not (place / COMMON).exists():
@@ -201,96 +170,70 @@ def common_state(place, raw):
     return COMMON
 
 
-def the_common_state(place, mark):
-    return common_state(place, archive_with({"run": Payload(mark)}))
+def a_field_of_the_table(place, mark):
+    data = pickle.loads(metadata_of(place))
+    data.planner_data = Payload(mark)
+    return pickle.dumps(data)
 
 
-def the_common_state_bare(place, mark):
-    return common_state(place, pickled(mark))
+def build_of_a_class(place, mark):
+    in_object(place, "rng", archive_with([Payload(mark)]))
+    return D1 + metadata_of(place)[2:]
 
 
-def the_random_states(place, mark):
-    return in_object(place, "rng", archive_with([Payload(mark)]))
+def loaded_from(raw):
+    """A pickle that asks torch to load these bytes."""
+    return b"\x80\x04ctorch.storage\n_load_from_bytes\nB" + len(raw).to_bytes(4, "little") + raw + b"\x85R."
 
 
-def a_tensor(place, mark):
-    return in_object(place, "optimizer.state.exp_avg.embedding", archive_with(Payload(mark)))
-
-
-def a_persistent_id(place, mark):
-    raw = b"\x80\x02(X\x07\x00\x00\x00storage" + pickled(mark)[2:-1] + b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ."
-    return in_object(place, "rng", archive_with([torch.ones(1)], raw))
-
-
-def an_archive_in_a_pickle(place, mark):
-    inner = archive_with(Payload(mark))
-    raw = b"\x80\x04ctorch.storage\n_load_from_bytes\nB" + len(inner).to_bytes(4, "little") + inner + b"\x85R."
-    return in_object(place, "rng", archive_with([1], raw))
-
-
-def an_older_form_in_a_pickle(place, mark):
+def older_form(value):
     out = streams.BytesIO()
-    torch.save(Payload(mark), out, _use_new_zipfile_serialization=False)
-    raw = (
-        b"\x80\x04ctorch.storage\n_load_from_bytes\nB"
-        + len(out.getvalue()).to_bytes(4, "little")
-        + out.getvalue()
-        + b"\x85R."
-    )
-    return in_object(place, "rng", archive_with([1], raw))
+    torch.save(value, out, _use_new_zipfile_serialization=False)
+    return out.getvalue()
 
 
-def the_extra_state(place, mark):
-    return in_object(
-        place, "layer._extra_state", archive_with([torch.frombuffer(bytearray(pickled(mark)), dtype=torch.uint8)])
-    )
+def of_bytes(raw):
+    return archive_with([torch.frombuffer(bytearray(raw), dtype=torch.uint8)])
 
 
-def the_recipe_of_the_extra_state(place, mark):
-    raw = TE_STATE.replace(
-        b"\x8c\x20transformer_engine.common.recipe\x94\x8c\x0eDelayedScaling", b"\x8c\x02os\x94\x8c\x05mkdir"
-    )
-    return in_object(place, "layer._extra_state", archive_with([torch.frombuffer(bytearray(raw), dtype=torch.uint8)]))
+RECIPE = b"\x8c\x20transformer_engine.common.recipe\x94\x8c\x0eDelayedScaling"
+TABLES = {
+    "BUILD of a class": build_of_a_class,
+    "REDUCE in the table": lambda place, mark: pickled(mark),
+    "REDUCE before the table": lambda place, mark: b"\x80\x04" + f"cos\nmkdir\n(S'{mark}'\ntR0".encode() + metadata_of(place)[2:],
+    "a field of the table": a_field_of_the_table,
+    "an instance": lambda place, mark: b"\x80\x02" + f"(S'{mark}'\nios\nmkdir\n.".encode(),
+    "an object": lambda place, mark: b"\x80\x02(cos\nmkdir\n" + f"S'{mark}'\no.".encode(),
+    "an extension": lambda place, mark: b"\x80\x02\x82\x01)R.",
+    "a dotted name": lambda place, mark: b"\x80\x04\x8c\x13torch.serialization\x8c\x08os.mkdir\x93\x8c" + bytes([len(str(mark))]) + str(mark).encode() + b"\x85R.",
+}  # fmt: skip
+"""What stands in the place of torch's table."""
+OBJECTS = {
+    "the random states": ("rng", lambda mark: archive_with([Payload(mark)])),
+    "a tensor": ("optimizer.state.exp_avg.embedding", lambda mark: archive_with(Payload(mark))),
+    "a persistent id": ("rng", lambda mark: archive_with([torch.ones(1)], b"\x80\x02(X\x07\x00\x00\x00storage" + pickled(mark)[2:-1] + b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ.")),
+    "an archive in a pickle": ("rng", lambda mark: archive_with([1], loaded_from(archive_with(Payload(mark))))),
+    "an older form in a pickle": ("rng", lambda mark: archive_with([1], loaded_from(older_form(Payload(mark))))),
+    "the extra state": ("layer._extra_state", lambda mark: of_bytes(pickled(mark))),
+    "the recipe of the extra state": ("layer._extra_state", lambda mark: of_bytes(TE_STATE.replace(RECIPE, b"\x8c\x02os\x94\x8c\x05mkdir"))),
+    "the common state": (None, lambda mark: archive_with({"run": Payload(mark)})),
+    "the common state, bare": (None, pickled),
+}  # fmt: skip
+"""What stands in the place of an object or a tensor (None: the common state)."""
 
 
-def an_instance(place, mark):
-    text = f"(S'{mark}'\nios\nmkdir\n.".encode()
-    forge(place, METADATA, b"\x80\x02" + text)
-    return METADATA
+def plant(route, place, mark):
+    """Plants a payload; returns the file that holds it."""
+    if route in TABLES:
+        forge(place, METADATA, TABLES[route](place, mark))
+        return METADATA
+    key, made = OBJECTS[route]
+    return common_state(place, made(mark)) if key is None else in_object(place, key, made(mark))
 
 
-def an_object(place, mark):
-    forge(place, METADATA, b"\x80\x02(cos\nmkdir\n" + f"S'{mark}'\no.".encode())
-    return METADATA
-
-
-def an_extension(place, mark):
-    forge(place, METADATA, b"\x80\x02\x82\x01)R.")
-    return METADATA
-
-
-def a_dotted_name(place, mark):
-    forge(
-        place,
-        METADATA,
-        b"\x80\x04\x8c\x13torch.serialization\x8c\x08os.mkdir\x93\x8c"
-        + bytes([len(str(mark))])
-        + str(mark).encode()
-        + b"\x85R.",
-    )
-    return METADATA
-
-
-ROUTES = [
-    build_of_a_class, reduce_in_the_table, reduce_before_the_table, a_field_of_the_table, the_common_state, the_common_state_bare, the_random_states,
-    a_tensor, a_persistent_id, an_archive_in_a_pickle, an_older_form_in_a_pickle, the_extra_state, the_recipe_of_the_extra_state, an_instance,
-    an_object, an_extension, a_dotted_name,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
+@pytest.mark.parametrize("route", [*TABLES, *OBJECTS])
 def test_a_payload_is_refused_by_its_file_and_does_not_run(place, tmp_path, route):
-    name = route(place, tmp_path / "pwned")
+    name = plant(route, place, tmp_path / "pwned")
     (tmp_path / "room").mkdir()
     with pytest.raises(CheckpointError, match="refused") as told:
         convert.converted(place, tmp_path / "room")
@@ -300,15 +243,11 @@ def test_a_payload_is_refused_by_its_file_and_does_not_run(place, tmp_path, rout
     assert not list((tmp_path / "room").iterdir())
 
 
-@pytest.mark.parametrize(
-    "route",
-    [build_of_a_class, reduce_in_the_table, a_field_of_the_table, reduce_before_the_table],
-    ids=lambda route: route.__name__,
-)
+@pytest.mark.parametrize("route", [*TABLES][:4])
 def test_control_the_payload_acts_in_an_unpickler(place, tmp_path, route):
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-    route(place, tmp_path / "pwned")
+    plant(route, place, tmp_path / "pwned")
     try:
         pickle.loads(metadata_of(place))
         assert (tmp_path / "pwned").exists() or BytesStorageMetadata.__name__ == "TensorStorageMetadata"
@@ -328,7 +267,7 @@ def loading(place):
 
 
 def test_every_rank_ends_with_the_line(place, tmp_path):
-    the_random_states(place, tmp_path / "pwned")
+    plant("the random states", place, tmp_path / "pwned")
     with ranks(2, loading, str(place)) as both:
         assert not any(codes(both)), said(both)
         for one in both:

@@ -56,6 +56,7 @@ def broken_off(folder: Path, recipe, at=3, **sections):
         pytest.param("bf16_megatron_fsdp", {"engine": "megatron_fsdp"}, id="megatron-fsdp"),
         pytest.param("bf16_mixed", {"optimizer": SGD}, id="sgd"),
         pytest.param("fp32", {"optimizer": SGD, "engine": "fsdp2"}, id="sgd on fsdp2"),
+        pytest.param("fp32_params_bf16_compute", {"optimizer": {"optimizer": "muon"}, "engine": "fsdp2"}, id="muon"),
     ],
 )
 def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):

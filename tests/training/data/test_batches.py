@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from mpbridge.common.errors import BadValue, DataError
-from mpbridge.training.data.batches import FIELDS, Feed, batches
+from mpbridge.training.data.batches import FIELDS, Feed
 
 SEQ = 16
+
+
+def batches(run: Any, split: str, *more: int, **named: int) -> Any:
+    return Feed(run).batches(split, *more, **named)
 
 
 def _run(tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, **train: Any) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
 from mpbridge.training.data import prepare as prepare_module
 from mpbridge.training.data.encode import pieces
@@ -76,31 +75,14 @@ def test_each_malformed_record_has_its_reason(tmp_path: Path, line: bytes, reaso
     assert found == [Text("text", "one"), Skip("text", reason), Text("text", "two")]
 
 
-def test_every_key_gets_its_pair_even_without_a_document(tmp_path: Path) -> None:
+def test_every_key_gets_its_pair_even_without_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = _lines(tmp_path / "a.jsonl", ['{"text": "a", "title": null}'])
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "mpbridge",
-        "data",
-        "prepare",
-        str(source),
-        "--out",
-        str(tmp_path / "out"),
-        "--keys",
-        "text",
-        "title",
-    ]
-    done = subprocess.run(
-        [*command, "--cache", str(tmp_path / "cache")], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    places = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    assert main(["data", "prepare", str(source), "--keys", "text", "title", *places]) == 0
     assert {path.name for path in tmp_path.glob("out*")} == {
         f"out_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx")
     }
-    assert "1 null" in done.stdout
+    assert "1 null" in capsys.readouterr().out
 
 
 def test_nothing_usable_is_an_error_with_the_reasons(tmp_path: Path) -> None:
@@ -133,39 +115,15 @@ def test_workers_do_not_change_the_output(tmp_path: Path, monkeypatch: pytest.Mo
     assert (one.documents, one.skipped) == (two.documents, two.skipped) == (62, expected)
 
 
-def test_a_failing_worker_ends_with_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("a.txt", "b.txt")]
-    for path in files:
-        path.write_text("text")
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "mpbridge",
-        "data",
-        "prepare",
-        *map(str, files),
-        "--workers",
-        "2",
-        "--cache",
-        str(tmp_path / "cache"),
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [*command, "--tokenizer", f"{Path(__file__).stem}:_broken"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "no tokens today" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_failing_worker_ends_with_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    files = [_lines(tmp_path / name, ["text"]) for name in ("a.txt", "b.txt")]
+    command = ["data", "prepare", *map(str, files), "--workers", "2", "--cache", str(tmp_path / "cache")]
+    assert main([*command, "--tokenizer", f"{Path(__file__).stem}:_broken"]) == 2
+    assert "no tokens today" in capsys.readouterr().err
     assert list((tmp_path / "cache").iterdir()) == []
 
 

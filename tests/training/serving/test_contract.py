@@ -73,14 +73,14 @@ def apart(held: Held, config: Any) -> None:
 
 
 def divided(held: Held, config: Any) -> None:
-    weight, name = original("model.layers.1.self_attn.o_proj"), "model.layers.1.self_attn.o_proj"
+    weight, name = original("model.layers.1.mlp.down_proj"), "model.layers.1.mlp.down_proj"
     scale = weight.abs().max() / 448
     held[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
     held[f"{name}.weight_scale"] = scale.expand(256, 1).clone()
 
 
 def in_bf16(held: Held, config: Any) -> None:
-    weight, name = original("model.layers.1.self_attn.o_proj").bfloat16(), "model.layers.1.self_attn.o_proj"
+    weight, name = original("model.layers.1.mlp.down_proj").bfloat16(), "model.layers.1.mlp.down_proj"
     scale = (weight.abs().max().float() / 448).bfloat16()
     held[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
     held[f"{name}.weight_scale"] = scale.expand(256, 1).clone()
@@ -133,9 +133,9 @@ def in_high_precision(held: Held, config: Any) -> None:
 
 def quantized_head(held: Held, config: Any) -> None:
     weight = original("lm_head")
-    blocks = weight.view(128, 8, 32)
+    blocks = weight.view(320, 8, 32)
     exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / 448)) + 127
-    held["lm_head.weight"] = (blocks / torch.exp2(exponent - 127).unsqueeze(-1)).view(128, 256).to(torch.float8_e4m3fn)
+    held["lm_head.weight"] = (blocks / torch.exp2(exponent - 127).unsqueeze(-1)).view(320, 256).to(torch.float8_e4m3fn)
     held["lm_head.weight_scale"] = exponent.to(torch.uint8)
 
 
@@ -155,8 +155,8 @@ def listing(*entries: str, key: str = "ignore", drop: str = "") -> Callable[[Hel
 CT, MO = "compressed-tensors", "modelopt"
 BUGS: list[tuple[str, str, str, Callable[[Held, Any], None], str, str]] = [
     # (public thread, method, scaling, what is planted, where, what is said)
-    ("vllm#46400 by division", CT, "tensorwise", divided, "layers.1.self_attn.o_proj", "division by amax / 448"),
-    ("vllm#46400 in BF16", CT, "tensorwise", in_bf16, "layers.1.self_attn.o_proj", "scale and quotient computed in BF16"),
+    ("vllm#46400 by division", CT, "tensorwise", divided, "layers.1.mlp.down_proj", "division by amax / 448"),
+    ("vllm#46400 in BF16", CT, "tensorwise", in_bf16, "layers.1.mlp.down_proj", "scale and quotient computed in BF16"),
     ("vllm#46400 exponents", CT, "mxfp8", floor_rule, "layers.0.self_attn.o_proj", "floor rule of OCP MX"),
     ("prime-rl#3112", "fp8", "blockwise", fp32_blocks, "layers.0.self_attn.o_proj", "power-of-two scales instead of FP32 scales, or the reverse"),
     ("NVFP4 in 1-D blocks", CT, "nvfp4", one_dimensional, "layers.0.mlp.down_proj", "1-D blocks of 16 instead of 16 x 16"),

@@ -48,11 +48,11 @@ KINDS: Mapping[str, tuple[Known, float, str]] = {
     "fragmentation": ("estimated", 1.0, "2 % of activations: blocks that the allocator holds but cannot use"),
     "dispatch": ("estimated", 1.0, "DeepEP's and HybridEP's own buffers: space for every rank's tokens, in both directions"),
 }  # fmt: skip
-"""Kind -> how its size is known, its band (`Beside.band`), and from what."""
+"""Kind -> how its size is known, its band (`Overhead.band`), and from what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class Overhead:
     """One kind of memory that is neither a state nor an activation."""
 
     name: str
@@ -69,17 +69,17 @@ class Beside:
         return cls(name=name, bytes=size, known=known, band=band, because=because)
 
 
-def beside(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> tuple[Beside, ...]:
+def overheads(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> tuple[Overhead, ...]:
     """Everything of that kind on a rank that torch counts; without a GPU only communication buffers."""
-    return tuple(Beside.of(name, size) for name, size in _sizes(policy, run, at) if size)
+    return tuple(Overhead.of(name, size) for name, size in _sizes(policy, run, at) if size)
 
 
-def outside(policy: PrecisionPolicy, run: RunFacts, activations: int) -> tuple[Beside, ...]:
+def outside(policy: PrecisionPolicy, run: RunFacts, activations: int) -> tuple[Overhead, ...]:
     """What torch does not count: the CUDA context, space that its allocator cannot use, buffers that a dispatcher allocates itself."""
     if run.machine is None or not run.machine.gpu:
         return ()
     sizes = {"context": CONTEXT, "fragmentation": int(0.02 * activations), "dispatch": _dispatch(policy, run)}
-    return tuple(Beside.of(name, size) for name, size in sizes.items() if size)
+    return tuple(Overhead.of(name, size) for name, size in sizes.items() if size)
 
 
 def _dispatch(policy: PrecisionPolicy, run: RunFacts) -> int:

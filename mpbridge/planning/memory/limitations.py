@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.common.facts import RunFacts
+from mpbridge.common.facts import MUONS, RunFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Uncounted:
+class Limitation:
     """One feature of a run that is counted as something else, or not at all."""
 
     asked: Callable[[RunFacts], bool]
@@ -48,8 +48,8 @@ def _no_network(run: RunFacts) -> bool:
     return machine is not None and run.parallel.world_size > machine.domain and not machine.network
 
 
-UNCOUNTED = (
-    Uncounted(
+LIMITATIONS = (
+    Limitation(
         asked=lambda run: hybrid(run.model),
         what="state-space layers (Mamba)",
         instead="counted as layers of attention and an MLP, which are larger",
@@ -57,7 +57,7 @@ UNCOUNTED = (
         memory="smaller",
         states=True,
     ),
-    Uncounted(
+    Limitation(
         asked=lambda run: bool(run.model.get("heterogeneous_block_specs")),
         what="layers of several shapes",
         instead="counted as layers of the configured shape, which no layer needs to exceed",
@@ -65,7 +65,7 @@ UNCOUNTED = (
         memory="smaller",
         states=True,
     ),
-    Uncounted(
+    Limitation(
         asked=_linear_attention,
         what="linear attention",
         instead="counted as softmax attention, without its gates and convolutions",
@@ -73,14 +73,14 @@ UNCOUNTED = (
         memory="larger by those weights",
         states=True,
     ),
-    Uncounted(
+    Limitation(
         asked=_packed,
         what="packed sequences or sequences of several lengths",
         instead="counted as whole sequences of seq_length",
         time="faster",
         memory="at most as large",
     ),
-    Uncounted(
+    Limitation(
         asked=_offloaded,
         what="the optimizer's states and update on the host",
         instead="counted as on the GPU",
@@ -88,36 +88,37 @@ UNCOUNTED = (
         memory="smaller",
         states=True,
     ),
-    Uncounted(
-        asked=lambda run: run.optimizer.name == "muon",
+    Limitation(
+        asked=lambda run: run.optimizer.name in MUONS,
         what="the Muon optimizer",
-        instead="counted as Adam, with two moments and without Muon's products",
+        instead="counted without the products of its iteration and the matrices in them",
         time="slower",
-        memory="smaller by the second moments of matrices",
-        states=True,
+        memory="larger by a few copies of the largest matrix while the optimizer steps",
     ),
-    Uncounted(asked=_no_network, what="traffic between hosts", instead="", time="slower"),
+    Limitation(asked=_no_network, what="traffic between hosts", instead="", time="slower"),
 )
 
 
 def left_out_of_time(run: RunFacts) -> tuple[str, ...]:
     """What a predicted step leaves out, as text, each with the sign of its error."""
-    return tuple(f"{_words(one, run)}; the real step is {one.time}" for one in UNCOUNTED if one.time and one.asked(run))
+    return tuple(
+        f"{_words(one, run)}; the real step is {one.time}" for one in LIMITATIONS if one.time and one.asked(run)
+    )
 
 
 def left_out_of_memory(run: RunFacts) -> tuple[str, ...]:
     """What predicted bytes leave out, as text, each with the sign of its error."""
     return tuple(
-        f"{_words(one, run)}; the real bytes are {one.memory}" for one in UNCOUNTED if one.memory and one.asked(run)
+        f"{_words(one, run)}; the real bytes are {one.memory}" for one in LIMITATIONS if one.memory and one.asked(run)
     )
 
 
 def states_counted(run: RunFacts) -> bool:
     """Whether all parameters and optimizer states are counted as they are."""
-    return not any(one.states and one.asked(run) for one in UNCOUNTED)
+    return not any(one.states and one.asked(run) for one in LIMITATIONS)
 
 
-def _words(one: Uncounted, run: RunFacts) -> str:
+def _words(one: Limitation, run: RunFacts) -> str:
     if one.asked is _no_network:
         return f"{one.what}: {run.machine.name} has no network in the table (a --machine-file can specify it)"
     return f"{one.what}: {one.instead}"

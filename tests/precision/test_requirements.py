@@ -74,11 +74,11 @@ def test_wide_storage_resolves_to_an_engine_that_keeps_it_and_breaks_no_rule(tmp
 
 
 def test_registering_copies_no_number() -> None:
-    @register(name="mine_of_papers")
+    @register(name="mine_of_requirements")
     def mine() -> MixedPrecisionConfig:
         return MixedPrecisionConfig(bf16=True, fp4="e2m1")
 
     try:
-        assert recipes["mine_of_papers"].needs == (10, 0)
+        assert recipes["mine_of_requirements"].needs == (10, 0)
     finally:
-        unregister("mine_of_papers")
+        unregister("mine_of_requirements")

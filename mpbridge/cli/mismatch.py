@@ -1,0 +1,66 @@
+"""`mpbridge mismatch RUN DIR --tokens FILE`: log-probabilities under training's numerics and under those of a served folder, emulated on this CPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.common.errors import BadValue
+from mpbridge.common.files import LIMITS, regular, why
+from mpbridge.settings.huggingface.folder import PREFIX, folder_of
+
+SUMMARY = "measure how far a served folder's log-probabilities are from training's"
+MOST = 4
+"""Number of linears that are printed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument("run", metavar="RUN", help="a checkpoint, or a folder of them")
+    parser.add_argument("folder", metavar="DIR", help="a folder of served weights of the same model")
+    parser.add_argument(
+        "--tokens", metavar="FILE", type=Path, required=True, help="a text, tokenized as the run's data"
+    )
+    parser.add_argument("--sequences", metavar="N", type=int, default=8, help="number of sequences (default: 8)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the distances."""
+    from mpbridge.common.report.console import without_chatter
+
+    without_chatter()
+    from mpbridge.training.checkpoint.store import locate
+    from mpbridge.training.serving.mismatch import mismatch
+
+    if args.sequences < 1:
+        raise BadValue(f"--sequences {args.sequences}: expected 1 or more")
+    try:
+        with regular(args.tokens) as stream:
+            text = stream.read(LIMITS["text"].size).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise BadValue(f"{args.tokens} cannot be read: {why(error)}") from None
+    path, folder = (
+        locate(Path(args.run.removeprefix("ckpt:"))),
+        folder_of(f"{PREFIX}{args.folder.removeprefix(PREFIX)}"),
+    )
+    found = mismatch(path, folder, text, sequences=args.sequences)
+    if args.json:
+        print_json(dataclasses.asdict(found))
+        return 0
+    print_line(f"{path} against {folder}: {found.tokens:,} tokens, training's loss {found.loss:.4f}")
+    print_table(
+        ("served", "mean |d log p|", "k3", "greedy tokens that change", "loss"),
+        [
+            (one.name, f"{one.mean:.2e}", f"{one.k3:.2e}", f"{one.greedy:.2%}", f"{one.loss:.4f}")
+            for one in found.distances
+        ],
+    )
+    print_line()
+    worst = list(found.linears.items())[:MOST]
+    print_table(
+        ("linear", "its output's error on training's inputs"), [(name, f"{error:.2e}") for name, error in worst]
+    )
+    return 0

@@ -1,0 +1,112 @@
+"""Sixty wrong inputs: one message each, of at most six lines, that names what was found, what was expected and the cure; no traceback."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from mpbridge.cli.main import main
+
+FILES = {
+    "empty.yaml": "", "broken.yaml": "model: [1, 2", "section.yaml": "modle: {num_layers: 2}\n", "base.yaml": "extends: nowhere\n",
+    "itself.yaml": "extends: itself.yaml\n", "both.yaml": "bf16: true\nfp8: hybrid\nfp4: e2m1\n", "text.txt": "not a run", "code.py": "x = 1\n",
+}  # fmt: skip
+WRONG: dict[str, tuple[int, str, str]] = {
+    # command line -> (exit code, what was found, what was expected or the cure)
+    "chek": (2, "'chek'", "nearest: check"),
+    "help chek": (2, "'chek'", "nearest: check"),
+    "check --config": (2, "--config", "expected one argument"),
+    "check --config nope": (2, "'nope'", "llama3_8b"),
+    "check --config llama3_9b": (2, "'llama3_9b'", "nearest: llama3_8b"),
+    "check --config folder": (2, "is a folder", "hf:folder"),
+    "check --config empty.yaml": (2, "model.num_layers is missing", "mixed_precision=bf16_mixed"),
+    "check --config broken.yaml": (2, "line 1, column 13", "expected ',' or ']'"),
+    "check --config section.yaml": (2, "'modle'", "nearest: model"),
+    "check --config base.yaml": (2, "'nowhere'", "gpt_tiny"),
+    "check --config itself.yaml": (2, "itself.yaml -> itself.yaml", "extends itself"),
+    "check --config text.txt": (2, "got str", "expected a mapping of sections"),
+    "check --config hf:gone": (2, "gone", "config.json"),
+    "check --recipe bf16_mxed": (2, "'bf16_mxed'", "nearest: bf16_mixed"),
+    "check --recipe empty.yaml": (2, "empty.yaml: empty", "extends: bf16_mixed"),
+    "check --recipe both.yaml": (2, "fp8 and fp4 are both on", "set one of them to null"),
+    "check --recipe code.py:nope": (2, "'nope'", "there are none"),
+    "check --recipe gone.py:fn": (2, "gone.py: no such file", "FILE.py:FUNCTION"),
+    "check --recipe bf16 mixed_precision=fp32": (2, "two recipes", "use only one"),
+    "check --engine fsdp3": (2, "'fsdp3'", "'fsdp2'"),
+    "check --target h1000": (2, "'h1000'", "nearest: h100"),
+    "check --target h100 --machine-file m.yaml": (2, "--machine-file m.yaml", "use only one"),
+    "check --target h100 --cuda twelve": (2, "'twelve'", "12.8"),
+    "check --machine-file gone.yaml": (2, "gone.yaml: No such file", "mpbridge calibrate"),
+    "check --gpus 8": (2, "--gpus", "nearest: --world-size"),
+    "check --jsn": (2, "--jsn", "nearest: --json"),
+    "check --world-size 0": (2, "--world-size 0", "expected at least 1"),
+    "check --world-size two": (2, "'two'", "expected one such as 1000"),
+    "check --world-size 3 parallel.tensor_model_parallel_size=2": (2, "3 processes", "tensor 2"),
+    "check model.hiden_size=3": (2, "'hiden_size'", "nearest: hidden_size"),
+    "check model.num_layers=two": (2, "'two'", "expected a whole number"),
+    "check model.num_layers": (2, "'model.num_layers'", "expected key=value"),
+    "check model.num_layers=": (2, "no value", "write null"),
+    "check optimizer.lr=-1": (2, "optimizer.lr=-1", "expected a number at least 0"),
+    "check model=3": (2, "model=3", "model.key=value"),
+    "check data.corpus=nope": (2, "data.corpus=nope", "no such file, folder, glob"),
+    "check checkpoint.load=nope": (2, "no such folder", "expected a folder with step_"),
+    "check logger.log_dir=text.txt": (2, "is a file", "expected a folder"),
+    "check mixed_precision.fp8=e9m9": (2, "'e9m9'", "e4m3, hybrid or null"),
+    "check scheduler.lr_warmup_iters=10 scheduler.lr_decay_iters=5": (2, "lr_warmup_iters=10", "does not end before"),
+    "plan --on-conflict maybe": (2, "'maybe'", "'warn'"),
+    "show": (2, "NAME", "help show"),
+    "show gone.yaml": (2, "gone.yaml", "No such file"),
+    "show fp8_cs --layers 0": (2, "--layers 0", "expected at least 1"),
+    "memory --rank 99": (2, "rank 99", "expected 0 to 0"),
+    "estimate --target h100 --recipe mxfp8": (1, "compute capability 10.0", "What works"),
+    "estimate --against nope": (2, "nope/timing.json", "logger.log_dir=nope"),
+    "estimate --price free": (2, "'free'", "as in 2.5"),
+    "layouts --target h100 --most 0": (2, "--most 0", "expected at least 1"),
+    "recommend --recipe bf16": (2, "--recipe bf16_mixed", "omit it"),
+    "train train.train_iters=null": (2, "train.train_iters is missing", "train.train_iters=200"),
+    "train --recipe mxfp8": (1, "cannot run this recipe", "--emulate"),
+    "train --gpus 8": (2, "--gpus", "torchrun --nproc-per-node"),
+    "launch --nodes 2 --gpus-per-node 8": (2, "is missing", "-- train --config"),
+    "init new --recipe nope": (2, "'nope'", "bf16_mixed"),
+    "report folder": (2, "folder/metrics.jsonl", "logger.log_dir=DIR"),
+    "report text.txt": (2, "no readable step", "expected the metrics.jsonl"),
+    "plot text.txt --width 3": (2, "--width 3", "expected at least 10"),
+    "audit folder": (2, "has no audits", "logger.log_dir=DIR"),
+    "resume-check text.txt": (2, "text.txt: a file", "expected a folder with step_"),
+    "export fp8_cs --to nemo3": (2, "'nemo3'", "megatron-lm"),
+    "import gone.yaml": (2, "gone.yaml: no such file", "--args"),
+    "import text.txt": (2, "found str", "expected a mapping"),
+    "words bf17": (2, "'bf17'", "nearest: bf16"),
+    "convert nope out": (2, "convert nope out", "expected hf:DIR ckpt:DIR"),
+    "tune": (1, "quantizes nothing", "--recipe fp8_cs"),
+    "tune --recipe fp8_cs --budget lots": (2, "'lots'", "memory=40GB"),
+    "on-cpu gone.py": (2, "gone.py: no such file", "expected a Python script"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("wrong")
+    for name, text in FILES.items():
+        (made / name).write_text(text)
+    (made / "folder").mkdir()
+    return made
+
+
+def test_there_are_sixty():
+    assert len(WRONG) >= 60
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_input_gets_one_message_with_found_expected_and_cure(folder, monkeypatch, capsys, line):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, found, expected = WRONG[line]
+    assert main(shlex.split(line)) == code
+    out, err = capsys.readouterr()
+    assert not out
+    assert 1 <= len(err.splitlines()) <= 6
+    assert "Traceback" not in err
+    assert found in err
+    assert expected in err

@@ -1,0 +1,135 @@
+"""What the audit sees of Muon: in what Newton-Schulz ran, that the update is the orthogonalized momentum, and who trains what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.observe.audit.orthogonal import _formats, distances
+from tests.backend.engines import tiny, two_ranks
+
+CONFIG = SimpleNamespace(muon_num_ns_steps=5, muon_scale_mode="spectral", muon_extra_scale_factor=1.0)
+
+
+def torchs(direction: torch.Tensor) -> torch.Tensor:
+    """torch.optim.Muon's update at rate 1 under megatron-core's scale `spectral`: torch's 0.2 sqrt(max(rows, columns)), five times."""
+    weight = torch.nn.Parameter(torch.zeros_like(direction))
+    weight.grad = direction
+    torch.optim.Muon(
+        [weight], lr=5.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+    ).step()
+    return weight.detach()
+
+
+def by_svd(direction: torch.Tensor) -> torch.Tensor:
+    """The same in FP64: the iteration maps singular values and leaves directions."""
+    u, s, v = torch.linalg.svd(direction.double(), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (-math.sqrt(max(direction.shape)) * (u * s) @ v).float()
+
+
+UPDATES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
+    "torch": (torchs, ["bf16"]),
+    "exact": (by_svd, ["fp32"]),
+    "of a fifth of the size": (lambda direction: torchs(direction) / 5, []),
+    "not orthogonalized": (lambda direction: -direction / direction.norm() * math.sqrt(max(direction.shape)), []),
+    "of the other sign": (lambda direction: -torchs(direction), []),
+}
+
+
+@pytest.mark.parametrize("rank", [None, 8])
+@pytest.mark.parametrize("shape", [(64, 64), (256, 64), (48, 130)], ids=str)
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_update_tells_in_what_it_was_orthogonalized(update: str, shape: tuple[int, int], rank: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    direction = torch.randn(*shape, generator=generator)
+    if rank is not None:  # nearly of low rank, as momentum of few tokens is
+        low = torch.randn(shape[0], rank, generator=generator) @ torch.randn(rank, shape[1], generator=generator)
+        direction = low + 1e-3 * direction
+    made, expected = UPDATES[update]
+    assert _formats(distances(made(direction), direction, CONFIG)) == expected
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.backend.engines.registry import build_engine
+
+    mine = start_process_group(False)
+    with device_layer(False):
+        built = build_engine(tiny.run("fp32", engine="fsdp2", optimizer=two_ranks.MUON))
+        yield built
+        built.close()
+    if mine:
+        stop_process_group()
+
+
+def wide(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    monkeypatch.setattr(
+        torch.Tensor, "bfloat16", lambda self: self.float().clone()
+    )  # what torch's iteration casts with
+
+
+def to_adam(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    muon, adam = engine.optimizer.parts
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    shard = engine.optimizer.shards[name]
+    for group in muon.param_groups:
+        group["params"] = [one for one in group["params"] if one is not shard]
+    muon.whole = {key: one for key, one in muon.whole.items() if key != name}
+    adam.param_groups[0]["params"].append(shard)
+
+
+def raw(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    muon = engine.optimizer.parts[0]
+    monkeypatch.setattr(muon, "_moved", lambda name, direction, group: direction * -group["lr"])
+
+
+def forgets(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    muon = engine.optimizer.parts[0]
+    step = muon.step
+
+    def forgetting() -> None:
+        for state in muon.state.values():
+            state["momentum_buffer"].zero_()
+        step()
+        for state in muon.state.values():
+            state["momentum_buffer"].mul_(torch.linspace(0, 1, state["momentum_buffer"].shape[1]))
+
+    monkeypatch.setattr(muon, "step", forgetting)
+
+
+PLANTS: dict[str, tuple[Callable[..., None] | None, dict[str, str]]] = {
+    "healthy": (None, {}),
+    "Newton-Schulz in FP32": (wide, {"newton-schulz": "fp32"}),
+    "a matrix moved to Adam": (to_adam, {"trained by": "7 by Muon, 12 by Adam"}),
+    "momentum as it is": (raw, {"newton-schulz": "not the orthogonalized momentum"}),
+    "momentum changed around the step": (forgets, {"newton-schulz": "not the orthogonalized momentum"}),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_run_with_muon_is_audited(engine: Any, monkeypatch: pytest.MonkeyPatch, plant: str) -> None:
+    from mpbridge.observe.audit.examine import audit
+    from mpbridge.observe.audit.snapshot import Before
+
+    change, expected = PLANTS[plant]
+    batches = tiny.batches()
+    if change is not None:
+        change(monkeypatch, engine)
+    engine.train_step(batches, microbatches=2)
+    before = Before(engine)
+    result = engine.train_step(batches, microbatches=2)
+    monkeypatch.undo()
+    report = audit(engine.run.policy, engine, stage="live", before=before, result=result, microbatches=2)
+    seen = {one.subject: one for one in report.findings if one.subject in ("trained by", "newton-schulz")}
+    assert {subject: one.found for subject, one in seen.items() if not one.ok} == expected
+    assert not any(one.unseen for one in seen.values())

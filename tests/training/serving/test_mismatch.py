@@ -1,0 +1,62 @@
+"""A served folder and training on the same tokens: equal where bytes and activations are, and the linear that is not is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mpbridge.cli.main import main
+from mpbridge.common.errors import BadValue
+from mpbridge.training.serving.mismatch import mismatch
+from tests.training.serving import models
+
+TEXT = "".join(f"line {number} of a text that has enough bytes\n" for number in range(40))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mismatch")
+    return models.checkpoint(root, f"mixed_precision={models.RECIPES['mxfp8']}", "data.seq_length=64")
+
+
+def test_the_same_bytes_and_activations_compute_the_same(path: Path, tmp_path: Path) -> None:
+    found = mismatch(path, models.serve(path, tmp_path / "out", "modelopt"), TEXT, sequences=3)
+    served, plain = found.distances
+    assert found.tokens == 192
+    # only the order of sums differs
+    assert served.mean < 1e-3 * plain.mean
+    assert 0 <= served.k3 < 1e-3 * plain.k3
+    assert served.greedy == 0.0
+    assert plain.mean > 1e-4
+
+
+def test_a_folder_in_high_precision_is_plain_bf16(path: Path) -> None:
+    served, plain = mismatch(path, path.parent.parent / "bf16", TEXT, sequences=2).distances
+    assert (served.mean, served.k3, served.loss) == (plain.mean, plain.k3, plain.loss)
+
+
+def test_the_linear_that_differs_comes_first(path: Path, tmp_path: Path, capsys) -> None:
+    folder = models.serve(path, tmp_path / "out", "compressed-tensors")
+    held = load_file(folder / "model.safetensors")
+    held["model.layers.1.mlp.down_proj.weight_scale"] += 1  # twice as large
+    save_file(held, folder / "model.safetensors")
+    (tmp_path / "text").write_text(TEXT)
+    command = ["mismatch", str(path), str(folder), "--tokens", str(tmp_path / "text"), "--sequences", "1", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert next(iter(found["linears"].items())) == ("decoder.layers.1.mlp.linear_fc2", pytest.approx(1.0, rel=0.01))
+    assert found["distances"][0]["mean"] > found["distances"][1]["mean"]
+
+
+def test_what_cannot_be_measured_is_refused(path: Path, tmp_path: Path) -> None:
+    folder = models.serve(path, tmp_path / "out", "modelopt")
+    with pytest.raises(BadValue, match="expected at least 65: one sequence"):
+        mismatch(path, folder, "short")
+    held = load_file(folder / "model.safetensors")
+    del held["model.layers.1.mlp.down_proj.weight_scale"]
+    save_file(held, folder / "model.safetensors")
+    with pytest.raises(BadValue, match=r"model.layers.1.mlp.down_proj cannot be read \(mpbridge contract"):
+        mismatch(path, folder, TEXT)
