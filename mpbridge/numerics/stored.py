@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from mpbridge.common.errors import Refused
-from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.common.formats import E2M1, E4M3, NumberFormat
 from mpbridge.numerics.codes import TORCH_FP8, encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.numerics.kernels import peaks
 from mpbridge.numerics.operands import cropped, padded_to_blocks, spread, square_peaks, view_of
 from mpbridge.numerics.quantizer import Quantizer
-from mpbridge.numerics.scales import magnitude, nvfp4_global, scale_from_amax
+from mpbridge.numerics.scales import nvfp4_global, peaks_over, scale_from_amax
+
+PIECE = 1 << 18
+"""Elements that are cast at a time: 1 MiB in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +44,20 @@ def stored(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
         raise Refused("delayed scaling quantizes with a scale from earlier steps, which the weight does not determine")
     if rule == "current":
         scale = scale_from_amax(
-            magnitude(weight).amax().float(), number.largest, power_of_two=bool(quantizer.options.get("power_of_two"))
+            peaks_over(weight), number.largest, power_of_two=bool(quantizer.options.get("power_of_two"))
         )
-        codes = encode_fp8(weight.float() * scale, number).view(TORCH_FP8[number.name])
+        codes = _in_pieces(weight, scale.expand(len(weight), 1), number).view(TORCH_FP8[number.name])
         return StoredWeight(codes, (1.0 / scale).expand(weight.shape[0], 1))
     if rule == "e4m3_blocks":
         return _nvfp4(quantizer, weight)
     block = quantizer.block("w")
     padded, shape = padded_to_blocks(weight, block.across, block.along, "row")
     view = view_of(padded, block.along, "column" if block.across > 1 else "row")
-    amax = square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
+    amax = torch.cat([peaks_over(piece, 1) for piece in view.split(_rows(view))]).unsqueeze(1)
+    amax = square_peaks(amax, block.along) if block.across > 1 else amax
     multiplier, factor = quantizer._factors(amax, "w", weight.dtype)
     wide = spread((multiplier, multiplier), block.along)[0] if block.across > 1 else multiplier
-    codes = encode_fp8(view.float() * wide, number).view(padded.shape)
+    codes = _in_pieces(view, wide, number).view(padded.shape)
     if block.across > 1:
         scales = factor.repeat_interleave(block.across, 0)[: shape[0]]
     else:
@@ -64,10 +67,25 @@ def stored(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
     return StoredWeight(cropped(codes, shape).view(TORCH_FP8[number.name]), scales)
 
 
+def _rows(view: torch.Tensor) -> int:
+    """Entries of a view's first axis that make up a piece."""
+    return max(1, PIECE * len(view) // max(view.numel(), 1))
+
+
+def _in_pieces(view: torch.Tensor, multiplier: torch.Tensor, number: NumberFormat | None) -> torch.Tensor:
+    """uint8 codes of a view times its multiplier, in FP8 or (None) E2M1; in pieces that stay in the cache, which is several times faster."""
+    out = torch.empty(view.shape, dtype=torch.uint8)
+    rows = _rows(view)
+    for piece, factor, place in zip(view.split(rows), multiplier.split(rows), out.split(rows), strict=True):
+        scaled = piece.float().mul_(factor) if piece.dtype is not torch.float32 else piece * factor
+        place.copy_(encode_e2m1(scaled) if number is None else encode_fp8(scaled, number))
+    return out
+
+
 def _nvfp4(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
     source, view, across = quantizer._nvfp4_view(weight, "w", "row")
     multiplier, scale, amax = quantizer._nvfp4_factors(weight, view, "w", "row")
-    codes = encode_e2m1(view.float() * multiplier).view(source.shape)
+    codes = _in_pieces(view, multiplier, None).view(source.shape)
     along, rows = quantizer.block("w").along, weight.shape[0]
     if not quantizer.block("w").square:
         scales = scale.view(rows, -1)

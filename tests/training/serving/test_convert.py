@@ -147,3 +147,23 @@ def test_heads_of_64_rows_do_not_fit_blocks_of_128(tmp_path: Path) -> None:
         BadValue, match=r"blocks of 128 rows span query, key and value at heads of 16 rows; .*gate and up at 96 rows"
     ):
         models.serve(taken.path, tmp_path / "out", "fp8", models.RECIPES["blockwise"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "said"),
+    [
+        ("mxfp8", [], "compressed-tensors MXFP8, modelopt MXFP8, mxfp8 MXFP8, with the codes and scales of training"),
+        ("blockwise", [], "no format without quantizing anew: self_attention.linear_qkv: blocks of 128 rows span"),
+        ("blockwise", ["model.num_attention_heads=2"], "fp8 FP8 by 128 x 128 blocks, compressed-tensors FP8"),
+        (
+            "tensorwise",
+            ["parallel.tensor_model_parallel_size=2"],
+            "no format without quantizing anew: self_attention.linear_proj: each of 2",
+        ),
+    ],
+)
+def test_check_says_how_a_run_can_be_served(recipe: str, words: list[str], said: str, capsys) -> None:
+    main(["check", "--recipe", models.RECIPES[recipe], "--emulate", "--config", "gpt_tiny", *words])
+    assert f"served as: {said}" in capsys.readouterr().out
+    main(["check", "--recipe", "bf16_mixed", "--config", "gpt_tiny"])
+    assert "served as" not in capsys.readouterr().out

@@ -1,0 +1,74 @@
+"""Mixtures of experts, latent attention and multi-token prediction: whole sets of experts, routers and copies are in the right list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.settings.huggingface.kept import ENGINES
+from mpbridge.settings.huggingface.section import family_of
+from mpbridge.settings.huggingface.tensors import mapped
+from mpbridge.training.serving.folder import examine
+from mpbridge.training.weights.to_checkpoint import to_checkpoint
+from tests.training.serving import models
+from tests.training.weights import folders
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 64, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3 = COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "norm_topk_prob": True,
+}  # fmt: skip
+DEEPSEEK = COMMON | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128,
+    "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 128, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+def checkpoint(config: dict[str, Any], root: Path) -> Path:
+    """Random weights of every tensor that the family's folder has."""
+    (root / "empty").mkdir(parents=True)
+    (root / "empty" / "config.json").write_text(json.dumps(config))
+    run = folders.run_of(root / "empty", "model.moe_grouped_gemm=false")
+    random = torch.Generator().manual_seed(1)
+    made = {}
+    for one in mapped(family_of(config), run.facts.shape, run.inputs["model"]):
+        for name, size in one.parts:
+            made[name] = (torch.randn(size, generator=random) * 0.05).to(torch.float32 if one.wide else torch.bfloat16)
+    place = folders.write(root / "bf16", config, made)
+    return to_checkpoint(place, root / "run", folders.run_of(place, "model.moe_grouped_gemm=false")).path
+
+
+@pytest.mark.parametrize("scaling", ["mxfp8", "blockwise", "nvfp4"])
+def test_experts_are_quantized_and_routers_are_listed(scaling: str, tmp_path: Path) -> None:
+    path = checkpoint(QWEN3, tmp_path)
+    for method in ("compressed-tensors", "modelopt"):
+        folder = models.serve(path, tmp_path / method, method, models.RECIPES[scaling])
+        kept = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+        assert kept == ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+        report = examine(folder, path, recipe=models.RECIPES[scaling])
+        assert (report.found, report.quantized, report.high) == ([], 2 * (4 + 3 * 4), 3)
+        found = examine(folder, engines=ENGINES).found
+        assert {one.kind for one in found} <= {"engine"}, found
+
+
+def test_latent_attention_and_further_tokens(tmp_path: Path) -> None:
+    path = checkpoint(DEEPSEEK, tmp_path)
+    folder = models.serve(path, tmp_path / "fp8", "fp8", models.RECIPES["blockwise"])
+    report = examine(folder, path, recipe=models.RECIPES["blockwise"], engines=ENGINES)
+    assert report.found == []
+    kept = json.loads((folder / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.1.mlp.gate" in kept
+    assert not any("proj" in name and "eh_proj" not in name for name in kept)
+    # training scales the two down projections apart, and engines fuse them under one second level
+    with pytest.raises(
+        Exception, match="q_a_proj: engines use one second-level scale for linears that training scales apart"
+    ):
+        models.serve(path, tmp_path / "nvfp4", "modelopt", models.RECIPES["nvfp4"])
