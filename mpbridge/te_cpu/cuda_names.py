@@ -186,13 +186,13 @@ def played_patches(played: Played) -> Iterator[Patch]:
     for owner in (dist, device_mesh):
         yield owner, "init_device_mesh", _on_a_cpus_mesh(device_mesh.init_device_mesh)
     yield torch, "set_default_device", _default_device(torch.set_default_device)
+    movers = {name: _bytes_moved(getattr(dist, name)) for name in _MOVERS if hasattr(dist, name)}
     for owner in (dist, distributed_c10d):
         for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
             yield owner, name, _on_gloo(getattr(owner, name))
         yield owner, "barrier", _without_devices(owner.barrier)
-        for name in _MOVERS:
-            if hasattr(owner, name):
-                yield owner, name, _bytes_moved(getattr(owner, name))
+        # one function for both: P2POp compares its own with the caller's
+        yield from ((owner, name, function) for name, function in movers.items())
     yield from premultiplied.patches()
 
 
