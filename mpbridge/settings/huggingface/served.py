@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -207,20 +207,16 @@ def fitting(found: Sequence[Cast], facts: RunFacts) -> list[ServedFormat]:
     ]
 
 
-_LATER = re.compile(r"\.local_experts\.[1-9]")
-"""In the names of every expert of a layer but its first."""
-
-
 def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]) -> str:
     """The formats in which a run's weights can be served unchanged, or why none can, in a sentence; '' for a recipe that quantizes nothing. model: the filled-in section."""
     if not policy.quantized:
         return ""
     try:
         # the model's folder need not have a config.json that says everything: only the names of its linears matter here
-        wanted = mapped(family_for(model), facts.shape, model)
         # thousands of experts: one of a layer stands for all, unless a rule names experts
-        alike = not any("expert" in region.modules for region in policy.regions)
-        found = casts(policy, facts, [one for one in wanted if not (alike and _LATER.search(one.name))])
+        alike = facts.shape.experts and not any("expert" in region.modules for region in policy.regions)
+        shape = dataclasses.replace(facts.shape, experts=1) if alike else facts.shape
+        found = casts(policy, facts, list(mapped(family_for(model), shape, model)))
     except (KeyError, MpbridgeError) as error:
         return f"not decided: {error}"
     rows = fitting(found, facts)
