@@ -76,7 +76,7 @@ def _in_pieces(view: torch.Tensor, multiplier: torch.Tensor, number: NumberForma
     """uint8 codes of a view times its multiplier, in FP8 or (None) E2M1; in pieces that stay in the cache, which is several times faster."""
     out = torch.empty(view.shape, dtype=torch.uint8)
     rows = _rows(view)
-    for piece, factor, place in zip(*(torch.split(each, rows) for each in (view, multiplier, out)), strict=True):
+    for piece, factor, place in zip(*(torch.split(one, rows) for one in (view, multiplier, out)), strict=True):
         scaled = piece.float().mul_(factor) if piece.dtype is not torch.float32 else piece * factor
         place.copy_(encode_e2m1(scaled) if number is None else encode_fp8(scaled, number))
     return out

@@ -70,6 +70,8 @@ def _torch_cuda(played: Played, devices: int) -> dict[str, Any]:
     major, minor = played.capability
     kinds = {name: getattr(torch, name) for name in torch.cuda.__all__ if name.endswith(("Tensor", "Storage"))}
     return kinds | {
+        "current_device": _current_device,
+        "set_device": _set_device,
         "device": _Index,
         "device_of": _Index,
         "memory_stats_as_nested_dict": _statistics,
@@ -85,6 +87,20 @@ def _torch_cuda(played: Played, devices: int) -> dict[str, Any]:
         "cudart": _Runtime,
         "StreamContext": _Index,
     }
+
+
+_current = [0]
+"""The index that the process has set: its local rank under torchrun."""
+
+
+def _current_device() -> int:
+    return _current[0]
+
+
+def _set_device(device: Any) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index is not None and index >= 0:
+        _current[0] = index
 
 
 class _Runtime:
@@ -140,20 +156,20 @@ class _Index:
 
 def _accelerator(played: Played, devices: int, memory: Callable[..., tuple[int, int]]) -> dict[str, Any]:
     zero = (
-        "current_device_index",
-        "current_device_idx",
         "memory_allocated",
         "max_memory_allocated",
         "memory_reserved",
         "max_memory_reserved",
     )
     idle = (
-        "set_device_index", "set_device_idx", "set_stream", "synchronize", "empty_cache", "empty_host_cache", "reset_peak_memory_stats",
+        "set_stream", "synchronize", "empty_cache", "empty_host_cache", "reset_peak_memory_stats",
         "reset_accumulated_memory_stats",
     )  # fmt: skip
     return {
         **{name: lambda *args, **kwargs: 0 for name in zero},
         **dict.fromkeys(idle, nothing),
+        **dict.fromkeys(("current_device_index", "current_device_idx"), _current_device),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), _set_device),
         "is_available": lambda: True,
         "device_count": lambda: devices,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
@@ -171,6 +187,8 @@ def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]
         for owner in (cuda, cuda.memory, cuda.streams):
             if name in vars(owner):
                 yield owner, name, value
+    _current[0] = 0
+    yield torch.Tensor, "get_device", lambda tensor: _current[0]
     yield from _refusals()
     yield cuda.nccl, "version", lambda: _NCCL
     yield torch, "load", _loads_on_cpu(torch.load)

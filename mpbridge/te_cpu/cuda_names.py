@@ -157,7 +157,6 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield cuda, "is_available", lambda: True
     yield cuda, "is_initialized", lambda: True
     yield cuda, "device_count", lambda: devices
-    yield cuda, "current_device", lambda: 0
     yield cuda, "get_device_properties", lambda *args, **kwargs: properties
     yield cuda, "get_device_capability", lambda *args, **kwargs: played.capability
     yield cuda, "get_device_name", lambda *args, **kwargs: played.machine.name
@@ -181,18 +180,44 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield torch.Tensor, "_make_wrapper_subclass", staticmethod(on_cpu(torch.Tensor._make_wrapper_subclass))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"):
         yield torch.Tensor, name, on_cpu(getattr(torch.Tensor, name))
-    yield torch.Tensor, "get_device", lambda tensor: 0
     for owner in (dist, distributed_c10d):
         yield owner, "_coalescing_manager", one_by_one
     yield DeviceMesh, "from_group", staticmethod(_on_a_cpus_mesh(DeviceMesh.from_group))
     for owner in (dist, device_mesh):
         yield owner, "init_device_mesh", _on_a_cpus_mesh(device_mesh.init_device_mesh)
     yield torch, "set_default_device", _default_device(torch.set_default_device)
+    movers = {name: _bytes_moved(getattr(dist, name)) for name in _MOVERS if hasattr(dist, name)}
     for owner in (dist, distributed_c10d):
         for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
             yield owner, name, _on_gloo(getattr(owner, name))
         yield owner, "barrier", _without_devices(owner.barrier)
+        # one function for both: P2POp compares its own with the caller's
+        yield from ((owner, name, function) for name, function in movers.items())
     yield from premultiplied.patches()
+
+
+_MOVERS = (
+    "all_gather", "all_gather_into_tensor", "_all_gather_base", "broadcast", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv",
+    "isend", "irecv",
+)  # fmt: skip
+"""Collectives that move elements without computing with them."""
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+def _bytes_moved(original: Any) -> Any:
+    """A collective that sends FP8 elements as bytes: NCCL sends them as they are, gloo knows no such type."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(plain, value))
+        narrow = type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype in _EIGHT_BITS
+        return value.detach().view(torch.uint8) if narrow else value
+
+    @functools.wraps(original)
+    def move(*args: Any, **kwargs: Any) -> Any:
+        return original(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+
+    return move
 
 
 def _on_gloo(original: Any) -> Any:

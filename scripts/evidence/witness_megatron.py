@@ -14,7 +14,7 @@ from mpbridge.observe.witnessing.report import Witnessed
 from mpbridge.observe.witnessing.witness import witness
 from scripts.evidence.witness_common import BF16, VOCABULARY, Case, tokens
 
-Wrapper = Literal["ddp", "distributed", "torch_fsdp2", "megatron_fsdp"]
+Wrapper = Literal["ddp", "distributed", "overlapped", "torch_fsdp2", "megatron_fsdp"]
 
 
 def megatron(
@@ -79,7 +79,8 @@ class _Loop:
         layer = spec() if spec else get_gpt_layer_local_spec()
         model = GPTModel(config=config, transformer_layer_spec=layer, vocab_size=VOCABULARY, max_sequence_length=16)
         self.wrapped = _WRAPPERS[wrapper](config, Float16Module(config, model), reduce_in_fp32)
-        sharded = wrapper in ("distributed", "megatron_fsdp")
+        sharded = wrapper in ("distributed", "overlapped", "megatron_fsdp")
+        optimizer = optimizer | ({"overlap_param_gather": True} if wrapper == "overlapped" else {})
         scale = {"initial_loss_scale": 256.0, "min_loss_scale": 1.0} if half is torch.float16 else {}
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(lr=1e-3, use_distributed_optimizer=sharded, clip_grad=1.0, **flags, **scale, **optimizer),
@@ -112,10 +113,12 @@ def _forward(batches: Iterator[int], chunk: Any) -> Any:
     return out, lambda losses: (losses.float().mean(), {})
 
 
-def _ddp(config: Any, module: Any, reduce_in_fp32: bool, *, distributed: bool = False) -> Any:
+def _ddp(config: Any, module: Any, reduce_in_fp32: bool, *, distributed: bool = False, **overlaps: bool) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=reduce_in_fp32, use_distributed_optimizer=distributed)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=reduce_in_fp32, use_distributed_optimizer=distributed, **overlaps
+    )
     return DistributedDataParallel(config, ddp, module)
 
 
@@ -155,6 +158,7 @@ def _megatron_fsdp(config: Any, module: Any, reduce_in_fp32: bool) -> Any:
 _WRAPPERS: dict[str, Callable[[Any, Any, bool], Any]] = {
     "ddp": _ddp,
     "distributed": lambda *args: _ddp(*args, distributed=True),
+    "overlapped": lambda *args: _ddp(*args, distributed=True, overlap_grad_reduce=True, overlap_param_gather=True),
     "torch_fsdp2": _torch_fsdp2,
     "megatron_fsdp": _megatron_fsdp,
 }

@@ -27,8 +27,10 @@ SIX = (
 RECIPE = SIX[2][0]
 
 
-def pretrain(recipe: str, machine: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "mpbridge", "on-cpu", "--te", release_or_skip(OLDEST)]
+def pretrain(
+    recipe: str, machine: str, *options: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", *launcher, "-m", "mpbridge", "on-cpu", "--te", release_or_skip(OLDEST)]
     command += ["--target", machine, str(ROOT / "scripts/evidence/stacks/bridge_pretrain.py"), recipe, *options]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
@@ -77,6 +79,16 @@ def test_what_a_script_changes_behind_the_recipe_ends_the_run(plant: str, said: 
     assert done.returncode == 1
     assert "step 1 deviates from bf16_mixed" in done.stdout + done.stderr
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_two_processes_train_silently_and_begin_as_one() -> None:
+    """The first four losses are printed with seven digits; later ones differ by the order of the gradients' sums."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    one, two = (told(pretrain(RECIPE, "h100", launcher=how)) for how in ((), launcher))
+    assert list(one["losses"].values())[:4] == list(two["losses"].values())[:4]
+    assert one["parameters"] == two["parameters"]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -39,9 +40,22 @@ if __name__ == "__main__":
 '''
 
 
-def on_cpu(script, *arguments: str) -> subprocess.CompletedProcess[str]:
+def on_cpu(script, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     te = release_or_skip(OLDEST)
-    command = [sys.executable, "-W", "ignore", "-m", "mpbridge", "on-cpu", "--target", "b200", "--te", te, str(script)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        *launcher,
+        "-m",
+        "mpbridge",
+        "on-cpu",
+        "--target",
+        "b200",
+        "--te",
+        te,
+        str(script),
+    ]
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(
         [*command, *arguments],
@@ -122,6 +136,39 @@ def test_a_script_without_a_guard_is_told_so(tmp_path) -> None:
     assert done.returncode == 1
     assert f"{script} begins its work again in a process that it has started" in done.stderr
     assert 'below `if __name__ == "__main__":`' in done.stderr
+
+
+RANKS = """
+import os, torch, torch.distributed as dist
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+mine = torch.tensor([1.5, -2.0 - rank], device="cuda").to(torch.float8_e4m3fn)
+whole = torch.empty(4, dtype=torch.float8_e4m3fn, device="cuda")
+dist.all_gather_into_tensor(whole, mine)
+first = mine.clone()
+dist.broadcast(first, 0)
+told = [torch.cuda.current_device(), torch.accelerator.current_device_index(), mine.get_device(), whole.tolist(), first.tolist()]
+gathered = [None, None]
+dist.all_gather_object(gathered, told)
+if rank == 0:
+    print(gathered, flush=True)
+if rank == 1:
+    raise ValueError("this rank fails")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_ranks_have_their_devices_send_fp8_as_it_is_and_end_when_one_fails(tmp_path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS, encoding="utf-8")
+    began = time.monotonic()
+    done = on_cpu(script, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
+    whole, first = [1.5, -2.0, 1.5, -3.0], [1.5, -2.0]
+    assert str([[rank, rank, rank, whole, first] for rank in (0, 1)]) in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 1
+    assert "ValueError: this rank fails" in done.stderr
+    assert time.monotonic() - began < 240  # no wait for gloo's own limit of half an hour
 
 
 def test_check_says_that_the_target_is_played() -> None:

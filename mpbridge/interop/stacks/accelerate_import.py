@@ -77,11 +77,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     contradicts: list[str] = []
     meaning, quant = _meaning(read, word, kind, cannot, contradicts)
     fields = fields_of(meaning, cannot, quant)
-    if word == "fp16" and fields:
-        fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
     raise_faults(read.faults, "this accelerate configuration")
-    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
-        cannot.append(f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, cannot_express=tuple(cannot),

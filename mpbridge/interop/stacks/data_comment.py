@@ -13,7 +13,7 @@ from mpbridge.common.formats import dtype
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.meaning import Meaning, rows
-from mpbridge.interop.stacks.sharded_torch import fields_of, scale_fields
+from mpbridge.interop.stacks.sharded_torch import fields_of
 from mpbridge.precision.policy import LossScale
 from mpbridge.precision.regions import Quant, Region
 
@@ -88,10 +88,6 @@ def read(text: str, *, name: str, stack: str | None) -> Imported:
         ]
     )
     undecided += [f"line {one}: another export, which is not shown" for one, _ in found if one != at]
-    if meaning.loss_scale is not None and fields:
-        fields |= scale_fields(meaning.loss_scale)
-    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
-        cannot.append(f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     made = Imported(
         stack=comment[1], version="", fields=fields, meaning=meaning, cannot_express=tuple(cannot), undecided=tuple(undecided),
         engine=engine_with("optimizer") if meaning.sharded == "everything" else DEFAULT,

@@ -141,15 +141,10 @@ def _fields(said: _TrainerSettings, meaning: Meaning) -> dict[str, Any]:
         return {}
     if said.settings is not None:
         return dict(said.settings)
-    scale = {} if meaning.loss_scale is None else scale_fields(meaning.loss_scale)
     if meaning.main is not None:
+        scale = {} if meaning.loss_scale is None else scale_fields(meaning.loss_scale)
         return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32, **scale}
-    fields = fields_of(meaning, said.cannot, said.quant) | scale
-    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
-        said.cannot.append(
-            f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}"
-        )
-    return fields
+    return fields_of(meaning, said.cannot, said.quant)
 
 
 def _class_of(value: Any) -> tuple[str, Mapping[str, Any]]:

@@ -171,7 +171,9 @@ def fields_of(
     if meaning.autocast is not None:
         fields |= {"autocast_enabled": True, "autocast_dtype": meaning.autocast.short}
     fields |= quant_fields(quant, ends)
-    return fields
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
+        cannot.append(f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    return fields if meaning.loss_scale is None else fields | scale_fields(meaning.loss_scale)
 
 
 def scale_fields(scale: LossScale) -> dict[str, Any]:

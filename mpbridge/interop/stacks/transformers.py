@@ -100,10 +100,6 @@ def read_data(data: Any, *, version: str) -> Imported:
     file = read_.at("deepspeed")
     undecided = (f"deepspeed={cut(file)} decides: pass that file (--from deepspeed)",) if file else ()
     fields = fields_of(meaning, cannot)
-    if fp16 and fields:
-        fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
-    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
-        cannot.append(f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded is not None else DEFAULT, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), undecided=undecided, assumed=tuple(assumed),

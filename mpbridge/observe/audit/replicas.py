@@ -71,14 +71,18 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
         found: Copies = own(read)
         return found
     seen, slices = Copies(), _slices()
+    # what other ranks own follows an update in the next forward pass only: what the last one read is compared
+    behind = read is not None and bool(getattr(engine, "shards_behind", False))
     for name, parameter in engine.named_parameters():
         key = _key(name, parameter, slices)
         if hasattr(parameter, "_local_tensor"):
             seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()))
             if read is not None and name in read:
                 seen.whole[key] = read[name]
-        else:
+        elif not behind:
             seen.whole[key] = digest(parameter)
+        elif read is not None and name in read:
+            seen.whole[key] = read[name]
     if dist.is_initialized() and dist.get_world_size() > 1:
         seen.whole |= _states(engine, slices) | _frequencies(engine) | _draws(engine)
     return seen

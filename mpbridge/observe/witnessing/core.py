@@ -61,10 +61,14 @@ class CoreLoop(Loop):
         return "optimizer" if any(hasattr(part, "shard_fp32_groups") for part in self._parts()) else "nothing"
 
     @property
+    def shards_behind(self) -> bool:
+        """Whether what other ranks update reaches this rank's parameters in the next forward pass only."""
+        return bool(getattr(self.configs.ddp, "overlap_param_gather", False))
+
+    @property
     def gathers_late(self) -> bool:
-        """Whether parameters follow an update in the next forward pass only: they lie outside of the buffer through which they are gathered."""
-        reused = getattr(self.configs.optimizer, "reuse_grad_buf_for_mxfp8_param_ag", False)
-        return bool(reused and getattr(self.configs.ddp, "overlap_param_gather", False))
+        """Whether all parameters follow an update in the next forward pass only: they lie outside of the buffer through which they are gathered."""
+        return self.shards_behind and bool(getattr(self.configs.optimizer, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
     def facts(self) -> LoopFacts:
         """The facts, from the live configs."""

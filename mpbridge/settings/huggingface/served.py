@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -212,7 +213,10 @@ def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]
         return ""
     try:
         # the model's folder need not have a config.json that says everything: only the names of its linears matter here
-        found = casts(policy, facts, list(mapped(family_for(model), facts.shape, model)))
+        # thousands of experts: one of a layer stands for all, unless a rule names experts
+        alike = facts.shape.experts and not any("expert" in region.modules for region in policy.regions)
+        shape = dataclasses.replace(facts.shape, experts=1) if alike else facts.shape
+        found = casts(policy, facts, list(mapped(family_for(model), shape, model)))
     except (KeyError, MpbridgeError) as error:
         return f"not decided: {error}"
     rows = fitting(found, facts)

@@ -340,7 +340,7 @@ ROWS: list[tuple[str, ...]] = [
     (TR, "--bf16 --dtype bfloat16", "storage=bf16", "main=none", "exp_avg=bf16"),
     (TR, "--bf16", "assumed: the checkpoint's"),
     (TR, "--bf16 --fsdp full_shard --dtype bfloat16", "storage=fp32"),
-    (TR, "--fp16", "fields.initial_loss_scale=65536.0", "fields.loss_scale_window=2000", "fields.hysteresis=1"),
+    (TR, "--fp16", "fields.initial_loss_scale=65536.0", "fields.loss_scale_window=2000.0", "fields.hysteresis=1"),
     (TR, "--fp16 --use_cpu", "compute=fp32", "loss_scale=none", "inert: fp16:"),
     (TR, "--bf16 --use_cpu --fsdp full_shard", "sharded=nothing", "contradicts: fsdp with use_cpu"),
     *((TR, f"{{output_dir: x, bf16: true, fsdp: true, fsdp_config: {config}}}", f"autocast={autocast}") for config, autocast in

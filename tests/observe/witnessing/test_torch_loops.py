@@ -76,6 +76,11 @@ def test_muon_beside_adam_is_no_adam() -> None:
     nearest = seen.report.nearest
     assert "exactly" not in str(nearest)
     assert nearest.differences["exp_avg_sq"] == ("fp32", "none: Muon")
+    # what a parameter keeps follows from what trains it: a policy is not broken by Muon's missing second moments
+    model = Tiny()
+    assert train(model, Pair(model), mpbridge.MixedPrecisionConfig(**AUTOCAST), autocast=True).report.ok
+    model = Tiny().to(BF16)
+    assert "exp_avg" in faults(train(model, Pair(model), "bf16_mixed").report.as_data())
 
 
 def test_a_policy_judges() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -193,13 +194,22 @@ FOUR: dict[str, Callable[[], Any]] = {
 }
 
 
+def core(wrapper: Any) -> Any:
+    from scripts.evidence.witness_megatron import megatron
+
+    return SimpleNamespace(report=megatron(wrapper=wrapper, policy="bf16_mixed"))
+
+
+CORE = {"core distributed": lambda: core("distributed"), "core overlapped": lambda: core("overlapped")}
+"""Run only by name: they import megatron-core."""
+
+
 def main() -> None:
     out, *wanted = sys.argv[1:]
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
-    for name, case in (FOUR if dist.get_world_size() == 4 else CASES).items():
-        if wanted and name not in wanted:
-            continue
+    cases = FOUR if dist.get_world_size() == 4 else CASES
+    for name, case in (cases if not wanted else {name: (cases | CORE)[name] for name in wanted}).items():
         seen = case()
         found[name] = seen.report.as_data()
         if dist.get_rank() == 0 and out == "-":
