@@ -64,7 +64,7 @@ _MATCHERS: Mapping[tuple[str, str], Matcher] = {
     ("sglang", "compressed-tensors"): _pattern,
 }
 """(engine, quant_method) -> how an entry matches; TensorRT-LLM: fnmatch. Sources: vLLM 0.33 quantization/modelopt.py is_layer_excluded and
-utils/quant_utils.py is_layer_skipped; SGLang 0.5.23 quantization/utils.py; TensorRT-LLM 1.3 models/modeling_utils.py is_module_excluded_from_quantization."""
+utils/quant_utils.py is_layer_skipped; SGLang 0.5.23 quantization/utils.py; TensorRT-LLM at 008e0af, models/modeling_utils.py is_module_excluded_from_quantization."""
 
 
 def fused(module: str) -> str:

@@ -143,7 +143,7 @@ FORMATS: tuple[ServedFormat, ...] = (
     ),
 )  # fmt: skip
 """Sources: compressed-tensors 0.20 quantization/quant_scheme.py, vLLM 0.33 model_executor/layers/quantization, SGLang 0.5.23 layers/quantization,
-TensorRT-LLM 1.3 _torch/models/modeling_utils.py, ModelOpt 0.47 torch/export."""
+TensorRT-LLM at 008e0af, _torch/models/modeling_utils.py, ModelOpt 0.47 torch/export."""
 
 FUSED: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
