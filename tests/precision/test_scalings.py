@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "mpbridge"
 FOREIGN = {
     "interop/stacks/": "what other libraries call a scaling, and which of ours they have",
     "interop/megatron_bridge.py": "Megatron Bridge's own values",
+    "settings/huggingface/served.py": "which scalings a format of served folders holds unchanged",
     "te_cpu/": "the scaling modes of Transformer Engine's binding, which are its words and fewer than ours",
 }
 MAY_NAME_ONE = FOREIGN | {
@@ -27,6 +28,9 @@ MAY_NAME_ONE = FOREIGN | {
     "interop/stacks/": "another stack's word for a scaling stands beside ours",
     "training/disclosure/evidence.py": "MLPerf's words for precisions",
     "cli/certify.py": "variants are of NVFP4 alone",
+    "numerics/certificates/expected.py": "variants are of NVFP4 alone",
+    "settings/huggingface/kept.py": "engines exclude modules by the method's name, which is a scaling's in one case",
+    "training/serving/": "causes and activations of served formats are by scaling",
     "precision/registry.py": "words of other stacks, with what to choose here",
     "precision/config.py": "megatron-core's own defaults, which mean nothing",
     "precision/megatron_spec/fields.py": "megatron-core's own defaults of fp8_recipe and fp4_recipe",
