@@ -11,6 +11,8 @@ make_te_folders
 "$bin/lint-imports" --no-cache
 # several workers, each with as many threads as the machine has cores, would spend their time waiting for each other
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# the suite starts hundreds of processes: each would compile the package again
+unset PYTHONDONTWRITEBYTECODE
 # a file stays on one worker: its process groups are built once. The order is set by tests/conftest.py. One more worker than two cores, since
 # some tests wait. A crash ends the run (xdist would wait forever for what the crashed worker held)
 exec "$python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"

@@ -24,6 +24,7 @@ from mpbridge.precision.wording import region_text
 
 if TYPE_CHECKING:
     from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
+    from mpbridge.precision.regions import Region
 
 ALWAYS = (
     "accumulation order: products are exact and summed in fp32, whereas tensor cores sum in their own order (with fewer bits under fast accumulation)",
@@ -185,13 +186,18 @@ class Emulation(Pausable):
         idle = [
             region_text(region)
             for region in self.policy.module_regions
-            if not any(region.covers(place.below, place.layer, place.layers, place.name) for place in self._placed)
+            if not self.elsewhere(region)
+            and not any(region.covers(place.below, place.layer, place.layers, place.name) for place in self._placed)
         ]
         # a pipeline stage need not have every module; for a model without linears the region is not at fault
         if idle and names and not _split():
             raise BadValue(
                 f"no linear of this model matches {'; '.join(idle)} (linears of a layer: {', '.join(sorted(names))})"
             )
+
+    def elsewhere(self, region: Region) -> bool:
+        """Whether the region is about another kind of model, so that it may match nothing here."""
+        return False
 
     def plugged(self) -> list[Any]:
         """The linears that are quantized."""

@@ -38,6 +38,7 @@ def names(module: str) -> tuple[str, ...]:
     return (module,) if grouped == module else (module, grouped)
 
 
+@functools.lru_cache(maxsize=16384)  # asked again for each layout and recipe that is priced
 def matches(glob: str, module: str, path: str = "") -> bool:
     """Whether `glob` matches the linear `module` (below its layer) or `path` (the full path: 'decoder.layers.3.mlp.linear_fc1')."""
     found = any(fnmatch.fnmatchcase(name, glob) for name in names(module))

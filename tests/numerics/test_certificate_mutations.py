@@ -104,7 +104,12 @@ def exchanged(at: Any, other: Any) -> Iterator[Any]:
                 forget()
                 call.__code__ = twin.__code__
                 yield lambda call=call, code=code, forget=forget: (setattr(call, "__code__", code), forget())
-        elif isinstance(mine, (int, float, tuple, dict)) and not name.startswith("__") and repr(mine) != repr(its):
+        elif (
+            isinstance(mine, (int, float, tuple, dict))
+            and "<function" not in repr(mine)
+            and not name.startswith("__")
+            and repr(mine) != repr(its)
+        ):
             setattr(at, name, its)
             yield lambda name=name, mine=mine: setattr(at, name, mine)
 

@@ -33,10 +33,12 @@ from mpbridge.common.errors import Refused
 from mpbridge.numerics.emulation import STEP, Emulation
 from mpbridge.numerics.gemm import Plug
 from mpbridge.numerics.linear import apply
+from mpbridge.planning.memory.names import any_gpt, unnamed
 from mpbridge.precision.globs import MTP_PROJECTION
 
 if TYPE_CHECKING:
     from mpbridge.precision.policy import Quant
+    from mpbridge.precision.regions import Region
     from mpbridge.settings.container import Run
 
 
@@ -199,6 +201,11 @@ class CoreEmulation(Emulation):
     def backend(self, base: Any) -> EmulatedBackend:
         """A BackendSpecProvider whose linears are emulated; the rest comes from `base` (a provider instance)."""
         return EmulatedBackend(base)
+
+    def elsewhere(self, region: Region) -> bool:
+        """See `Emulation.elsewhere`."""
+        # as the rule module-rule-of-another-model, which warns: a hybrid's recipe is no mistake on a GPT
+        return region not in unnamed(self.policy, any_gpt()[-1])
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Gives the linears of built model chunks their quantizers, and hooks the contexts of delayed scaling. Raises BadValue for a region that

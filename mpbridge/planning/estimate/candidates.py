@@ -111,7 +111,11 @@ def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
     each = policy.params.bytes / (2 if policy.stored else 1) + policy.reduce.bytes
     if "params" in run.traits.shards:
         each /= run.parallel.data
-    weights = sum(sum(w.elements for w in rank_weights(run, layer)) for layer in range(run.shape.num_layers))
+    # layers of one kind have the same weights
+    kinds = [run.shape.is_expert_layer(layer) for layer in range(run.shape.num_layers)]
+    weights = sum(
+        kinds.count(kind) * sum(w.elements for w in rank_weights(run, kinds.index(kind))) for kind in set(kinds)
+    )
     return weights / run.parallel.pipeline * each
 
 

@@ -226,7 +226,9 @@ def _cost(*command):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # compiled once, as a user's installation is
+        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        | {"PYTHONPATH": str(ROOT)},
         timeout=60,
         check=False,
     )
