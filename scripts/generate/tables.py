@@ -157,6 +157,21 @@ def known_bug_table() -> str:
     return f"{count}\n\n{caught.rstrip()}\n\n## Not caught\n\n{missed}"
 
 
+@table("serving-bugs")
+def serving_bug_table() -> str:
+    """Public bugs as tests/training/serving plants them in folders."""
+    from tests.training.serving.bugs import BUGS
+
+    def link(thread: str) -> str:
+        name, _, number = thread.partition("#")
+        return f"[{name.partition('/')[2]}#{number}](https://github.com/{name}/issues/{number})"
+
+    rows = [
+        (", ".join(link(thread) for thread in bug.threads.split(", ")) if bug.threads else "", bug.planted, f"`{bug.method}`", bug.said) for bug in BUGS
+    ]  # fmt: skip
+    return markdown(("thread", "planted", "in", "`mpbridge contract` says"), rows)
+
+
 @table("left-alone")
 def left_alone_table() -> str:
     """Precision fields that no recipe decides."""
