@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -136,8 +137,9 @@ def is_narrow(values: torch.Tensor) -> bool | None:
     return None if torch.unique(bits.view(-1)[:65536]).numel() < _DISTINCT else True
 
 
+@lru_cache(maxsize=4096)
 def positions(count: int) -> torch.Tensor:
-    """The sampled positions among `count` elements: spread evenly, without repeats."""
+    """The sampled positions among `count` elements: spread evenly, without repeats. One tensor for all callers: read only."""
     number = min(count, SAMPLES)
     return (torch.arange(number, dtype=torch.int64) * count + count // 2) // max(number, 1)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.together import world_size
 from mpbridge.common.errors import AuditFailed
 from mpbridge.numerics.observation.modules import is_rotary, module_paths
 from mpbridge.numerics.observation.tensors import digest, local
@@ -70,6 +71,8 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
     if own is not None:
         found: Copies = own(read)
         return found
+    if world_size() == 1:
+        return Copies()
     seen, slices = Copies(), _slices()
     # what other ranks own follows an update in the next forward pass only: what the last one read is compared
     behind = read is not None and bool(getattr(engine, "shards_behind", False))
@@ -83,8 +86,7 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
             seen.whole[key] = digest(parameter)
         elif read is not None and name in read:
             seen.whole[key] = read[name]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        seen.whole |= _states(engine, slices) | _frequencies(engine) | _draws(engine)
+    seen.whole |= _states(engine, slices) | _frequencies(engine) | _draws(engine)
     return seen
 
 

@@ -38,6 +38,8 @@ class Before:
         """Parameter -> what its step begins with, where that can be replayed."""
         self.rates: dict[str, float] = {}
         """Parameter -> the rate of its group before the step; a schedule may set the next step's rate before the audit looks."""
+        self.decays: dict[str, float] = {}
+        """Parameter -> the weight decay of its group before the step, likewise."""
         foreign = bool(getattr(engine, "foreign", False))
         self.whole = {} if foreign else matrices_before(engine)
         """Matrix that Muon trains -> this rank's rows of it."""
@@ -51,6 +53,7 @@ class Before:
                 self.steps[held.name] = _step(held)
             if held.group is not None and "lr" in held.group:
                 self.rates[held.name] = float(held.group["lr"])
+                self.decays[held.name] = float(held.group.get("weight_decay") or 0.0)
             start = None if foreign else start_of(held)
             if start is not None:
                 self.starts[held.name] = start

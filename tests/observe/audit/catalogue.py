@@ -66,6 +66,8 @@ class Fault:
     """Whether the default suite plants it on every one of them."""
     early: bool = True
     """False: it means something after the first update only."""
+    behind: int = 0
+    """Steps until it has an effect: what goes stale is right until the next update."""
     fatal: bool = False
     """The first step with it raises: torch multiplies no factors of two dtypes."""
 
@@ -133,7 +135,7 @@ CATALOGUE = (
     Fault("weights rounded in forward", c.weights_rounded_in_forward, ("fp32",), ("compute",), "linear_fc1", quick=True),
     Fault("tied weight rounded", c.tied_weight(lambda weight: weight.bfloat16().float()), ("fp32",), ("compute",), "output_layer", quick=True),
     Fault("tied weight rounded to 4 bits", c.tied_weight(lambda weight: weight.to(torch.float8_e4m3fn).to(weight.dtype)), ALL, ("compute",), "output_layer"),
-    Fault("tied weight stale", c.stale_tied_weight, ("ddp", "fsdp2"), ("compute",), "output_layer", early=False),
+    Fault("tied weight stale", c.stale_tied_weight, ("ddp", "fsdp2"), ("compute",), "output_layer", early=False, behind=1),
     Fault("tied weight detached", c.tied_weight(torch.Tensor.detach), ALL, ("compute",), "output_layer", broad=True),
     Fault("another layer's weight", c.another_layers_weight, ("ddp",), ("compute", "gradients", "weights moved"), "linear_fc1"),
     Fault("activations rounded", c.activations_rounded, ("fp32",), ("residual stream",), "linear_fc2"),
@@ -194,8 +196,8 @@ CATALOGUE = (
     Fault("gradients by way of E4M3", h.operands_of("dgrad", "dy", h.through_e4m3), ("tensorwise", "delayed"), ("quantized GEMMs",), "dgrad dy", quick=True),
     Fault("gradients by way of E4M3 to their weights", h.operands_of("wgrad", "dy", h.through_e4m3), ("tensorwise", "delayed"), ("quantized GEMMs",), "wgrad dy"),
     Fault("half of the gradient's rows lost", h.operands_of("wgrad", "dy", h.halved), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "wgrad dy", quick=True),
-    Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w"),
-    Fault("quantized copy of an old weight in dgrad", h.operands_of("dgrad", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "dgrad w", quick=True),
+    Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w", behind=1),
+    Fault("quantized copy of an old weight in dgrad", h.operands_of("dgrad", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "dgrad w", quick=True, behind=1),
     # the optimizer's step
     Fault("moments zeroed before every step", s.moments_zeroed_before_every_step, (*ALL, "aware"), ("optimizer step",), "does not follow", early=False, quick=True),
     Fault("half of every second moment zeroed once", s.moments_times(0.0, "exp_avg_sq"), ("ddp", "dist", "mfsdp"), ("bits of states",), "exp_avg_sq", early=False, quick=True),
