@@ -21,7 +21,7 @@ AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recomp
 ENGINES: dict[str, tuple[Any, dict[str, Any]]] = CATALOGUES | {
     "tensorwise recomputed": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **PLAIN}, {"emulate": True, "model": AGAIN}),
     "delayed recomputed": ("bf16_with_fp8_delayed_scaling_mixed", {"emulate": True, "model": AGAIN}),
-    "autocast recomputed": ({"recipe": "bf16_mixed", "autocast_enabled": True}, {"model": AGAIN}),
+    "recomputed": ("bf16", {"model": AGAIN}),
     "sequence parallel": ("bf16", {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
     "experts apart": ({"recipe": "bf16_mixed", "moe_router_dtype": "fp32"}, {"model": MOE, "parallel": {"expert_model_parallel_size": 2}}),
 }  # fmt: skip
@@ -57,6 +57,7 @@ def between_micro_batches(change: Callable[[torch.Tensor], torch.Tensor]) -> Cal
                 grad.copy_(change(grad))
 
         engine.model[0].register_forward_pre_hook(act)
+        f.after(engine.configs.model, "finalize_model_grads_func", act)
 
     return plant
 
@@ -69,17 +70,11 @@ def _summed_over_sequence(engine: Any) -> None:
 
 
 def _tied_ends_apart(engine: Any) -> None:
-    import megatron.core.distributed.finalize_model_grads as module
+    import importlib
 
-    for name in ("_allreduce_word_embedding_grads", "_allreduce_embedding_grad"):
-        if hasattr(module, name):
-            c.replaced(engine, module, name, f.nothing)
-
-
-def _fsdp2_divides_twice(engine: Any) -> None:
-    for module in engine.model[0].modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(4.0)
+    # the package has a function of that name
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    c.replaced(engine, module, "_allreduce_word_embedding_grads", f.nothing)
 
 
 def _experts_divided(engine: Any) -> None:
@@ -191,6 +186,7 @@ def _recomputed_in_fp16(engine: Any) -> None:
         def forward(*args: Any, real: Any = real, **kwargs: Any) -> Any:
             if torch._C._current_autograd_node() is None:
                 return real(*args, **kwargs)
+            # the dtype in which autocast computes is that of its own default, not that of the first pass
             with torch.autocast("cpu", dtype=torch.float16):
                 return real(*args, **kwargs)
 
@@ -206,9 +202,9 @@ def _history_rolled_twice(engine: Any) -> None:
     for quantizer in engine.emulation.quantizers.values():
         real = quantizer.end_forward
 
-        def twice(*args: Any, real: Any = real, **kwargs: Any) -> None:
+        def twice(*args: Any, real: Any = real, table: Any = quantizer.forward_table, **kwargs: Any) -> None:
             real(*args, **kwargs)
-            real(*args, **kwargs)
+            table.history = torch.roll(table.history, -1, 0)
 
         quantizer.end_forward = twice
 
@@ -271,12 +267,12 @@ def _probabilities_rounded(engine: Any) -> None:
 
 
 FAULTS = (
-    Fault("deepspeedai/DeepSpeed#1800", "micro-batches are summed in BF16", between_micro_batches(f.narrow), ("ddp", "dist", "mfsdp")),
-    Fault("NVIDIA/Megatron-LM#6660", "gradients doubled in every micro-batch", between_micro_batches(lambda grad: grad * 2), ("ddp", "mfsdp")),
+    Fault("deepspeedai/DeepSpeed#1800", "micro-batches are summed in BF16", between_micro_batches(f.narrow), ("ddp", "dist")),
+    Fault("NVIDIA/Megatron-LM#6660", "gradients doubled in every micro-batch", between_micro_batches(lambda grad: grad * 2), ("ddp", "dist")),
     Fault("linkedin/Liger-Kernel#950", "gradients of norms summed in BF16", f.change_gradients(f.narrow, "layernorm.weight"), ("ddp", "fsdp2", "fp32")),
     Fault("NVIDIA/Megatron-LM#1446", "the final norm's gradient is not summed over the sequence", _summed_over_sequence, ("sequence parallel",), ranks=2),
     Fault("NVIDIA/Megatron-LM#844", "tied ends of a pipeline keep their own gradients", _tied_ends_apart, ("pipeline",), ranks=2),
-    Fault("verl-project/verl-SpeCo#29", "gradients divided by the ranks twice", _fsdp2_divides_twice, ("fsdp2", "fsdp2 a"), ranks=2),
+    Fault("verl-project/verl-SpeCo#29", "gradients divided by the ranks twice", f.change_gradients(lambda grad: grad * 0.5, ""), ("fsdp2", "fsdp2 a"), ranks=2),
     Fault("pytorch/torchtitan#1551", "experts' gradients divided by another number of ranks", _experts_divided, ("experts apart",), ranks=2),
     Fault("ServiceNow/Fast-LLM#542", "weight decay on norms", _norms_decayed, ("ddp", "dist")),
     Fault("tenstorrent/tt-metal#53212", "bias correction of another number of updates", _other_count, ("ddp", "dist", "fsdp2"), early=False),
@@ -290,7 +286,7 @@ FAULTS = (
     Fault("ml-explore/mlx#1640", "no bias correction", _no_bias_correction, ("ddp", "aware")),
     Fault("apple/axlearn#218", "weight decay goes through the moments", _decay_in_the_moments, ("ddp", "aware")),
     Fault("NVIDIA/Megatron-LM#7538", "recomputed activations are not quantized", _recomputed_unquantized, ("tensorwise recomputed",)),
-    Fault("facebookresearch/fairscale#1199", "recomputed under another autocast", _recomputed_in_fp16, ("autocast recomputed",)),
+    Fault("facebookresearch/fairscale#1199", "recomputed under another autocast", _recomputed_in_fp16, ("recomputed",)),
     Fault("NVIDIA/TransformerEngine#1190", "scales of gradients are never updated", _gradient_scales_frozen, ("delayed", "delayed recomputed")),
     Fault("NVIDIA/TransformerEngine#415", "amax histories move twice in a step", _history_rolled_twice, ("delayed", "delayed recomputed")),
     Fault("AMD-AGI/Primus#669", "amaxes are not reduced over ranks", _amaxes_not_reduced, ("delayed",), ranks=2),

@@ -105,9 +105,11 @@ def stepped(
     A step that fails with the fault in it is a row too: no audit has to name what ends the run by itself.
     """
     from mpbridge.observe.audit import AuditHook
+    from mpbridge.training.lr import scheduler
 
     engine.undo = []
-    hook, training = AuditHook(mode="warn", every=EVERY, invariants=1), SimpleNamespace(engine=engine)
+    rates = scheduler(engine.run, engine.optimizer)
+    hook, training = AuditHook(mode="warn", every=EVERY, invariants=1), SimpleNamespace(engine=engine, scheduler=rates)
     failed: list[Any] = []
     try:
         hook.built(training)
@@ -122,6 +124,8 @@ def stepped(
             except (RuntimeError, AttributeError, TypeError, KeyError, ValueError) as error:
                 failed = [[step, "the step failed", [f"{type(error).__name__}: {error}"[:200]]]]
                 break
+            if result.applied:
+                rates.step(increment=int(engine.run.train["global_batch_size"]))
             hook.stepped(training, result)
     finally:
         hook.closed()
@@ -156,7 +160,7 @@ def planted(kind: str, job: Job) -> dict[str, Any]:
     world = dist.get_world_size()
     recipe, sections = engines(kind)[engine_name]
     with device_layer(False):
-        engine = build_engine(tiny.run(recipe, world=world, **sections))
+        engine = build_engine(tiny.run(recipe, world=world, scheduler={"lr_decay_style": "constant"}, **sections))
     try:
         ranks = state.get_data_parallel_world_size()
         batches = tiny.batches(rank=state.get_data_parallel_rank(), size=ranks)

@@ -102,6 +102,8 @@ def possible(found: dict[str, str]) -> dict[str, str]:
     """The same without what no run can be: Megatron-FSDP refuses frozen parameters, a checkpoint stacks the layers of a model and needs the states of all of them."""
     if found["recipe"] == "Megatron-FSDP":
         found["trained"] = "everything"
+    if found["recipe"] == "autocast" and found["model"] == "recomputed":
+        found["model"] = "plain"  # megatron-core recomputes outside of autocast: the audit rightly names it
     if found["trained"].startswith("first") and found["run"].startswith("stopped"):
         found["run"] = "whole"
     if found["trained"].startswith("adapters") and found["processes"] in ("2, tensor", "2, sequence"):

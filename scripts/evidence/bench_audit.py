@@ -37,7 +37,6 @@ LOW = (
     "bf16_with_nvfp4_mixed",
 )
 ROWS: dict[str, tuple[str, str]] = {
-    "fp32": ("fp32", "false"),
     "bf16_mixed": ("bf16_mixed", "false"),
     "fp16_mixed": ("fp16_mixed", "false"),
     **{f"{recipe}, emulated": (recipe, "true") for recipe in LOW},
@@ -57,7 +56,16 @@ def measured(recipe: str, emulate: str, rounds: int) -> dict[str, float]:
     # from 2**32 FP16's first steps are skipped, and none of those is audited
     words = [f"mixed_precision.recipe={recipe}", f"emulate={emulate}"]
     words += ["mixed_precision.initial_loss_scale=1024"] if recipe.startswith("fp16") else []
-    words += ["target=b200", "ddp.use_distributed_optimizer=true"] if emulate == "te" else []
+    words += (
+        [
+            "target=b200",
+            "ddp.use_distributed_optimizer=true",
+            "ddp.overlap_grad_reduce=true",
+            "ddp.overlap_param_gather=true",
+        ]
+        if emulate == "te"
+        else []
+    )
     run = ConfigContainer.load(CONFIG, words).resolved()
     engine = build_engine(run)
     stream = Feed(run).batches("train", 0, 0, 1)

@@ -116,9 +116,22 @@ def _frequencies(engine: Any) -> dict[Key, int]:
 
 
 def _draws(engine: Any) -> dict[Key, int]:
-    """What an emulation's random bytes follow from, beside names and counts: the same on every rank, as Transformer Engine's are under megatron-core's seeds."""
+    """What an emulation's random bytes and delayed scales follow from: seed and step, the same on every rank, as Transformer Engine's are under megatron-core's
+    seeds; amax histories, the same over the ranks that reduce them."""
     found = getattr(getattr(engine, "emulation", None), "randomness", None)
-    return {} if found is None else {("seed and step of stochastic rounding", 0, 0): hash((found.seed, found.step))}
+    drawn = {} if found is None else {("seed and step of stochastic rounding", 0, 0): hash((found.seed, found.step))}
+    group = getattr(getattr(engine, "emulation", None), "group", None)
+    if group is None or dist.get_world_size(group) == 1:
+        return drawn
+    # delayed scaling's histories are maxima over these ranks
+    first = dist.get_process_group_ranks(group)[0]
+    tables = [
+        table
+        for one in engine.emulation.quantizers.values()
+        for table in (one.forward_table, one.backward_table)
+        if table is not None
+    ]
+    return drawn | {(f"amax histories {i}", first, 0): digest(table.history) for i, table in enumerate(tables)}
 
 
 def _slices() -> tuple[int, int, int]:

@@ -230,6 +230,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         result = floating(output)
         if result is None:
             return
+        if is_router(module):
+            self._note_rounding(path, result)  # probabilities
         if result.numel() and (is_linear(module) or is_attention(module) or is_router(module) or is_norm(module)):
             self.ran[path] = module
         if is_linear(module):

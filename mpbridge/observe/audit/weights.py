@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import E4M3
-from mpbridge.numerics.observation.tensors import digest, is_narrow, local, positions
+from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf16, is_narrow, local, positions
 from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
 from mpbridge.observe.audit.replay import half_ulp, is_decoupled
 from mpbridge.observe.audit.snapshot import Before
@@ -267,6 +267,7 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
         if before.is_emptied(name):
             seen.emptied.append(f"{name} (exp_avg_sq)")
         _width(seen, held, due and name in seen.moved)
+    seen.coarse += before.coarse
     for found, stale in zip((seen.unequal, seen.misread), before.stale, strict=True):
         found += [f"{name} (before the update)" for name in stale if name not in found]
     return seen
@@ -351,12 +352,7 @@ def _width(seen: Weights, held: Held, has_moved: bool) -> None:
     for role, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
         stored = held.state.get(role)
         # (1 - beta) x gradient has bits beyond BF16, unless 1 - beta is a power of two
-        if stored is None or local(stored).dtype is not torch.float32 or not _uneven(1.0 - beta):
+        if stored is None or local(stored).dtype is not torch.float32 or not has_more_bits_than_bf16(1.0 - beta):
             continue
         if is_narrow(local(stored)):
             seen.coarse.append(f"{held.name} ({role})")
-
-
-def _uneven(number: float) -> bool:
-    """Whether FP32 `number` has bits that BF16 lacks."""
-    return bool(int(torch.tensor([number], dtype=torch.float32).view(torch.int32)) & 0xFFFF)
