@@ -155,7 +155,11 @@ def audit_cost_table() -> str:
 def audit_faults_table() -> str:
     """Planted faults that an audit named in the step in which they begin, as scripts/evidence/audit_faults.py counted them."""
     found, rows = evidence("audit_faults"), []
-    kinds = {"faults": "catalogue, one process", "pairs": "catalogue, two processes", "blind": "from reports of other bugs"}
+    kinds = {
+        "faults": "catalogue, one process",
+        "pairs": "catalogue, two processes",
+        "blind": "from reports of other bugs",
+    }
     for kind, name in kinds.items():
         if kind not in found:
             continue
@@ -163,7 +167,9 @@ def audit_faults_table() -> str:
         per = {at: [sum(one[at][i] for one in engines.values()) for i in (0, 1)] for at in ("1", "7", "14")}
         caught, planted = (sum(one[i] for one in per.values()) for i in (0, 1))
         share = f"{caught} of {planted} ({100 * caught / planted:.1f} %)"
-        rows.append((name, *(f"{one[0]} of {one[1]}" for one in per.values()), share, f"{planted} of {found[kind]['of']}"))
+        rows.append(
+            (name, *(f"{one[0]} of {one[1]}" for one in per.values()), share, f"{planted} of {found[kind]['of']}")
+        )
     columns = ("faults", "before step 1", "before step 7", "before step 14", "all", "drawn")
     table = markdown(columns, rows)
     missed: dict[tuple[str, str], list[str]] = {}
