@@ -152,8 +152,7 @@ def measure(path: Path, target: Path, method: str, recipe: str) -> dict[str, Any
         "stages": stages,
         "quiet": quiet,
         "codes": codes,
-        "peak": peak,
-        "imports": before,
+        "peak": _peak() - start[0],
         "written": written,
     }
 
@@ -187,7 +186,7 @@ def main() -> None:
         root = args.folder or Path(place) / "model"
         done = root / "run" / "step_00000000"
         path = done if done.is_dir() else checkpoint(root, args.layers, args.hidden)
-        print(f"largest parameter: {8 * args.hidden**2 * 2 / 1e6:.0f} MB")
+        print(f"largest parameter: {max(8 * args.hidden, VOCABULARY) * args.hidden * 2 / 1e6:.0f} MB")
         print("\n".join(f"{name}: {nanoseconds:.3f} ns" for name, nanoseconds in rates().items()), flush=True)
         for number, case in enumerate(args.cases):
             target = Path(place) / f"{number}"
@@ -207,9 +206,7 @@ def main() -> None:
             print(
                 f"  {codes / own:.2f} GB/s of codes (quiet: {codes / least:.2f}) without the checkpoint's own checksums; quantized alone {codes / quiet['quantize']:.2f}"
             )
-            print(
-                f"  peak {found['peak'] / 1e6:.0f} MB, of which the imports {found['imports'] / 1e6:.0f} MB", flush=True
-            )
+            print(f"  peak {found['peak'] / 1e6:.0f} MB", flush=True)
             for file in target.glob("*"):
                 file.unlink()
 
