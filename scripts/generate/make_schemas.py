@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from mpbridge.cli.main import main
 from mpbridge.cli.text import SCHEMAS
+from mpbridge.interop.stacks.exporters import STACKS
+from mpbridge.precision.registry import recipes
 
 ON = ("--target", "h100")
 SMALL = ("model.num_layers=3", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.max_sequence_length=32", "data.seq_length=32", "train.global_batch_size=2", "train.micro_batch_size=1")  # fmt: skip
@@ -35,12 +37,12 @@ EXAMPLES: dict[str, list[tuple[str, ...]]] = {
     "recommend": [("--config", "llama3_8b", *ON, "--world-size", "8"), ()],
     "report": [("RUN",), ("HEALTHY",), ("DIVERGED",), ("BARE",), ("DIVERGED", "--against", "HEALTHY")],
     "list": [()], "words": [(), ("bf16-mixed",)],
-    "show": [("fp8_cs",), ("nvfp4", "--layers", "24"), ("bf16_with_fp8_rowwise",), ("TUNED.yaml",)],
-    "plan": [(), ("--recipe", "fp8_cs", "ddp.grad_reduce_in_fp32=false"), ("--recipe", "fp32"), ("--recipe", "fp8_cs", "--emulate", "--world-size", "2"), ("mixed_precision=[{recipe: bf16_mixed, until: 2}, {recipe: fp16_mixed}]",)],
-    "compare": [("bf16_mixed", "fp8_cs"), ("bf16_mixed", "bf16"), ("bf16_mixed", "ds.json")],
-    "export": [("fp8_cs", "--to", "deepspeed"), ("bf16_mixed", "--to", "megatron-lm"), ("--config", "llama3_8b", "--to", "fsdp2")],
+    "show": [*((name,) for name in recipes), ("fp8_mlp_only",), ("nvfp4", "--layers", "24"), ("TUNED.yaml",)],
+    "plan": [*(("--recipe", name) for name in recipes if not name.startswith("nemotron_3")), (), ("--recipe", "fp8_cs", "ddp.grad_reduce_in_fp32=false"), ("--recipe", "fp32"), ("--recipe", "fp8_cs", "--emulate", "--world-size", "2"), ("mixed_precision=[{recipe: bf16_mixed, until: 2}, {recipe: fp16_mixed}]",)],
+    "compare": [("bf16_mixed", "fp8_cs"), ("bf16_mixed", "bf16"), ("bf16_mixed", "ds.json"), ("fp16_mixed", "nvfp4"), ("fp32", "bf16_megatron_fsdp"), ("bf16_mixed", "auto.json")],
+    "export": [*((name, "--to", stack) for name in ("fp8_cs", "bf16_mixed", "fp8_mlp_only") for stack in STACKS), ("--config", "llama3_8b", "--to", "fsdp2")],
     "import": [("ds.json",), ("--args", "--bf16 --fp8-format hybrid --nonsense"), ("--args", "--fp8-format hybrid --bf16 --fp8-recipe custom --optimizer muon"), ("auto.json",)],
-    "doctor": [(), ("--machines",), (*ON, "--recipe", "nvfp4")],
+    "doctor": [(), ("--machines",), *(("--target", name) for name in ("h100", "b200", "rtx-5090", "a100", "sm_90")), (*ON, "--te", "none"), (*ON, "--recipe", "nvfp4")],
     "certify": [("bf16_mixed",), ("nvfp4", "--against", "no-sr"), ("fp8_cs", "--tensors", "RUN")],
     "audit": [("RUN",), ("DIVERGED",)], "diagnose": [("RUN",), ("DIVERGED", "--against", "HEALTHY"), ("BARE",)],
     "resume-check": [("RUN",), ("RUN", "--recipe", "fp16_mixed"), ("RUN", "--recipe", "bf16", "--reset-optimizer"), ("RUN", "train.train_iters=9")],
@@ -88,52 +90,9 @@ MEANS = {
     "contract.recipe": "of the run; null: not said", "distances": "name, mean, k3, greedy, loss of each way of serving", "linears": "linear -> error of its output", "loss": "of training, nats", "emulated": "whether low precision was computed in software", "written": "file", "keys": "MLPerf's nine", "key": "id of the signer", "record": "file", "signature": "file",
     "result": "the verdict of the record", "configuration": "what was signed", "passedTests": "audits that passed", "warnedTests": "with a warning", "failedTests": "that failed", "provenance": "SLSA's statement", "disclose.precision": "the run's precision.json", "verify.record": "always null: the folder is signed without a record",
 }  # fmt: skip
-MAPS = (
-    "roles",
-    "parts",
-    "objections",
-    "undecided",
-    "curves",
-    "versions",
-    "meaning",
-    "overrides",
-    "origin",
-    "differences",
-    "differs_here",
-    "costs",
-    "same",
-    "facts",
-    "not_observed",
-    "dtypes",
-    "linears",
-    "peak",
-    "machines",
-    "values",
-    "fields",
-    "notes",
-    "skipped",
-    "sentences",
-    "environment",
-    "parallel",
-    "target",
-    "changed",
-    "needs",
-)
+MAPS = ("recipes", "roles", "parts", "objections", "undecided", "curves", "versions", "meaning", "overrides", "origin", "differences", "differs_here", "costs", "same", "facts", "not_observed", "dtypes", "linears", "peak", "machines", "values", "fields", "notes", "skipped", "sentences", "environment", "parallel", "target", "changed")  # fmt: skip
 """Objects whose keys are names: one schema holds for all their values."""
-OPEN = (
-    "worst",
-    "diagnosis",
-    "errors",
-    "policy",
-    "config",
-    "evidence",
-    "provenance",
-    "result",
-    "content",
-    "precision",
-    "keys",
-    "condition",
-)
+OPEN = ("worst", "diagnosis", "errors", "policy", "config", "evidence", "provenance", "result", "content", "precision", "keys", "condition")  # fmt: skip
 """Objects that another verb or format describes."""
 
 

@@ -144,7 +144,9 @@ def test_diff_is_compare_which_shows_fields_and_meaning(said, tmp_path):
     assert "have the same fields" in said("diff", "bf16", "bf16_mixed")[1]
     data = json.loads(said("diff", "bf16_mixed", "fp16_mixed", "--json")[1])
     assert data["fields"]["params_dtype"] == ["bf16", "fp16"]
-    (tmp_path / "mine.py").write_text("from mpbridge import bf16_mixed as mine\n")
+    (tmp_path / "mine.py").write_text(
+        "from mpbridge import get_mixed_precision_config\ndef mine():\n    return get_mixed_precision_config('bf16')\n"
+    )
     for words in (["diff"], ["compare", "--execute"]):  # a function, as diff always ran it
         assert "have the same fields" in said(*words, "bf16", f"{tmp_path}/mine.py:mine")[1]
 

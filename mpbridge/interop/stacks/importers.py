@@ -17,7 +17,7 @@ from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.interop.stacks.exporters import stack_module
 from mpbridge.interop.stacks.known_keys import PRECISION
-from mpbridge.interop.stacks.launch_script import LaunchScript, read_script, read_words
+from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
 from mpbridge.interop.stacks.recognized import TITLES, Recognized, deepspeed_file, recognize_words
 from mpbridge.interop.stacks.versions import version_for
 from mpbridge.precision.yaml_loader import of_bounded_size
@@ -139,6 +139,10 @@ def _read_words(
         raise BadValue(f"{told.stack} is configured by files, not by arguments: pass the file")
     words, notes = script.words, (*told.assumed, *script.notes)
     undecided: tuple[str, ...] = tuple(note for note in notes if "not decided" in note and _DECIDES.search(note))
+    if NO_PROGRAM in script.notes:
+        undecided += (
+            "no command here starts a Python program: what it is started with decides: pass its arguments (--args)",
+        )
     undecided += (
         () if file is None else (f"--deepspeed_config: {cut(file)} decides: pass that file (--from deepspeed)",)
     )
@@ -212,6 +216,8 @@ def load(text: str, name: str) -> Any:
     import yaml
 
     try:
+        if name.endswith(".json") and "\t" in text:  # which JSON allows, and YAML does not
+            text = text.replace("\t", " ")
         # a TOML file without keys counts as an empty file, not as an empty mapping
         return (tomllib.loads(text) or None) if name.endswith(".toml") else yaml.load(text, Loader=_Plain)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
@@ -234,6 +240,8 @@ def recognize(text: str, name: str) -> str:
         raise DataError(
             f"{name or 'the text'}: already a {'run configuration' if ours(data) else 'recipe or configuration'} of mpbridge (mpbridge compare and export --config read it)"
         )
+    if any(isinstance(part, Mapping) and "_component_" in part for part in data.values()):
+        raise DataError(f"{name or 'the text'}: torchtune's configuration (_component_), which is not among the stacks")
     for stack, keys in _MARKS:
         if any(key in data for key in keys):
             return stack
