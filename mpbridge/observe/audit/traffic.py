@@ -36,7 +36,7 @@ class Traffic:
     """Elements of activations and their gradients that this stage sends on; None: unknown."""
     promised: dict[str, set[str]] = field(default_factory=dict)
     parallel: dict[str, Counter[str]] = field(default_factory=dict)
-    """'tensor', 'context' or 'expert' -> dtype -> elements that this rank sent over those ranks; only kinds of more than one rank."""
+    """'tensor', 'context' or 'experts' -> dtype -> elements that this rank sent over those ranks; only kinds of more than one rank."""
 
 
 def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) -> Traffic:
@@ -70,7 +70,7 @@ def _within_model(engine: Any, watch: Watch, averaged: set[int]) -> dict[str, Co
     for kind, size, group_of in (
         ("tensor", parallel.tensor, state.get_tensor_model_parallel_group),
         ("context", parallel.context, state.get_context_parallel_group),
-        ("expert", parallel.expert, state.get_expert_model_parallel_group),
+        ("experts", parallel.expert, state.get_expert_model_parallel_group),
     ):
         if size > 1 and state.model_parallel_is_initialized():
             ranks = set(dist.get_process_group_ranks(group_of()))
@@ -249,7 +249,8 @@ def traffic_findings(ranks: Sequence[Traffic], promises: Promises) -> list[Findi
             )
     if max(rank.stages for rank in ranks) > 1:
         findings.append(_between_stages(ranks, promises))
-    return findings + [_over_ranks(kind, ranks, promises) for kind in ranks[0].parallel]
+    kinds = sorted({kind for rank in ranks for kind, sent in rank.parallel.items() if sent})
+    return findings + [_over_ranks(kind, ranks, promises) for kind in kinds]
 
 
 def _over_ranks(kind: str, ranks: Sequence[Traffic], promises: Promises) -> Finding:
@@ -258,9 +259,9 @@ def _over_ranks(kind: str, ranks: Sequence[Traffic], promises: Promises) -> Find
     found = [rank.parallel.get(kind, Counter()) for rank in ranks]
     wrong = [[f"{count} elements in {dtype}" for dtype, count in own.items() if dtype not in promised] for own in found]
     return Finding(
-        subject=f"wire: {kind} parallel",
+        subject=f"wire: {kind}",
         promised=" or ".join(sorted(promised)),
-        found=joined(f"{dtype}" for own in found for dtype in own) or "nothing was seen",
+        found=joined(dtype for own in found for dtype in own),
         ok=not any(wrong),
         count=sum(sum(own.values()) for own in found),
         offenders=offenders(wrong),
