@@ -212,6 +212,21 @@ def known_bug_table() -> str:
     return f"{count}\n\n{caught.rstrip()}\n\n## Not caught\n\n{missed}"
 
 
+@table("serving-bugs")
+def serving_bug_table() -> str:
+    """Public bugs as tests/training/serving plants them in folders."""
+    from tests.training.serving.bugs import BUGS
+
+    def link(thread: str) -> str:
+        name, _, number = thread.partition("#")
+        return f"[{name.partition('/')[2]}#{number}](https://github.com/{name}/issues/{number})"
+
+    rows = [
+        (", ".join(link(thread) for thread in bug.threads.split(", ")) if bug.threads else "", bug.planted, f"`{bug.method}`", bug.said) for bug in BUGS
+    ]  # fmt: skip
+    return markdown(("thread", "planted", "in", "`mpbridge contract` says"), rows)
+
+
 @table("left-alone")
 def left_alone_table() -> str:
     """Precision fields that no recipe decides."""
@@ -439,19 +454,18 @@ def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
         one, plateau = ("exact" if value is None else f"{value:.2f}" for value in pair)
         return one if one == plateau else f"{one} -> {plateau}"
 
-    def percent(value: float | None, digits: int = 2) -> str:
-        return "" if value is None else f"{100 * value:+.{digits}f}"
+    def percent(figure: Sequence[float] | None) -> str:
+        return "" if figure is None else f"{100 * figure[0]:+.2f} ± {100 * figure[1]:.1g}" if figure[1] else f"{100 * figure[0]:+.2f}"  # fmt: skip
 
     found = []
     for row in rows:
-        errors, alignments, gains = row["dy"]
         found.append(
             (
                 f"`{row[named] or 'as Transformer Engine does'}`",
                 *(bits(row[gemm]) for gemm in ("fprop", "dgrad", "wgrad")),
-                f"{1e3 * errors[0]:.3g}",
-                " / ".join(percent(value) for value in alignments),
-                " / ".join(percent(value, 1) for value in gains if value is not None),
+                f"{1e3 * row['MSE'][0][0]:.3g}",
+                " / ".join(percent(value) for value in row["alignment"]),
+                " / ".join(percent(value) for value in row["small-signal gain"] if value is not None),
                 percent(row["fresh"]),
                 row["sentence"].rpartition(" in one step; ")[2] if named == "recipe" else "",
                 f"{row['seconds']:.0f}",
@@ -468,7 +482,7 @@ def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
             "small-signal gain, %",
             "over fresh data, %",
             "optimizer",
-            "seconds",
+            "seconds of one core",
         ),
         found,
     )
@@ -482,7 +496,7 @@ def certificate_table() -> str:
 
 @table("certificate-variants")
 def certificate_variant_table() -> str:
-    from mpbridge.numerics.certificates.expected import NOT_OFFERED, VARIANTS
+    from mpbridge.planning.certificates.variants import NOT_OFFERED, VARIANTS
 
     rows = certificate_rows(evidence("certificates")["variants"], "variant")
     words = [(f"`{one.name}`", one.words, "yes" if one.offered else NOT_OFFERED) for one in VARIANTS.values()]
