@@ -454,21 +454,20 @@ def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
         one, plateau = ("exact" if value is None else f"{value:.2f}" for value in pair)
         return one if one == plateau else f"{one} -> {plateau}"
 
-    def percent(value: float | None, digits: int = 2) -> str:
-        return "" if value is None else f"{100 * value:+.{digits}f}"
+    def percent(figure: Sequence[float] | None) -> str:
+        return "" if figure is None else f"{100 * figure[0]:+.2f} ± {100 * figure[1]:.1g}" if figure[1] else f"{100 * figure[0]:+.2f}"  # fmt: skip
 
     found = []
     for row in rows:
-        errors, alignments, gains = row["dy"]
         found.append(
             (
                 f"`{row[named] or 'as Transformer Engine does'}`",
                 *(bits(row[gemm]) for gemm in ("fprop", "dgrad", "wgrad")),
-                f"{1e3 * errors[0]:.3g}",
-                " / ".join(percent(value) for value in alignments),
-                " / ".join(percent(value, 1) for value in gains if value is not None),
+                f"{1e3 * row['MSE'][0][0]:.3g}",
+                " / ".join(percent(value) for value in row["alignment"]),
+                " / ".join(percent(value) for value in row["small-signal gain"] if value is not None),
                 percent(row["fresh"]),
-                row["sentence"].rpartition(" in one step; ")[2] if named == "recipe" else "",
+                row["sentence"].partition("; ")[2] if named == "recipe" else "",
                 f"{row['seconds']:.0f}",
             )
         )
@@ -483,7 +482,7 @@ def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
             "small-signal gain, %",
             "over fresh data, %",
             "optimizer",
-            "seconds",
+            "seconds of one core",
         ),
         found,
     )
@@ -497,7 +496,7 @@ def certificate_table() -> str:
 
 @table("certificate-variants")
 def certificate_variant_table() -> str:
-    from mpbridge.numerics.certificates.expected import NOT_OFFERED, VARIANTS
+    from mpbridge.planning.certificates.variants import NOT_OFFERED, VARIANTS
 
     rows = certificate_rows(evidence("certificates")["variants"], "variant")
     words = [(f"`{one.name}`", one.words, "yes" if one.offered else NOT_OFFERED) for one in VARIANTS.values()]
