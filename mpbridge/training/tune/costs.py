@@ -148,7 +148,7 @@ def bytes_of(
     for unit in units:
         cost = {}
         for name, quant in levels.items():
-            key = (unit.kind, run.shape.is_expert_layer(unit.layer), name)
+            key = (unit.kind, run.shape.parts(unit.layer), name)
             if key not in known:
                 regions = tuple(
                     Region(modules=glob, layers=((layer, layer),), quant=quant) for layer, glob in unit.places
