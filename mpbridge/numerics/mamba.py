@@ -49,7 +49,7 @@ def scan(
     def chunks(tensor: torch.Tensor) -> torch.Tensor:
         """[batch, heads, chunks, tokens of a chunk, ...]; tokens that are missing in the last chunk are zero: they move no state."""
         padded = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, -tokens % size))
-        return padded.unflatten(1, (-1, size)).movedim(3, 1)
+        return torch.unflatten(padded, 1, (-1, size)).movedim(3, 1)
 
     xs, bs, cs = chunks(x), chunks(B).repeat_interleave(each, 1), chunks(C).repeat_interleave(each, 1)
     dts = chunks(steps)
@@ -172,8 +172,8 @@ def _split(
     mixed = causal_conv1d_fn(mixed.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
     x, B, C = torch.split(mixed, [inner, groups * states, groups * states], dim=-1)
     out, ungated, _ = scan(
-        x.unflatten(2, (heads, channels)), dt, A, B.unflatten(2, (groups, states)), C.unflatten(2, (groups, states)), chunk,
-        D=D, z=z.unflatten(2, (heads, channels)), dt_bias=dt_bias, dt_softplus=True, limit=limit, state_dtype=state_dtype,
+        torch.unflatten(x, 2, (heads, channels)), dt, A, torch.unflatten(B, 2, (groups, states)), torch.unflatten(C, 2, (groups, states)), chunk,
+        D=D, z=torch.unflatten(z, 2, (heads, channels)), dt_bias=dt_bias, dt_softplus=True, limit=limit, state_dtype=state_dtype,
     )  # fmt: skip
     return out.flatten(2), ungated
 
@@ -189,9 +189,9 @@ class _Split(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         inputs = ctx.saved_tensors[:6]
-        return (*_gradients(lambda *given: _split(*given, ctx.rest)[0], inputs, gradient), None)
+        return (*_gradients(_split, inputs, ctx.rest, gradient), None)
 
 
 def _gated(x: torch.Tensor, weight: torch.Tensor, z: Any, rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +200,7 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, z: Any, rest: Any) -> tuple[to
     wide = x.float()
     if z is not None and not before:
         wide = wide * F.silu(z.float())
-    groups = wide.unflatten(-1, (-1, width or wide.shape[-1]))
+    groups = torch.unflatten(wide, -1, (-1, width or wide.shape[-1]))
     root = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
     wide = (groups * root).flatten(-2) * weight.float()
     if z is not None and before:
@@ -219,16 +219,16 @@ class _Gated(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         inputs = ctx.saved_tensors[:3]
-        return (*_gradients(lambda *given: _gated(*given, ctx.rest)[0], inputs, gradient), None)
+        return (*_gradients(_gated, inputs, ctx.rest, gradient), None)
 
 
-def _gradients(function: Any, inputs: Any, gradient: torch.Tensor) -> list[torch.Tensor | None]:
-    """Gradients of function(*inputs) with respect to every input that is a tensor."""
+def _gradients(function: Any, inputs: Any, rest: Any, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+    """Gradients of the first result of function(*inputs, rest) with respect to every input that is a tensor."""
     with torch.enable_grad():
         own = [None if one is None else one.detach().requires_grad_() for one in inputs]
-        out = function(*own)
+        out = function(*own, rest)[0]
     found = iter(torch.autograd.grad(out, [one for one in own if one is not None], gradient))
     return [None if one is None else next(found) for one in own]
 

@@ -78,14 +78,14 @@ def copies(shape: ModelShape) -> dict[str, str]:
 
 
 def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: int, theirs: int) -> Iterator[Mapped]:
-    parts = shape.parts(min(layer, shape.num_layers - 1))
+    kind = shape.parts(min(layer, shape.num_layers - 1))
     alike = len({shape.parts(i) for i in range(shape.num_layers)}) == 1
     weights = layer_weights(
         shape,
         tensor=1,
         expert_tensor=1,
         local_experts=shape.experts or 0,
-        parts=parts,
+        parts=kind,
         shared_gate=bool(model.get("moe_shared_expert_gate")),
         whole_down=True,
     )
@@ -95,7 +95,7 @@ def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: i
         else [DECODER.format(layer)]
     )
     stack = (layer, shape.num_layers) if alike and theirs < shape.num_layers else None
-    bias = [Weight("mlp.router.expert_bias", (shape.experts or 0,))] if "experts" in parts and shape.expert_bias else []
+    bias = [Weight("mlp.router.expert_bias", (shape.experts or 0,))] if "experts" in kind and shape.expert_bias else []
     for weight in (*weights, *bias):
         layout, names = _source(family, weight.path)
         sizes = _sizes(shape, weight, layout)

@@ -143,7 +143,7 @@ def bytes_of(
     """
     base = dataclasses.replace(policy, regions=(Region(quant=next(iter(levels.values()))),))
     whole = float(memory(base, run).needed)
-    known: dict[tuple[str, bool, str], float] = {}
+    known: dict[tuple[str, tuple[str, ...], str], float] = {}
     found: Costs = []
     for unit in units:
         cost = {}
