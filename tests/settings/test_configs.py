@@ -20,6 +20,7 @@ PARAMETERS = {
     "llama3_8b": (8.02e9, 8.04e9),
     "moe_tiny": (1.9e6, 2.1e6),
     "nemotron_h_tiny": (1.2e6, 1.3e6),
+    "nemotron_h_8b": (8.05e9, 8.15e9),
 }
 
 
@@ -45,10 +46,12 @@ def parameters(shape) -> int:
     count = 2 * shape.vocab_size * hidden + hidden
     for kind in shape.pattern:
         # z, x, B, C and dt; the convolution of x, B and C over four tokens with its bias; three values per head; two norms
-        inner, states, heads = 256, 2 * 32, 32
-        mamba = (
-            hidden * (2 * inner + 2 * states + heads) + 5 * (inner + 2 * states) + 3 * heads + inner + inner * hidden
+        heads = shape.mamba["mamba_num_heads"]
+        inner, states = (
+            heads * shape.mamba["mamba_head_dim"],
+            2 * shape.mamba["mamba_num_groups"] * shape.mamba["mamba_state_dim"],
         )
+        mamba = hidden * (2 * inner + states + heads) + 5 * (inner + states) + 3 * heads + inner + inner * hidden
         count += hidden + {"M": mamba, "*": attention, "-": 2 * hidden * shape.ffn_hidden_size}[kind]
     for layer in range(0 if shape.pattern else shape.num_layers):
         count += attention + 2 * hidden

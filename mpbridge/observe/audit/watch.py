@@ -229,6 +229,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         if is_norm(module) or is_linear(module):
             self._note_rounding(path, floating(args))  # after the module's own hooks
         self._note_weights(module, path)
+        if is_scan(module):  # its kernel reads the convolution's weight: that module itself never runs
+            self._note_weights(module.conv1d, f"{path}.conv1d")
         result = floating(output)
         if result is None:
             return

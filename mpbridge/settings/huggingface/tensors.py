@@ -186,6 +186,7 @@ def _sizes(shape: ModelShape, weight: Weight, layout: PartLayout) -> list[tuple[
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "norm.weight": "mixer.in_proj.layer_norm_weight",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }

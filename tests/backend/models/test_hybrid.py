@@ -11,6 +11,7 @@ import torch
 
 from mpbridge.backend.devices.mamba import mamba_on_cpu
 from mpbridge.backend.engines.mcore import McoreEngine
+from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.planning.memory.layers import model_names, parameters
 from mpbridge.planning.memory.ranks import Coordinates
@@ -44,6 +45,40 @@ def test_a_pattern_is_megatron_cores_own_model_and_trains(build: Any) -> None:
     batches = tiny.batches()
     losses = [engine.train_step(batches, microbatches=2).loss for _ in range(12)]
     assert losses[-1] < losses[0] - 0.3
+
+
+EMULATED = ("bf16_with_fp8_delayed_scaling_mixed", "bf16_with_mxfp8_mixed")
+OTHERS = (
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_nvfp4_mixed",
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed",
+    "nanov2_bf16_with_fp8_current_scaling_mixed",
+    "nemotron_3_super_bf16_with_nvfp4_mixed",
+    "fp16_mixed",
+)
+
+
+@pytest.mark.parametrize("recipe", [*EMULATED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_low_precision_is_emulated_in_every_linear_that_the_recipe_names(layer: None, recipe: str) -> None:
+    pattern = "M-M*-M-" if "nemotron" in recipe or "nano" in recipe else "M*-"
+    model = HYBRID | {
+        "num_layers": len(pattern),
+        "hybrid_override_pattern": pattern,
+        "num_moe_experts": None,
+        "mamba_state_dim": 28,
+    }
+    engine: Any = build_engine(tiny.run(recipe, model=model, emulate=True))
+    try:
+        batches = tiny.batches()
+        losses = [engine.train_step(batches, microbatches=2).loss for _ in range(8)]
+        assert losses[-1] < losses[0] - 0.1
+        if recipe in EMULATED:
+            quantized = {name for name, one in engine.emulation.quantizers.items() if one.quant is not None}
+            linears = ("0.mixer.in_proj", "0.mixer.out_proj", "1.self_attention.linear_qkv", "2.mlp.linear_fc2")
+            assert {f"decoder.layers.{name}" for name in linears} <= quantized
+    finally:
+        engine.close()
 
 
 def test_its_parameters_are_the_planned_ones_in_order(build: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.observe.audit.faults import changed, gpt, inner
+from tests.observe.audit.faults import gpt, inner
 
 
 def mixer(engine: Any) -> Any:
@@ -111,6 +111,12 @@ def projection_unquantized(engine: Any) -> None:
     linear.product = lambda plain, *given, **named: plain(*given, **named)
 
 
-def rounded_projection(engine: Any) -> None:
-    """What the mixer's first projection returns has FP16's bits in FP32, or is FP16."""
-    changed(mixer(engine).in_proj, "forward", lambda out: (out[0].half(), out[1]))
+def projection_in_fp16(engine: Any) -> None:
+    """The mixer's first projection multiplies in FP16 and returns BF16."""
+    linear = mixer(engine).in_proj
+    real = linear._forward_impl
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return real(input.half(), weight.half(), *args, **kwargs).to(input.dtype)
+
+    linear._forward_impl = forward
