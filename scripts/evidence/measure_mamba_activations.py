@@ -31,9 +31,18 @@ def measured(recipe: str, machine: str) -> tuple[float, float]:
     kind = (
         {"recipe": recipe}
         if recipe == "bf16_mixed"
-        else {"recipe": recipe, "first_last_layers_bf16": False, "fp8_param": False}
+        else {
+            "recipe": recipe,
+            "first_last_layers_bf16": False,
+            "fp8_param": False,
+            "reuse_grad_buf_for_mxfp8_param_ag": False,
+        }
     )
-    sections = {"model": MODEL, "train": {"micro_batch_size": BATCH, "global_batch_size": BATCH, "train_iters": 1}}
+    sections = {
+        "model": MODEL,
+        "optimizer": {"lr": 1e-3},
+        "train": {"micro_batch_size": BATCH, "global_batch_size": BATCH, "train_iters": 1},
+    }
     run = ConfigContainer(mixed_precision=kind, emulate="te", target=machine, **sections).resolved()
     from mpbridge.planning.memory.activations import _layer
 
@@ -64,8 +73,9 @@ def measured(recipe: str, machine: str) -> tuple[float, float]:
         x = torch.randn(SEQUENCE, BATCH, 256, dtype=torch.bfloat16, requires_grad=True)
         context = get_fp8_context(config, 0) if config.fp8 else nullcontext()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context:
-            layer(x).sum().backward()
+            out = layer(x)
         total = sum(kept.values())
+        out.sum().backward()
         engine.close()
     return total / (SEQUENCE * BATCH), counted
 

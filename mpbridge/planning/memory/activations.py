@@ -191,7 +191,7 @@ _FIRST: Mapping[str, str] = MappingProxyType(
 
 
 def _mamba(run: RunFacts, count: float, low: float, wide: int) -> float:
-    """Measured on megatron-core 0.16.1's MambaLayer within 0.02 % (BF16): see `scripts/evidence/measure_mamba_activations.py`."""
+    """What the scan's kernel and the gated norm keep; `scripts/evidence/measure_mamba_activations.py` measures megatron-core 0.16.1's layer beside it."""
     inner, states, heads = run.shape.mamba_sizes
     groups = (run.shape.mamba or {})["mamba_num_groups"]
     each = wide * (2 * (inner + states) + heads + 2 * inner) + low * inner + 4 * groups

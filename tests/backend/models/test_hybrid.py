@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from mpbridge.backend.devices.mamba import mamba_on_cpu
 from mpbridge.backend.engines.mcore import McoreEngine
 from mpbridge.backend.engines.registry import build_engine
+from mpbridge.backend.megatron.emulated_linears import places
 from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.planning.memory.layers import model_names, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from tests.backend.engines import tiny
 
+CONFIG = Path(__file__).resolve().parents[3] / "configs" / "nemotron_h_tiny.yaml"
 HYBRID: dict[str, Any] = {
     "num_layers": 5, "hybrid_override_pattern": "M-M*E", "normalization": "RMSNorm", "num_query_groups": 2, "position_embedding_type": "rope",
     "mamba_num_heads": 16, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 12, "num_moe_experts": 4, "moe_router_topk": 2,
@@ -61,11 +64,10 @@ OTHERS = (
 
 @pytest.mark.parametrize("recipe", [*EMULATED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_low_precision_is_emulated_in_every_linear_that_the_recipe_names(layer: None, recipe: str) -> None:
-    pattern = "M-M*-M-" if "nemotron" in recipe or "nano" in recipe else "M*-"
+    pattern = "M-M*EM-" if "nemotron" in recipe or "nano" in recipe else "M*-E"
     model = HYBRID | {
         "num_layers": len(pattern),
         "hybrid_override_pattern": pattern,
-        "num_moe_experts": None,
         "mamba_state_dim": 28,
     }
     engine: Any = build_engine(tiny.run(recipe, model=model, emulate=True))
@@ -74,11 +76,41 @@ def test_low_precision_is_emulated_in_every_linear_that_the_recipe_names(layer: 
         losses = [engine.train_step(batches, microbatches=2).loss for _ in range(8)]
         assert losses[-1] < losses[0] - 0.1
         if recipe in EMULATED:
-            quantized = {name for name, one in engine.emulation.quantizers.items() if one.quant is not None}
+            quantized = {name for linear, name, *_ in places(engine.model[0]) if linear.quant is not None}
             linears = ("0.mixer.in_proj", "0.mixer.out_proj", "1.self_attention.linear_qkv", "2.mlp.linear_fc2")
             assert {f"decoder.layers.{name}" for name in linears} <= quantized
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_that_stops_goes_on_to_the_bit(tmp_path: Any, sharded: bool) -> None:
+    """Main weights of the projection and of the convolution too, which megatron-core stores in parts."""
+    from mpbridge import ConfigContainer, pretrain
+    from mpbridge.training.base import Hook
+
+    class Steps(Hook):
+        def __init__(self) -> None:
+            self.seen: list[tuple[float, float]] = []
+
+        def stepped(self, training: Any, result: Any) -> None:
+            self.seen.append((result.loss, result.grad_norm))
+
+    small = (
+        "model.hybrid_override_pattern=M", "model.num_layers=1", "model.hidden_size=32", "model.mamba_num_heads=8", "model.kv_channels=8",
+        "model.max_sequence_length=32", "data.seq_length=32", "train.train_iters=4", "train.global_batch_size=2", "train.eval_interval=null",
+        "scheduler.lr_warmup_iters=0", f"ddp.use_distributed_optimizer={str(sharded).lower()}",
+    )  # fmt: skip
+
+    def run(folder: str, *more: str) -> list[tuple[float, float]]:
+        saved = [f"checkpoint.{way}={tmp_path / folder}" for way in ("save", "load")]
+        steps = Steps()
+        pretrain(ConfigContainer.load(CONFIG, [*small, *saved, *more]).resolved(), hooks=[steps], quiet=True)
+        return steps.seen
+
+    whole = run("whole")
+    assert [step for _ in range(2) for step in run("parts", "train.exit_interval=2")] == whole
+    assert len(whole) == 4
 
 
 def test_its_parameters_are_the_planned_ones_in_order(build: Any) -> None:
