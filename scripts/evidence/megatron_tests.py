@@ -1,7 +1,7 @@
 """Runs Megatron-LM's own unit tests on mpbridge's kernels, from a checkout: `python scripts/evidence/megatron_tests.py CHECKOUT [FILE ...] --te 2.20 --store FOLDER`.
 
 The checkout is only read. Each file under tests/unit_tests runs in a world of its own under mpbridge's pytest plugin, an H100 played: first with one rank; what fails or
-skips there for want of ranks runs again with 2, then 4 and 8 (--ranks; Megatron-LM's CI has 8). A case's result is the one of the largest world that it was run in. Every
+skips there for want of ranks runs again with 2, then 4 and 8 (--ranks; Megatron-LM's CI has 8, which --ranks 8 gives every file). A case's result is the one of the largest world that it was run in. Every
 result is kept in the store, and the next call runs what is missing there; --again runs some outcomes anew. A file has --minutes in a call; a test that takes --each seconds ends
 its world. `--table` prints the results by folder and by cause; `--docs PAGE` writes them into a page; `--check` names the cases of the store's earlier results that
 passed and no longer do.
@@ -172,9 +172,7 @@ def run(options: argparse.Namespace, store: Store) -> None:
     os.chdir(options.checkout)
     sys.path.insert(0, str(options.checkout))
     for at, ranks in enumerate(options.ranks):
-        smaller = max((size for size in SIZES if size < ranks), default=None)
-        if options.ranks[:at]:
-            smaller = options.ranks[at - 1]
+        smaller = options.ranks[at - 1] if at else None
         with Ranks(ranks, "h100", options.te, preload=PRELOAD, grace=options.grace, each=options.each) as world:
             for file in options.files or files_of(options.checkout):
                 tests = wanted(store, file, ranks, smaller, options.again)
@@ -274,7 +272,14 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--commit", help="default: git's answer in the checkout")
     parser.add_argument("--te", default="2.20")
     parser.add_argument("--store", type=Path, default=Path("megatron_tests"))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1], choices=SIZES)
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        choices=SIZES,
+        help="all files in the first world, what wants more ranks in the next ones",
+    )
     parser.add_argument("--minutes", type=float, default=5.0, help="for one file in this call")
     parser.add_argument("--each", type=float, default=120.0, help="seconds for one test")
     parser.add_argument("--grace", type=float, default=20.0, help="seconds that other ranks have after one has failed")
