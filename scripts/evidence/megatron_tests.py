@@ -54,14 +54,13 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"emerging_optimizers|emerging-optimizers", "emerging_optimizers, which is on no package index"),
     (r"modelopt|ModelOpt", "NVIDIA ModelOpt with its compiled parts"),
     (r"kitchen", "NVIDIA's kitchen, which is not public"),
-    (r"nemo.lens|nemo\.lens|energon|multistorageclient|multi-storage-client|MSC|tensorrt_llm|TRT", "nemo-lens, Energon, multi-storage-client, TensorRT-LLM: not installed"),
+    (r"nemo.lens|nemo\.lens|energon|multistorageclient|multi-storage-client|MSC|tensorrt_llm|TRT|torchvision", "nemo-lens, Energon, multi-storage-client, TensorRT-LLM, torchvision: not installed"),
     (r"nvidia_resiliency_ext|nvrx|NVRx", "nvidia-resiliency-ext 0.6, which is on no package index"),
     (r"huggingface|Hugging ?Face|Connection|resolve host|/opt/data|No such file or directory.*data|urlopen|ConnectError|offline", "data or tokenizers from the network"),
     (r"Blackwell|sm_?100|compute capability 10|MXFP8 is supported|NVFP4|nvfp4", "Blackwell: an H100 is played"),
     (r"memory_allocated|mem_allocated|max_memory|elapsed_time|memory_reserved", "it measures CUDA memory or the time of kernels"),
 )  # fmt: skip
 """The text of a failure -> the feature that it needs. The list is closed: what is on it cannot be had on a CPU, or cannot be installed."""
-COUNTED = ("passed", "failed")
 LONGEST = 6000
 """Characters of a reason that the store keeps."""
 
@@ -92,8 +91,10 @@ class Case:
 
     @property
     def error(self) -> str:
-        """The first line of the reason, which names the error."""
-        return self.text.strip().partition("\n")[0][:400]
+        """The line of the reason that names the error: the first one, for a module that cannot be imported the last."""
+        lines = self.text.strip().splitlines() or [""]
+        raised = [line[1:].strip() for line in lines if line.startswith("E ")]
+        return (raised[-1] if raised and "::" not in self.test else lines[0])[:400]
 
     @property
     def wants_ranks(self) -> bool:
@@ -211,33 +212,41 @@ def run(options: argparse.Namespace, store: Store) -> None:
 def cause(case: Case) -> str:
     """A failure's error without what differs between cases that have the same cause."""
     text = re.sub(r"^\[\w+, rank [\d, ]+ of \d+\] ", "", case.error)
-    text = re.sub(r"\(\S+:\d+\)$", lambda found: "(" + "/".join(found[0].strip("()").split("/")[-2:]) + ")", text)
+    text = re.sub(r"\((\S+):\d+\)$", lambda found: "(" + "/".join(found[1].split("/")[-2:]) + ")", text)
     return re.sub(r"0x[0-9a-f]+|\b\d{3,}\b|tensor\(.*", "…", text)[:180].strip()
+
+
+def standing(case: Case) -> str:
+    """passed, failed, skipped; excluded: it needs a feature of the list; ranks: it wants a larger world than it was run in."""
+    if case.outcome == "passed":
+        return "passed"
+    if case.wants_ranks and case.ranks < max(SIZES):
+        return "ranks"
+    return "excluded" if case.excluded and case.outcome == "failed" else case.outcome
 
 
 def sums(cases: list[Case]) -> Iterator[str]:
     """The table by folder."""
-    yield "| tests/unit_tests | cases | passed | failed | needs an excluded feature | skips itself | passed of what counts |"
-    yield "|---|" + "--:|" * 6
+    yield "| tests/unit_tests | cases | passed | failed | wants a larger world, not run there yet | needs an excluded feature | skips itself | passed, of passed and failed |"
+    yield "|---|" + "--:|" * 7
     folders = collections.defaultdict(list)
     for case in cases:
         folders[case.file.split("/")[0] if "/" in case.file else "(files)"].append(case)
     for name, found in [*sorted(folders.items()), ("all", cases)]:
-        count = collections.Counter(
-            "excluded" if case.excluded and case.outcome == "failed" else case.outcome for case in found
-        )
-        of = sum(count[key] for key in COUNTED)
+        count = collections.Counter(map(standing, found))
+        of = count["passed"] + count["failed"]
         share = f"{100 * count['passed'] / of:.1f} %" if of else "-"
-        yield f"| {name} | {len(found)} | {count['passed']} | {count['failed']} | {count['excluded']} | {count['skipped']} | {share} |"
+        numbers = [len(found), *(count[key] for key in ("passed", "failed", "ranks", "excluded", "skipped"))]
+        yield f"| {name} | {' | '.join(map(str, numbers))} | {share} |"
 
 
 def causes(cases: list[Case], most: int) -> Iterator[str]:
     """Excluded features with their cases, then the causes of what failed."""
-    needs = collections.Counter(case.excluded for case in cases if case.outcome == "failed" and case.excluded)
+    needs = collections.Counter(case.excluded for case in cases if standing(case) == "excluded")
     yield from (f"- excluded, {count} cases: {why}" for why, count in needs.most_common())
     failed = collections.defaultdict(list)
     for case in cases:
-        if case.outcome == "failed" and not case.excluded:
+        if standing(case) == "failed":
             failed[cause(case)].append(case)
     ordered = sorted(failed.items(), key=lambda item: -len(item[1]))
     for text, found in ordered[:most]:
@@ -252,8 +261,9 @@ def table(store: Store, commit: str, te: str, most: int) -> list[str]:
     cases = list(store.cases().values())
     worlds = collections.Counter(case.ranks for case in cases)
     of = ", ".join(f"{count} in a world of {size}" for size, count in sorted(worlds.items()))
+    files = len({case.file for case in cases})
     return [
-        f"Megatron-LM {commit[:10]}, Transformer Engine {te}, an H100 played; {of}.",
+        f"Megatron-LM {commit[:10]}, Transformer Engine {te}, an H100 played; {files} files, cases: {of}.",
         "",
         *sums(cases),
         "",
