@@ -164,11 +164,12 @@ def bridge_callback(policy: Policy | None = None, *, on_fault: OnFault = "raise"
         def on_eval_step_start(self, context: Any) -> None:
             if self.evaluation is None and self._of[1] is not None:  # an evaluation's context has no optimizer
                 self.evaluation = Witness(context.model, self._of[1], policy, on_fault=on_fault, **how)
+                self.evaluation.taken = self._taken  # the step that it follows
                 self.evaluation.begin()
 
         def on_eval_step_end(self, context: Any) -> None:
             if self.evaluation is not None and self.evaluation.observing:
-                self.evaluation.end()
+                self.evaluation.end(trains=False)
 
         def gives_up(self) -> None:
             super().gives_up()

@@ -20,6 +20,7 @@ PLANTS = {
     "weight": "one weight that the update does not reach",
     "quantization": "linears of the model in FP8 (delayed scaling), or none if the recipe says so",
     "frozen": "an optimizer whose step updates nothing",
+    "evaluation": "an evaluation without FP8",
     "raises": "an error inside a step: what the callback installed is gone",
 }
 
@@ -85,6 +86,12 @@ def looks(planted: str | None) -> Any:
                 context.optimizer.step = lambda: (True, 0.0, 0)
             if planted == "raises":
                 context.optimizer.step = lambda: 1 / 0
+
+        def on_eval_start(self, context: Any) -> None:
+            if planted == "evaluation":
+                for module in context.model[0].modules():
+                    if hasattr(module, "config"):
+                        module.config.fp8 = None
 
         def on_train_step_end(self, context: Any) -> None:
             self.losses[context.state.train_state.step + 1] = f"{float(context.loss_dict['lm loss'].flatten()[0]):.6f}"
