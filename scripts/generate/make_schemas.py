@@ -42,7 +42,7 @@ MEANS = {
     "reasons": "why it differs", "fullest_rank": "rank", "duplicate_main_weights": "bytes of one more FP32 copy", "left_out": "what the prediction omits, in sentences", "stages": "the first rank of each pipeline stage",
     "predicted": "always true", "seconds": "of a step", "span": "low and high end of the band, seconds", "because": "what the band comes from", "tokens_per_second_per_gpu": "tokens per second", "model_tflops_per_gpu": "without recomputation",
     "share_of_peak": "of the dense peak of its narrowest products", "gpu_hours_per_billion_tokens": "summed over all GPUs", "price_per_billion_tokens": "with --price", "parts": "kind -> amount, in seconds or bytes",
-    "layouts": "those that fit before those that are tight, each fastest first", "recipes": "in order", "run": "folder", "steps": "done", "of": "steps of the whole run", "curves": "number -> first, last, lowest, highest",
+    "layouts": "those that fit before those that are tight, each fastest first", "refused": "recipes without a layout, and what refuses them", "recipes": "in order; tied: the predicted step is within the error band of the fastest", "run": "folder", "steps": "done", "of": "steps of the whole run", "curves": "number -> first, last, lowest, highest",
     "audits": "ok (null: not proved), how many, in words", "precision": "steps measured, and the operand with the largest row error", "diagnosis": "as diagnose --json", "resume": "the checkpoint from which it resumes, or why it does not",
 }  # fmt: skip
 MAPS = ("roles", "parts", "objections", "undecided", "curves", "worst", "versions", "diagnosis", "errors")

@@ -131,7 +131,7 @@ def longer(run: RunFacts) -> str:
     """How far steps with unusual kernels are from their prediction, always on one side (`scripts/evidence/fit_step_time.py`); empty for usual kernels."""
     odd = unusual(run)
     return (
-        f"{odd}: 26 of 27 published runs of such a model take longer than predicted, 1.6 times in the median, 2.3 at worst"
+        f"{odd}: 26 of 27 published runs of such a model take longer than predicted, 1.6 times in the median, 2.2 at worst"
         if odd
         else ""
     )
