@@ -313,7 +313,7 @@ def test_the_layout_that_is_replaced_is_no_reason(own, capsys):
     asked = ["layouts", "--config", "gpt_tiny", "--target", "h100", "--world-size", "8", "--most", "1", "--json"]
     assert main([*asked, f"parallel.{own}", "train.global_batch_size=7"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["layouts"]
-    assert "parallel.tensor_model_parallel_size=4" in one["changes"]
+    assert "tensor_model_parallel_size=2 parallel.pipeline_model_parallel_size=4" in one["changes"]
 
 
 def test_recipes_that_the_band_does_not_tell_apart_are_tied(capsys):
