@@ -55,7 +55,7 @@ def test_answers_hold_to_their_schema(words, capsys, tmp_path):
 
 def test_the_check_above_can_fail():
     schema = json.loads((SCHEMAS / "layouts.json").read_text())
-    assert wrong({"layouts": 3, "more": 1}, schema) == ["answer.schema_version is missing", "answer.more is in no schema", "answer.layouts: int, expected ['array']"]  # fmt: skip
+    assert wrong({"layouts": 3, "more": 1}, schema) == ["answer.schema_version is missing", "answer.refused is missing", "answer.more is in no schema", "answer.layouts: int, expected ['array']"]  # fmt: skip
     assert all(
         "description" in part
         for path in SCHEMAS.glob("*.json")
