@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
 from mpbridge.cli.options import add_run_arguments, container, wanted_world, whole
-from mpbridge.cli.text import print_answer, print_line, print_table, print_whole
+from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.tables.units import size
 from mpbridge.planning.estimate.layouts import PLACES, Layout, line, search, why_none
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     world = wanted_world(args) or base.smallest_world()
     found, faults, omitted = _search(args, base, where, world)
     if args.json:
-        print_answer(
+        print_json(
             {
                 "layouts": [_data(name, one, tuple(omitted)) | {"changes": changes} for name, one, changes in found],
                 "refused": faults,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, container, wanted_world
-from mpbridge.cli.text import print_answer, print_line, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import size
 from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         made = [_measured(advice, Path(folder)) for advice in made]
     ranked = sorted(with_ties(made), key=lambda advice: order(advice, args.by))
     if args.json:
-        print_answer(
+        print_json(
             {
                 "target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)},
                 "recipes": [dataclasses.asdict(a) for a in ranked],

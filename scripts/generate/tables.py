@@ -467,7 +467,7 @@ def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
                 " / ".join(percent(value) for value in row["alignment"]),
                 " / ".join(percent(value) for value in row["small-signal gain"] if value is not None),
                 percent(row["fresh"]),
-                row["sentence"].rpartition(" in one step; ")[2] if named == "recipe" else "",
+                row["sentence"].partition("; ")[2] if named == "recipe" else "",
                 f"{row['seconds']:.0f}",
             )
         )
