@@ -14,7 +14,7 @@ from mpbridge.numerics.stored import StoredWeight
 from mpbridge.precision.regions import Quant
 from mpbridge.settings.huggingface.served import ranks
 from mpbridge.settings.huggingface.tensors import Mapped
-from mpbridge.training.serving.cast import Part, Quantize, ServedWeights
+from mpbridge.training.serving.cast import Part, Quantize, ServedWeights, values
 from mpbridge.training.weights.layouts import apart
 
 F8 = torch.float8_e4m3fn
@@ -45,6 +45,11 @@ def _flipped(name: str) -> Callable[[Quantize, Quant, torch.Tensor], StoredWeigh
         return training(replace(quant, options=tuple(sorted(options.items()))), weight)
 
     return made
+
+
+def _again(training: Quantize, quant: Quant, weight: torch.Tensor) -> StoredWeight:
+    first = training(quant, weight)
+    return _flipped("power_of_two")(training, quant, values(first.codes, first.scales))
 
 
 def _blocks(quant: Quant, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +118,7 @@ WAYS = (
     Way(
         "power-of-two scales instead of FP32 scales, or the reverse", _option("power_of_two"), _flipped("power_of_two")
     ),
+    Way("the codes quantized a second time, to power-of-two scales or to FP32 scales", _option("power_of_two"), _again),
     Way(
         "a division by amax / 448 instead of a multiplication by its reciprocal", _FP32_SCALES, _divided(torch.float32)
     ),
