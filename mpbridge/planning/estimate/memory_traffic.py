@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from mpbridge.common.facts import RunFacts
+from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.planning.estimate.flops import attended
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import AttentionWork, MatrixProduct, MemoryTraffic
@@ -30,6 +30,8 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWor
     for chunk in chunks:
         extra = full_layers(run, len(chunk.layers))
         for place, layer in enumerate(chunk.built(shape)):
+            if "attention" not in shape.parts(layer):
+                continue
             passes = 3.5 + (1 if again or place < extra else 0)
             keys = attended(shape, run.model, layer)
             flops += passes * 2 * rows * shape.attention_width / run.parallel.tensor * keys
@@ -38,7 +40,13 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWor
     # unfused: the full square is computed, written, normalized and read; twice as many positions as a causal kernel visits
     moved = 0.0 if kernel == "fused" else layers * rows * heads * shape.seq_length * 2 * 8
     if layers:
-        yield AttentionWork(flops=flops * (1 if kernel == "fused" else 2), scores=scores, kernel=kernel, bytes=moved)
+        yield AttentionWork(
+            flops=flops * (1 if kernel == "fused" else 2),
+            scores=scores,
+            kernel=kernel,
+            format="fp8" if run.model.get("fp8_dot_product_attention") else "",
+            bytes=moved,
+        )
 
 
 def traffic(
@@ -53,16 +61,23 @@ def traffic(
         extra = full_layers(run, len(chunk.layers))
         for place, layer in enumerate(chunk.built(shape)):
             share = (4 / 3 if place < extra else 1) * rows / tensor * wide
-            found["norms"] += share * _attention_bytes(run)
-            mixture = shape.is_expert_layer(layer)
-            width = (
-                shape.expert_topk * shape.expert_ffn_hidden_size + shape.shared_expert_size
-                if mixture
-                else shape.ffn_hidden_size
-            )
+            parts = shape.parts(layer)
+            mixture = "experts" in parts
+            if "mamba" in parts:
+                found["norms"] += share * 18 * shape.hidden_size
+                found["scan"] += share * _scan_bytes(shape)
+                continue
+            found["norms"] += share * (_attention_bytes(run) if "attention" in parts else 18 * shape.hidden_size)
+            width = shape.ffn_hidden_size if "mlp" in parts else 0
+            if mixture:
+                width = shape.expert_topk * shape.expert_ffn_hidden_size + shape.shared_expert_size
             found["activation"] += share * (16 if shape.gated else 10) * width * (0.75 if fused and mixture else 1)
             if mixture:
-                found["routing"] += share * (12 * shape.expert_topk * shape.hidden_size + 8 * (shape.experts or 0))
+                # an FP32 router casts its input and its input's gradient
+                casts = 16 * shape.hidden_size if run.model.get("moe_router_dtype") else 0
+                found["routing"] += share * (
+                    12 * shape.expert_topk * shape.hidden_size + 8 * (shape.experts or 0) + casts
+                )
         found["loss"] += chunk.heads(shape) * 12 * shape.vocab_size * rows / tensor
     found["quantization"] += quantized_bytes(gemms, run.machine.arch if run.machine is not None else None) * (
         0.6 if fused and shape.experts else 1
@@ -77,10 +92,19 @@ def _attention_bytes(run: RunFacts) -> float:
     latent = shape.latent_attention
     if latent is None:
         inner = shape.num_attention_heads * shape.kv_channels
-        return 36 * shape.hidden_size + 8 * (inner + shape.num_query_groups * shape.kv_channels) + 6 * inner
+        # rotary embedding; norms of queries and keys: read and written in forward, two reads and a write in backward
+        each = 8 + (10 if shape.qk_layernorm else 0)
+        return 36 * shape.hidden_size + each * (inner + shape.num_query_groups * shape.kv_channels) + 6 * inner
     keys = latent["qk_head_dim"] + 2 * latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
     heads = shape.num_attention_heads
     return 36 * shape.hidden_size + 8 * heads * keys + 6 * heads * latent["v_head_dim"]
+
+
+def _scan_bytes(shape: ModelShape) -> float:
+    """Convolution, scan and gated norm of a Mamba layer, in bytes per token at 16 bits: the projection is read by the forward pass, read again and its
+    gradient written by the backward pass, and so are the convolved channels and the result; what is inside the scan stays on the chip."""
+    inner, states, heads = shape.mamba_sizes
+    return 2 * (3 * (2 * (inner + states) + heads) + 3 * 2 * (inner + 2 * states) + 3 * 3 * inner)
 
 
 def quantized_bytes(gemms: Iterable[MatrixProduct], arch: tuple[int, int] | None) -> float:
