@@ -184,7 +184,7 @@ def audit_faults_table() -> str:
 def audit_healthy_table() -> str:
     """Healthy runs drawn at random: how many of each value of each axis."""
     found = evidence("audit_faults")["healthy"]
-    text = f"{found['runs']} runs, {found['audits']} audits, {len(found['alarms'])} false alarms."
+    text = f"{found['runs']} runs, {found['audits']} audits, {len(found['alarms'])} false alarms; {len(found['errors'])} more ended where a checkpoint was written."
     rows = [
         (axis, ", ".join(f"{value} ({count})" for value, count in sorted(values.items(), key=lambda one: -one[1])))
         for axis, values in found["axes"].items()
