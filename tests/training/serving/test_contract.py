@@ -158,7 +158,7 @@ BUGS: list[tuple[str, str, str, Callable[[Held, Any], None], str, str]] = [
     ("vllm#46400 by division", CT, "tensorwise", divided, "layers.1.mlp.down_proj", "division by amax / 448"),
     ("vllm#46400 in BF16", CT, "tensorwise", in_bf16, "layers.1.mlp.down_proj", "scale and quotient computed in BF16"),
     ("vllm#46400 exponents", CT, "mxfp8", floor_rule, "layers.0.self_attn.o_proj", "floor rule of OCP MX"),
-    ("prime-rl#3112", "fp8", "blockwise", fp32_blocks, "layers.0.self_attn.o_proj", "power-of-two scales instead of FP32 scales, or the reverse"),
+    ("prime-rl#3112", "fp8", "blockwise", fp32_blocks, "layers.0.self_attn.o_proj", "FP32 scales instead of powers of two"),
     ("NVFP4 in 1-D blocks", CT, "nvfp4", one_dimensional, "layers.0.mlp.down_proj", "1-D blocks of 16 instead of 16 x 16"),
     ("MO#1411, vllm#54974", CT, "nvfp4", apart, "layers.0.mlp.gate_proj", "second-level scales differ among fused linears"),
     ("vllm#45212, NaN", MO, "nvfp4", multiplied(f"{L0}mlp.up_proj.weight_scale_2", lambda t: t * float("nan")), "up_proj.weight_scale_2", "not finite"),
