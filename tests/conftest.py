@@ -15,6 +15,9 @@ import mpbridge  # noqa: F401
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 
+# the emulation's kernels give the same bits compiled (numerics/conftest.py) and cost each process seconds; processes of tests inherit it
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
 # a suite started in the background or under nohup inherits ignored signals, and a run leaves those alone: tests that send them would see nothing
 for _number, _usual in (
     (signal.SIGINT, signal.default_int_handler),

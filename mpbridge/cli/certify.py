@@ -10,46 +10,28 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli.options import container
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
+from mpbridge.planning.certificates.variants import VARIANTS
 
 if TYPE_CHECKING:
     from mpbridge.numerics.certificates.certificate import Certificate
+    from mpbridge.planning.certificates.row import Row
 
 SUMMARY = "compute what a recipe's rounding does to operands, GEMMs and the optimizer, with a bound beside each figure"
-VARIANT_NAMES = ("no-sr", "no-rht", "1d-weights", "4over6", "scale-up", "headroom", "ms-eden", "ms-eden-fixed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help="a name (mpbridge list), a YAML file, package.module:function or file.py:function (default: the configuration's)",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the file's, such as optimizer.lr=3e-4"
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="the run whose learning rates, weights and batches count (default: gpt_tiny)"
-    )
-    parser.add_argument(
-        "--te", metavar="X.Y", help="the Transformer Engine release whose rules to follow (default: 2.11)"
-    )
-    parser.add_argument(
-        "--tensors",
-        type=Path,
-        metavar="RUN|FILE",
-        help="your own: a safetensors file with x, w and dy, or weights; or a run's folder, whose last measured step counts",
-    )
-    parser.add_argument(
-        "--variant",
-        choices=VARIANT_NAMES,
-        metavar="VARIANT",
-        help=f"a change of NVFP4, some of which no stack offers yet: {', '.join(VARIANT_NAMES)}",
-    )
+    # fmt: off
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name (mpbridge list), a YAML file, package.module:function or file.py:function (default: the configuration's)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's, such as optimizer.lr=3e-4")
+    parser.add_argument("--config", metavar="FILE", help="the run whose learning rates, weights and batches count (default: gpt_tiny)")
+    parser.add_argument("--te", metavar="X.Y", help="the Transformer Engine release whose rules to follow (default: 2.11)")
+    parser.add_argument("--tensors", type=Path, metavar="RUN|FILE", help="your own: a safetensors file with x, w and dy, or weights; or a run's folder, whose last measured step counts")
+    parser.add_argument("--variant", choices=tuple(VARIANTS), metavar="VARIANT", help=f"a change of NVFP4, some of which no stack offers yet: {', '.join(VARIANTS)}")
     parser.add_argument("--against", metavar="OTHER", help="another recipe, or a variant of this one, side by side")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="write a page: a self-contained HTML file")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    # fmt: on
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         args.recipe, args.overrides = None, [args.recipe, *args.overrides]
     made = [_certificate(args, args.recipe, args.variant)]
     if args.against is not None:
-        variant = args.against if args.against in VARIANT_NAMES else None
+        variant = args.against if args.against in VARIANTS else None
         made.append(_certificate(args, args.recipe if variant else args.against, variant))
     if args.json:
         data = made[0].as_data()
@@ -83,18 +65,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _certificate(args: argparse.Namespace, recipe: str | None, variant: str | None) -> Certificate:
     from mpbridge.numerics.certificates.certificate import certificate
-    from mpbridge.numerics.certificates.expected import VARIANTS
     from mpbridge.numerics.rules import release_of
     from mpbridge.training.certified import OwnTensors, own_tensors, training_of
 
     # the shipped model is made deep enough for the edge layers of every recipe; no figure depends on the depth
-    deep = (
-        []
-        if args.config or any(one.startswith("model.num_layers=") for one in args.overrides)
-        else ["model.num_layers=16"]
-    )
-    overrides = [*deep, *args.overrides]
-    asked = argparse.Namespace(recipe=recipe, config=args.config, engine=None, emulate=None, overrides=overrides)
+    deep = [] if args.config else ["model.num_layers=16"]
+    asked = argparse.Namespace(recipe=recipe, config=args.config, engine=None, emulate=None, overrides=[*deep, *args.overrides])  # fmt: skip
     box = container(asked)
     made = box.resolved(box.smallest_world())
     if variant is not None and not any(quant.scaling == "nvfp4" for quant in made.policy.quants):
@@ -115,16 +91,22 @@ def _certificate(args: argparse.Namespace, recipe: str | None, variant: str | No
 
 def _print(made: list[Certificate]) -> None:
     for one in made:
-        name = one.recipe + (f" with {one.variant.name}" if one.variant else "")
-        print_line(f"{name}, Transformer Engine {one.te}'s rules, {one.seconds:.0f} s")
+        print_line(f"{_name(one)}, Transformer Engine {one.te}'s rules, {one.seconds:.0f} s of one core")
         for sentence in one.sentences.values():
             print_line(f"{sentence[0].upper()}{sentence[1:]}.", indent="  ")
         print_line()
+    print_line(LEGEND)
+    print_line(f"Two numbers: {_name(made[0])} / {_name(made[1])}." if len(made) > 1 else "")
     for part, title in PARTS.items():
-        columns, rows = (wide if part in ("operand", "gemm") else table_of)(made, part)
-        if rows:
-            print_table(columns, rows, title=title)
-            print_line()
+        for measured in (False, True):
+            columns, rows = table_of(made, part, measured)
+            if rows:
+                print_table(columns, rows, title=title)
+                print_line()
+
+
+def _name(one: Certificate) -> str:
+    return one.recipe + (f" with {one.variant.name}" if one.variant else "")
 
 
 PARTS = {
@@ -134,40 +116,34 @@ PARTS = {
     "optimizer": "optimizer",
     "attention": "attention and log-probabilities",
 }
+LEGEND = (
+    "+-: measured, half of the 95 % interval over independent tensors (Student's t). Without: exact, a sum over all outcomes of the rounding. "
+    "<=: a bound for every tensor whose scales are normal numbers."
+)
 
 
-def wide(made: list[Certificate], part: str) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """Like `table_of`, with a column for each quantity; a bound that holds stands behind its number."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for one in made:
-        for row in one.rows:
-            if row.part == part:
-                bound = "" if row.bound is None else f" (<= {row.bound:.3g})"
-                found.setdefault((row.tensor, row.where), {}).setdefault(row.quantity, []).append(
-                    f"{row.value:.4g}{bound}"
-                )
-    quantities = list(dict.fromkeys(name for cells in found.values() for name in cells))
-    rows = [(*key, *(" / ".join(cells.get(name, [])) for name in quantities)) for key, cells in found.items()]
-    return ("tensor", "where", *quantities), rows
+def table_of(made: list[Certificate], part: str, measured: bool) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """(columns, rows) of one part; of two certificates `first / second`, `-` for a figure that one lacks.
 
-
-def table_of(made: list[Certificate], part: str) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """(columns, rows) of one part; the same row of several certificates side by side."""
-    found: dict[tuple[str, str, str], dict[int, Any]] = {}
+    measured: the figures of tensors, with a column for each quantity; else those that depend on none, with a row for each and its condition.
+    """
+    cells: dict[tuple[str, str], dict[str, list[str]]] = {}
+    notes: dict[tuple[str, str], tuple[str, str]] = {}
     for index, one in enumerate(made):
         for row in one.rows:
-            if row.part == part:
-                found.setdefault((row.tensor, row.where, row.quantity), {})[index] = row
-    names = [one.variant.name if one.variant else one.recipe for one in made]
-    values = ("value",) if len(made) == 1 else tuple(names)
-    rows = []
-    for (tensor, where, quantity), cells in found.items():
-        first = next(iter(cells.values()))
-        texts = [_text(cells[index]) if index in cells else "" for index in range(len(made))]
-        bound = "" if first.bound is None else f"{first.bound:.3g}"
-        rows.append((tensor, where, quantity, *texts, bound, first.derivation, first.condition))
-    return ("tensor", "where", "quantity", *values, "bound", "how", "when"), rows
+            if row.part != part or bool(row.tensor) is not measured:
+                continue
+            key, column = ((row.tensor, row.where), row.quantity) if measured else ((row.where, row.quantity), "value")
+            cells.setdefault(key, {}).setdefault(column, ["-"] * len(made))[index] = _text(row)
+            notes[key] = (row.derivation, row.condition)
+    columns = list(dict.fromkeys(name for row in cells.values() for name in row))
+    rows = [
+        (*key, *(" / ".join(row.get(name, ())) for name in columns), *(() if measured else notes[key]))
+        for key, row in cells.items()
+    ]
+    return (("tensor", "where", *columns) if measured else ("where", "quantity", *columns, "how", "when")), rows
 
 
-def _text(row: Any) -> str:
-    return f"{row.value:.4g}" + (f" +- {row.ci95:.2g}" if row.ci95 else "")
+def _text(row: Row) -> str:
+    interval = f" +- {row.ci95:.1g}" if row.ci95 else ""
+    return f"{row.value:.4g}{interval}" + ("" if row.bound is None else f" (<= {row.bound:.3g})")

@@ -9,6 +9,7 @@ from mpbridge.cli.text import print_json, print_line, print_whole
 from mpbridge.common.errors import BadValue
 from mpbridge.common.report.history import PRECISION
 from mpbridge.common.report.progress import bar
+from mpbridge.settings.huggingface.served import CONTRACT
 from mpbridge.training.checkpoint.store import MANIFEST, step_of
 from mpbridge.training.disclosure.evidence import Evidence, read_evidence
 
@@ -21,7 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder", type=Path, metavar="FOLDER", help="a run's folder (logger.log_dir), a checkpoint, or with --sign a folder to publish"
     )  # fmt: skip
     parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="the run of a checkpoint (default: the folder that contains it)"
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="the run of a checkpoint (default: the folder that contains it) or of served weights",
     )
     parser.add_argument("--mllog", type=Path, metavar="FILE", help="append MLPerf Training 6.1's nine keys to this log")
     parser.add_argument(
@@ -81,10 +85,10 @@ def _sign(args: argparse.Namespace) -> int:
     folder, signer = args.folder, read_key(args.sign, private=True)
     if args.sign.resolve().is_relative_to(folder.resolve()):
         raise BadValue(f"{args.sign} lies in the folder that it signs, and would be published with it: move it out")
-    if not (folder / MANIFEST).exists():
+    if not (folder / MANIFEST).exists() and not (args.run is not None and (folder / CONTRACT).exists()):
         if not args.publish:
             raise BadValue(
-                f"{folder} is no checkpoint of mpbridge (it has no {MANIFEST}): to sign any folder, add --publish"
+                f"{folder} is no checkpoint of mpbridge (it has no {MANIFEST}): to sign any folder, add --publish; served weights with their {CONTRACT}, --run DIR"
             )
         sign_folder(folder, signer, MODEL_SIGNATURE)
         print_line(f"{folder / MODEL_SIGNATURE}: signed by {signer.id[:12]}")

@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(BadValue(f"{error.filename or 'standard output'}: {error.strerror or error}"), as_json)
         _stop_printing()
         code = 2
-    except KeyboardInterrupt:
-        _complain(Interrupted("interrupted"), as_json)
+    except KeyboardInterrupt as stop:
+        _complain(Interrupted(str(stop) or "interrupted"), as_json)
         code = Interrupted.exit_code
     except SystemExit as stop:  # argparse's own, after --help
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2

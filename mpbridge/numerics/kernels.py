@@ -199,14 +199,20 @@ def delayed(
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
+def sylvester(n: int) -> torch.Tensor:
+    """The [n, n] Hadamard matrix of signs; n: a power of two."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < n:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
 @functools.lru_cache(maxsize=8)
 def hadamard(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The transposed 16x16 matrix diag(signs) H / 4: orthogonal, so wgrad is unchanged up to rounding. Signs: TE's
     nvfp4_tensor.py."""
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < 16:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    return (torch.diag(torch.tensor(_SIGNS, dtype=torch.float32)) @ matrix * 0.25).t().contiguous().to(device, dtype)
+    signs = torch.diag(torch.tensor(_SIGNS, dtype=torch.float32))
+    return (signs @ sylvester(16) * 0.25).t().contiguous().to(device, dtype)
 
 
 def rotate(x: torch.Tensor, *, rounded: bool = True) -> torch.Tensor:

@@ -12,7 +12,6 @@ from mpbridge.numerics.gemm import Plug, QuantizedLinear, check_shapes
 from mpbridge.numerics.listening import HeardLinear
 
 if TYPE_CHECKING:
-    from mpbridge.numerics.emulation import Emulation
     from mpbridge.precision.policy import Quant
 
 
@@ -31,7 +30,7 @@ def apply(
     expert: token counts vary, so they are padded with zeros as megatron-core does; recompute: this forward pass may be run again in
     backward. high: x in FP32, before the preceding norm rounded it, for a scaling that quantizes the unrounded value.
     """
-    emulation: Emulation = plug.emulation
+    emulation = plug.emulation
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))

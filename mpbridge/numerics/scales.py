@@ -75,7 +75,11 @@ def peaks_over(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> tor
     """fp32 maximum of `magnitude` over `dim` (None: over everything). For bf16 it compares bit patterns, which are ordered like magnitudes."""
     axes: Any = () if dim is None else dim
     if x.dtype is torch.bfloat16:
-        bits = torch.amax(x.view(torch.int16) & 0x7FFF, axes)
+        bits = x.view(torch.int16) & 0x7FFF
+        # a maximum along short rows leaves the vector registers, one of their halves does not
+        while dim == 1 and bits.dim() == 2 and bits.shape[1] % 2 == 0:
+            bits = torch.maximum(*bits.chunk(2, 1))
+        bits = torch.amax(bits, axes)
         if int(bits.amax()) <= _BF16_INFINITY:
             return bits.view(torch.bfloat16).float()
     else:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mpbridge.common.errors import MpbridgeError
+from mpbridge.te_cpu.ranks import GRACE, Merged, Ranks
 
 _STACK = ExitStack()
 
@@ -32,6 +33,20 @@ def pytest_addoption(parser: Any) -> None:
         default=os.environ.get("MPBRIDGE_TE"),
         help="the Transformer Engine release (default: the installed one)",
     )
+    group.addoption(
+        "--ranks",
+        type=int,
+        metavar="N",
+        default=1,
+        help="run every test on N ranks of a world that is started here (gloo for NCCL); without it, one process, or the world of a launcher",
+    )
+    group.addoption(
+        "--ranks-grace",
+        type=float,
+        metavar="S",
+        default=GRACE,
+        help="seconds that the other ranks have after one has failed; then their world is ended and named in the report (default: %(default)s)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,6 +61,57 @@ def pytest_load_initial_conftests(early_config: Any) -> None:
     except MpbridgeError as error:
         raise pytest.UsageError(str(error)) from error
     _STACK.enter_context(foreign_code(connections=False))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: Any) -> None:
+    """With --ranks, the tests are collected and run by the ranks alone."""
+    if config.getoption("ranks") > 1 and "MPBRIDGE_RANK" not in os.environ:
+        config.pluginmanager.register(_World(config), "mpbridge-ranks")
+
+
+class _World:
+    """Replaces collection and run by the reports of the ranks."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> bool:
+        """Nothing is collected here."""
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """Hands the ranks' reports to the reporters of this run."""
+        option = self.config.option
+        arguments = [*map(str, self.config.invocation_params.args)]
+        from mpbridge.te_cpu.played import now
+
+        played = now()
+        release = ".".join(map(str, played.release))
+        with Ranks(option.ranks, played.machine.name, release, grace=option.ranks_grace) as ranks:
+            for merged in ranks.run(arguments):
+                session.testscollected += 1
+                session.testsfailed += merged.outcome == "failed"
+                self._report(merged)
+                if session.testsfailed >= (self.config.getvalue("maxfail") or float("inf")):
+                    raise session.Failed(f"stopping after {session.testsfailed} failures")
+        return True
+
+    def _report(self, merged: Merged) -> None:
+        hook = self.config.hook
+        if merged.module:
+            why: Any = (merged.test, 0, merged.text) if merged.outcome == "skipped" else merged.text
+            hook.pytest_collectreport(report=pytest.CollectReport(merged.test, merged.outcome, why, []))  # type: ignore[arg-type]
+            return
+        hook.pytest_runtest_logstart(nodeid=merged.test, location=merged.location)
+        for phase in merged.phases:
+            if isinstance(phase["longrepr"], list):  # of a skip: JSON knows no tuples, and pytest asks for one
+                phase["longrepr"] = tuple(phase["longrepr"])
+            report = hook.pytest_report_from_serializable(config=self.config, data=phase)
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=merged.test, location=merged.location)
 
 
 def pytest_report_header() -> str:

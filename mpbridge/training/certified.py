@@ -115,9 +115,10 @@ def _measured(step: MeasuredStep, linear: str) -> Iterator[Row]:
 
 def tensors_of(file: Path) -> dict[str, Linear]:
     """Linears of a safetensors file: `x`, `w` and `dy` (or NAME.x ...), else its largest matrices as weights. Raises BadValue, Contradiction."""
+    import torch
     from safetensors import safe_open
 
-    from mpbridge.numerics.certificates.tensors import drawn
+    from mpbridge.numerics.certificates.tensors import TOKENS, Linear
 
     stored = header(file.parent, file.name)
     shapes = {name: list(one.shape) for name, one in stored.items() if one.dtype in ("F32", "BF16", "F16", "F64")}
@@ -126,7 +127,7 @@ def tensors_of(file: Path) -> dict[str, Linear]:
     with safe_open(file, framework="pt") as stream:
 
         def read(name: str) -> torch.Tensor:
-            return _few(stream.get_slice(name), shapes[name])
+            return _few(name, stream.get_slice(name), shapes[name])
 
         if names:
             return {base or file.stem: _linear(base, shapes, read) for base in sorted(names)[:MOST]}
@@ -136,9 +137,9 @@ def tensors_of(file: Path) -> dict[str, Linear]:
         if not matrices:
             raise BadValue(f"--tensors {file}: no matrix of at least 128 by 128 (expected x, w and dy, or weights)")
         for name in matrices[:MOST]:
-            w = read(name)
-            other = drawn("normal", 0)
-            found[name] = type(other)(x=_wide(other.x, w.shape[1]), w=w, dy=_wide(other.dy, w.shape[0]))
+            w, generator = read(name), torch.Generator().manual_seed(0)
+            dy, x = (torch.randn((TOKENS, width), generator=generator) for width in w.shape)
+            found[f"{name}, x and dy drawn"] = Linear(x=x, w=w, dy=dy)
     return found
 
 
@@ -158,16 +159,14 @@ def _linear(base: str, shapes: dict[str, list[int]], read: Any) -> Linear:
     return Linear(x=x[:tokens], w=w, dy=dy[:tokens])
 
 
-def _few(stored: Any, shape: list[int]) -> torch.Tensor:
+def _few(name: str, stored: Any, shape: list[int]) -> torch.Tensor:
     """Whole rows, in FP32, cut to multiples of 128: the largest block, so that no padding takes part."""
     if len(shape) != 2 or min(shape) < 128:
-        raise BadValue(f"a tensor of shape {shape}: expected a matrix of at least 128 by 128")
+        raise BadValue(f"{name} has the shape {shape}: expected a matrix of at least 128 by 128")
     columns = shape[1] // 128 * 128
     rows = max(128, min(shape[0], ELEMENTS // columns) // 128 * 128)
-    return stored[:rows, :columns].float()  # type: ignore[no-any-return]
-
-
-def _wide(x: torch.Tensor, columns: int) -> torch.Tensor:
-    import torch
-
-    return torch.randn((x.shape[0], columns), generator=torch.Generator().manual_seed(columns))
+    found: torch.Tensor = stored[:rows, :columns].float()
+    bad = int((~found.isfinite()).sum())
+    if bad or not found.any():
+        raise BadValue(f"{name} has {f'{bad} values that are not finite' if bad else 'nothing but zeros'}: expected numbers, whose rounding has an error")  # fmt: skip
+    return found

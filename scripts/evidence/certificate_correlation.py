@@ -2,7 +2,7 @@
 
 For each seed a GPT is trained in FP32 on a generated source (`Source`); over 200 of its steps, in which its loss falls fast, every arm's gradient is compared with the FP32 gradient of the same weights and batch, every
 20 steps. Then every arm trains 200 steps from the same weights on the same batches, and its evaluation loss (computed in FP32) is compared with FP32's. Arms are ranked by each figure of
-their certificate and by what was measured, all of them and NVFP4's alone. `... rows` computes the correlations anew from the file's measurements.
+their certificate and by what was measured, all of them and NVFP4's alone. `... rows` computes certificates and correlations anew, beside what the file's runs measured.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from torch.nn import functional as F
 
 from mpbridge import get_mixed_precision_config, resolve
 from mpbridge.numerics.certificates.certificate import certificate
-from mpbridge.numerics.certificates.expected import VARIANTS, varied, vary
+from mpbridge.numerics.certificates.expected import varied, vary
 from mpbridge.numerics.modules import emulate_linears
 from mpbridge.planning.certificates.optimizer import Training
+from mpbridge.planning.certificates.variants import VARIANTS
 from mpbridge.precision.policy import PrecisionPolicy
 
 DATA = Path(__file__).resolve().parent / "data" / "certificate_correlation.json"
 WIDTH, HEADS, LAYERS, LENGTH, BATCH, BEFORE, STEPS, EVERY, LR = 128, 4, 2, 32, 8, 500, 200, 20, 1e-3
 SYMBOLS, SUCCESSORS = 16, 8
+KINDS = ("normal", "student-3", "sparse")
 ARMS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "bf16": ("bf16_mixed", {}, None),
     "fp16": ("fp16_mixed", {}, None),
@@ -222,10 +224,11 @@ def figures(arm: str) -> dict[str, float]:
         training,
         variant=None if variant is None else VARIANTS[variant],
         release=(2, 17),
+        kinds=KINDS,
         replicas=3,
     )
     found = {}
-    for kind in ("normal", "student-3", "sparse"):
+    for kind in KINDS:
         for gemm in ("fprop", "dgrad", "wgrad"):
             for word in ("one step bits", "plateau bits"):
                 found[f"{gemm}, {word}, {kind}"] = -(made.value(gemm, word, kind) or 0.0)
@@ -275,7 +278,10 @@ def correlated(data: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     again = sys.argv[1:] == ["rows"]
-    data = json.loads(DATA.read_text(encoding="utf-8")) if again else measured(sys.argv[1:])
+    if again:
+        data = json.loads(DATA.read_text(encoding="utf-8")) | {"certified": {arm: figures(arm) for arm in ARMS}}
+    else:
+        data = measured(sys.argv[1:])
     DATA.write_text(json.dumps(correlated(data), indent=1) + "\n", encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -16,12 +17,13 @@ import torch
 from mpbridge import ConfigContainer
 from mpbridge.common.formats import E4M3, FORMATS, DType
 from mpbridge.numerics.certificates.attention import mismatch
-from mpbridge.numerics.certificates.certificate import certificate
-from mpbridge.numerics.certificates.expected import VARIANTS, Operands, Variant, ms_eden
+from mpbridge.numerics.certificates.certificate import Certificate, certificate
+from mpbridge.numerics.certificates.expected import Operands, ms_eden
 from mpbridge.numerics.certificates.figures import bits, operand_figures
 from mpbridge.numerics.rounding import round_nearest
 from mpbridge.planning.certificates.scales import second_pass
 from mpbridge.planning.certificates.states import half_gap
+from mpbridge.planning.certificates.variants import VARIANTS, Variant
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.recipes import BUILT_IN
 from mpbridge.training.certified import training_of
@@ -46,25 +48,35 @@ def four_over_six(square: bool) -> Variant:
     return Variant(name="4/6", words="", options=values)
 
 
-def averaged(count: int, name: str | None, *, unbiased: bool = False) -> float:
-    """Bits of the mean of `count` products of two matrices rounded stochastically; unbiased: with infinitely many random bits, where headroom leaves no bias."""
+@functools.cache
+def errors(name: str | None, unbiased: bool) -> tuple[float, float]:
+    """(squared error of the mean, of one draw around it) of the product of two matrices rounded stochastically, relative to it; unbiased: with infinitely many random bits, where headroom leaves no bias."""
     made = Operands(NVFP4, variant=None if name is None else VARIANTS[name])
     a, b = (made.expected(normal(1024, 1024, seed), gemm="dgrad", side="dy") for seed in (0, 1))
     product = a.source @ b.source.T
     first, second = (one.source if unbiased else one.mean for one in (a, b))
     bias = (first @ second.T - product).square().sum()
-    noise = a.variance @ b.variance.T + a.variance @ second.square().T + first.square() @ b.variance.T
-    return bits(float((bias + noise.sum() / count) / product.square().sum()))
+    noise = (a.variance @ (b.variance + second.square()).T).sum() + (first.square() @ b.variance.T).sum()
+    return float(bias / product.square().sum()), float(noise / product.square().sum())
 
 
-def eden_averaged(count: int) -> float:
+def averaged(count: int, name: str | None, *, unbiased: bool = False) -> float:
+    """Bits of the mean of `count` products."""
+    bias, noise = errors(name, unbiased)
+    return bits(bias + noise / count)
+
+
+@functools.cache
+def eden_averaged() -> dict[int, float]:
+    """Number of products averaged -> bits."""
     a, b, generator = normal(512, 512, 0), normal(512, 512, 1), torch.Generator().manual_seed(2)
-    total = torch.zeros(512, 512, dtype=torch.float64)
-    for _ in range(count):
+    total, product = torch.zeros(512, 512, dtype=torch.float64), (a @ b.T).double()
+    found = {}
+    for count in range(1, 65):
         signs = torch.randint(0, 2, (128,), generator=generator).float() * 2 - 1
         total += ms_eden(a, generator, signs=signs, rotated=True) @ ms_eden(b, generator, signs=signs, rotated=True).T
-    product = (a @ b.T).double()
-    return bits(float((total / count - product).square().sum() / product.square().sum()))
+        found[count] = bits(float((total / count - product).square().sum() / product.square().sum()))
+    return found
 
 
 def eden_error() -> float:
@@ -116,10 +128,10 @@ CLAIMS: tuple[Claim, ...] = (
     (QUARTET, "bits of the mean of 1,024, the same", 7.196, lambda: averaged(1024, "headroom", unbiased=True), 0.005, ""),
     (QUARTET, "bits of the mean of 1,024, headroom, eight random bits", 7.196, lambda: averaged(1024, "headroom"), 0.005, "eight random bits, as Transformer Engine's rule takes, round down by 1/512 of a step on average"),
     (QUARTET, "MSE x 1e-3, MS-EDEN", 9.8, eden_error, 0.01, ""),
-    (QUARTET, "MS-EDEN, a linear's input gradient, bits of 1", 2.847, lambda: eden_averaged(1), 0.01, ""),
-    (QUARTET, "of the mean of 4", 3.839, lambda: eden_averaged(4), 0.01, ""),
-    (QUARTET, "of 16", 4.843, lambda: eden_averaged(16), 0.01, ""),
-    (QUARTET, "of 64", 5.840, lambda: eden_averaged(64), 0.01, ""),
+    (QUARTET, "MS-EDEN, a linear's input gradient, bits of 1", 2.847, lambda: eden_averaged()[1], 0.01, ""),
+    (QUARTET, "of the mean of 4", 3.839, lambda: eden_averaged()[4], 0.01, ""),
+    (QUARTET, "of 16", 4.843, lambda: eden_averaged()[16], 0.01, ""),
+    (QUARTET, "of 64", 5.840, lambda: eden_averaged()[64], 0.01, ""),
     ("NVIDIA/Megatron-LM#6666", "percent of MXFP8 scales that fall on a second pass", 5.08, halving_scales, 0.01, ""),
     ("NVIDIA/Megatron-LM#6666", "the same by log2(29/28)", 5.08, lambda: 100 * second_pass(E4M3).share, 0.01, ""),
     ("arXiv 2209.05433, table 1", "largest E4M3", 448.0, lambda: reached("e4m3", largest=True), 0.0, ""),
@@ -147,6 +159,12 @@ def published() -> list[dict[str, Any]]:
     return rows
 
 
+def figure(made: Certificate, where: str, quantity: str, kind: str) -> list[float] | None:
+    """[value, half of its 95 % interval]"""
+    rows = (r for r in made.rows if (r.where, r.quantity, r.tensor) == (where, quantity, kind))
+    return next(([r.value, r.ci95 or 0.0] for r in rows), None)
+
+
 def certified(name: str, variant: str | None = None) -> dict[str, Any]:
     box = ConfigContainer.load("gpt_tiny", ["model.num_layers=16", f"mixed_precision.recipe={name}"], check=False)
     run = box.resolved(box.smallest_world())
@@ -162,10 +180,9 @@ def certified(name: str, variant: str | None = None) -> dict[str, Any]:
     }
     for gemm in ("fprop", "dgrad", "wgrad"):
         row[gemm] = [made.value(gemm, "one step bits"), made.value(gemm, "plateau bits")]
-    row["fresh"] = made.value("wgrad", "alignment over fresh data")
-    row["dy"] = [
-        [made.value("dgrad dy row", name, kind) for kind in kinds] for name in ("MSE", "alignment", "small-signal gain")
-    ]
+    row["fresh"] = figure(made, "wgrad", "alignment over fresh data", "normal")
+    for quantity in ("MSE", "alignment", "small-signal gain"):
+        row[quantity] = [figure(made, "dgrad dy row", quantity, kind) for kind in kinds]
     print(f"{name} {variant or ''}: {made.seconds:.1f} s; {made.sentences['recipe']}", flush=True)
     return json.loads(json.dumps(row).replace("Infinity", "null"))  # type: ignore[no-any-return]
 

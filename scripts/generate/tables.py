@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -137,6 +138,60 @@ def field_table() -> str:
     return markdown(("field", "what it is", "what changes it", "kind"), rows)
 
 
+@table("audit-cost")
+def audit_cost_table() -> str:
+    """What an audited step takes, as scripts/evidence/bench_audit.py measured it."""
+    from mpbridge.observe.audit.cadence import LATEST, SHARE, SOONEST
+
+    def row(name: str, one: dict[str, float]) -> tuple[str, ...]:
+        interval = min(LATEST, max(SOONEST, math.ceil((one["audited"] - 1) / SHARE)))
+        return name, f"{one['audited']:.2f}", f"{one['again']:.2f}", f"{interval}", f"{one['checkpoint']:.2f}"
+
+    columns = ("recipe", "an audited step / a plain one", "A/A", "default interval, steps", "check before a checkpoint")
+    return markdown(columns, (row(*one) for one in evidence("audit_cost").items()))
+
+
+@table("audit-faults")
+def audit_faults_table() -> str:
+    """Planted faults that an audit named in the step in which they begin, as scripts/evidence/audit_faults.py counted them."""
+    found, rows = evidence("audit_faults"), []
+    kinds = {
+        "faults": "catalogue, one process",
+        "pairs": "catalogue, two processes",
+        "blind": "from reports of other bugs",
+    }
+    for kind, name in kinds.items():
+        if kind not in found:
+            continue
+        engines = found[kind]["engines"]
+        per = {at: [sum(one[at][i] for one in engines.values()) for i in (0, 1)] for at in ("1", "7", "14")}
+        caught, planted = (sum(one[i] for one in per.values()) for i in (0, 1))
+        share = f"{caught} of {planted} ({100 * caught / planted:.1f} %)"
+        rows.append(
+            (name, *(f"{one[0]} of {one[1]}" for one in per.values()), share, f"{planted} of {found[kind]['of']}")
+        )
+    columns = ("faults", "before step 1", "before step 7", "before step 14", "all", "drawn")
+    table = markdown(columns, rows)
+    missed: dict[tuple[str, str], list[str]] = {}
+    for kind in kinds:
+        for fault, engine, moment, why in found.get(kind, {}).get("missed", ()):
+            missed.setdefault((fault, why), []).append(f"{engine} {moment}")
+    lines = [f"- {fault} ({', '.join(where)}): {why}" for (fault, why), where in sorted(missed.items())]
+    return "\n".join([table, "", "Missed, with the engine and the step:", "", *lines]) if lines else table
+
+
+@table("audit-healthy")
+def audit_healthy_table() -> str:
+    """Healthy runs drawn at random: how many of each value of each axis."""
+    found = evidence("audit_faults")["healthy"]
+    text = f"{found['runs']} runs, {found['audits']} audits, {len(found['alarms'])} false alarms."
+    rows = [
+        (axis, ", ".join(f"{value} ({count})" for value, count in sorted(values.items(), key=lambda one: -one[1])))
+        for axis, values in found["axes"].items()
+    ]
+    return f"{text}\n\n{markdown(('axis', 'values (runs)'), rows)}"
+
+
 @table("known-bugs")
 def known_bug_table() -> str:
     """Public bugs as tests/known_bugs plays them."""
@@ -155,6 +210,21 @@ def known_bug_table() -> str:
         [(row(bug)[0], bug.what, bug.when.removeprefix(NOT)) for bug in BUGS if not bug.says],
     )
     return f"{count}\n\n{caught.rstrip()}\n\n## Not caught\n\n{missed}"
+
+
+@table("serving-bugs")
+def serving_bug_table() -> str:
+    """Public bugs as tests/training/serving plants them in folders."""
+    from tests.training.serving.bugs import BUGS
+
+    def link(thread: str) -> str:
+        name, _, number = thread.partition("#")
+        return f"[{name.partition('/')[2]}#{number}](https://github.com/{name}/issues/{number})"
+
+    rows = [
+        (", ".join(link(thread) for thread in bug.threads.split(", ")) if bug.threads else "", bug.planted, f"`{bug.method}`", bug.said) for bug in BUGS
+    ]  # fmt: skip
+    return markdown(("thread", "planted", "in", "`mpbridge contract` says"), rows)
 
 
 @table("left-alone")
@@ -373,7 +443,8 @@ def bytes_table() -> str:
     return markdown(("recipe", "compute", "kept", "bytes per parameter, 1 GPU", "8 GPUs"), rows)
 
 
-def certificate_data(name: str) -> dict[str, Any]:
+def evidence(name: str) -> dict[str, Any]:
+    """What a script of scripts/evidence wrote down."""
     path = ROOT / "scripts" / "evidence" / "data" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
@@ -383,21 +454,20 @@ def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
         one, plateau = ("exact" if value is None else f"{value:.2f}" for value in pair)
         return one if one == plateau else f"{one} -> {plateau}"
 
-    def percent(value: float | None, digits: int = 2) -> str:
-        return "" if value is None else f"{100 * value:+.{digits}f}"
+    def percent(figure: Sequence[float] | None) -> str:
+        return "" if figure is None else f"{100 * figure[0]:+.2f} ± {100 * figure[1]:.1g}" if figure[1] else f"{100 * figure[0]:+.2f}"  # fmt: skip
 
     found = []
     for row in rows:
-        errors, alignments, gains = row["dy"]
         found.append(
             (
                 f"`{row[named] or 'as Transformer Engine does'}`",
                 *(bits(row[gemm]) for gemm in ("fprop", "dgrad", "wgrad")),
-                f"{1e3 * errors[0]:.3g}",
-                " / ".join(percent(value) for value in alignments),
-                " / ".join(percent(value, 1) for value in gains if value is not None),
+                f"{1e3 * row['MSE'][0][0]:.3g}",
+                " / ".join(percent(value) for value in row["alignment"]),
+                " / ".join(percent(value) for value in row["small-signal gain"] if value is not None),
                 percent(row["fresh"]),
-                row["sentence"].rpartition(" in one step; ")[2] if named == "recipe" else "",
+                row["sentence"].partition("; ")[2] if named == "recipe" else "",
                 f"{row['seconds']:.0f}",
             )
         )
@@ -412,7 +482,7 @@ def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
             "small-signal gain, %",
             "over fresh data, %",
             "optimizer",
-            "seconds",
+            "seconds of one core",
         ),
         found,
     )
@@ -421,14 +491,14 @@ def certificate_rows(rows: Sequence[dict[str, Any]], named: str) -> str:
 @table("certificates")
 def certificate_table() -> str:
     """The certificate of every built-in recipe, as scripts/evidence/certificates.py measured it."""
-    return certificate_rows(certificate_data("certificates")["recipes"], "recipe")
+    return certificate_rows(evidence("certificates")["recipes"], "recipe")
 
 
 @table("certificate-variants")
 def certificate_variant_table() -> str:
-    from mpbridge.numerics.certificates.expected import NOT_OFFERED, VARIANTS
+    from mpbridge.planning.certificates.variants import NOT_OFFERED, VARIANTS
 
-    rows = certificate_rows(certificate_data("certificates")["variants"], "variant")
+    rows = certificate_rows(evidence("certificates")["variants"], "variant")
     words = [(f"`{one.name}`", one.words, "yes" if one.offered else NOT_OFFERED) for one in VARIANTS.values()]
     return rows + "\n\n" + markdown(("variant", "what it changes", "Transformer Engine has it"), words)
 
@@ -442,7 +512,7 @@ def agreement(row: dict[str, Any]) -> str:
 
 @table("published-and-ours")
 def published_table() -> str:
-    rows = certificate_data("certificates")["published"]
+    rows = evidence("certificates")["published"]
     return markdown(
         ("source", "what", "published", "ours", "agrees", "why not"),
         [
@@ -462,7 +532,7 @@ def published_table() -> str:
 @table("certificate-correlation")
 def correlation_table() -> str:
     """What scripts/evidence/certificate_correlation.py found."""
-    data = certificate_data("certificate_correlation")
+    data = evidence("certificate_correlation")
     words = {"gradient, all": "the gradient's error between formats", "gradient, nvfp4": "and within NVFP4", "loss, all": "the loss between formats", "loss, nvfp4": "and within NVFP4"}  # fmt: skip
 
     def span(values: Sequence[float]) -> str:

@@ -18,6 +18,8 @@ from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant, Region
 
+pytestmark = pytest.mark.usefixtures("compiling")
+
 ALL = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 
 

@@ -32,13 +32,6 @@ ALL_LAYERS = {"recipe": SHORT["tensorwise"], "first_last_layers_bf16": False}
 MOE = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled() -> Any:
-    # compiled kernels give the same bits (test_linear.py) and cost seconds each
-    with torch._dynamo.config.patch(disable=True):
-        yield
-
-
 @pytest.fixture
 def build(layer: None, world: None) -> Any:
     engines: list[Any] = []

@@ -19,6 +19,8 @@ from mpbridge.numerics.stored import StoredWeight, stored
 from mpbridge.precision.policy import Quant
 from tests.numerics import golden
 
+pytestmark = pytest.mark.usefixtures("compiling")
+
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
 VALUES = json.loads((HERE / "golden_te_2_11.json").read_text())["values"]

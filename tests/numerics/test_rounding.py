@@ -15,6 +15,8 @@ from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
 from mpbridge.numerics.kernels import kernel
 from mpbridge.numerics.rounding import random_bytes, round_nearest, round_stochastic
 
+pytestmark = pytest.mark.usefixtures("compiling")
+
 FORMATS = [pytest.param(number, id=number.name) for number in (E4M3, E5M2, E2M1)]
 ORACLE = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
 

@@ -19,6 +19,8 @@ from mpbridge.numerics.rules import options_of, release_of
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 from tests.numerics import golden
 
+pytestmark = pytest.mark.usefixtures("compiling")
+
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
 VALUES = json.loads((HERE / "golden_te_main.json").read_text())["values"]

@@ -49,9 +49,6 @@ def case(name: str) -> dict[str, Any]:
 
     layout, _, recipe = name.partition("/")
     with device_layer(False):
-        torch._dynamo.config.disable = (
-            True  # a compiler in every rank costs minutes and changes no bit (test_linear.py)
-        )
         engine: Any = build_engine(
             tiny.run(recipe, world=torch.distributed.get_world_size(), emulate=True, **LAYOUTS[layout])
         )

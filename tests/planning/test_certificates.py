@@ -45,6 +45,15 @@ def test_lost_updates_are_those_that_a_cast_loses(lr: float, sigma: float, kind:
     assert kept == pytest.approx(states.movement_kept(lr, sigma, kind), abs=0.02)
 
 
+@pytest.mark.parametrize("step", [1, 12, 300])
+def test_an_update_is_as_large_as_adams_under_noise(step: int) -> None:
+    generator, m = torch.Generator().manual_seed(0), torch.zeros(20_000)
+    for _ in range(step):
+        m = 0.9 * m + 0.1 * torch.randn(20_000, generator=generator)
+    assert float((m / (1 - 0.9**step)).std()) == pytest.approx(states.ratio_of(0.9, step), rel=0.02)
+    assert states.ratio_of(0.9) == pytest.approx(states.ratio_of(0.9, 10_000))
+
+
 def test_the_rate_at_which_half_is_lost_loses_half() -> None:
     rate = states.rate_for(0.5, 0.02, DType.BF16)
     assert states.lost_updates(rate, 0.02, DType.BF16) == pytest.approx(0.5, abs=1e-9)

@@ -28,6 +28,10 @@ MODEL = {
 }
 
 
+LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "ffn_hidden_size": 128}
+"""Added to it, a model that has a layout of Hugging Face's."""
+
+
 class Text:
     """Counting sequences, endless and the same every time."""
 

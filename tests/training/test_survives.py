@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mpbridge.cli.main import main
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.report.metrics import read
 from mpbridge.training.checkpoint import store
@@ -170,13 +171,10 @@ def train(folder, *settings, **options):
 
 
 def test_a_run_that_stopped_early_exits_with_3_and_a_whole_one_with_0(tmp_path):
-    settings = (f"checkpoint.save={tmp_path / 'kept'}", f"checkpoint.load={tmp_path / 'kept'}")
-    first = train(tmp_path, *settings, "train.exit_interval=4", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said, _ = first.communicate(timeout=200)
-    assert first.returncode == 3, said
-    second = train(tmp_path, *settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said, _ = second.communicate(timeout=200)
-    assert second.returncode == 0, said
+    tiny(tmp_path).dump(tmp_path / "tiny.yaml")
+    kept = [f"checkpoint.{way}={tmp_path / 'kept'}" for way in ("save", "load")]
+    command = ["train", "--config", str(tmp_path / "tiny.yaml"), *kept]
+    assert [main([*command, "train.exit_interval=4"]), main(command)] == [3, 0]
 
 
 # --- readers, closed streams, full disks -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from mpbridge.common.facts import MUONS
 from mpbridge.common.formats import E2M1, E4M3
 from mpbridge.numerics.certificates.attention import attention_rows, newton_schulz_rows
-from mpbridge.numerics.certificates.expected import NOT_OFFERED, Expected, Operands, Variant, cast
+from mpbridge.numerics.certificates.expected import Expected, Operands, cast
 from mpbridge.numerics.certificates.figures import SIDES, bounds, gain, gemm_figures, operand_figures, product
 from mpbridge.numerics.certificates.tensors import KINDS, Linear, drawn, with_signal
 from mpbridge.numerics.operands import COPY_OF, Side
@@ -22,19 +22,16 @@ from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE
 from mpbridge.planning.certificates.optimizer import Training, optimizer_rows, sentence
 from mpbridge.planning.certificates.row import Row
-from mpbridge.planning.certificates.scales import clipped_moments, clipping, nvfp4_second_pass, second_pass
+from mpbridge.planning.certificates.scales import nvfp4_second_pass, second_pass
+from mpbridge.planning.certificates.variants import NOT_OFFERED, Variant
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import GEMMS, Gemm
 
 REPLICAS = 6
-_BINS = 64
-"""Of the positions of elements below their block's maximum."""
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
 """Number of tensors -> 97.5 % quantile of Student's t with one degree of freedom less."""
 _WORDS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}
 _NAMES = {"x": "activations", "w": "weights", "dy": "gradients"}
-_EXACT = frozenset({"MSE", "alignment", "floor bits", "flushed", "one step bits", "plateau bits"})
-"""Sums over all outcomes of the rounding; over random tensors they still have an interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +46,7 @@ class Certificate:
     """'fprop', 'dgrad', 'wgrad', 'recipe' -> sentence."""
     training: Training | None = None
     seconds: float = 0.0
+    """Of one core, which a busy machine does not lengthen."""
 
     def value(self, where: str, quantity: str, tensor: str = "normal") -> float | None:
         """A figure; None if the certificate lacks it."""
@@ -81,51 +79,35 @@ def certificate(
     replicas: int = REPLICAS,
 ) -> Certificate:
     """The certificate of a settled policy. own: name -> the user's tensors; beside: rows about them. Raises what `Quantizer` raises."""
-    began, threads = time.perf_counter(), torch.get_num_threads()
+    began, threads = time.process_time(), torch.get_num_threads()
     # the operations are small: threads would wait for each other, on a busy machine for long
     torch.set_num_threads(1)
     try:
-        found = _certificate(recipe, policy, training, release, variant, tuple(kinds), own or {}, replicas)
+        maker = _Maker(policy, release, variant)
+        samples: dict[str, list[Linear]] = {kind: [drawn(kind, seed) for seed in range(replicas)] for kind in kinds}
+        samples |= {f"yours: {name}": [linear] for name, linear in (own or {}).items()}
+        rows = [row for kind, linears in samples.items() for row in maker.rows(kind, linears, replicas)]
+        rows += [*maker.second_passes(samples), *optimizer_rows(policy, training)]
+        rows += [*(newton_schulz_rows() if training.name in MUONS else ()), *attention_rows(maker.compute), *beside]
     finally:
         torch.set_num_threads(threads)
-    return replace(found, rows=(*found.rows, *beside), seconds=time.perf_counter() - began)
+    made = Certificate(recipe=recipe, te=".".join(map(str, release)), variant=variant, rows=tuple(rows), training=training)  # fmt: skip
+    said: dict[str, str] = {gemm: maker.sentence(made, gemm, next(iter(samples))) for gemm in GEMMS}
+    said["recipe"] = _whole(made, policy, training, variant, next(iter(samples)))
+    return replace(made, sentences=said, seconds=time.process_time() - began)
 
 
 def gradient_error(policy: PrecisionPolicy) -> float:
     """Relative error of one step's input or weight gradient, whichever is larger, on normal tensors: what orders the error of a model's gradient (docs/certificates.md)."""
-    maker, linear, found = _Maker(policy, DEFAULT_RELEASE, None), drawn("normal", 0), []
-    for gemm in ("dgrad", "wgrad"):
-        other = SIDES[gemm][1]
-        sources = (linear.dy, getattr(linear, other))
-        pair = tuple(maker.expected(x, gemm, side) for x, side in zip(sources, SIDES[gemm], strict=True))
-        figures = gemm_figures(gemm, pair[0], pair[1], (sources[0].double(), sources[1].double()))
-        found.append(float(2.0 ** -figures["one step bits"]))
-    return max(found)
-
-
-def _certificate(
-    recipe: str, policy: PrecisionPolicy, training: Training, release: Release, variant: Variant | None,
-    kinds: tuple[str, ...], own: Mapping[str, Linear], replicas: int,
-) -> Certificate:  # fmt: skip
-    maker = _Maker(policy, release, variant)
-    samples: dict[str, list[Linear]] = {kind: [drawn(kind, seed) for seed in range(replicas)] for kind in kinds}
-    samples |= {f"yours: {name}": [linear] for name, linear in own.items()}
-    rows = [row for kind, linears in samples.items() for row in maker.rows(kind, linears)]
-    rows += [*maker.second_passes(samples), *optimizer_rows(policy, training)]
-    rows += [*(newton_schulz_rows() if training.name in MUONS else ()), *attention_rows(policy.compute.torch())]
-    made = Certificate(
-        recipe=recipe, te=".".join(map(str, release)), variant=variant, rows=tuple(rows), training=training
-    )
-    said: dict[str, str] = {gemm: maker.sentence(made, gemm, next(iter(samples))) for gemm in GEMMS}
-    said["recipe"] = _whole(made, policy, training, variant, next(iter(samples)))
-    return replace(made, sentences=said)
+    found = dict(_Maker(policy, DEFAULT_RELEASE, None)._figures(drawn("normal", 0)))
+    return float(max(2.0 ** -found[gemm, "one step bits"] for gemm in ("dgrad", "wgrad")))
 
 
 class _Maker:
     """Makes the rows of one policy: the rule of each GEMM is that of its last region, which covers what no other does."""
 
     def __init__(self, policy: PrecisionPolicy, release: Release, variant: Variant | None) -> None:
-        self.compute = policy.compute.torch()
+        self.compute, self.draws = policy.compute.torch(), variant is not None and bool(variant.eden)
         rules = policy.regions[-1].rules
         made: dict[Any, Operands] = {q: Operands(q, release=release, variant=variant) for q in rules.distinct}
         self.operands: dict[Gemm, Operands | None] = {
@@ -138,23 +120,27 @@ class _Maker:
         made = self.operands[gemm]
         return cast(x, self.compute) if made is None else made.expected(x.to(self.compute), gemm=gemm, side=side)
 
-    def rows(self, kind: str, linears: list[Linear]) -> Iterator[Row]:
-        """Rows of operands and GEMMs on tensors of one kind, means over them."""
+    def rows(self, kind: str, linears: list[Linear], replicas: int) -> Iterator[Row]:
+        """Rows of operands and GEMMs on tensors of one kind, means over them; of a single linear, over what is drawn beside it."""
         found: dict[tuple[str, str], list[float]] = {}
-        for seed, linear in enumerate(linears):
-            for key, value in self._figures(linear, seed):
+        for seed in range(max(len(linears), replicas)):
+            linear = linears[seed % len(linears)]
+            again = seed >= len(linears) and not self.draws
+            for key, value in (*(() if again else self._figures(linear)), *self._sampled(linear, seed)):
                 found.setdefault(key, []).append(value)
         for (where, quantity), values in found.items():
             gemm, _, rest = where.partition(" ")
             made = self.operands[gemm]  # type: ignore[index]
-            limit = bounds(made, rest.split()[0]).get(quantity) if made is not None and rest else None  # type: ignore[arg-type]
+            limit = bounds(made, rest.split()[0], self.compute).get(quantity) if rest else None  # type: ignore[arg-type]
+            exact = len(linears) == 1 and len(set(values)) == 1
             yield Row(
-                part="operand" if rest else "gemm", where=where, tensor=kind, quantity=quantity, value=_mean(values), ci95=_interval(values),
+                part="operand" if rest else "gemm", where=where, tensor=kind, quantity=quantity, value=_mean(values), ci95=None if exact else _interval(values),
                 bound=None if limit is None else limit[0], condition="" if limit is None else limit[1],
-                derivation="closed form" if quantity.endswith("closed form") else "exact" if quantity in _EXACT and len(values) == 1 else "measured",
+                derivation="exact" if exact else "measured",
             )  # fmt: skip
 
-    def _figures(self, linear: Linear, seed: int) -> Iterator[tuple[tuple[str, str], float]]:
+    def _figures(self, linear: Linear) -> Iterator[tuple[tuple[str, str], float]]:
+        """What the operands decide."""
         sources: dict[Side, torch.Tensor] = {"x": linear.x, "w": linear.w, "dy": linear.dy}
         for gemm, (first, second) in SIDES.items():
             pair = tuple(self.expected(sources[side], gemm, side) for side in (first, second))
@@ -163,31 +149,18 @@ class _Maker:
                 for side in (first, second)
             )
             for side, one in zip((first, second), pair, strict=True):
-                for quantity, value in {**operand_figures(one), **self._closed(one, gemm, side)}.items():
+                for quantity, value in operand_figures(one).items():
                     yield (f"{gemm} {side} {COPY_OF[gemm, side]}", quantity), value
             for quantity, value in gemm_figures(gemm, pair[0], pair[1], exact).items():  # type: ignore[arg-type]
                 yield (gemm, quantity), value
-            made = self.operands[gemm]
-            if made is not None and first == "dy" and pair[0].draws is None:
-                yield (
-                    (f"{gemm} dy {COPY_OF[gemm, 'dy']}", "small-signal gain"),
-                    gain(made, linear.dy.to(self.compute), gemm, seed),
-                )
-        yield ("wgrad", "alignment over fresh data"), self._fresh(linear, seed)
 
-    def _closed(self, found: Expected, gemm: Gemm, side: Side) -> dict[str, float]:
-        """Alignment and floor of NVFP4's stochastic rounding from the energy of the elements near their block's maximum alone."""
-        made = self.operands[gemm]
-        if made is None or not made.stochastic(side) or made.changed_on(side):
-            return {}
-        source = (found.source if COPY_OF[gemm, side] == "row" else found.source.T).reshape(-1, 16).abs()
-        position = (source / source.amax(1, keepdim=True).clamp_min(1e-300)).flatten()
-        low = 1 - clipping(E4M3).worst
-        index = ((position - low) / (1 - low) * _BINS).floor().long()
-        energy = source.square().flatten() / source.square().sum()
-        sums = torch.zeros(_BINS + 1, dtype=torch.float64).index_add_(0, index[index >= 0], energy[index >= 0])
-        alignment, floor = clipped_moments(E4M3, sums.tolist())
-        return {"alignment, closed form": alignment, "floor bits, closed form": floor}
+    def _sampled(self, linear: Linear, seed: int) -> Iterator[tuple[tuple[str, str], float]]:
+        """What a random signal is added for."""
+        for gemm in ("dgrad", "wgrad"):
+            if (made := self.operands[gemm]) is not None and not self.draws:
+                value = gain(made, linear.dy.to(self.compute), gemm, seed)
+                yield (f"{gemm} dy {COPY_OF[gemm, 'dy']}", "small-signal gain"), value
+        yield ("wgrad", "alignment over fresh data"), self._fresh(linear, seed)
 
     def _fresh(self, linear: Linear, seed: int) -> float:
         """Along the true gradient: what of it is left after averaging over many batches, less 1."""
@@ -209,18 +182,14 @@ class _Maker:
                 moved = [_moved(made, getattr(one, side).to(self.compute), side, self.compute) for one in linears]
                 for index, word in enumerate(("scales moved", "values moved")):
                     values = [one[index] for one in moved]
-                    yield Row(
-                        part="second pass",
-                        where=f"fprop {side} row",
-                        tensor=kind,
-                        quantity=word,
-                        value=_mean(values),
-                        ci95=_interval(values),
-                    )
+                    yield Row(part="second pass", where=f"fprop {side} row", tensor=kind, quantity=word, value=_mean(values), ci95=_interval(values),
+                              derivation="exact" if len(values) == 1 else "measured")  # fmt: skip
 
     def sentence(self, made: Certificate, gemm: Gemm, kind: str) -> str:
         """A GEMM's figures in one sentence."""
         one, plateau = (made.value(gemm, name, kind) or 0.0 for name in ("one step bits", "plateau bits"))
+        if math.isinf(one):
+            return f"{_WORDS[gemm]}: no error, its operands are not rounded"
         first, second = SIDES[gemm]
         alone = {
             side: made.value(gemm, f"plateau of the {word} alone", kind)
@@ -230,9 +199,9 @@ class _Maker:
         worst = min(known, key=lambda side: known[side])
         even = len(known) == 2 and abs(known[first] - known[second]) < 0.25
         who = f"{_NAMES[first]} and {_NAMES[second]} alike" if even else f"the rounding of {_NAMES[worst]}"
-        text = f"{_WORDS[gemm]}: {_bits(one)} in one step"
+        text = f"{_WORDS[gemm]}: {one:.1f} bits in one step"
         if plateau - one > 0.05:
-            text += f", {_bits(plateau)} after averaging over steps on fixed tensors, where {who} stop{'' if even else 's'} it"
+            text += f", {plateau:.1f} bits after averaging over steps on fixed tensors, where {who} stop{'' if even else 's'} it"
         else:
             text += f", set by {who}; rounding is the same at every step, so averaging over steps does not help"
         fresh = made.value(gemm, "alignment over fresh data", kind)
@@ -241,10 +210,6 @@ class _Maker:
             if fresh is None or abs(fresh) < 5e-5
             else f"{text}; over fresh data {abs(fresh):.2%} of the gradient is {'lost' if fresh < 0 else 'added'}"
         )
-
-
-def _bits(value: float) -> str:
-    return "no error" if math.isinf(value) else f"{value:.1f} bits"
 
 
 def _conditions(made: Operands) -> Iterator[Row]:
@@ -277,7 +242,7 @@ def _moved(made: Operands, x: torch.Tensor, side: Any, kind: torch.dtype) -> tup
 def _whole(made: Certificate, policy: PrecisionPolicy, training: Training, variant: Variant | None, kind: str) -> str:
     found = {gemm: made.value(gemm, "one step bits", kind) or 0.0 for gemm in GEMMS}
     worst = min(found, key=lambda gemm: found[gemm])
-    text = f"the weakest product is the {_WORDS[worst]}, {_bits(found[worst])} in one step"
+    text = "no product is rounded" if math.isinf(found[worst]) else f"the weakest product is the {_WORDS[worst]}, {found[worst]:.1f} bits in one step"  # fmt: skip
     if variant is not None:
         text = f"{variant.words}{'' if variant.offered else f' ({NOT_OFFERED})'}: {text}"
     lost = sentence(policy, training)

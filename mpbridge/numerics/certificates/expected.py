@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mpbridge.common.formats import E2M1, E4M3
+from mpbridge.numerics.kernels import sylvester
 from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE, peaks_over, scale_from_amax
+from mpbridge.planning.certificates.variants import Variant
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.regions import Gemm, Region
 
@@ -42,43 +43,6 @@ class Expected:
     """Independent results, [draws, ...], if the elements of one result depend on each other (MS-EDEN); mean and variance are then theirs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A change of a scaling that certificates compare with."""
-
-    name: str
-    words: str
-    options: tuple[tuple[str, Any], ...] = ()
-    """Options of the scaling (precision/scalings/rows.py)."""
-    rules: tuple[tuple[str, Any], ...] = ()
-    """Fields of `scales.Rules` that no release has; for gradients only, since rounding to nearest needs no room above a block's maximum, and is
-    biased upwards by it."""
-    eden: str = ""
-    """'fixed' or 'redrawn': gradients by MS-EDEN with such signs."""
-
-    @property
-    def offered(self) -> bool:
-        """Whether Transformer Engine can do it."""
-        return not self.rules and not self.eden
-
-
-_OWN_ROTATION = (("hadamard", False),)
-"""MS-EDEN rotates by itself, and its result is rotated back."""
-VARIANTS: Mapping[str, Variant] = {
-    one.name: one
-    for one in (
-        Variant(name="no-sr", words="gradients rounded to nearest", options=(("stochastic_rounding", False),)),
-        Variant(name="no-rht", words="no Hadamard transform", options=(("hadamard", False),)),
-        Variant(name="1d-weights", words="weights with one scale per 16 elements", options=(("square_weights", False),)),
-        Variant(name="4over6", words="weights choose between 6 and 4", options=(("four_over_six", "weights"),)),
-        Variant(name="scale-up", words="the gradients' block scales rounded up", rules=(("nvfp4_scale_up", True),)),
-        Variant(name="headroom", words="the gradients' block maxima mapped to 6 * 16/17", rules=(("nvfp4_headroom", 17 / 16),)),
-        Variant(name="ms-eden", words="gradients by MS-EDEN, signs redrawn at every step", options=_OWN_ROTATION, eden="redrawn"),
-        Variant(name="ms-eden-fixed", words="gradients by MS-EDEN, one set of signs", options=_OWN_ROTATION, eden="fixed"),
-    )
-}  # fmt: skip
-"""Name -> variant of NVFP4."""
-NOT_OFFERED = "no stack offers this yet"
 _FOUR_OVER_SIX_SINCE = (2, 17)
 
 
@@ -104,11 +68,6 @@ class Operands:
         )
         if variant is not None:
             vary(self.quantizer, variant)
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether one scale serves the whole tensor."""
-        return self.quant.row.per_tensor
 
     def changed_on(self, side: Side) -> bool:
         """Whether that side's scales or rounding differ from every release's."""
@@ -138,16 +97,10 @@ class Operands:
         scaled = source.double() * multiplier.double()
         clipped = scaled.abs() > number.largest * (1 + 2.0**-20)
         if not self.stochastic(side):
-            return Expected(
-                source=source.double(), mean=drawn, variance=torch.zeros_like(drawn),
-                zero=((drawn == 0) & (source != 0)).double(), clipped=clipped & (drawn != 0), scale=multiplier,
-            )  # fmt: skip
+            return replace(exact(source), mean=drawn, zero=((drawn == 0) & (source != 0)).double(), clipped=clipped & (drawn != 0), scale=multiplier)  # fmt: skip
         mean, variance, zero = stochastic_e2m1(scaled)
         unit = 1.0 / multiplier.double()
-        return Expected(
-            source=source.double(), mean=mean * unit, variance=variance * unit**2,
-            zero=zero * (source != 0), clipped=clipped, scale=multiplier,
-        )  # fmt: skip
+        return Expected(source=source.double(), mean=mean * unit, variance=variance * unit**2, zero=zero * (source != 0), clipped=clipped, scale=multiplier)  # fmt: skip
 
     def _rowwise(self, x: torch.Tensor, gemm: Gemm, side: Side) -> Expected:
         """torchao's: one power-of-two scale per line of the contraction (float8_utils.py tensor_to_scale, 0.18)."""
@@ -157,18 +110,13 @@ class Operands:
         multiplier = scale_from_amax(amax, E4M3.largest, power_of_two=True).expand(x.shape)
         codes = (x.float() * multiplier).clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
         mean = codes.double() / multiplier.double()
-        nothing = torch.zeros_like(mean)
-        flushed = ((mean == 0) & (x != 0)).double()
-        return Expected(source=x.double(), mean=mean, variance=nothing, zero=flushed, clipped=nothing > 0, scale=multiplier)  # fmt: skip
+        return replace(exact(x), mean=mean, zero=((mean == 0) & (x != 0)).double(), scale=multiplier)
 
 
 def _eden(x: torch.Tensor, copy: OperandCopy, eden: Eden) -> Expected:
     """MS-EDEN, rotated back. Its moments have no short closed form here: mean and variance over draws."""
-    source, no = x.double(), torch.zeros_like(x, dtype=torch.float64)
     found = torch.stack([eden.drawn(x, copy).double() for _ in range(EDEN_DRAWS)])
-    return Expected(
-        source=source, mean=found.mean(0), variance=found.var(0), zero=no, clipped=no > 0, scale=torch.ones(()), draws=found
-    )  # fmt: skip
+    return replace(exact(x), mean=found.mean(0), variance=found.var(0), draws=found)
 
 
 def varied(policy: PrecisionPolicy, variant: Variant) -> PrecisionPolicy:
@@ -240,7 +188,7 @@ def ms_eden(
     n = EDEN_ROTATION
     drawn = torch.randint(0, 2, (n,), generator=generator).float() * 2 - 1
     signs = drawn if signs is None else signs
-    matrix = _sylvester(n)
+    matrix = sylvester(n) / math.sqrt(n)
     rows = (x.reshape(-1, n) * signs) @ matrix
     blocks = rows.reshape(-1, 16)
     target = E2M1.largest * 16 / 17 / EDEN_CLIP
@@ -276,10 +224,3 @@ def _stochastic_e4m3(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     exponent = torch.frexp(value.clamp_min(2.0 ** (1 - E4M3.bias))).exponent - 1
     step = torch.exp2((exponent - E4M3.mantissa).float())
     return (torch.floor(value / step + random) * step).clamp_max(E4M3.largest)
-
-
-def _sylvester(n: int) -> torch.Tensor:
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < n:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(n)

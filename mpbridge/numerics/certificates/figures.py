@@ -25,17 +25,19 @@ def bits(square: float) -> float:
 
 
 def operand_figures(found: Expected) -> dict[str, float]:
-    """Error, alignment, clipping, flushing and floor of one operand."""
+    """Error, alignment, clipping, flushing and floor of one operand; of draws, which are rotated back, no share of elements that clip or vanish."""
     energy = float(found.source.square().sum())
     bias = found.mean - found.source
+    fixed = _unbiased(found, bias)
+    errors = {"MSE": (fixed + float(found.variance.sum())) / energy, "alignment": float((bias * found.source).sum()) / energy, "floor bits": bits(fixed / energy)}  # fmt: skip
+    if found.draws is not None:
+        return errors
     nonzero = max(int((found.source != 0).sum()), 1)
     return {
-        "MSE": (_unbiased(found, bias) + float(found.variance.sum())) / energy,
-        "alignment": float((bias * found.source).sum()) / energy,
+        **errors,
         "clipped": float(found.clipped.double().mean()),
         "largest loss": _largest_loss(found),
         "flushed": float(found.zero.sum()) / nonzero,
-        "floor bits": bits(_unbiased(found, bias) / energy),
     }
 
 
@@ -75,34 +77,21 @@ def gemm_figures(gemm: Gemm, a: Expected, b: Expected, exact: tuple[torch.Tensor
     """
     reference = product(gemm, *exact)
     energy = float(reference.square().sum())
-    if a.draws is not None:
-        return _drawn(gemm, a.draws, b, reference)
     error = product(gemm, a.mean, b.mean) - reference
-    noise = product(gemm, a.variance, b.mean.square()).sum() + product(gemm, a.mean.square(), b.variance).sum()
-    noise = noise + product(gemm, a.variance, b.variance).sum()
-    first = product(gemm, a.mean, b.source) - reference
+    fixed = float(error.square().sum())
     second = product(gemm, a.source, b.mean) - reference
+    if a.draws is None:
+        noise = float(product(gemm, a.variance, b.mean.square() + b.variance).sum() + product(gemm, a.mean.square(), b.variance).sum())  # fmt: skip
+        first = product(gemm, a.mean, b.source) - reference
+        alone, left = {"plateau of the first alone": bits(float(first.square().sum()) / energy)}, fixed
+    else:
+        noise = sum(float(product(gemm, one - a.mean, b.mean).square().sum()) for one in a.draws) / len(a.draws)
+        alone, left = {}, max(fixed - noise / (len(a.draws) - 1), 0.0)  # the mean of few draws keeps some noise
     return {
-        "one step bits": bits(float(error.square().sum() + noise) / energy),
-        "plateau bits": bits(float(error.square().sum()) / energy),
+        "one step bits": bits((fixed + noise) / energy),
+        "plateau bits": bits(left / energy),
         "alignment": float((error * reference).sum()) / energy,
-        "plateau of the first alone": bits(float(first.square().sum()) / energy),
-        "plateau of the second alone": bits(float(second.square().sum()) / energy),
-    }
-
-
-def _drawn(gemm: Gemm, draws: torch.Tensor, b: Expected, reference: torch.Tensor) -> dict[str, float]:
-    """`gemm_figures` of draws."""
-    energy = float(reference.square().sum())
-    errors = torch.stack([product(gemm, one, b.mean) - reference for one in draws])
-    mean, count = errors.mean(0), len(draws)
-    one = float(errors.square().sum()) / count
-    fixed = float(mean.square().sum())
-    second = product(gemm, draws.mean(0), b.source) - product(gemm, draws.mean(0), b.mean)
-    return {
-        "one step bits": bits(one / energy),
-        "plateau bits": bits(max(fixed - (one - fixed) / (count - 1), 0.0) / energy),
-        "alignment": float((mean * reference).sum()) / energy,
+        **alone,
         "plateau of the second alone": bits(float(second.square().sum()) / energy),
     }
 
@@ -113,16 +102,20 @@ def concentration(gemm_one: float, plateau: float, counts: tuple[int, ...]) -> l
     return [(count, bits(floor + max(one - floor, 0.0) / count)) for count in counts]
 
 
-def bounds(operands: Operands, side: Side) -> dict[str, tuple[float, str]]:
-    """Quantity -> (bound, why) that holds for every tensor whose scales are normal numbers."""
+def bounds(operands: Operands | None, side: Side, compute: torch.dtype) -> dict[str, tuple[float, str]]:
+    """Quantity -> (bound, why) that holds for every tensor whose scales are normal numbers. operands: None if it is only cast to the compute dtype."""
+    if operands is None:
+        worst = relative_error(round(-math.log2(torch.finfo(compute).eps)))
+        return {} if compute is torch.float32 else {"MSE": (worst**2 * 1.01, f"a normal number is rounded by at most {worst:.2g} of itself")}  # fmt: skip
     made = operands.quantizer
-    if made is not None and made.rule == "e4m3_blocks" and not operands.changed_on(side):
+    if made is not None and made.rule == "e4m3_blocks":
+        if operands.changed_on(side):
+            return {"clipped": (0.0, "no block's maximum exceeds 6")}
         worst = clipping(E4M3).worst
         reach = E2M1.largest / (1 - worst)
         return {"largest loss": (worst, f"a scale rounded down by at most 16/17 puts a block's maximum at {reach:g}, clipped to 6")}  # fmt: skip
-    if made is not None and made.rule == "e4m3_blocks":
-        return {"clipped": (0.0, "no block's maximum exceeds 6")}
     number = E4M3 if made is None else made.format_of(side)
+    worst = relative_error(number.mantissa)
     # a code below the normal numbers errs by half the smallest; a block has at most as many as it has elements, and a maximum of half the largest
-    why = f"a normal number of {number.name.upper()} is rounded by at most {relative_error(number):.4f} of itself"
-    return {"MSE": (relative_error(number) ** 2 * 1.01, why), "clipped": (0.0, "the scale maps the amax to the largest code or below")}  # fmt: skip
+    why = f"a normal number of {number.name.upper()} is rounded by at most {worst:.4f} of itself"
+    return {"MSE": (worst**2 * 1.01, why), "clipped": (0.0, "the scale maps the amax to the largest code or below")}

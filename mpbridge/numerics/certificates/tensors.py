@@ -52,12 +52,10 @@ class Linear:
 
 
 def drawn(kind: str, seed: int) -> Linear:
-    """Activations and gradients of that kind; weights are normal, and the same for every seed's kind."""
+    """All three of that kind."""
     generator = torch.Generator().manual_seed(seed)
-    draw = KINDS[kind]
-    x = draw((TOKENS, INNER), generator)
-    w = _normal((OUTER, INNER), generator) * 0.02
-    return Linear(x=x, w=w, dy=draw((TOKENS, OUTER), generator))
+    x, w, dy = (KINDS[kind](shape, generator) for shape in ((TOKENS, INNER), (OUTER, INNER), (TOKENS, OUTER)))
+    return Linear(x=x, w=0.02 * w, dy=dy)
 
 
 def with_signal(linear: Linear, seed: int, size: float = 0.3) -> Linear:

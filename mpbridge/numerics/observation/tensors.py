@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -123,21 +124,27 @@ def digest(tensor: Any) -> int:
     return total
 
 
-def is_narrow(values: torch.Tensor) -> bool | None:
+def has_more_bits_than_bf16(number: float) -> bool:
+    """Whether FP32 `number` has bits that BF16 lacks."""
+    return bool(int(torch.tensor([number], dtype=torch.float32).view(torch.int32)) & 0xFFFF)
+
+
+def is_narrow(values: torch.Tensor, enough: int = _ENOUGH) -> bool | None:
     """Whether FP32 `values` all have 10 or fewer mantissa bits (TF32, FP16, BF16, FP8 numbers), as in a tensor that was rounded earlier. None if
-    that proves nothing (few nonzero or few distinct values)."""
+    that proves nothing (fewer than `enough` nonzero or few distinct values)."""
     if values.dtype is not torch.float32 or not values.numel() or hasattr(values, "_quantizer"):
         return None  # Transformer Engine's FP8 moments report FP32 as their dtype
     bits = values.detach().contiguous().view(torch.int32)
-    if int(torch.count_nonzero(bits)) < _ENOUGH:
+    if int(torch.count_nonzero(bits)) < enough:
         return None
     if bool((bits & _TEN_BITS).any()):
         return False
     return None if torch.unique(bits.view(-1)[:65536]).numel() < _DISTINCT else True
 
 
+@lru_cache(maxsize=4096)
 def positions(count: int) -> torch.Tensor:
-    """The sampled positions among `count` elements: spread evenly, without repeats."""
+    """The sampled positions among `count` elements: spread evenly, without repeats. One tensor for all callers: read only."""
     number = min(count, SAMPLES)
     return (torch.arange(number, dtype=torch.int64) * count + count // 2) // max(number, 1)
 

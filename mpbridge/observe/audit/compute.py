@@ -149,7 +149,9 @@ def _values_of_ours(promises: Promises, watch: Watch, seen: Computed) -> None:
     angles = (path for path in watch.angles if path in watch.rounded.keys() & wide)
     seen.wrong["rotary angles"] += [f"output of {path}: {_NARROW}" for path in angles]
     if promises.policy.router is DType.FP32:
-        seen.wrong["router"] += [f"logits of {path}: {_NARROW}" for path in watch.routing if path in watch.rounded]
+        seen.wrong["router"] += [
+            f"logits or probabilities of {path}: {_NARROW}" for path in watch.routing if path in watch.rounded
+        ]
 
 
 def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:

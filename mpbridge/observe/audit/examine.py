@@ -166,9 +166,8 @@ def judge(
 
 
 def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], microbatches: int) -> list[Finding]:
-    present = {
-        subject for subject, found in _PARTS.items() if any(found(module) for module in module_paths(engine.model))
-    }
+    modules = module_paths(engine.model)
+    present = {subject for subject, found in _PARTS.items() if any(map(found, modules))}
     # another pipeline stage may have what this one lacks, so only what every rank could have seen is required
     alone = engine.run.facts.parallel.pipeline == 1
     present |= {"compute", *(["loss"] if alone else [])}

@@ -35,6 +35,8 @@ class Followed:
     """Parameter of a foreign loop -> which of several optimizers reads it: each may clip by a norm of its own."""
     group: tuple[int, ...] = ()
     """Ranks whose dense gradients are averaged with this one's."""
+    experts: tuple[int, ...] = ()
+    """Ranks that have this rank's experts, where expert parallelism spreads them over `group`: their gradients are summed, and divided by the size of `group`."""
     roots: float | None = None
     """Sum of the scaled losses at which backward started; None on pipeline stages without a loss."""
     loss: float = 0.0
@@ -46,7 +48,8 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
     """Samples of every weight whose gradient came from this rank's GEMMs and, unless something else is added to them on the path, of all other parameters."""
     tokens = watch.tokens[0] if len(watch.tokens) == 1 else None
     roots = sum(watch.roots) if watch.roots else None
-    seen = Followed(group=data_parallel(engine), roots=roots, loss=loss, tokens=tokens)
+    apart = _with_my_experts(engine)
+    seen = Followed(group=data_parallel(engine), experts=apart, roots=roots, loss=loss, tokens=tokens)
     alone, shared = _is_alone(engine), _shared(engine)
     foreign = bool(getattr(engine, "foreign", False))
     optimizers: dict[int, int] = {}
@@ -87,10 +90,24 @@ def _shared(engine: Any) -> set[int]:
 
 def _is_alone(engine: Any) -> bool:
     """Whether a parameter's gradient is exactly what autograd delivers on the ranks that average it: no kernel adds to the buffer outside autograd, there is no sum over
-    tensor-parallel ranks or stages, and experts are averaged like everything else."""
+    tensor-parallel ranks or stages, and it is known over which ranks experts are."""
     parallel = engine.run.facts.parallel
     fused = bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
-    return not fused and parallel.tensor == parallel.pipeline == parallel.expert == 1
+    spread = parallel.expert > 1 and not _with_my_experts(engine)
+    return not fused and not spread and parallel.tensor == parallel.pipeline == 1
+
+
+def _with_my_experts(engine: Any) -> tuple[int, ...]:
+    """Global ranks that have the same experts as this one, under expert parallelism on an engine of ours whose experts are not split further."""
+    parallel = engine.run.facts.parallel
+    if parallel.expert == 1 or getattr(engine, "foreign", False):
+        return ()
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    if state.get_expert_tensor_parallel_world_size() > 1:
+        return ()
+    return tuple(dist.get_process_group_ranks(state.get_expert_data_parallel_group()))
 
 
 def _tied(parameter: Any, path: str, engine: Any) -> bool:
@@ -227,7 +244,7 @@ def _judged_gradients(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> It
     """(parameter, factor found, what is wrong with it) of every gradient that this rank's optimizer read."""
     group = [ranks[other] for other in rank.group]
     for name, values in rank.read.items():
-        expected = _mean(name, values, group)
+        expected = _mean(name, values, [ranks[other] for other in _sources(rank, name)], len(group))
         compared = _compare(values, expected)
         if compared is None:
             continue
@@ -265,11 +282,16 @@ def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:
 
 def _own(rank: Followed, name: str, ranks: Sequence[Followed]) -> bool:
     """Whether no rank of the group reports what its optimizer read; otherwise the gradient's shard is on another rank."""
-    return not any(name in ranks[other].read for other in rank.group)
+    return not any(name in ranks[other].read for other in _sources(rank, name))
 
 
-def _mean(name: str, values: Mapping[int, float], group: Sequence[Followed]) -> dict[int, float]:
-    return {where: sum(rank.produced.get(name, {}).get(where, 0.0) for rank in group) / len(group) for where in values}
+def _sources(rank: Followed, name: str) -> tuple[int, ...]:
+    """The ranks that produce this rank's gradient of a parameter."""
+    return rank.experts if rank.experts and ".experts." in name else rank.group
+
+
+def _mean(name: str, values: Mapping[int, float], sources: Sequence[Followed], over: int) -> dict[int, float]:
+    return {where: sum(rank.produced.get(name, {}).get(where, 0.0) for rank in sources) / over for where in values}
 
 
 def _compare(found: Mapping[int, float], expected: Mapping[int, float]) -> tuple[float, float] | None:

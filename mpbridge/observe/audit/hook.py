@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -155,6 +156,10 @@ class AuditHook:
             microbatches=_microbatches(training, engine),
             step=self.step,
         )
+        if agreed(len(miscounted := self._updates.faults(engine))):
+            everyone = offenders(from_all(miscounted))
+            wrong = Finding(subject="invariants", promised="hold", found="broken", ok=False, offenders=everyone)
+            report = dataclasses.replace(report, findings=(*report.findings, wrong))
         before.since, self._last = None, before
         if self._wiring is None:
             self._wiring = fingerprint(engine)

@@ -21,7 +21,7 @@ from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import Quantizations, quantizations
 from mpbridge.observe.audit.replay import Replayed, replay
 from mpbridge.observe.audit.replicas import Copies, copies
-from mpbridge.observe.audit.snapshot import Before
+from mpbridge.observe.audit.snapshot import Before, draws_of
 from mpbridge.observe.audit.traffic import Traffic, traffic
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.audit.weights import Weights, moved, standing
@@ -189,6 +189,8 @@ def look(
         seen.traffic = traffic(engine, promises, watch, len(watch.roots) or microbatches)
         if promises.policy.quantized:
             seen.quantized = quantizations(engine, promises, watch)
+            if before is not None and before.draws is not None and before.draws + 1 != draws_of(engine):
+                seen.quantized.wrong.append("random bytes of stochastic rounding: not those of this step")
         if result is not None and before is not None:
             seen.followed = followed(engine, watch, result.loss)
     if before is not None and result is not None and not getattr(engine, "foreign", False):

@@ -1,13 +1,15 @@
-"""Classifies the operands of a quantized GEMM from their values alone: their grid, rotation and kind of rounding."""
+"""Classifies the operands of a quantized GEMM from their values: their grid, rotation and kind of rounding; and what a rule's options promise of them."""
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 
 import torch
 
 from mpbridge.common.formats import E4M3, E5M2, NumberFormat
+from mpbridge.precision.policy import Quant
 
 _FP32_MANTISSA = 23
 _ENOUGH = 64
@@ -22,6 +24,9 @@ _WIDE = 256
 """Number of neighbours along the contraction that are judged in a line; a multiple of every block."""
 _NORMAL = 2.0 ** (1 - E4M3.bias)
 """The smallest E4M3 number with full precision."""
+ALIKE = 0.9
+"""A four-bit copy whose cosine with a tensor is below this was not made from that tensor."""
+STRANGE = "not what its tensor rounds to"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -278,3 +283,52 @@ def strays(values: torch.Tensor, source: torch.Tensor, amax: float) -> float | N
     if int(shows.sum()) < _ENOUGH:
         return None
     return float(((found - nearest).abs()[shows] > 0.1).double().mean())
+
+
+def is_nearest(quant: Quant, name: str) -> bool:
+    """Whether a four-bit operand has the codes nearest to its tensor's elements, under one factor and with a maximum of 6 in each block."""
+    if quant.bits != 4 or (name == "dy" and asked(quant, "stochastic_rounding")):
+        return False
+    if name == "x" and asked(quant, "row_scaled_activations"):
+        return False
+    six = quant.option("four_over_six", os.environ) if quant.row.has("four_over_six") else "none"
+    return six in (None, "none", "weights" if name == "x" else "activations") and not asked(quant, "fast_math")
+
+
+def across_of(quant: Quant, name: str) -> int:
+    """Number of lines of an operand that share a block's scale."""
+    block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
+    return block.across if block is not None and name == "w" and asked(quant, "square_weights") else 1
+
+
+def together(quant: Quant, name: str) -> int:
+    """Number of neighbouring lines whose blocks an operand's copy may share, in either direction."""
+    block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
+    return max(1, block.across) if block is not None else 1
+
+
+def asked(quant: Quant, option: str) -> bool:
+    """Whether a switch of the rule's scaling is on; a missing switch is off."""
+    return quant.row.has(option) and bool(quant.option(option, os.environ))
+
+
+def turned_fault(column: torch.Tensor, source: torch.Tensor, *, rotated: bool, nearest: bool) -> str:
+    """'' if a four-bit copy with blocks along the tokens was made from its tensor, or what is wrong: E2M1 leaves a cosine of at least 0.97.
+
+    rotated: by the Hadamard transform. nearest: also check every code.
+    """
+    from mpbridge.numerics.kernels import rotate
+
+    count = min(column.shape[0], source.shape[0]) // 16 * 16
+    if not count or column.shape[1] != source.shape[1] or not source.any():
+        return ""
+    plain, found = source[:count].to(torch.bfloat16), column[:count]
+    wanted = rotate(plain) if rotated else plain
+    if cosine(wanted, found) <= ALIKE:
+        return "no Hadamard transform" if rotated and cosine(plain, found) > ALIKE else STRANGE
+    return "" if not nearest or is_nearest_e2m1(found.t(), wanted.t(), across=1) else STRANGE
+
+
+def backward_is_quantized(quant: Quant) -> bool:
+    """Whether dgrad and wgrad read quantized operands; some scalings have an option that disables it."""
+    return not quant.row.has("backward") or quant.option("backward", os.environ) == "quantized"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.facts import MUONS
+from mpbridge.numerics.newton_schulz import newton_schulz
 from mpbridge.numerics.observation.tensors import local
 from mpbridge.observe.audit.findings import Finding, not_observed
 from mpbridge.observe.audit.holdings import Held, holdings
@@ -117,28 +118,11 @@ def distances(change: torch.Tensor, direction: torch.Tensor, config: Any) -> dic
     )
     found = {}
     for kind in WORDS.values():
-        replay = -scale * config.muon_extra_scale_factor * newton_schulz(direction, kind, config.muon_num_ns_steps)
+        replay = (
+            -scale * config.muon_extra_scale_factor * newton_schulz(direction, kind, config.muon_num_ns_steps).float()
+        )
         found[kind] = float((change - replay).norm() / replay.norm().clamp(min=torch.finfo(torch.float32).tiny))
     return found
-
-
-def newton_schulz(matrix: torch.Tensor, kind: str, steps: int) -> torch.Tensor:
-    """Muon's quintic iteration with its operands in that format, in FP32; of BF16 every result is rounded too, as in torch.optim.Muon."""
-    x = matrix.bfloat16() if kind == "bf16" else matrix.float()
-    x = x.T if (tall := matrix.shape[0] > matrix.shape[1]) else x
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(steps):
-        y = _tf32(x) if kind == "tf32" else x
-        gram = y @ y.T
-        b = _tf32(gram) if kind == "tf32" else gram
-        gram = torch.addmm(gram, b, b, beta=-4.7750, alpha=2.0315)
-        x = torch.addmm(x, _tf32(gram) if kind == "tf32" else gram, y, beta=3.4445)
-    return (x.T if tall else x).float()
-
-
-def _tf32(matrix: torch.Tensor) -> torch.Tensor:
-    """Rounded to the ten explicit bits of TF32, ties away from zero."""
-    return ((matrix.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
 
 
 def orthogonal_findings(ranks: Sequence[Orthogonal], precision: str) -> list[Finding]:

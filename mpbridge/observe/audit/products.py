@@ -17,24 +17,28 @@ from mpbridge.common.formats import FORMATS
 from mpbridge.numerics.observation.tensors import is_narrow, sample, storage
 from mpbridge.observe.audit.delayed import leaving
 from mpbridge.observe.audit.operands import (
+    STRANGE,
     Grid,
-    cosine,
+    Patch,
+    across_of,
+    asked,
+    backward_is_quantized,
     fits_blocks,
     grid_of,
+    is_nearest,
     is_nearest_e2m1,
     is_rounded_from,
     is_rounded_with,
     patch_of,
     strays,
+    together,
+    turned_fault,
 )
 from mpbridge.precision.policy import Gemms, Quant
 
-_ALIKE = 0.9
-"""A four-bit copy whose cosine with a tensor is below this was not made from that tensor."""
 _ROWS = 64
 """Number of neighbouring tokens whose inputs are kept until backward, to compare the copy that wgrad reads."""
 _DETACHED = "values from which no gradient reaches the embedding"
-_STRANGE = "not what its tensor rounds to"
 
 
 @dataclass
@@ -93,9 +97,12 @@ class Products:
         self._xs: dict[str, deque[tuple[torch.Tensor, float, int]]] = defaultdict(deque)
         """Linear -> (rows, largest element, first row's index) of its input, for every micro-batch whose backward pass is pending."""
 
+        self._largest: dict[tuple[str, str], float] = {}
+        """(linear, 'x', 'dy' or 'w') -> largest element of that tensor."""
+
     def forget(self) -> None:
         """Drops the state kept from forward to backward."""
-        for one in (self._dy, self._x, self._xs):
+        for one in (self._dy, self._x, self._xs, self._largest):
             one.clear()
 
     # --- forward -------------------------------------------------------------------------------------------------------------------------
@@ -107,12 +114,13 @@ class Products:
             return
         history = any(quant.row.history for quant in quants)
         self._x[path] = source.detach().reshape(-1, source.shape[-1])
-        if self._wanted[path] and source.numel():
-            self._xs[path].append(self._kept_rows(path))
         if source.numel():
+            self._largest[path, "x"] = largest = float(self._x[path].abs().amax())
+            if self._wanted[path]:
+                self._xs[path].append(self._kept_rows(path))
             seen = self.quantized.setdefault(path, Quantized())
             if history:
-                seen.amax["x"] = float(source.detach().abs().amax())
+                seen.amax["x"] = largest
         # a forward pass recomputed during backward does not end an interval
         if history and path in self.quantized and torch._C._current_autograd_node() is None:
             self.quantized[path].note_leaving(self.modules.get(path), "x")
@@ -121,7 +129,7 @@ class Products:
         """Rows of a linear's input, drawn anew in each audit: (rows, the whole input's largest element, index of the first)."""
         whole = self._x[path]
         first = random.Random(self.seed + len(self._xs[path])).randrange(-(-whole.shape[0] // _ROWS)) * _ROWS
-        return whole[first : first + _ROWS].clone(), float(whole.abs().amax()), first
+        return whole[first : first + _ROWS].clone(), self._largest[path, "x"], first
 
     def leaves(self, path: str, nodes: list[Any]) -> None:
         """Marks the end of a linear's forward pass; `nodes` of the graph belong to it."""
@@ -142,7 +150,7 @@ class Products:
                     return
                 seen.note_leaving(self.modules.get(path), "dy")
                 if self._dy[path].numel():
-                    seen.amax["dy"] = float(self._dy[path].abs().amax())
+                    seen.amax["dy"] = self._largest[path, "dy"] = float(self._dy[path].abs().amax())
 
         return look
 
@@ -236,6 +244,8 @@ class Products:
     def _role(self, path: str, shape: torch.Size, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> str:
         tokens = self._tokens.get(path, 0)
         if tokens in shape:  # ambiguous by shape
+            if not has_trained_weight(self.modules[path]):
+                return "dgrad"
             seen = self.quantized.get(path)
             if seen is not None:
                 return "dgrad" if self._backward[path, "dgrad"] <= self._backward[path, "wgrad"] else "wgrad"
@@ -265,14 +275,16 @@ class Products:
         for name, lines in zip(names, (left.detach(), right.detach().t()), strict=True):
             found = self._source(path, role, name)
             seed = zlib.crc32(f"{path} {role} {name}".encode()) + self.seed
-            patch = patch_of(lines, across=_together(quant, name), seed=seed)
+            patch = patch_of(lines, across=together(quant, name), seed=seed)
             part = patch.of(lines)
             seen.looked = max(seen.looked, part.numel())
             wanted = quant.element(gradient=name == "dy")
             grid = grid_of(part, fours=quant.bits == 4)
             if not self._fits(grid, quant, name, part):
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
-            elif found is not None and (what := self._strange(role, name, quant, lines, *found, seed=seed)):
+            elif found is not None and (
+                what := self._strange(role, name, quant, lines, *found, patch=patch, seed=seed)
+            ):
                 seen.bad.setdefault(f"{role} {name}", what)
             elif (
                 (role, name, quant.bits) == ("dgrad", "dy", 4)
@@ -293,6 +305,7 @@ class Products:
         largest: float,
         first: int,
         *,
+        patch: Patch,
         seed: int,
     ) -> str:
         """'' if an operand is its source tensor, rounded once, or what it is not.
@@ -307,11 +320,12 @@ class Products:
             return ""
         if lines.shape[0] != source.shape[0]:
             return ""
-        patch = patch_of(source, across=_together(quant, name), seed=seed)
+        if lines.shape != source.shape or (role, name) == ("wgrad", "x"):
+            patch = patch_of(source, across=together(quant, name), seed=seed)
         part, own = patch.of(lines), patch.of(source)
         if turned and quant.bits == 4:
-            return _turned(part.t(), own.t(), rotated=asked(quant, "hadamard"), nearest=_is_nearest(quant, name))
-        return "" if self._is_rounded(part, own, largest, quant, name, turned=turned) else _STRANGE
+            return turned_fault(part.t(), own.t(), rotated=asked(quant, "hadamard"), nearest=is_nearest(quant, name))
+        return "" if self._is_rounded(part, own, largest, quant, name, turned=turned) else STRANGE
 
     def _is_rounded(
         self, lines: torch.Tensor, source: torch.Tensor, largest: float, quant: Quant, name: str, *, turned: bool
@@ -324,7 +338,7 @@ class Products:
         along = block.along if row and block is not None else None
         if not is_rounded_from(lines, source, number, amax=largest, along=along, fitted=quant.bits == 4):
             return False
-        return not _is_nearest(quant, name) or is_nearest_e2m1(lines, source, across=_across(quant, name))
+        return not is_nearest(quant, name) or is_nearest_e2m1(lines, source, across=across_of(quant, name))
 
     def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float, int] | None:
         """(the tensor in high precision, or rows of it; its largest element; the first row's index); None if it is not available."""
@@ -334,7 +348,12 @@ class Products:
         held: Any = {"x": self._x.get(path), "dy": self._dy.get(path), "w": weight}[name]
         if type(held) not in (torch.Tensor, torch.nn.Parameter) or held.dim() != 2 or not held.numel():
             return None
-        return held.detach(), float(held.detach().abs().amax()), 0
+        largest = self._largest.get((path, name))
+        if largest is None:
+            largest = float(held.detach().abs().amax())
+        if name == "w":  # the same in every micro-batch
+            self._largest[path, name] = largest
+        return held.detach(), largest, 0
 
     def _fits(self, grid: Grid, quant: Quant, name: str, lines: torch.Tensor) -> bool:
         wanted = quant.element(gradient=name == "dy")
@@ -349,53 +368,10 @@ class Products:
         return fits_blocks(lines, FORMATS[wanted], across=block.across, along=block.along)
 
 
-def _is_nearest(quant: Quant, name: str) -> bool:
-    """Whether a four-bit operand has the codes nearest to its tensor's elements, under one factor and with a maximum of 6 in each block."""
-    if quant.bits != 4 or (name == "dy" and asked(quant, "stochastic_rounding")):
-        return False
-    if name == "x" and asked(quant, "row_scaled_activations"):
-        return False
-    six = quant.option("four_over_six", os.environ) if quant.row.has("four_over_six") else "none"
-    return six in (None, "none", "weights" if name == "x" else "activations") and not asked(quant, "fast_math")
-
-
-def _across(quant: Quant, name: str) -> int:
-    """Number of lines of an operand that share a block's scale."""
-    block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
-    return block.across if block is not None and name == "w" and asked(quant, "square_weights") else 1
-
-
-def _together(quant: Quant, name: str) -> int:
-    """Number of neighbouring lines whose blocks an operand's copy may share, in either direction."""
-    block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
-    return max(1, block.across) if block is not None else 1
-
-
-def asked(quant: Quant, option: str) -> bool:
-    """Whether a switch of the rule's scaling is on; a missing switch is off."""
-    return quant.row.has(option) and bool(quant.option(option, os.environ))
-
-
-def _turned(column: torch.Tensor, source: torch.Tensor, *, rotated: bool, nearest: bool) -> str:
-    """'' if a four-bit copy with blocks along the tokens was made from its tensor, or what is wrong: E2M1 leaves a cosine of at least 0.97.
-
-    rotated: by the Hadamard transform. nearest: also check every code.
-    """
-    from mpbridge.numerics.kernels import rotate
-
-    count = min(column.shape[0], source.shape[0]) // 16 * 16
-    if not count or column.shape[1] != source.shape[1] or not source.any():
-        return ""
-    plain, found = source[:count].to(torch.bfloat16), column[:count]
-    wanted = rotate(plain) if rotated else plain
-    if cosine(wanted, found) <= _ALIKE:
-        return "no Hadamard transform" if rotated and cosine(plain, found) > _ALIKE else _STRANGE
-    return "" if not nearest or is_nearest_e2m1(found.t(), wanted.t(), across=1) else _STRANGE
-
-
-def backward_is_quantized(quant: Quant) -> bool:
-    """Whether dgrad and wgrad read quantized operands; some scalings have an option that disables it."""
-    return not quant.row.has("backward") or quant.option("backward", os.environ) == "quantized"
+def has_trained_weight(module: Any) -> bool:
+    """Whether a linear's own weight gets a gradient, so that its backward pass has a wgrad; a grouped linear has weight0, weight1 ..., and others may hold an adapter's."""
+    named = module.named_parameters(recurse=False)
+    return any(one.requires_grad for name, one in named if name.startswith("weight"))
 
 
 def _is(factor: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 from mpbridge.numerics.observation.modules import linears
 from mpbridge.observe.audit.delayed import library_faults, scale_faults
 from mpbridge.observe.audit.findings import Finding, judged, not_observed, offenders
-from mpbridge.observe.audit.products import Quantized, asked, backward_is_quantized
+from mpbridge.observe.audit.operands import asked, backward_is_quantized
+from mpbridge.observe.audit.products import Quantized, has_trained_weight
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.precision.regions import GEMMS, Gemms, Quant
@@ -54,22 +55,23 @@ def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantization
                 faults = list(library_faults(path, quant, module, watch.library.begun, watch.library.amax))
                 seen.scales += len(faults)
                 seen.stale += filter(None, faults)
-        calls = watch.calls[path]
+        passes, calls = watch.passes[path], watch.calls[path]
         found = watch.products.quantized.get(path)
-        # a grouped linear has weight0, weight1 ...
-        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        trained = has_trained_weight(module)
         expected: dict[str, int] = {
-            gemm: calls for gemm in GEMMS if _reads_codes(gemms, gemm) and (trained or gemm != "wgrad")
+            gemm: passes if gemm == "fprop" else calls
+            for gemm in GEMMS
+            if _reads_codes(gemms, gemm) and (trained or gemm != "wgrad")
         }
         seen.promised += sum(expected.values())
         if found is None:
-            if calls:
+            if passes:
                 seen.wrong.append(f"{path}: no GEMM was seen")
             continue
         seen.seen += sum(found.gemms.values())
         seen.looked = max(seen.looked, found.looked)
         seen.wrong += [f"{path} {operand}: {what}" for operand, what in found.bad.items()]
-        seen.wrong += _count(path, expected, found.gemms, recomputed=_recomputed(engine))
+        seen.wrong += _count(path, expected, found.gemms)
         for quant in gemms.distinct:
             seen.wrong += _four_bits(path, quant, found)
             if quant.row.history:
@@ -84,17 +86,12 @@ def _reads_codes(gemms: Gemms, gemm: str) -> bool:
     return gemm == "fprop" or backward_is_quantized(quant)
 
 
-def _recomputed(engine: Any) -> bool:
-    return getattr(engine.configs.model, "recompute_granularity", None) is not None
-
-
-def _count(path: str, expected: dict[str, int], found: Any, *, recomputed: bool) -> list[str]:
+def _count(path: str, expected: dict[str, int], found: Any) -> list[str]:
     faults = []
     for gemm, wanted in expected.items():
         got = found[gemm]
         # the first trained layer needs no gradient of its input
-        fine = got == wanted or (gemm == "dgrad" and got == 0) or (gemm == "fprop" and recomputed and got >= wanted)
-        if not fine:
+        if got != wanted and not (gemm == "dgrad" and got == 0):
             faults.append(f"{path}: {got} of {wanted} {gemm} GEMMs")
     return faults
 

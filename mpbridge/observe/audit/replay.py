@@ -232,11 +232,25 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
             "weight decay": now.weight_decay,
             "rate": now.lr,
         }
+        if not group.get("bias_correction", True):
+            wrong["no bias correction"] = None
+        decoupled = declared(engine, "decoupled_weight_decay")
+        if now.weight_decay and decoupled is not None and bool(decoupled) is not is_decoupled(held, group):
+            wrong[f"weight decay {'through the moments' if decoupled else 'decoupled'}, declared otherwise"] = None
+        # without megatron-core's scheduler, nothing applies the groups' factors
+        vector = scheduler is not None and held.parameter.dim() == 1
+        if vector and now.weight_decay and not _is_decayed(engine, held.name):
+            wrong[f"weight decay {now.weight_decay:g} on {held.name}, declared for matrices"] = None
         for name, values in wanted.items():
             known = [float(value) for value in values if value is not None]
             if known and not any(math.isclose(found[name], value, rel_tol=1e-6) for value in known):
                 wrong[f"{name} {found[name]:g}, declared {joined(f'{value:g}' for value in known)}"] = None
     return list(wrong)
+
+
+def _is_decayed(engine: Any, name: str) -> bool:
+    """Whether megatron-core decays this vector: norms of queries and keys, on request."""
+    return bool(declared(engine, "apply_wd_to_qk_layernorm")) and ("q_layernorm" in name or "k_layernorm" in name)
 
 
 def _decays(engine: Any, group: Mapping[str, Any], scheduler: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.together import world_size
 from mpbridge.common.errors import AuditFailed
 from mpbridge.numerics.observation.modules import is_rotary, module_paths
 from mpbridge.numerics.observation.tensors import digest, local
@@ -70,6 +71,8 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
     if own is not None:
         found: Copies = own(read)
         return found
+    if world_size() == 1:
+        return Copies()
     seen, slices = Copies(), _slices()
     # what other ranks own follows an update in the next forward pass only: what the last one read is compared
     behind = read is not None and bool(getattr(engine, "shards_behind", False))
@@ -83,8 +86,7 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
             seen.whole[key] = digest(parameter)
         elif read is not None and name in read:
             seen.whole[key] = read[name]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        seen.whole |= _states(engine, slices) | _frequencies(engine) | _draws(engine)
+    seen.whole |= _states(engine, slices) | _frequencies(engine) | _draws(engine)
     return seen
 
 
@@ -114,9 +116,22 @@ def _frequencies(engine: Any) -> dict[Key, int]:
 
 
 def _draws(engine: Any) -> dict[Key, int]:
-    """What an emulation's random bytes follow from, beside names and counts: the same on every rank, as Transformer Engine's are under megatron-core's seeds."""
+    """What an emulation's random bytes and delayed scales follow from: seed and step, the same on every rank, as Transformer Engine's are under megatron-core's
+    seeds; amax histories, the same over the ranks that reduce them."""
     found = getattr(getattr(engine, "emulation", None), "randomness", None)
-    return {} if found is None else {("seed and step of stochastic rounding", 0, 0): hash((found.seed, found.step))}
+    drawn = {} if found is None else {("seed and step of stochastic rounding", 0, 0): hash((found.seed, found.step))}
+    group = getattr(getattr(engine, "emulation", None), "group", None)
+    if group is None or dist.get_world_size(group) == 1:
+        return drawn
+    # delayed scaling's histories are maxima over these ranks
+    first = dist.get_process_group_ranks(group)[0]
+    tables = [
+        table
+        for one in engine.emulation.quantizers.values()
+        for table in (one.forward_table, one.backward_table)
+        if table is not None
+    ]
+    return drawn | {(f"amax histories {i}", first, 0): digest(table.history) for i, table in enumerate(tables)}
 
 
 def _slices() -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.numerics.observation.tensors import digest, local, positions
+from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf16, is_narrow, local, positions
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.orthogonal import matrices_before
 from mpbridge.observe.audit.replay import Start, start_of, undeclared
@@ -38,9 +38,15 @@ class Before:
         """Parameter -> what its step begins with, where that can be replayed."""
         self.rates: dict[str, float] = {}
         """Parameter -> the rate of its group before the step; a schedule may set the next step's rate before the audit looks."""
+        self.decays: dict[str, float] = {}
+        """Parameter -> the weight decay of its group before the step, likewise."""
         foreign = bool(getattr(engine, "foreign", False))
         self.whole = {} if foreign else matrices_before(engine)
         """Matrix that Muon trains -> this rank's rows of it."""
+        self.draws = draws_of(engine)
+        """The step behind the random bytes of an emulation."""
+        self.coarse: list[str] = []
+        """FP32 moments that were rounded since the last observed update: all sampled elements have 10 or fewer mantissa bits."""
         self.undeclared = [] if foreign else undeclared(engine, scheduler)
         for held in holdings(engine):
             trained = held.trained
@@ -51,9 +57,12 @@ class Before:
                 self.steps[held.name] = _step(held)
             if held.group is not None and "lr" in held.group:
                 self.rates[held.name] = float(held.group["lr"])
+                self.decays[held.name] = float(held.group.get("weight_decay") or 0.0)
             start = None if foreign else start_of(held)
             if start is not None:
                 self.starts[held.name] = start
+                # after anything that replaces states, they may come from a recipe with narrow ones
+                self.coarse += [] if since is None else _rounded(held, start)
 
     def read(self, seen: Any) -> None:
         """Records what the forward pass before the update read (an audit.weights.Weights)."""
@@ -92,6 +101,25 @@ class Before:
         return bool((now < least).any())
 
 
+def draws_of(engine: Any) -> int | None:
+    """The step from which an emulation draws its random bytes; None without one."""
+    found = getattr(getattr(engine, "emulation", None), "randomness", None)
+    return None if found is None else int(found.step)
+
+
+def _rounded(held: Held, start: Start) -> list[str]:
+    """Moments in FP32 whose samples all have so few bits that something rounded them: an update leaves more, unless 1 - beta is a power of two."""
+    found = []
+    for (role, values), beta in zip(start.moments.items(), start.settings.betas, strict=False):
+        stored = local(held.state[role])
+        shows = stored.dtype is torch.float32 and has_more_bits_than_bf16(1.0 - beta)
+        if shows and is_narrow(values.float(), enough=_FEW):
+            found.append(f"{held.name} ({role}, before the update)")
+    return found
+
+
+_FEW = 16
+"""Nonzero sampled elements that prove a moment rounded: by chance one in 2**(13 x 16)."""
 _LOST = 1e-3
 """Share of a second moment that its roundings may lose between two audits, at most some hundreds of updates."""
 _UNDERFLOW = 2.0**-125

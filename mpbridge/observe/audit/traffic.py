@@ -35,6 +35,8 @@ class Traffic:
     to_pass: int | None = None
     """Elements of activations and their gradients that this stage sends on; None: unknown."""
     promised: dict[str, set[str]] = field(default_factory=dict)
+    parallel: dict[str, Counter[str]] = field(default_factory=dict)
+    """'tensor', 'context' or 'experts' -> dtype -> elements that this rank sent over those ranks; only kinds of more than one rank."""
 
 
 def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) -> Traffic:
@@ -50,11 +52,34 @@ def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) ->
             seen.passed[one.dtype] += one.elements
     if seen.stages > 1:
         seen.to_pass = _to_pass(engine.run.facts, microbatches)
+    seen.parallel = _within_model(engine, watch, set(group))
     if hasattr(engine.optimizer, "shards"):
         _sharded(engine, watch, group, seen, microbatches)
     else:
         _buffers(engine, watch, seen)
     return seen
+
+
+def _within_model(engine: Any, watch: Watch, averaged: set[int]) -> dict[str, Counter[str]]:
+    """What was sent over tensor-, context- and expert-parallel ranks. averaged: the ranks that reduce gradients; where they are the experts' too, only what is
+    exchanged between all of them (tokens) can be told from gradients."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    parallel, found = engine.run.facts.parallel, {}
+    for kind, size, group_of in (
+        ("tensor", parallel.tensor, state.get_tensor_model_parallel_group),
+        ("context", parallel.context, state.get_context_parallel_group),
+        ("experts", parallel.expert, state.get_expert_model_parallel_group),
+    ):
+        if size > 1 and state.model_parallel_is_initialized():
+            ranks = set(dist.get_process_group_ranks(group_of()))
+            mine = [one for one in watch.sent if one.floating and set(one.group) == ranks]
+            found[kind] = Counter[str]()
+            for one in mine:
+                if ranks != averaged or one.kind == "all_to_all":
+                    found[kind][one.dtype] += one.elements
+    return found
 
 
 def _to_pass(facts: RunFacts, microbatches: int) -> int | None:
@@ -224,7 +249,23 @@ def traffic_findings(ranks: Sequence[Traffic], promises: Promises) -> list[Findi
             )
     if max(rank.stages for rank in ranks) > 1:
         findings.append(_between_stages(ranks, promises))
-    return findings
+    kinds = sorted({kind for rank in ranks for kind, sent in rank.parallel.items() if sent})
+    return findings + [_over_ranks(kind, ranks, promises) for kind in kinds]
+
+
+def _over_ranks(kind: str, ranks: Sequence[Traffic], promises: Promises) -> Finding:
+    """Activations and their gradients are sent in the compute dtype; norms' gradients, the loss and routing in FP32."""
+    promised = {promises.policy.compute.short, "fp32"}
+    found = [rank.parallel.get(kind, Counter()) for rank in ranks]
+    wrong = [[f"{count} elements in {dtype}" for dtype, count in own.items() if dtype not in promised] for own in found]
+    return Finding(
+        subject=f"wire: {kind}",
+        promised=" or ".join(sorted(promised)),
+        found=joined(dtype for own in found for dtype in own),
+        ok=not any(wrong),
+        count=sum(sum(own.values()) for own in found),
+        offenders=offenders(wrong),
+    )
 
 
 def _kept(seen: Counter[str]) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.backend.devices.together import world_size
 from mpbridge.numerics.observation.modules import (
     Graph,
     floating,
@@ -146,13 +147,15 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self.rounded: Counter[str] = Counter()
         """Place -> number of FP32 activations there whose values all had 10 or fewer mantissa bits."""
         self.read: dict[str, int] = {}
-        """Parameter -> digest of what the first forward pass of the step read."""
+        """Parameter -> digest of what the first forward pass of the step read; 0 on a single rank, where no other could have read anything else."""
         self.roots: list[float] = []
         """The scaled losses of the micro-batches, at which backward started."""
         self.tokens: list[int] = []
         """Number of tokens in this rank's summed loss; unset if the loss is a mean."""
+        self.passes: Counter[str] = Counter()
+        """Linear -> forward passes with tokens, recomputed ones too."""
         self.calls: Counter[str] = Counter()
-        """Linear -> (nonempty forward passes, those with gradients)."""
+        """Linear -> those of them through which a gradient comes back."""
         self.products = Products(gemms_of, seed)
         self.arrivals = Arrivals()
         self.library = LibraryObservation()
@@ -227,6 +230,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         result = floating(output)
         if result is None:
             return
+        if is_router(module):
+            self._note_rounding(path, result)  # probabilities
         if result.numel() and (is_linear(module) or is_attention(module) or is_router(module) or is_norm(module)):
             self.ran[path] = module
         if is_linear(module):
@@ -246,6 +251,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self.outputs[path][storage(result)] += 1
         self.autocast[_autocast(result.device.type)] += 1
         self._note_rounding(LOGITS if path.endswith("output_layer") else path, result)
+        self.passes[path] += bool(result.numel())
         if result.numel() and result.requires_grad:
             self.calls[path] += 1
             self.products.attached(path, nodes)
@@ -265,7 +271,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             self.arrivals.ask(full, parameter)
             if full in self.read:
                 continue
-            self.read[full] = digest(parameter)
+            self.read[full] = digest(parameter) if world_size() > 1 else 0
             if self.check_read is not None:
                 self.check_read(full, parameter.detach())
 

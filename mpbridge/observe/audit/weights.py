@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import E4M3
-from mpbridge.numerics.observation.tensors import digest, is_narrow, local, positions
+from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf16, is_narrow, local, positions
 from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
 from mpbridge.observe.audit.replay import half_ulp, is_decoupled
 from mpbridge.observe.audit.snapshot import Before
@@ -28,13 +28,20 @@ _WARMUP = 4.0
 
 
 @torch.no_grad()
-def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None, rate: float | None = None) -> bool:
+def is_another(
+    held: Held,
+    trained: torch.Tensor,
+    earlier: torch.Tensor | None,
+    rate: float | None = None,
+    decay: float | None = None,
+) -> bool:
     """Whether the sampled elements changed by anything other than one factor times Adam's update and its weight decay; False if that cannot be determined.
 
     trained: the tensor that the update changed, flat, as it is now. earlier: its elements at `values.positions` before the update. The factor is the rate, which a
     schedule may have changed since. Changes hidden by rounding to the stored dtype are ignored. rate: of the step; None: only the sign of the factor is checked.
+    decay: the weight decay before the step, which a schedule may have changed since; None: the group's.
     """
-    update = None if earlier is None else _expected(held, trained, earlier)
+    update = None if earlier is None else _expected(held, trained, earlier, decay)
     if update is None or earlier is None:
         return False
     now = trained[positions(trained.numel()).to(trained.device)]
@@ -55,7 +62,7 @@ def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None, 
     return factor >= 0.0 or float(error.norm()) > tolerance * abs(factor) * float(update.norm())
 
 
-def _expected(held: Held, trained: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor | None:
+def _expected(held: Held, trained: torch.Tensor, earlier: torch.Tensor, decay: float | None) -> torch.Tensor | None:
     """The update divided by the rate; None if the optimizer follows another rule."""
     group = held.group or {}
     if type(held.inner).__name__ not in ADAMS or group.get("amsgrad") or group.get("maximize") or "betas" not in group:
@@ -67,7 +74,7 @@ def _expected(held: Held, trained: torch.Tensor, earlier: torch.Tensor) -> torch
         return None  # FP8 moments are too coarse
     where = positions(trained.numel()).to(trained.device)
     update = adam(held, first[where].double(), second[where].double())
-    decay = float(group.get("weight_decay") or 0.0)
+    decay = float(group.get("weight_decay") or 0.0) if decay is None else decay
     return update + decay * earlier.double() if is_decoupled(held, group) else update
 
 
@@ -251,7 +258,8 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
         still = lr > 0 and before.rates.get(name) == 0 and bool((held.group or {}).get("lr_mult", 1.0))
         due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests, still=still, zeros=zeros)
         if name in seen.moved:
-            if is_another(held, trained, before.samples.get(name), None if foreign else lr):
+            rate, decay = None if foreign else lr, before.decays.get(name)
+            if is_another(held, trained, before.samples.get(name), rate, decay):
                 seen.otherwise.append(name)
             before.note(held, trained)
         if before.is_put_back(name):
@@ -259,6 +267,7 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
         if before.is_emptied(name):
             seen.emptied.append(f"{name} (exp_avg_sq)")
         _width(seen, held, due and name in seen.moved)
+    seen.coarse += before.coarse
     for found, stale in zip((seen.unequal, seen.misread), before.stale, strict=True):
         found += [f"{name} (before the update)" for name in stale if name not in found]
     return seen
@@ -343,12 +352,7 @@ def _width(seen: Weights, held: Held, has_moved: bool) -> None:
     for role, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
         stored = held.state.get(role)
         # (1 - beta) x gradient has bits beyond BF16, unless 1 - beta is a power of two
-        if stored is None or local(stored).dtype is not torch.float32 or not _uneven(1.0 - beta):
+        if stored is None or local(stored).dtype is not torch.float32 or not has_more_bits_than_bf16(1.0 - beta):
             continue
         if is_narrow(local(stored)):
             seen.coarse.append(f"{held.name} ({role})")
-
-
-def _uneven(number: float) -> bool:
-    """Whether FP32 `number` has bits that BF16 lacks."""
-    return bool(int(torch.tensor([number], dtype=torch.float32).view(torch.int32)) & 0xFFFF)

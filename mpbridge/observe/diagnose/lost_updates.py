@@ -7,7 +7,7 @@ import re
 from mpbridge.common.formats import dtype
 from mpbridge.observe.diagnose.evidence import finite, median
 from mpbridge.observe.diagnose.suspects import Suspect, Symptoms
-from mpbridge.planning.certificates.states import lost_updates, movement_kept, rate_for
+from mpbridge.planning.certificates.states import lost_updates, movement_kept, rate_for, ratio_of
 
 MOST = 0.4
 """Share of lost updates, at the last audit, from which on weights are said to stop moving."""
@@ -32,9 +32,10 @@ def stalled(case: Symptoms) -> Suspect | None:
     if lr and sigma:
         of = dtype(kind)
         beta1 = float(dict(case.run.settings()).get("optimizer.adam_beta1") or 0.9)
-        predicted, kept = (call(lr, sigma, of, beta1=beta1) for call in (lost_updates, movement_kept))
+        larger = ratio_of(beta1, step) / ratio_of(beta1)  # the first updates average few gradients
+        predicted, kept = (call(lr * larger, sigma, of, beta1=beta1) for call in (lost_updates, movement_kept))
         evidence.append(
-            f"predicted at lr {lr:.2g} and weights of {sigma:.2g} (mpbridge certify): {predicted:.0%} lost, {kept:.0%} of the movement kept"
+            f"predicted at lr {lr:.2g}, weights of {sigma:.2g} and gradients of pure noise (mpbridge certify): {predicted:.0%} lost, {kept:.0%} of the movement kept"
         )
         advice.append(
             f"half of the updates are lost at lr {rate_for(0.5, sigma, of, beta1=beta1):.2g}; a higher lr or min_lr loses fewer"

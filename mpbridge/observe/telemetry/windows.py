@@ -44,8 +44,8 @@ class Windows:
             self._found[path]["dy"] = flat[self._rows[path][1], : min(outer, SIDE)].clone()
 
     def write(self, folder: Path) -> None:
-        """Replaces the folder's file; nothing if no linear is complete and finite, or safetensors is not installed. Raises OSError."""
-        whole = {p: one for p, one in self._found.items() if "dy" in one and all(bool(t.isfinite().all()) for t in one.values())}  # fmt: skip
+        """Replaces the folder's file; nothing if no linear is complete, finite and other than zero, or safetensors is not installed. Raises OSError."""
+        whole = {p: one for p, one in self._found.items() if "dy" in one and all(bool(t.isfinite().all() and t.any()) for t in one.values())}  # fmt: skip
         try:
             from safetensors.torch import save
         except ImportError:

@@ -6,7 +6,6 @@ The assumption, where one is needed: the logarithm of a block's amax is uniform 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpbridge.common.formats import NumberFormat
@@ -43,18 +42,6 @@ def clipping(scale: NumberFormat, position: float = 1.0) -> Clipping:
         mean += part - kept * first / math.log(2)
         square += part - 2 * kept * first / math.log(2) + kept * kept * second / (2 * math.log(2))
     return Clipping(share=share, mean=mean, square=square, worst=0.5 / (2**scale.mantissa + 0.5))
-
-
-def clipped_moments(scale: NumberFormat, energy: Sequence[float]) -> tuple[float, float]:
-    """(alignment, floor in bits) of unbiased rounding that clips: <E[q], x>/<x, x> - 1, and -log2 of the relative error left in a mean of many draws.
-
-    energy: shares of the sum of squares of elements whose |x|/amax is in equal bins from 1 - `worst` to 1, the last bin for 1 itself.
-    """
-    low, bins = 1 - clipping(scale).worst, len(energy) - 1
-    laws = [clipping(scale, low + (i + 0.5) / bins * (1 - low)) for i in range(bins)] + [clipping(scale)]
-    mean = sum(law.mean * part for law, part in zip(laws, energy, strict=True))
-    square = sum(law.square * part for law, part in zip(laws, energy, strict=True))
-    return -mean, -0.5 * math.log2(square) if square else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +84,6 @@ def nvfp4_second_pass(code: NumberFormat, scale: NumberFormat) -> tuple[float, f
     return d / 2, d * (third + 0.5) / code.largest
 
 
-def relative_error(number: NumberFormat) -> float:
-    """Largest relative error of rounding a normal number to nearest: half a place over (1 + half a place)."""
-    return 0.5 / float(2**number.mantissa + 0.5)
+def relative_error(mantissa: int) -> float:
+    """Largest relative error of rounding a normal number to nearest in that many bits: half a place over (1 + half a place)."""
+    return 0.5 / float(2**mantissa + 0.5)

@@ -25,9 +25,10 @@ def mantissa_of(kind: DType) -> int:
     return E4M3.mantissa if kind is DType.UINT8 else kind.mantissa or 0
 
 
-def ratio_of(beta1: float) -> float:
-    """Standard deviation of m/sqrt(v) under pure noise."""
-    return math.sqrt((1 - beta1) / (1 + beta1))
+def ratio_of(beta1: float, step: int | None = None) -> float:
+    """Standard deviation of m/sqrt(v) under pure noise, both without bias: 1 at step 1, and after many steps, or without one, sqrt((1 - b1)/(1 + b1))."""
+    left = 0.0 if step is None else beta1**step
+    return math.sqrt((1 - beta1) * (1 + left) / ((1 + beta1) * (1 - left)))
 
 
 def half_gap(exponent: int, kind: DType) -> float:

@@ -16,6 +16,7 @@ from mpbridge.planning.rules import (
     experts,
     hybrid,
     model,
+    muon,
     optimizer,
     quant,
     realization,
@@ -34,6 +35,7 @@ def rules() -> tuple[Rule, ...]:
         + quant.RULES
         + storage.RULES
         + optimizer.RULES
+        + muon.RULES
         + model.RULES
         + configs.RULES
         + hybrid.RULES

@@ -333,6 +333,8 @@ def _identity(config: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
+CONTRACT = "contract.json"
+"""What a folder that mpbridge wrote says of each tensor and of the run that trained it."""
 LEGACY = "hf_quant_config.json"
 """ModelOpt's own file, which TensorRT-LLM reads."""
 

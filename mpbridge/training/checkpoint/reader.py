@@ -25,9 +25,9 @@ class Contents:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        manifest = store.read_manifest(folder)
-        self.step = store.step_in(manifest, folder)
-        self.index: Index = read_index(folder, manifest["files"])
+        self.manifest = store.read_manifest(folder)
+        self.step = store.step_in(self.manifest, folder)
+        self.index: Index = read_index(folder, self.manifest["files"])
         self.delayed_format: str | None = None
         """`extra_state.format_of` the run that takes the states up."""
         self._open: dict[str, IO[bytes]] = {}

@@ -1,4 +1,4 @@
-"""A signed record of a checkpoint: in-toto statements in DSSE envelopes beside its files, and OpenSSF model signing of a published folder. Offline.
+"""A signed record of a checkpoint or of served weights: in-toto statements in DSSE envelopes beside its files, and OpenSSF model signing of a published folder. Offline.
 
 Formats: in-toto Statement v1, SLSA provenance v1 and test-result v0.1 (predicates), DSSE 1.0; one envelope a line. A signature says who claims something,
 not that it is true.
@@ -15,9 +15,10 @@ from urllib.parse import quote
 
 from mpbridge import __version__
 from mpbridge.common.errors import CheckpointError, Refused
-from mpbridge.common.files import ProgressCallback, opened, parsed
-from mpbridge.training.checkpoint.store import MANIFEST, audit_of, read_manifest, step_of, write_whole
-from mpbridge.training.checkpoint.verdict import read_fingerprint
+from mpbridge.common.files import ProgressCallback, opened, parsed, read_json
+from mpbridge.settings.huggingface.served import CONTRACT
+from mpbridge.training.checkpoint.store import MANIFEST, audit_of, read_manifest, step_in, step_of, write_whole
+from mpbridge.training.checkpoint.verdict import Fingerprint, read_fingerprint
 from mpbridge.training.disclosure.evidence import Evidence
 from mpbridge.training.disclosure.hashing import digests
 from mpbridge.training.disclosure.keys import Signer, check_folder, model_signing_for, sign_folder
@@ -52,18 +53,18 @@ class Verified:
 def sign_checkpoint(
     folder: Path, evidence: Evidence, signer: Signer, *, publish: bool, told: ProgressCallback
 ) -> Mapping[str, Any]:
-    """Writes the record into a checkpoint's folder, and model signing's bundle if it is to be published; returns the test result.
+    """Writes the record into the folder of a checkpoint, or of served weights with their contract, and model signing's bundle if it is to be published; returns the test result.
 
     Raises CheckpointError for damaged files, Refused if the audits are of another run.
     """
-    step, manifest = step_of(folder), read_manifest(folder)
+    subject = Subject.of(folder)
     found = digests(folder, OUTSIDE, told)
-    listed = {name: facts["sha256"] for name, facts in manifest["files"].items()} | {MANIFEST: found.get(MANIFEST)}
-    if faults := differences(listed, found):
+    listed = {**subject.files, MANIFEST: found.get(MANIFEST)}
+    if subject.files and (faults := differences(listed, found)):
         raise CheckpointError(
             "\n".join([f"{folder} is not as it was saved, so it is not signed:", *(f"  - {x}" for x in faults)])
         )
-    bodies = _predicates(folder, evidence.until(step), step, publish)
+    bodies = _predicates(folder, subject, evidence.until(subject.step), publish)
     if publish:
         model_signing_for(signer)  # before anything is written
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in found.items()]
@@ -77,8 +78,38 @@ def sign_checkpoint(
     return bodies[RESULT]
 
 
-def _predicates(folder: Path, evidence: Evidence, step: int, publish: bool) -> dict[str, dict[str, Any]]:
-    saved, data = read_fingerprint(folder), evidence.data
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a folder says of the run that it comes from: a checkpoint by its manifest, a served folder by its contract."""
+
+    step: int
+    run: Fingerprint
+    audit: str
+    """The audit's mark of the checkpoint."""
+    files: Mapping[str, str]
+    """File -> SHA-256 when it was saved; a contract has those of tensors."""
+    warned: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path) -> Subject:
+        """Raises CheckpointError for a folder that does not say it."""
+        if not (folder / CONTRACT).exists():
+            files = {name: facts["sha256"] for name, facts in read_manifest(folder)["files"].items()}
+            return cls(step_of(folder), read_fingerprint(folder), audit_of(folder), files)
+        contract = read_json(folder / CONTRACT)
+        run = contract.get("run") if isinstance(contract, dict) else None
+        if not isinstance(run, dict):
+            raise CheckpointError(
+                f"{folder / CONTRACT} names no run: it was made of a checkpoint without a fingerprint"
+            )
+        again = (
+            (f"quantized by another recipe than the run's: {contract['recipe']}",) if contract["requantized"] else ()
+        )
+        return cls(step_in(contract, folder), Fingerprint.from_data(run), str(contract["audit"]), {}, again)
+
+
+def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: bool) -> dict[str, dict[str, Any]]:
+    saved, data, step = subject.run, evidence.data, subject.step
     trained = {one["recipe"] for one in evidence.audits}
     if not trained:
         raise Refused(f"{evidence.path} has no audit up to step {step}: it is of another run than {folder}")
@@ -111,11 +142,11 @@ def _predicates(folder: Path, evidence: Evidence, step: int, publish: bool) -> d
     for one in evidence.audits:
         text = f"{one['stage']} audit of step {one['step']} ({one['reason']})"
         tests[one["ok"]].append(text if one["ok"] else f"{text}: {'; '.join(map(str, one['faults']))}")
-    mark = audit_of(folder)
+    mark = subject.audit
     if mark == "suspect":
         tests[False].append("this checkpoint is marked suspect")
     warned = [f"not observed: {name}" for name in sorted({row for one in evidence.live for row in one["not_observed"]})]
-    warned += ["the state in this checkpoint was not audited"] if mark == "unaudited" else []
+    warned += [*subject.warned, *(["the state in this checkpoint was not audited"] if mark == "unaudited" else [])]
     result = {
         "result": "FAILED" if tests[False] else "WARNED" if warned else "PASSED",
         "configuration": [{"name": "precision policy", "digest": {"sha256": policy}}],
@@ -198,7 +229,8 @@ def _statements(folder: Path, signer: Signer) -> dict[str, Mapping[str, Any]]:
 
 def _disagreements(folder: Path, bodies: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What a validly signed record says otherwise than the checkpoint that it is about."""
-    saved, build, result = read_fingerprint(folder), bodies[PROVENANCE]["buildDefinition"], bodies[RESULT]
+    subject, build, result = Subject.of(folder), bodies[PROVENANCE]["buildDefinition"], bodies[RESULT]
+    saved = subject.run
     policy = saved.policy.fingerprint()
     pairs: Sequence[tuple[str, Any, Any]] = (
         ("recipe", build["externalParameters"]["recipe"], saved.recipe),
@@ -207,7 +239,7 @@ def _disagreements(folder: Path, bodies: Mapping[str, Mapping[str, Any]]) -> lis
         ("audited policy", result["configuration"][0]["digest"]["sha256"], policy),
     )
     lines = [f"the record's {name} is {said}, the checkpoint's {there}" for name, said, there in pairs if said != there]
-    mark = audit_of(folder)
+    mark = subject.audit
     if result["result"] == "PASSED" and (mark != "good" or result["failedTests"]):
         lines.append(
             f"the record says PASSED, the checkpoint is marked {mark} and {len(result['failedTests'])} audits failed"

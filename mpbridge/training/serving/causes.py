@@ -15,7 +15,7 @@ from mpbridge.numerics.stored import StoredWeight
 from mpbridge.precision.regions import Quant
 from mpbridge.settings.huggingface.served import ranks
 from mpbridge.settings.huggingface.tensors import Mapped
-from mpbridge.training.serving.cast import Part, Quantize, ServedWeights
+from mpbridge.training.serving.cast import Part, Quantize, ServedWeights, values
 from mpbridge.training.weights.layouts import apart
 
 F8 = torch.float8_e4m3fn
@@ -34,6 +34,11 @@ class Way(NamedTuple):
     words: str
     holds: Callable[[Quant], bool]
     quantize: Callable[[Quant, torch.Tensor], StoredWeight]
+
+
+def _again(training: Quantize, quant: Quant, weight: torch.Tensor) -> StoredWeight:
+    first = training(quant, weight)
+    return _flipped("power_of_two")(training, quant, values(first.codes, first.scales))
 
 
 def _blocks(quant: Quant, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +134,7 @@ ARITHMETIC = (
         "a multiplication by 448 times the reciprocal of amax", _FP8,
         _fp8(lambda amax: 1.0 / _factor(amax), lambda w, amax: w * _factor(amax)),
     ),
+    Way("the codes quantized a second time, to power-of-two scales or to FP32 scales", _option("power_of_two"), _again),
     Way(
         "scale and quotient computed in BF16", _FP8,
         _fp8(lambda amax: _narrow(_over(amax)), lambda w, amax: _narrow(_narrow(w) / _narrow(_over(amax)))),

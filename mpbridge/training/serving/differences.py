@@ -15,7 +15,7 @@ from mpbridge.settings.huggingface.served import ServedFormat, group_of, misfits
 from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith, values
 from mpbridge.training.serving.causes import Source, explanations
-from mpbridge.training.weights.source import DTYPES
+from mpbridge.training.weights.source import DTYPES, SPELLED
 from mpbridge.training.weights.to_folder import Export, opened
 
 KINDS = ("missing", "invalid", "shape", "scales", "group", "bytes", "list", "engine", "extra")
@@ -173,10 +173,7 @@ class Comparison:
             sources.append(Source("the parameter" if self.served.from_main(one) else "the FP32 main weight", other))
         for words, parts in explanations(self.served, one, sources):
             made = self.served.named(parts)
-            rounded = {
-                name: tensor.bfloat16() if "scale" in name and tensor.dtype is torch.float32 else tensor
-                for name, tensor in made.items()
-            }
+            rounded = _narrow(made)
             if all(_same(module, held, made) or _same(module, held, rounded) for module in wrong):
                 return words
         return "no known rule gives these bytes"
@@ -268,9 +265,6 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-_SPELLED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
-
-
 def shape_faults(
     module: str, size: tuple[int, ...], held: Mapping[str, torch.Tensor], row: ServedFormat | None
 ) -> Iterator[Difference]:
@@ -290,7 +284,7 @@ def shape_faults(
             shape = tuple(tensor.shape)  # [] and [1] are both read
         if tuple(tensor.shape) != shape:
             yield Difference(f"{module}.{suffix}", "shape", f"is {list(tensor.shape)}, expected {list(shape)}")
-        elif tensor.dtype is not _SPELLED[dtype] and not (scale and dtype == "F32" and tensor.dtype is torch.bfloat16):
+        elif tensor.dtype is not SPELLED[dtype] and not (scale and dtype == "F32" and tensor.dtype is torch.bfloat16):
             yield Difference(
                 f"{module}.{suffix}", "shape", f"is {str(tensor.dtype).removeprefix('torch.')}, expected {dtype}"
             )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mpbridge.precision.wording import quant_text
 from mpbridge.settings.huggingface.served import (
+    CONTRACT,
     LEGACY,
     Cast,
     chosen,
@@ -21,18 +19,13 @@ from mpbridge.settings.huggingface.served import (
     ranks,
 )
 from mpbridge.settings.huggingface.tensors import Mapped
-from mpbridge.training.checkpoint.store import step_of
+from mpbridge.training.checkpoint.store import audit_of, step_of
+from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
+from mpbridge.training.checkpoint.verdict import read_fingerprint
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith
 
-FILE = "contract.json"
+FILE = CONTRACT
 SCHEMA = 1
-
-
-def facts_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """dtype, shape and SHA-256 of a tensor's bytes."""
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(tensor.shape), "sha256": hashlib.sha256(raw).hexdigest()}  # type: ignore[arg-type]
 
 
 def is_module(name: str) -> bool:
@@ -46,16 +39,26 @@ class Served(ServedWeights):
     def __init__(self, path: Path, training: TrainedWith, method: str) -> None:
         super().__init__(training, chosen(method, training.found, training.run.facts))
         self.path = path
-        self._tensors: dict[str, dict[str, Any]] = {}
+        self._tensors: Mapping[str, Mapping[str, Any]] = {}
 
     @classmethod
     def of(cls, path: Path, run: Any, wanted: Sequence[Mapped], method: str, recipe: str | None = None) -> Served:
         """The casting of a checkpoint's run, or of another recipe."""
         return cls(path, TrainedWith.of(path, run, wanted, recipe), method)
 
-    def saw(self, name: str, tensor: torch.Tensor) -> None:
-        """Records a tensor that is written."""
-        self._tensors[name] = facts_of(tensor)
+    @property
+    def identity(self) -> object:
+        """What decides the bytes, besides the checkpoint."""
+        training = self.training
+        return self.row.name, training.policy.fingerprint(), training.release, training.stores
+
+    def sizes(self, one: Mapped) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name in the folder -> (dtype, shape) of a quantized parameter's tensors."""
+        return {
+            f"{name.removesuffix('.weight')}.{suffix}": facts
+            for name, (rows, columns) in one.parts
+            for suffix, facts in self.row.shapes(rows, columns).items()
+        }
 
     @property
     def notes(self) -> list[str]:
@@ -79,8 +82,9 @@ class Served(ServedWeights):
         # a tied head has no tensor, and is a module nevertheless
         return sorted({*found, "lm_head"} - low)
 
-    def finish(self, folder: Path) -> dict[str, Any]:
+    def finish(self, folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Writes the contract, and ModelOpt's own file; returns the quantization_config."""
+        self._tensors = facts
         kept, quants = self.kept, list(dict.fromkeys(self.rules.values()))
         (folder / FILE).write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
         if self.row.method == "modelopt":
@@ -95,10 +99,14 @@ class Served(ServedWeights):
             for name, _ in cast.one.parts if cast.quant is not None else ():
                 modules[name.removesuffix(".weight")] = self._module(cast, name.removesuffix(".weight"))
         return {
-            "schema": SCHEMA, "format": self.row.name, "recipe": training.recipe, "fingerprint": training.policy.fingerprint(), "step": step_of(self.path),
+            "schema": SCHEMA, "format": self.row.name, "recipe": training.recipe, "fingerprint": training.policy.fingerprint(), "step": step_of(self.path), "audit": audit_of(self.path), "run": self._run(),
             "requantized": training.given, "rules": f"Transformer Engine {'.'.join(map(str, training.release))}",
             "activations": self.row.activations, "high_precision": self.kept, "modules": modules, "tensors": self._tensors,
         }  # fmt: skip
+
+    def _run(self) -> Mapping[str, Any] | None:
+        """The fingerprint of the run, as its checkpoint has it; None where there is none."""
+        return read_fingerprint(self.path).as_data() if (self.path / FINGERPRINT).is_file() else None
 
     def _module(self, cast: Cast, module: str) -> dict[str, Any]:
         assert cast.quant is not None

@@ -16,7 +16,8 @@ from mpbridge.settings.huggingface.folder import FolderTensor, read_config, read
 from mpbridge.settings.huggingface.kept import list_faults
 from mpbridge.settings.huggingface.served import LEGACY, ServedFormat, row_of
 from mpbridge.training.serving.differences import NO_CONFIG, Comparison, Difference, bad_scales, group_faults
-from mpbridge.training.serving.document import FILE, SCHEMA, facts_of, is_module
+from mpbridge.training.serving.document import FILE, SCHEMA, is_module
+from mpbridge.training.weights.shards import facts_of
 from mpbridge.training.weights.source import DTYPES, FolderReader
 
 POWERS_ONLY = (10, 0)

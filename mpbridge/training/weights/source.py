@@ -24,6 +24,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """dtype in safetensors' spelling -> torch's, for weights that need no conversion."""
 FP8 = "F8_E4M3"
+SPELLED: Mapping[str, torch.dtype] = {**DTYPES, "U8": torch.uint8, FP8: torch.float8_e4m3fn}
+"""The same, of every tensor that is written."""
 SCALE = "_scale_inv"
 """Suffix of an FP8 weight's name that gives the name of its block scales."""
 _NO_WEIGHTS = ("rotary_emb.inv_freq",)
@@ -77,12 +79,16 @@ class FolderReader:
         return values if wide else values.to(self.dtype)
 
     def raw(self, name: str) -> torch.Tensor:
-        """The tensor as stored."""
+        """The tensor as stored. Raises BadValue for a file that the library refuses: bytes that no tensor covers, or two."""
         file = self.held[name].file
         if file not in self._open:
-            self._open[file] = self._files.enter_context(library().safe_open(self.folder / file, framework="pt"))
-        found: torch.Tensor = self._open[file].get_tensor(name)
-        return found
+            try:
+                found = library().safe_open(self.folder / file, framework="pt")
+            except library().SafetensorError as error:
+                raise BadValue(f"{self.folder / file} cannot be read: {error}") from None
+            self._open[file] = self._files.enter_context(found)
+        tensor: torch.Tensor = self._open[file].get_tensor(name)
+        return tensor
 
 
 def config_dtype(config: Mapping[str, Any]) -> torch.dtype:

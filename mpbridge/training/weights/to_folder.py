@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from mpbridge import __version__
 from mpbridge.common.errors import BadValue, CheckpointError
-from mpbridge.common.files import ProgressCallback, read_json
+from mpbridge.common.files import ProgressCallback, folder_inside, read_json
 from mpbridge.settings.huggingface import folder as layout
+from mpbridge.settings.huggingface.folder import FolderTensor
 from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
 from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.settings.huggingface.written import config_json, refuse_differences
@@ -24,15 +28,14 @@ from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
 from mpbridge.training.checkpoint.weights_only import SOURCE
 from mpbridge.training.weights.layouts import apart
-from mpbridge.training.weights.source import library
+from mpbridge.training.weights.shards import Shards, planned
+from mpbridge.training.weights.source import SPELLED
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
 
 MAIN_WEIGHTS = (*MAIN, "optimizer.main.")
 """Prefixes of FP32 main weights in checkpoints, for all engines."""
-FILE_BYTES = 5_000_000_000
-"""Maximum size of a safetensors file in bytes, as in transformers."""
 BESIDE = (
     *TOKENIZERS,
     "merges.txt",
@@ -51,6 +54,10 @@ class Casting(Protocol):
     def notes(self) -> list[str]:
         """What the user should know about the folder."""
 
+    @property
+    def identity(self) -> object:
+        """What decides the bytes of its tensors, besides the checkpoint; JSON."""
+
     def covers(self, one: Mapped) -> bool:
         """Whether that parameter is quantized."""
 
@@ -60,11 +67,11 @@ class Casting(Protocol):
     def tensors(self, one: Mapped, whole: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Name in the folder -> tensor."""
 
-    def saw(self, name: str, tensor: torch.Tensor) -> None:
-        """Called with every tensor that is written."""
+    def sizes(self, one: Mapped) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Name in the folder -> (dtype in safetensors' spelling, shape) of what `tensors` returns."""
 
-    def finish(self, folder: Path) -> dict[str, Any]:
-        """Called after the last one: writes further files and returns the quantization_config."""
+    def finish(self, folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Called after the last one, with dtype, shape and SHA-256 of every tensor: writes further files and returns the quantization_config."""
 
 
 NewCasting = Callable[[Path, "Run", Sequence[Mapped]], Casting]
@@ -115,21 +122,22 @@ def to_folder(
         export.casting = None if casting is None else casting(path, export.run, export.wanted)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise BadValue(f"{target} already exists: expected a new folder")
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        partial = folder_inside(target.parent, f".{target.name}.partial")
         try:
-            partial.mkdir(parents=True)
-            given = export.write(partial, told)
-            quantization = None if export.casting is None else export.casting.finish(partial)
-            given.notes += [] if export.casting is None else export.casting.notes
-            _write_config(partial, export.config, given, like, quantization)
+            partial.mkdir(parents=True, exist_ok=True)
+            given = export.write(partial, like, told)
             if target.exists():
                 target.rmdir()
             partial.rename(target)
-        except OSError as error:
-            raise BadValue(f"{target} cannot be written: {error.strerror or error}") from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        except (OSError, KeyboardInterrupt) as error:
+            complete = list(partial.glob("[!.]*.safetensors"))
+            said = f"{len(complete)} of its files are complete in {partial}, and the same command goes on from there"
+            if not complete:
+                said = "nothing of it is kept"
+                shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(f"interrupted: {target} is not written; {said}") from None
+            raise BadValue(f"{target} cannot be written: {error.strerror or error} ({said})") from error
     given.path = target
     return given
 
@@ -210,51 +218,65 @@ class Export:
                 f"config.json has vocab_size={rows}, the checkpoint's embedding {self.shape.vocab_size} rows"
             )
 
-    def write(self, folder: Path, told: ProgressCallback) -> Given:
-        """Writes all safetensors files, and their index if there are several."""
-        given = Given(path=folder, family=self.family.name)
-        given.left_out = self.shape.vocab_size - self.rows
-        total = sum(one.elements for one in self.wanted)
-        batch: dict[str, torch.Tensor] = {}
-        place: dict[str, int] = {}
-        files = size = done = 0
-        for name, tensor in self._tensors():
-            bytes_here = tensor.numel() * tensor.element_size()
-            if batch and size + bytes_here > FILE_BYTES:
-                files += 1
-                _save(folder, files, batch)
-                place |= dict.fromkeys(batch, files)
-                batch, size = {}, 0
-            if self.casting is not None:
-                self.casting.saw(name, tensor)
-            batch[name], size = tensor, size + bytes_here
-            kind = str(tensor.dtype).removeprefix("torch.")
-            given.dtypes[kind] = given.dtypes.get(kind, 0) + tensor.numel()
-            given.tensors, given.elements = given.tensors + 1, given.elements + tensor.numel()
-            done += tensor.numel()
-            told(min(done, total), total)  # codes of FP4 are two to an element, and scales are not counted
-        files += 1
-        _save(folder, files, batch)
-        place |= dict.fromkeys(batch, files)
-        _name_files(folder, place, files, sum(f.stat().st_size for f in folder.glob("*.safetensors")))
+    def write(self, folder: Path, like: Path | None, told: ProgressCallback) -> Given:
+        """Writes the whole content of the folder, except for the files of an interrupted export that are complete there."""
+        sizes = {one.name: dict(self._sizes(one)) for one in self.wanted}
+        plan = planned((name, *size) for held in sizes.values() for name, size in held.items())
+        given = Given(path=folder, family=self.family.name, left_out=self.shape.vocab_size - self.rows)
+        for place in plan.values():
+            kind = str(SPELLED[place.dtype]).removeprefix("torch.")
+            given.dtypes[kind] = given.dtypes.get(kind, 0) + math.prod(place.shape)
+        given.tensors, given.elements = len(plan), sum(given.dtypes.values())
+        with Shards(folder, plan, self._identity(plan), told) as shards:
+            for one in self.wanted:
+                if shards.wants(sizes[one.name]):
+                    for name, tensor in self._tensors(one):
+                        shards.put(name, tensor)
+            shards.index()
+            quantization = (
+                None
+                if self.casting is None
+                else self.casting.finish(folder, {name: shards.facts[name] for name in plan})
+            )
+            given.notes += [] if self.casting is None else self.casting.notes
+            _write_config(folder, self.config, given, like, quantization)
         return given
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        again: dict[str, list[str]] = {}
-        for name, original in self.copies.items():
-            again.setdefault(original, []).append(name)
-        for one in self.wanted:
-            if self.casting is not None and self.casting.covers(one):
-                yield from self.casting.tensors(one, self.read(one, main=self.casting.from_main(one))).items()
-                continue
-            for name, tensor in self.parts(one).items():
-                yield name, tensor
-                yield from ((other, tensor.clone()) for other in again.get(name, ()))
+    def _sizes(self, one: Mapped) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+        """Name in the folder -> (dtype, shape), of everything that a parameter becomes."""
+        if self.casting is not None and self.casting.covers(one):
+            self.read(one, main=self.casting.from_main(one), meta=True)
+            yield from self.casting.sizes(one).items()
+            return
+        spelled = {dtype: name for name, dtype in SPELLED.items()}
+        for name, tensor in self._plain(one, self.read(one, meta=True)):
+            yield name, (spelled[tensor.dtype], tuple(tensor.shape))
 
-    def parts(self, one: Mapped) -> dict[str, torch.Tensor]:
-        """Name in the folder -> tensor, of a parameter that is not quantized."""
+    def _tensors(self, one: Mapped) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.casting is not None and self.casting.covers(one):
+            yield from self.casting.tensors(one, self.read(one, main=self.casting.from_main(one))).items()
+        else:
+            yield from self._plain(one, self.read(one))
+
+    def _plain(self, one: Mapped, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is not quantized, with the names under which a folder repeats it."""
+        for name, tensor in self.parts(one, whole).items():
+            yield name, tensor
+            yield from ((other, tensor) for other, original in self.copies.items() if original == name)
+
+    def _identity(self, plan: Mapping[str, FolderTensor]) -> str:
+        """SHA-256 of what decides every byte of the files."""
+        made = {
+            "checkpoint": self.contents.manifest["files"], "plan": {name: [one.file, one.dtype, *one.shape] for name, one in plan.items()},
+            "casting": None if self.casting is None else self.casting.identity, "mpbridge": __version__,
+        }  # fmt: skip
+        return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+
+    def parts(self, one: Mapped, whole: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Name in the folder -> tensor, of a parameter that is not quantized. whole: the parameter, if it was read."""
         found = {}
-        for (name, _), part in zip(one.parts, apart(self.read(one), one.layout, self.shape), strict=True):
+        read = self.read(one) if whole is None else whole
+        for (name, _), part in zip(one.parts, apart(read, one.layout, self.shape), strict=True):
             if one.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 part = part[: self.rows]
             found[name] = part.to(self._dtype(name, part.dtype, one)).contiguous()
@@ -266,19 +288,22 @@ class Export:
         found: torch.dtype = getattr(torch, self.dtype or self.narrow.get(name) or str(stored).removeprefix("torch."))
         return found
 
-    def found(self, one: Mapped, *, main: bool = False) -> torch.Tensor | None:
-        """The parameter as stored, or its main weight if FP32 is requested; None if there is none. main: only the main weight."""
+    def found(self, one: Mapped, *, main: bool = False, meta: bool = False) -> torch.Tensor | None:
+        """The parameter as stored, or its main weight if FP32 is requested; None if there is none. main: only the main weight; meta: without its elements."""
         tensors = self.contents.index.tensors
         for prefix in MAIN_WEIGHTS if main else (*(MAIN_WEIGHTS if self.dtype == "float32" else ()), ""):
             for place in one.places:
                 stored = tensors.get(prefix + place.key)
                 if stored is not None and stored.shape == (*place.counts, *one.shape):
-                    return _whole(self.contents, prefix + place.key, place, one.shape, getattr(torch, stored.dtype))
+                    dtype = getattr(torch, stored.dtype)
+                    if meta:
+                        return torch.empty(one.shape, dtype=dtype, device="meta")
+                    return _whole(self.contents, prefix + place.key, place, one.shape, dtype)
         return None
 
-    def read(self, one: Mapped, *, main: bool = False) -> torch.Tensor:
+    def read(self, one: Mapped, *, main: bool = False, meta: bool = False) -> torch.Tensor:
         """As `found`. Raises CheckpointError if there is none."""
-        found = self.found(one, main=main)
+        found = self.found(one, main=main, meta=meta)
         if found is not None:
             return found
         tensors = self.contents.index.tensors
@@ -308,19 +333,3 @@ def _whole(
         prepend_axis_num=len(place.counts),
     )
     return contents.tensor(leaf)
-
-
-def _save(folder: Path, number: int, batch: Mapping[str, torch.Tensor]) -> None:
-    library().torch.save_file(dict(batch), folder / f"{number}.safetensors", metadata={"format": "pt"})
-
-
-def _name_files(folder: Path, place: Mapping[str, int], files: int, size: int) -> None:
-    """Renames the files as transformers does, now that their number is known."""
-    if files == 1:
-        (folder / "1.safetensors").rename(folder / layout.SINGLE)
-        return
-    names = {number: f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)}
-    for number, name in names.items():
-        (folder / f"{number}.safetensors").rename(folder / name)
-    index = {"metadata": {"total_size": size}, "weight_map": {name: names[at] for name, at in sorted(place.items())}}
-    (folder / layout.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -22,8 +22,7 @@ def layered() -> Iterator[None]:
     from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
 
     mine = start_process_group(False)
-    # compiled kernels give the same bits (numerics/test_linear.py) and cost seconds each
-    with device_layer(False, fused_adam=CpuFusedAdam), torch._dynamo.config.patch(disable=True):
+    with device_layer(False, fused_adam=CpuFusedAdam):
         yield
     if mine:
         stop_process_group()

@@ -34,6 +34,8 @@ ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "autocast": ({"recipe": "bf16_mixed", "autocast_enabled": True}, {}),
     "norms kept": ({"recipe": "bf16_params_fp32_states", "keep_fp32": ["*layernorm*"]}, {"engine": "fsdp2"}),
     "pipeline": ("bf16", {"parallel": {"pipeline_model_parallel_size": 2}}),
+    "sequence parallel": ("bf16", {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
+    "experts apart": ({"recipe": "bf16_mixed", "moe_router_dtype": "fp32"}, {"model": MOE, "parallel": {"expert_model_parallel_size": 2}}),
     "fsdp2": ("fp32_params_bf16_compute", {"engine": "fsdp2"}),
     "fsdp2 a": ("bf16_params_fp32_states", {"engine": "fsdp2"}),
     "mfsdp": ("bf16_megatron_fsdp", {"engine": "megatron_fsdp"}),
@@ -66,6 +68,8 @@ class Fault:
     """Whether the default suite plants it on every one of them."""
     early: bool = True
     """False: it means something after the first update only."""
+    behind: int = 0
+    """Steps until it has an effect: what goes stale is right until the next update."""
     fatal: bool = False
     """The first step with it raises: torch multiplies no factors of two dtypes."""
 
@@ -122,6 +126,7 @@ CATALOGUE = (
     Fault("router in BF16", c.router_in_bf16, ("moe",), ("router", "derived flags"), quick=True),
     Fault("router's logits rounded", c.router_logits_rounded, ("moe",), ("router",), "router", quick=True),
     Fault("routed in BF16", c.routed_in_bf16, ("moe",), ("router",), "router", quick=True),
+    Fault("routing probabilities rounded", c.probabilities_rounded, ("moe",), ("router",), "probabilities", quick=True),
     Fault("attention's softmax in BF16", c.softmax_flag_off, ("wide softmax",), ("softmax",), "scale_mask_softmax", quick=True),
     Fault("residual stream rounded", c.stream_rounded, ("residual", "fp32"), ("residual stream",), quick=True),
     Fault("residual stream rounded before a norm", c.stream_rounded_before_norm, ("fp32",), ("residual stream",)),
@@ -133,7 +138,7 @@ CATALOGUE = (
     Fault("weights rounded in forward", c.weights_rounded_in_forward, ("fp32",), ("compute",), "linear_fc1", quick=True),
     Fault("tied weight rounded", c.tied_weight(lambda weight: weight.bfloat16().float()), ("fp32",), ("compute",), "output_layer", quick=True),
     Fault("tied weight rounded to 4 bits", c.tied_weight(lambda weight: weight.to(torch.float8_e4m3fn).to(weight.dtype)), ALL, ("compute",), "output_layer"),
-    Fault("tied weight stale", c.stale_tied_weight, ("ddp", "fsdp2"), ("compute",), "output_layer", early=False),
+    Fault("tied weight stale", c.stale_tied_weight, ("ddp", "fsdp2"), ("compute",), "output_layer", early=False, behind=1),
     Fault("tied weight detached", c.tied_weight(torch.Tensor.detach), ALL, ("compute",), "output_layer", broad=True),
     Fault("another layer's weight", c.another_layers_weight, ("ddp",), ("compute", "gradients", "weights moved"), "linear_fc1"),
     Fault("activations rounded", c.activations_rounded, ("fp32",), ("residual stream",), "linear_fc2"),
@@ -161,6 +166,7 @@ CATALOGUE = (
     Fault("history cut short", c.history_cut, ("delayed",), ("delayed scales",)),
     Fault("no Hadamard transform", c.not_rotated, ("nvfp4",), ("quantized GEMMs",), "Hadamard", quick=True),
     Fault("rounded to nearest", c.rounded_to_nearest, ("nvfp4",), ("quantized GEMMs",), "stochastic", quick=True),
+    Fault("every step draws the same bytes", c.bytes_of_one_step, ("nvfp4",), ("quantized GEMMs",), "random bytes", quick=True),
     # every dtype, flag and hook is in place
     Fault("first moment with FP16's bits", h.states_with(10, "exp_avg"), ("ddp", "fsdp2", "mfsdp", "aware"), ("bits of states",)),
     Fault("main weights with TF32's bits", h.main_weights_with(10), ("ddp", "dist", "mfsdp", "fp32"), ("bits of states", "weights moved"), quick=True),
@@ -194,8 +200,8 @@ CATALOGUE = (
     Fault("gradients by way of E4M3", h.operands_of("dgrad", "dy", h.through_e4m3), ("tensorwise", "delayed"), ("quantized GEMMs",), "dgrad dy", quick=True),
     Fault("gradients by way of E4M3 to their weights", h.operands_of("wgrad", "dy", h.through_e4m3), ("tensorwise", "delayed"), ("quantized GEMMs",), "wgrad dy"),
     Fault("half of the gradient's rows lost", h.operands_of("wgrad", "dy", h.halved), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "wgrad dy", quick=True),
-    Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w"),
-    Fault("quantized copy of an old weight in dgrad", h.operands_of("dgrad", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "dgrad w", quick=True),
+    Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w", behind=1),
+    Fault("quantized copy of an old weight in dgrad", h.operands_of("dgrad", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "dgrad w", quick=True, behind=1),
     # the optimizer's step
     Fault("moments zeroed before every step", s.moments_zeroed_before_every_step, (*ALL, "aware"), ("optimizer step",), "does not follow", early=False, quick=True),
     Fault("half of every second moment zeroed once", s.moments_times(0.0, "exp_avg_sq"), ("ddp", "dist", "mfsdp"), ("bits of states",), "exp_avg_sq", early=False, quick=True),
@@ -207,6 +213,8 @@ CATALOGUE = (
     Fault("beta1 of 0", s.setting(betas=(0.0, 0.999)), ALL, ("optimizer step",), "beta1 0, declared"),
     Fault("beta2 of 0.5", s.setting(betas=(0.9, 0.5)), ("ddp", "mfsdp"), ("optimizer step",), "beta2 0.5, declared", quick=True),
     Fault("eps of 0.01", s.setting(eps=0.01), ("ddp", "fsdp2"), ("optimizer step",), "eps 0.01, declared"),
+    Fault("weight decay through the moments", s.decay_in_the_moments, ("ddp", "aware"), ("optimizer step",), "through the moments", quick=True),
+    Fault("no bias correction", s.setting(bias_correction=False), ("ddp", "aware"), ("optimizer step",), "no bias correction", quick=True),
     Fault("gradients never clipped", s.never_clipped, ("ddp",), ("gradients", "gradient norm as clipped"), quick=True),
     Fault("norm halved", s.norm_times(0.5), CORE, ("gradient norm as clipped",), quick=True),
     Fault("norm in BF16", s.norm_in_bf16, ("ddp",), ("gradient norm as clipped",)),

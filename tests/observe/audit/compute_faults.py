@@ -55,6 +55,11 @@ def routed_in_bf16(engine: Any) -> None:
         router.routing = lambda logits, *args, real=router.routing, **more: real(logits.bfloat16(), *args, **more)
 
 
+def probabilities_rounded(engine: Any) -> None:
+    for layer in gpt(engine).decoder.layers:
+        changed(layer.mlp.router, "routing", narrow)
+
+
 def softmax_flag_off(engine: Any) -> None:
     for layer in gpt(engine).decoder.layers:
         layer.self_attention.core_attention.scale_mask_softmax.softmax_in_fp32 = False
@@ -263,6 +268,12 @@ def rounded_to_nearest(engine: Any) -> None:
         return module.values(view, multiplier, factor, E2M1, out)
 
     replaced(engine, module, "values_stochastic", nearest)
+
+
+def bytes_of_one_step(engine: Any) -> None:
+    randomness = engine.emulation.randomness
+    real = randomness.begin
+    randomness.begin = lambda step: real(7)
 
 
 def replaced(engine: Any, owner: Any, name: str, value: Any) -> None:

@@ -54,6 +54,10 @@ def setting(**values: Any) -> Callable[[Any], None]:
     return plant
 
 
+def decay_in_the_moments(engine: Any) -> None:
+    inner(engine).adam_w_mode = False
+
+
 def never_clipped(engine: Any) -> None:
     """The live config's limit is switched off; the author wrote 1."""
     for config in {id(one): one for one in (engine.configs.optimizer, engine.optimizer.config)}.values():

@@ -61,6 +61,14 @@ def zeroed(engine: Any, step: int) -> None:
                     state[key].zero_()
 
 
+def rounded(engine: Any, step: int) -> None:
+    for optimizer in inner_optimizers(engine.optimizer):
+        for state in optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in state:
+                    state[key].copy_(state[key].bfloat16())
+
+
 def nothing(engine: Any, step: int) -> None:
     """A healthy run."""
 
@@ -76,6 +84,11 @@ def test_weights_that_are_put_back_between_steps_are_named(build: Any, kind: str
 def test_moments_that_are_zeroed_between_steps_are_named(build: Any) -> None:
     found = faults(build("bf16"), zeroed)
     assert any("emptied after the update" in text for text in found), found
+
+
+def test_moments_that_are_rounded_between_steps_are_named(build: Any) -> None:
+    found = faults(build("bf16"), rounded)
+    assert any("bits of states" in text and "before the update" in text for text in found), found
 
 
 def test_another_rate_than_the_groups_is_named(build: Any) -> None:

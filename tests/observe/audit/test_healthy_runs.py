@@ -141,6 +141,49 @@ def test_frozen_parts_are_no_fault(build: Any, recipe: str, monkeypatch: pytest.
     assert faults(hook) == []
 
 
+@pytest.mark.parametrize(
+    "recipe", ["ddp", "mxfp8"]
+)  # as many tokens as features, so that shapes do not tell dgrad from wgrad
+def test_adapters_on_a_frozen_base_are_no_fault(build: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpbridge.backend.models import gpt
+
+    real = gpt.gpt_model
+
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        model = real(*args, **kwargs).requires_grad_(False)
+        for name, linear in list(model.named_modules()):
+            if name.endswith(("linear_qkv", "linear_fc2")):
+                linear.low = torch.nn.Parameter(torch.randn(4, linear.weight.shape[1]) / 8.0)
+                linear.high = torch.nn.Parameter(torch.zeros(linear.weight.shape[0], 4))
+                linear.register_forward_hook(_adapter)
+        return model
+
+    monkeypatch.setattr(gpt, "gpt_model", adapted)
+    assert faults(audited(build, recipe, "untied", "adam", "whole")) == []
+
+
+def _adapter(linear: Any, args: Any, output: Any) -> Any:
+    low = args[0].to(linear.low.dtype) @ linear.low.t() @ linear.high.t()
+    return (output[0] + low.to(output[0].dtype), *output[1:])
+
+
+def test_a_weight_decay_that_a_schedule_changes_after_the_step_is_no_fault(build: Any) -> None:
+    from tests.backend.engines import tiny
+
+    engine = build("bf16", optimizer={"weight_decay": 0.3})
+    hook, training = AuditHook(mode="warn", every=1, invariants=1), SimpleNamespace(engine=engine)
+    hook.built(training)
+    hook.started(training)
+    for _ in range(3):
+        hook.stepping(training)
+        result = engine.train_step(tiny.batches(), microbatches=2)
+        for group in engine.optimizer.param_groups:  # as the loop's scheduler does, before the audit looks
+            group["weight_decay"] *= 0.5
+        hook.stepped(training, result)
+    hook.closed()
+    assert [text for text in faults(hook) if "weights moved" in text] == []
+
+
 def _hundred() -> list[tuple[str, str, str, str]]:
     """A hundred combinations, the same ones every time, each value of each axis among them."""
     rows = list(itertools.product(RECIPES, MODELS, OPTIMIZERS, BATCHES))

@@ -161,6 +161,27 @@ def _unsynced(engine: Any) -> None:
     engine.model[0].set_requires_gradient_sync = lambda *args, **kwargs: real(False)
 
 
+def _sent_in_fp16(engine: Any) -> None:
+    """Something is summed over the tensor-parallel ranks in another dtype than activations have."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from tests.observe.audit.faults import after
+
+    def send() -> None:
+        dist.all_reduce(torch.zeros(64, dtype=torch.float16), group=parallel_state.get_tensor_model_parallel_group())
+
+    after(engine, "train_step", send)
+
+
+def _amaxes_not_reduced(engine: Any) -> None:
+    for quantizer in engine.emulation.quantizers.values():
+        for table in (quantizer.forward_table, quantizer.backward_table):
+            real = table.update
+            table.update = lambda *args, real=real, **kwargs: real(None)
+
+
 def _other_seed(engine: Any) -> None:
     engine.emulation.randomness.seed += 1
 
@@ -209,6 +230,11 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "rank 1's rate on FSDP2": ("fsdp2", _on_rank_1(s.rate_times(1.1)), 1, {"optimizer settings"}),
         "rank 1 rounds by another seed": ("nvfp4", _on_rank_1(_other_seed), 1, {"replicas"}),
         "rank 1 rounds by an older step": ("nvfp4", _on_rank_1(_older_step), 1, {"replicas"}),
+        "tensor-parallel ranks sum in FP16": ("sequence parallel", _sent_in_fp16, 0, {"wire: tensor"}),
+        "healthy, sequence parallel": ("sequence parallel", f.nothing, 0, set()),
+        "amaxes not reduced": ("delayed", _amaxes_not_reduced, 0, {"replicas"}),
+        "experts' gradients halved": ("experts apart", f.change_gradients(lambda grad: grad * 0.5, "local_experts.0.linear_fc1.weight"), 0, {"gradients"}),
+        "healthy, experts apart": ("experts apart", f.nothing, 0, set()),
         "healthy, sum of tokens": ("sum of tokens", f.nothing, 0, set()),
         "healthy, pipeline": ("pipeline", f.nothing, 0, set()),
         "healthy": ("ddp", f.nothing, 0, set()),
@@ -275,6 +301,11 @@ QUICK = (
     "rank 1's rate",
     "rank 1's rate on FSDP2",
     "rank 1 rounds by another seed",
+    "tensor-parallel ranks sum in FP16",
+    "healthy, sequence parallel",
+    "amaxes not reduced",
+    "experts' gradients halved",
+    "healthy, experts apart",
     "healthy",
     "healthy, FSDP2",
     "healthy, sharded",

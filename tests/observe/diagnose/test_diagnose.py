@@ -263,8 +263,8 @@ def test_weights_that_stop_moving_are_told_what_is_predicted_and_what_was_seen(
     if accused:
         said = "; ".join(found.suspects[0].evidence)
         assert "step 1: 77% of the updates of bf16 weights below rounding" in said
-        # weights of 0.021: E erf(half a gap / (sqrt 2 * 0.229 lr)) over the octaves of N(0, 0.021)
-        assert re.search(r"predicted at lr 0.0001 and weights of 0.021 .*: 7[567]% lost", said)
+        # at step 1 m/sqrt(v) is the sign of the gradient, and noise of deviation 1 stands for it: E erf(half a gap / (sqrt 2 lr)) over N(0, 0.021)
+        assert re.search(r"predicted at lr 0.0001, weights of 0.021 .*: 3[0-9]% lost", said)
 
 
 def test_a_rate_that_jumps_is_named_without_statistics(run: Written) -> None:

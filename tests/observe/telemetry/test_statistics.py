@@ -27,12 +27,6 @@ from tests.training.tiny import MODEL, tiny
 DELAYED, NVFP4 = "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_nvfp4_mixed"
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled() -> Any:
-    with torch._dynamo.config.patch(disable=True):
-        yield
-
-
 class Weights(Hook):
     def finished(self, training: Any) -> None:
         self.found = {name: tensor.detach().clone() for name, tensor in training.engine.named_parameters()}

@@ -12,7 +12,7 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.training.checkpoint import store
-from tests.training.survival import go, run
+from tests.training.survival import LLAMA, go, run
 
 pytest.importorskip("securesystemslib", reason="needs the extra disclose")
 pytest.importorskip("model_signing", reason="needs the extra disclose")
@@ -36,6 +36,7 @@ def made(tmp_path_factory):
             iters=4,
             logger={"log_dir": str(folder)},
             checkpoint={"save": str(folder / "checkpoints"), "save_interval": 2},
+            model=LLAMA,
         )
     )
     pairs = {
@@ -366,3 +367,31 @@ def test_many_files_are_hashed_with_progress(tmp_path):
     }
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert told[-1][0] == told[-1][1] == sum(path.stat().st_size for path in tmp_path.rglob("*.bin")) - (3 << 12)
+
+
+def test_served_weights_are_signed_with_their_contract(made, tmp_path, capsys):
+    """A changed contract, a changed shard and another run's evidence are refused by name."""
+    path = checkpoint(made)
+    recipe, folder = "bf16_with_mxfp8_mixed", tmp_path / "served"
+    command = ["convert", f"ckpt:{path}", f"hf:{folder}", "--quantization", "mxfp8", "--recipe", recipe]
+    assert main(command) == 0
+    assert main(["disclose", str(folder), "--sign", str(made / "key.pem")]) == 2
+    assert "served weights with their contract.json, --run DIR" in capsys.readouterr().err
+    sign = ["disclose", str(folder), "--run", str(made / "run"), "--sign", str(made / "key.pem")]
+    assert main(sign) == 0
+    code, said = verify(folder, made, capsys)
+    assert code == 0, said
+    assert f"WARNED: 3 audits passed, 0 failed\n  quantized by another recipe than the run's: {recipe}" in said
+    names = {one["name"] for one in payload(lines(folder)[0])["subject"]}
+    assert names == {"config.json", "contract.json", "model.safetensors"}
+    for name in ("contract.json", "model.safetensors"):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        code, said = verify(folder, made, capsys)
+        assert code == 1
+        assert f"  - {name} was changed" in said
+        (folder / name).write_bytes(data)
+    contract = json.loads((folder / "contract.json").read_text())
+    (folder / "contract.json").write_text(json.dumps(contract | {"run": None}))
+    assert main(sign) == 2
+    assert "names no run" in capsys.readouterr().err

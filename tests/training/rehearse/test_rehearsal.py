@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mpbridge.cli.main import main
 from mpbridge.common.errors import UnknownName
@@ -23,12 +22,6 @@ CURRENT, MXFP8, DELAYED = (
     "bf16_with_mxfp8_mixed",
     "bf16_with_fp8_delayed_scaling_mixed",
 )
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled() -> Any:
-    with torch._dynamo.config.patch(disable=True):
-        yield
 
 
 TINY = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from mpbridge.common.locks import lock
+from mpbridge.training.checkpoint.store import locate
 from mpbridge.training.serving.document import Served
+from mpbridge.training.weights import shards
 from mpbridge.training.weights.to_checkpoint import to_checkpoint
-from mpbridge.training.weights.to_folder import to_folder
+from mpbridge.training.weights.to_folder import opened, to_folder
+from tests.training import survival
 from tests.training.weights import folders
 
 CONFIG = folders.LLAMA | {
@@ -68,9 +75,97 @@ def checkpoint(root: Path, *overrides: str) -> Path:
     return to_checkpoint(place, root / "run", folders.run_of(place, *overrides)).path
 
 
+_MADE: dict[tuple[Path, str], Path] = {}
+
+
+def checkpoints(root: Path, model: str) -> Path:
+    """A checkpoint of one of the models, made once: the Llama, the same with heads of 64 rows, a mixture of experts, and a run that has FP32 main weights."""
+    place = root / model.replace(" ", "_")
+    if (place, model) not in _MADE:
+        place.mkdir()
+        made = {"llama": checkpoint, "heads of 64": _small_heads, "qwen3": _mixture, "trained": _trained}[model]
+        _MADE[place, model] = made(place)
+    return _MADE[place, model]
+
+
+def _small_heads(root: Path) -> Path:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+    place = folders.write(root / "bf16", CONFIG | heads, weights())
+    return to_checkpoint(place, root / "run", folders.run_of(place)).path
+
+
+def _mixture(root: Path) -> Path:
+    from tests.training.serving.test_mixtures import QWEN3, checkpoint
+
+    return checkpoint(QWEN3, root)
+
+
+def _trained(root: Path) -> Path:
+    save = {"save": str(root / "run"), "save_interval": 1}
+    made = survival.run(
+        RECIPES["mxfp8"],
+        emulate=True,
+        iters=1,
+        checkpoint=save,
+        optimizer={"lr": 1e-2},
+        scheduler={"lr_warmup_iters": 0},
+        model=survival.LLAMA,
+    )
+    survival.go(made)
+    _MAIN.append(locate(root / "run"))
+    return _MAIN[0]
+
+
+_MAIN: list[Path] = []
+
+
+def main_weight() -> torch.Tensor:
+    """The FP32 main weight of the trained run's first down projection."""
+    with opened(_MAIN[-1]) as export:
+        (one,) = (one for one in export.wanted if one.name == "decoder.layers.0.mlp.linear_fc2.weight")
+        found = export.found(one, main=True)
+        assert found is not None
+        return found
+
+
+def recipe_of(root: Path, scaling: str) -> str:
+    """The recipe of a scaling; of 'fp32 blocks', a file."""
+    if scaling in RECIPES:
+        return RECIPES[scaling]
+    file = root / "fp32_blocks.yaml"
+    file.write_text(f"extends: {RECIPES['blockwise']}\nfp8_options: {{power_of_two: false}}\n")
+    return str(file)
+
+
 def serve(path: Path, target: Path, method: str, recipe: str | None = None) -> Path:
     """A served folder of that checkpoint."""
     return to_folder(path, target, casting=partial(Served.of, method=method, recipe=recipe)).path
+
+
+def after(count: int, number: int) -> Callable[[int, int], None]:
+    """For `told`: sends this process a signal at the count-th tensor."""
+    left = [count]
+
+    def told(done: int, total: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), number)
+
+    return told
+
+
+def convert_and_stop(path: Path, target: Path, method: str, recipe: str, file_bytes: int) -> None:
+    """In a process of its own: a conversion that is killed at its 22nd tensor."""
+    shards.FILE_BYTES = file_bytes
+    casting = partial(Served.of, method=method, recipe=recipe)
+    to_folder(path, target, casting=casting, told=after(22, signal.SIGKILL))
+
+
+def hold(file: Path) -> None:
+    """In a process of its own: holds a lock until the process ends."""
+    with lock(file, wait=False):
+        print("held", flush=True)
+        signal.pause()
 
 
 def read_back(folder: Path) -> dict[str, torch.Tensor]:

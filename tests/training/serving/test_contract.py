@@ -1,10 +1,11 @@
-"""Public bugs of serving, planted in folders and streams: `contract` names each, and nothing else."""
+"""`contract` on folders and streams: public bugs that are planted, folders that are damaged, and what convert wrote."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,188 +15,72 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpbridge.cli.main import main
+from mpbridge.common.errors import BadValue
 from mpbridge.common.machines import machine
 from mpbridge.settings.huggingface.served import FORMATS
 from mpbridge.training.serving.differences import differences
 from mpbridge.training.serving.folder import examine
 from tests.training.serving import models
-
-Held = dict[str, torch.Tensor]
-L0 = "model.layers.0."
+from tests.training.serving.bugs import BUGS, CT, L0, MO, Bug, Held, fp32_blocks, nothing
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.checkpoint(tmp_path_factory.mktemp("contracts"))
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("contracts")
 
 
-_FOLDERS: dict[tuple[str, str], tuple[Held, dict[str, Any]]] = {}
+@pytest.fixture(scope="module")
+def path(root: Path) -> Path:
+    return models.checkpoints(root, "llama")
 
 
-def served(path: Path, method: str, scaling: str) -> tuple[Held, dict[str, Any]]:
+_FOLDERS: dict[tuple[Path, str, str], tuple[Held, dict[str, Any]]] = {}
+
+
+def served(path: Path, method: str, recipe: str) -> tuple[Held, dict[str, Any]]:
     """Tensors and config of a served folder."""
-    if (method, scaling) not in _FOLDERS:
-        folder = models.serve(path, path.parent.parent / f"{method}-{scaling}", method, models.RECIPES[scaling])
+    if (path, method, recipe) not in _FOLDERS:
+        folder = models.serve(path, path.parent / f"{len(_FOLDERS)}", method, recipe)
         config = json.loads((folder / "config.json").read_text())
-        _FOLDERS[method, scaling] = load_file(folder / "model.safetensors"), config
-    held, config = _FOLDERS[method, scaling]
+        _FOLDERS[path, method, recipe] = load_file(folder / "model.safetensors"), config
+    held, config = _FOLDERS[path, method, recipe]
     return {name: tensor.clone() for name, tensor in held.items()}, json.loads(json.dumps(config))
 
 
-def ct(held: Held, weight: torch.Tensor, module: str) -> None:
-    """NVFP4 of one linear by itself, in blocks of a row, with multiplications by reciprocals as training does."""
-    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    overall = 2688.0 / weight.abs().max()
-    peaks = weight.view(weight.shape[0], -1, 16).abs().amax(-1)
-    block = (peaks / 6 * overall).to(torch.float8_e4m3fn)
-    scaled = weight.view(weight.shape[0], -1, 16) * (1 / (block.float() * (1 / overall))).clamp_max(3e38).unsqueeze(-1)
-    near = (scaled.abs().clamp_max(6).unsqueeze(-1) - grid).abs()
-    code = torch.where(near == near.amin(-1, keepdim=True), torch.arange(8) % 2 * 10 + torch.arange(8), 99).argmin(-1)
-    code = (code + 8 * torch.signbit(scaled)).view(weight.shape[0], -1).to(torch.uint8)
-    held[f"{module}.weight_packed"] = code[:, ::2] | code[:, 1::2] << 4
-    held[f"{module}.weight_scale"] = block
-    held[f"{module}.weight_global_scale"] = overall.reshape(1)
+def unserved(path: Path, recipe: str) -> tuple[Held, dict[str, Any]]:
+    """The folder of another tool in a format that convert refuses: each linear in blocks of 128 x 128 by itself."""
+    with pytest.raises(BadValue, match="heads of 64 rows"):
+        models.serve(path, path.parent / "refused", "fp8", recipe)
+    plain = path.parent.parent / "bf16"
+    held, config = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
+    for name in [name for name in held if "proj" in name]:
+        rows, columns = held[name].shape
+        held[f"{name}_scale_inv"] = torch.full((-(-rows // 128), -(-columns // 128)), 2.0**-8)
+        held[name] = (held[name].float() * 256).to(torch.float8_e4m3fn)
+    listed = {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}
+    return held, config | {"quantization_config": {**GOOD, **listed}}
 
 
-def original(name: str) -> torch.Tensor:
-    return models.weights()[f"{name}.weight"].float()
-
-
-# --- the bugs: (held, config) is changed in place -----------------------------------------------------------------------------------------
-def one_dimensional(held: Held, config: Any) -> None:
-    ct(held, original(f"{L0}mlp.down_proj"), f"{L0}mlp.down_proj")
-
-
-def apart(held: Held, config: Any) -> None:
-    for part in ("gate", "up"):
-        module = f"{L0}mlp.{part}_proj"
-        ct(held, original(module), module)
-
-
-def divided(held: Held, config: Any) -> None:
-    weight, name = original("model.layers.1.mlp.down_proj"), "model.layers.1.mlp.down_proj"
-    scale = weight.abs().max() / 448
-    held[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
-    held[f"{name}.weight_scale"] = scale.expand(256, 1).clone()
-
-
-def in_bf16(held: Held, config: Any) -> None:
-    weight, name = original("model.layers.1.mlp.down_proj").bfloat16(), "model.layers.1.mlp.down_proj"
-    scale = (weight.abs().max().float() / 448).bfloat16()
-    held[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
-    held[f"{name}.weight_scale"] = scale.expand(256, 1).clone()
-
-
-def fp32_blocks(held: Held, config: Any) -> None:
-    name = f"{L0}self_attn.o_proj"
-    blocks = original(name).view(2, 128, 2, 128)
-    scale = torch.full((2, 2), 448.0) / blocks.abs().amax((1, 3))
-    held[f"{name}.weight"] = (blocks * scale[:, None, :, None]).view(256, 256).to(torch.float8_e4m3fn)
-    held[f"{name}.weight_scale_inv"] = 1 / scale
-
-
-def floor_rule(held: Held, config: Any) -> None:
-    name = f"{L0}self_attn.o_proj"
-    blocks = original(name).view(256, 8, 32)
-    exponent = torch.floor(torch.log2(blocks.abs().amax(-1))) - 8
-    held[f"{name}.weight"] = (
-        (blocks / torch.exp2(exponent).unsqueeze(-1)).clamp(-448, 448).view(256, 256).to(torch.float8_e4m3fn)
-    )
-    held[f"{name}.weight_scale"] = (exponent + 127).to(torch.uint8)
-
-
-def rounded_up(held: Held, config: Any) -> None:
-    for name in [name for name in held if name.endswith("weight_scale")]:
-        held[name] = torch.exp2(torch.ceil(torch.log2(held[name])))
-
-
-def multiplied(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Held, Any], None]:
-    def plant(held: Held, config: Any) -> None:
-        held[name] = change(held[name])
-
-    return plant
-
-
-def dropped(name: str) -> Callable[[Held, Any], None]:
-    return lambda held, config: held.__delitem__(name)
-
-
-def swapped(held: Held, config: Any) -> None:
-    a, b = f"{L0}mlp.gate_proj.weight_scale", f"{L0}mlp.up_proj.weight_scale"
-    held[a], held[b] = held[b], held[a]
-
-
-def in_high_precision(held: Held, config: Any) -> None:
-    name = f"{L0}mlp.down_proj.weight"
-    del held[f"{name}_scale"]
-    held[name] = models.weights()[name]
-
-
-def quantized_head(held: Held, config: Any) -> None:
-    weight = original("lm_head")
-    blocks = weight.view(320, 8, 32)
-    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / 448)) + 127
-    held["lm_head.weight"] = (blocks / torch.exp2(exponent - 127).unsqueeze(-1)).view(320, 256).to(torch.float8_e4m3fn)
-    held["lm_head.weight_scale"] = exponent.to(torch.uint8)
-
-
-def fp8_in_nvfp4(held: Held, config: Any) -> None:
-    name = f"{L0}mlp.down_proj"
-    held[f"{name}.weight"] = original(name).to(torch.float8_e4m3fn)
-
-
-def listing(*entries: str, key: str = "ignore", drop: str = "") -> Callable[[Held, Any], None]:
-    def plant(held: Held, config: Any) -> None:
-        listed = config["quantization_config"][key]
-        config["quantization_config"][key] = [name for name in listed if name != drop] + list(entries)
-
-    return plant
-
-
-CT, MO = "compressed-tensors", "modelopt"
-BUGS: list[tuple[str, str, str, Callable[[Held, Any], None], str, str]] = [
-    # (public thread, method, scaling, what is planted, where, what is said)
-    ("vllm#46400 by division", CT, "tensorwise", divided, "layers.1.mlp.down_proj", "division by amax / 448"),
-    ("vllm#46400 in BF16", CT, "tensorwise", in_bf16, "layers.1.mlp.down_proj", "scale and quotient computed in BF16"),
-    ("vllm#46400 exponents", CT, "mxfp8", floor_rule, "layers.0.self_attn.o_proj", "floor rule of OCP MX"),
-    ("prime-rl#3112", "fp8", "blockwise", fp32_blocks, "layers.0.self_attn.o_proj", "FP32 scales instead of powers of two"),
-    ("NVFP4 in 1-D blocks", CT, "nvfp4", one_dimensional, "layers.0.mlp.down_proj", "1-D blocks of 16 instead of 16 x 16"),
-    ("MO#1411, vllm#54974", CT, "nvfp4", apart, "layers.0.mlp.gate_proj", "second-level scales differ among fused linears"),
-    ("vllm#45212, NaN", MO, "nvfp4", multiplied(f"{L0}mlp.up_proj.weight_scale_2", lambda t: t * float("nan")), "up_proj.weight_scale_2", "not finite"),
-    ("vllm#54189, zero", CT, "tensorwise", multiplied("model.layers.1.mlp.up_proj.weight_scale", lambda t: t * 0), "up_proj.weight_scale", "has values of 0"),
-    ("vllm#45212, missing", CT, "mxfp8", dropped(f"{L0}mlp.up_proj.weight_scale"), "up_proj.weight_scale", "is missing"),
-    ("transformers#48371", CT, "nvfp4", dropped(f"{L0}mlp.down_proj.weight_global_scale"), "weight_global_scale", "is missing"),
-    ("modular#6600", CT, "nvfp4", multiplied(f"{L0}mlp.down_proj.weight_global_scale", lambda t: 1 / t), "mlp.down_proj", "divisor and multiplier"),
-    ("modular#6600 of ModelOpt", MO, "nvfp4", multiplied(f"{L0}mlp.down_proj.weight_scale_2", lambda t: 1 / t), "mlp.down_proj", "divisor and multiplier"),
-    ("transformers#47030", CT, "tensorwise", rounded_up, "layers.1.", "rounded up to powers of two after the cast"),
-    ("nibbles", MO, "nvfp4", multiplied(f"{L0}mlp.down_proj.weight", lambda t: t >> 4 | t << 4), "mlp.down_proj", "two codes of each byte are swapped"),
-    ("scales interchanged", CT, "mxfp8", swapped, "layers.0.mlp.gate_proj", "scales of the fused linears are interchanged"),
-    ("MO#2160", MO, "nvfp4", multiplied(f"{L0}mlp.down_proj.weight_scale", lambda t: t[:, : t.shape[1] // 2].contiguous()), "weight_scale", "is [256, 12], expected [256, 24]"),
-    ("MO#868", MO, "nvfp4", fp8_in_nvfp4, "down_proj.weight", "is [256, 384], expected [256, 192]"),
-    ("MB#1746", MO, "mxfp8", in_high_precision, "layers.0.mlp.down_proj", "is stored in high precision, and not listed"),
-    ("vllm#45102, MO#2112", MO, "mxfp8", quantized_head, "lm_head", "is stored quantized, and listed"),
-    ("MO#1858", MO, "mxfp8", listing(drop="lm_head"), "lm_head", "is stored in high precision, and not listed"),
-    ("vllm#21669, #44628", "fp8", "blockwise", listing("o_proj", key="modules_to_not_convert"), "o_proj", "matches no module"),
-    ("verl#7918", MO, "mxfp8", listing("model.layers.0.mlp.gate"), "mlp.gate_up_proj", "vllm keeps it in high precision (by the entry 'model.layers.0.mlp.gate')"),
-    ("one shard listed", CT, "mxfp8", listing(f"{L0}self_attn.q_proj"), "self_attn.qkv_proj", "vllm refuses it: q_proj of it is listed, the rest is not"),
-    ("other values", CT, "mxfp8", multiplied(f"{L0}input_layernorm.weight", lambda t: t + 1), "input_layernorm", "has other values than the run"),
-    ("MO#2334", MO, "mxfp8", multiplied(f"{L0}mlp.experts.w13", lambda t: t), "experts.w13", "is not part of the run's model"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=[bug[0].replace(" ", "-") for bug in BUGS])
-def test_a_public_bug_is_named(bug: Any, path: Path, tmp_path: Path) -> None:
-    _, method, scaling, plant, where, said = bug
-    held, config = served(path, method, scaling)
-    held |= {f"{L0}mlp.experts.w13": torch.zeros(2, 2)} if "MO#2334" in bug[0] else {}
-    plant(held, config)
+@pytest.mark.parametrize(
+    "bug", BUGS, ids=lambda bug: f"{bug.threads.partition(',')[0]} {bug.planted}".strip().replace(" ", "-")
+)
+def test_a_public_bug_is_named(bug: Bug, root: Path, tmp_path: Path) -> None:
+    path, recipe = models.checkpoints(root, bug.model), models.recipe_of(root, bug.scaling)
+    held, config = served(path, bug.method, recipe) if bug.plant is not nothing else unserved(path, recipe)
+    bug.plant(held, config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(held, tmp_path / "model.safetensors")
-    report = examine(tmp_path, path, recipe=models.RECIPES[scaling], engines=("vllm",))
-    hits = [one for one in report.found if where in one.name and said in one.text]
+    target = None if bug.target is None else machine(bug.target)
+    report = examine(tmp_path, path, recipe=recipe, engines=("vllm",), target=target)
+    hits = [one for one in report.found if bug.where in one.name and bug.said in one.text]
     assert hits, report.found
     # what follows from it (other values, the list, a fused linear) stands beside it; nothing else does
-    assert len(report.found) <= (7 if plant is rounded_up else 4), report.found
+    assert len({one.text.partition("differ: ")[2] or one.text for one in report.found}) <= 4, report.found
+
+
+def test_every_public_thread_is_a_row() -> None:
+    threads = {thread for bug in BUGS for thread in bug.threads.split(", ") if thread}
+    assert len(threads) == 37
 
 
 @pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name.replace(" ", "-"))
@@ -211,7 +96,7 @@ def test_what_convert_wrote_is_clean(row: Any, path: Path, tmp_path: Path) -> No
 
 
 def test_a_stream_is_compared_in_any_order(path: Path) -> None:
-    held, config = served(path, "fp8", "blockwise")
+    held, config = served(path, "fp8", models.RECIPES["blockwise"])
     stream = partial(differences, path, config=config["quantization_config"], recipe=models.RECIPES["blockwise"])
     turned = dict(reversed(held.items()))
     assert stream(stream=turned.items()) == []
@@ -223,7 +108,7 @@ def test_a_stream_is_compared_in_any_order(path: Path) -> None:
 
 
 def test_powers_of_two_are_checked_against_the_gpu(path: Path, tmp_path: Path) -> None:
-    held, config = served(path, CT, "blockwise")
+    held, config = served(path, CT, models.RECIPES["blockwise"])
     held[f"{L0}self_attn.o_proj.weight_scale"] *= 1.5
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(held, tmp_path / "model.safetensors")
@@ -255,6 +140,29 @@ def header(size: int, data: bytes = b"", tail: bytes = b"") -> bytes:
 def entry(**given: Any) -> bytes:
     text = json.dumps({"a.weight": {"dtype": "F8_E4M3", "shape": [4, 4], "data_offsets": [0, 16], **given}}).encode()
     return header(len(text), text, bytes(16))
+
+
+def shard(*tensors: tuple[str, str, list[int]], data: bytes | None = None, at: int | None = None) -> bytes:
+    """A shard of (name, dtype, shape). data: instead of zeros; at: where every tensor begins."""
+    sizes = {"F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "F32": 4, "BF16": 2, "F64": 8}
+    entries, end = {}, 0
+    for name, dtype, shape in tensors:
+        begin = end if at is None else at
+        end = begin + sizes[dtype] * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    return header(len(text), text, bytes(end) if data is None else data)
+
+
+CODES = ("a.weight", "F8_E4M3", [4, 4])
+SCALES = ("a.weight_scale_inv", "F32", [1, 1])
+ONE = struct.pack("<f", 1.0)
+BYTES = {
+    "config.json": {
+        "quantization_config": {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+    }
+}
+WIDE = ("a.weight", "F8_E4M3", [1, 32])
 
 
 GOOD = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -293,7 +201,23 @@ DAMAGED: list[tuple[str, dict[str, bytes | str | Any], str]] = [
     ("evil pattern", {"config.json": {"quantization_config": {**GOOD, "modules_to_not_convert": ["re:(a+)+$"]}}, "model.safetensors": entry()}, "not a regular expression that"),
     ("broken pattern", {"config.json": {"quantization_config": {**GOOD, "modules_to_not_convert": ["re:("]}}, "model.safetensors": entry()}, "not a regular expression that"),
     ("entries that are numbers", {"config.json": {"quantization_config": {**GOOD, "modules_to_not_convert": [1]}}, "model.safetensors": entry()}, "entries that are not names"),
-    ("control characters", {"model.safetensors": entry().replace(b"a.weight", b"a\\u001b.weight"[:8])}, ""),
+    ("truncated data", {"model.safetensors": shard(CODES, SCALES, data=bytes(16) + ONE[:2])}, "does not fit the file"),
+    ("data too long", {"model.safetensors": shard(CODES, SCALES, data=bytes(16) + ONE + bytes(9))}, "cannot be read"),
+    ("tensors over each other", {"model.safetensors": shard(CODES, SCALES, at=0, data=bytes(16))}, "cannot be read"),
+    ("header of fractions", {"model.safetensors": entry(shape=[4.0, 4.0])}, "does not fit the file"),
+    ("other codes", {"model.safetensors": shard(("a.weight", "F8_E5M2", [4, 4]), SCALES, data=bytes(16) + ONE)}, "is F8_E5M2, expected F8_E4M3"),
+    ("scales in FP64", {"model.safetensors": shard(CODES, ("a.weight_scale_inv", "F64", [1, 1]))}, "is F64, expected F32"),
+    ("scales of other blocks", {"model.safetensors": shard(CODES, ("a.weight_scale_inv", "F32", [4, 1]), data=bytes(16) + ONE * 4)}, "is [4, 1], expected [1, 1]"),
+    ("scales of zero", {"model.safetensors": shard(CODES, SCALES)}, "has values of 0, expected positive ones"),
+    ("scales below zero", {"model.safetensors": shard(CODES, SCALES, data=bytes(16) + struct.pack("<f", -1.0))}, "has values of -1, expected positive ones"),
+    ("scales that are NaN", {"model.safetensors": shard(CODES, SCALES, data=bytes(16) + struct.pack("<f", math.nan))}, "not finite"),
+    ("E8M0 bytes that are NaN", {**BYTES, "model.safetensors": shard(WIDE, ("a.weight_scale_inv", "U8", [1, 1]), data=bytes(32) + b"\xff")}, "has the byte 255, which is NaN"),
+    ("E8M0 bytes as FP32", {**BYTES, "model.safetensors": shard(WIDE, ("a.weight_scale_inv", "F32", [1, 1]))}, "is F32, expected U8"),
+    ("a tensor twice", {"a.safetensors": entry(), "b.safetensors": entry()}, "contains a.weight again"),
+    ("two lists", {"hf_quant_config.json": {"quantization": {"exclude_modules": ["b"]}}, "config.json": {"quantization_config": {"quant_method": MO, "quant_algo": "MXFP8"}},
+                   "model.safetensors": entry()}, "lists other modules in high precision than config.json"),
+    ("index in a folder", {INDEX: {"weight_map": {"a.weight": "sub/x.safetensors"}}}, "in the same folder"),
+    ("control characters", {"model.safetensors": shard(("\x1b[31m.weight", "F8_E4M3", [4, 4]))}, "weight_scale_inv"),
 ]  # fmt: skip
 
 
@@ -311,7 +235,26 @@ def test_a_damaged_or_foreign_folder_is_named(case: Any, tmp_path: Path, capsys)
     out = capsys.readouterr()
     assert said in out.out + out.err
     assert "Traceback" not in out.err
+    assert "\x1b" not in out.out + out.err
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_at_least_forty_are_tried() -> None:
+    assert len({case[0] for case in DAMAGED}) >= 40
+
+
+@pytest.mark.parametrize(
+    ("name", "to"), [("model.safetensors", "model.safetensors"), ("config.json", "/dev/zero"), (INDEX, ".")]
+)
+def test_links_that_lead_nowhere_are_named(name: str, to: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(entry())
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(to)
+    assert main(["contract", str(tmp_path)]) == (1 if name == INDEX else 2)
+    err = capsys.readouterr().err
+    assert name == INDEX or name in err
+    assert "Traceback" not in err
 
 
 def test_a_fifo_is_not_waited_for(tmp_path: Path, capsys) -> None:

@@ -16,12 +16,6 @@ from mpbridge.cli.main import main
 NVFP4 = "bf16_with_nvfp4_mixed"
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled() -> Any:
-    with torch._dynamo.config.patch(disable=True):
-        yield
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"

@@ -23,12 +23,6 @@ from mpbridge.training.tune.scores import Scorer
 NVFP4 = "bf16_with_nvfp4_mixed"
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled() -> Any:
-    with torch._dynamo.config.patch(disable=True):
-        yield
-
-
 class Block(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -360,8 +354,7 @@ from mpbridge.cli.main import main
 module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32)).bfloat16()
 batches = [torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(6)]
 loss = lambda module, batch: module(batch).float().square().mean()
-with torch._dynamo.config.patch(disable=True):
-    result, content = mpbridge.tune_module(module, loss, batches, "bf16_with_nvfp4_mixed", budget="time=2", unseen=2)
+result, content = mpbridge.tune_module(module, loss, batches, "bf16_with_nvfp4_mixed", budget="time=2", unseen=2)
 assert len(result.choice) == 2, result.choice
 assert "megatron" not in content["evidence"]["found by"]
 import mpbridge.training.tune.folder

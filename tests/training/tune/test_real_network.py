@@ -65,8 +65,7 @@ def test_on_a_real_encoder_the_choice_beats_the_rule_of_the_last_layers_at_its_c
     ).bfloat16()
     batches = sentences(folder)[:9]
     assert len(batches) == 9
-    with torch._dynamo.config.patch(disable=True):
-        result, _ = mpbridge.tune_module(model.eval(), contrast, batches, NVFP4, unseen=3)
+    result, _ = mpbridge.tune_module(model.eval(), contrast, batches, NVFP4, unseen=3)
     tuned, rule = result.proof["tuned"], result.proof["last 15 % bf16"]
     print(
         {name: (round(one.error, 3), round(result.spent[name], 3)) for name, one in result.proof.items()},

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from mpbridge.cli.main import main
@@ -22,12 +21,6 @@ TINY = [
     "train.global_batch_size=2",
     "train.micro_batch_size=1",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled() -> Any:
-    with torch._dynamo.config.patch(disable=True):
-        yield
 
 
 @pytest.fixture

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
 from mpbridge.cli.main import main
 
 if __name__ == "__main__":
-    with torch._dynamo.config.patch(disable=True):
-        code = main(["tune", *sys.argv[1:]])
+    code = main(["tune", *sys.argv[1:]])
     sys.exit(0 if code in (0, 1) else code)

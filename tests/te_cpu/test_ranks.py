@@ -1,0 +1,113 @@
+"""`--ranks N` of the pytest plugin: worlds that a test run starts itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.te_cpu.wheels import NEWEST, ROOT, environment, release_or_skip
+
+THEIRS = """
+import os
+import pytest, torch, torch.distributed as dist
+
+RANK = int(os.environ["RANK"])
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    yield
+    dist.destroy_process_group()
+
+def test_sum():
+    ones = torch.ones(3, device="cuda")
+    dist.all_reduce(ones)
+    assert ones[0] == dist.get_world_size() == int(os.environ["SIZE"]) == torch.cuda.device_count()
+
+def test_a_bf16_sum_is_rounded_at_every_hop_of_a_ring():
+    ranks = dist.get_world_size()
+    parts = torch.randn(ranks, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    def ring(start, step):
+        total = parts[start]
+        for hop in range(1, ranks):
+            total = total + parts[(start + hop * step) % ranks]
+        return total
+    rings = torch.stack([ring(start, step) for start in range(ranks) for step in (1, -1)])
+    whole = parts[RANK].clone()
+    dist.all_reduce(whole)
+    assert bool((rings == whole).any(0).all())
+    if ranks > 2:  # one addition is rounded once
+        assert not bool((rings == parts.float().sum(0).bfloat16()).any(0).all())
+    part = torch.empty(4096 // ranks, dtype=torch.bfloat16)
+    dist.reduce_scatter_tensor(part, parts[RANK].clone())
+    assert bool((rings.view(len(rings), ranks, -1)[:, RANK] == part).any(0).all())
+
+def test_an_average_is_a_sum_of_what_was_multiplied_before():
+    ranks = dist.get_world_size()
+    one = torch.full((4,), 1e-45)  # the smallest FP32 number: half of it is rounded to zero
+    expected = torch.zeros(4)
+    kept = one.clone()
+    dist.all_reduce(one, dist.ReduceOp.AVG)
+    assert torch.equal(one, expected)
+    dist.reduce(kept, 0, op=dist.ReduceOp.AVG)
+    if RANK == 0:
+        assert torch.equal(kept, expected)
+    part = torch.empty(4)
+    dist.reduce_scatter_tensor(part, torch.arange(4.0 * ranks) + RANK, op=dist.ReduceOp.AVG)
+    assert torch.equal(part, torch.arange(4.0) + 4 * RANK + (ranks - 1) / 2)
+    numbers = torch.tensor([-3 * (RANK + 1), 5])
+    dist.all_reduce(numbers, op=dist.ReduceOp.AVG)
+    assert numbers.tolist() == [int(-3 * (ranks + 1) / 2), 5]
+
+def test_one_rank_fails_while_the_others_wait_for_it():
+    assert RANK != 1, "wrong here"
+    dist.all_reduce(torch.ones(3))
+
+def test_one_rank_fails():
+    assert RANK != 0
+
+def test_a_rank_dies():
+    if RANK == 0:
+        os._exit(9)
+    dist.all_reduce(torch.ones(3))
+
+@pytest.mark.skipif(RANK == 0, reason="not on rank 0")
+def test_some_ranks_skip():
+    pass
+
+@pytest.mark.skip(reason="nowhere")
+def test_all_ranks_skip():
+    pass
+
+def test_after_all_that():
+    test_sum()
+"""
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+def test_one_report_for_all_ranks_and_none_hangs(tmp_path: Path, size: int) -> None:
+    te = release_or_skip(NEWEST)
+    (tmp_path / "test_theirs.py").write_text(THEIRS, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "mpbridge.te_cpu.pytest_plugin", "--played", "h100", "--te", te]
+    command += ["--ranks", str(size), "--ranks-grace", "2", "-p", "no:cacheprovider", "-q", "-rA", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), "test_theirs.py"],
+        env={**environment(), "SIZE": str(size), "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    said = done.stdout
+    assert "3 failed, 5 passed, 1 skipped" in said, said + done.stderr
+    assert done.returncode == 1
+    for test in ("test_one_rank_fails_while_the_others_wait_for_it", "test_one_rank_fails", "test_a_rank_dies"):
+        assert f"FAILED test_theirs.py::{test} " in said
+    assert "rank 1 failed, and 2 s later not all had finished" in said
+    assert "rank 0: waits" in said
+    assert "in test_one_rank_fails_while_the_others_wait_for_it" in said, "where the rank waits"
+    assert "AssertionError: wrong here" in said
+    assert f"failed on 0 of {size}" in said
+    assert "rank 0 ended with status 9" in said
