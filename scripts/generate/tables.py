@@ -780,6 +780,23 @@ def served_bytes_table() -> str:
     return markdown(("training", "tool", "codes that differ", "scales", "second level", "the tool's rule"), rows)
 
 
+@table("served-lists")
+def served_lists_table() -> str:
+    """What engines' own matchers make of lists, summed up over quantization methods."""
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for r in served_data("lists")["rows"]:
+        wrong = f"{r['method']}: {r['wrong']} of {r['modules']}" if r["wrong"] else ""
+        rows.setdefault((r["list"], r["engine"]), {}).setdefault(r["model"], []).append(wrong)
+    models = list(dict.fromkeys(r["model"] for r in served_data("lists")["rows"]))
+    return markdown(
+        ("list", "engine", *models),
+        [
+            (name, engine, *("; ".join(filter(None, found[m])) or "exactly" for m in models))
+            for (name, engine), found in rows.items()
+        ],
+    )
+
+
 @table("wings")
 def wing_table() -> str:
     """The contracts of pyproject.toml, with the first paragraph of each wing's docstring."""

@@ -36,9 +36,9 @@ class Way(NamedTuple):
     quantize: Callable[[Quant, torch.Tensor], StoredWeight]
 
 
-def _again(training: Quantize, quant: Quant, weight: torch.Tensor) -> StoredWeight:
-    first = training(quant, weight)
-    return _flipped("power_of_two")(training, quant, values(first.codes, first.scales))
+def _again(training: Quantize, first: Quant, second: Quant, weight: torch.Tensor) -> StoredWeight:
+    made = training(first, weight)
+    return training(second, values(made.codes, made.scales))
 
 
 def _blocks(quant: Quant, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +134,6 @@ ARITHMETIC = (
         "a multiplication by 448 times the reciprocal of amax", _FP8,
         _fp8(lambda amax: 1.0 / _factor(amax), lambda w, amax: w * _factor(amax)),
     ),
-    Way("the codes quantized a second time, to power-of-two scales or to FP32 scales", _option("power_of_two"), _again),
     Way(
         "scale and quotient computed in BF16", _FP8,
         _fp8(lambda amax: _narrow(_over(amax)), lambda w, amax: _narrow(_narrow(w) / _narrow(_over(amax)))),
@@ -168,8 +167,8 @@ ARITHMETIC = (
     Way("exponents rounded to even", _MX, _exponent(_exponent_from(1.9375))),
     Way("exponents rounded up from an amax of exactly 1.75 * 2^n", _MX, _exponent(_exponent_from(1.75))),
 )  # fmt: skip
-"""Sources, in this order: vLLM 0.33 and ModelOpt 0.47 (channels, blocks); vLLM's per_block_cast_to_fp8; transformers 5.17 Fp8Quantize;
-compressed-tensors 0.20; ModelOpt; compressed-tensors; vLLM's online/lm_head.py; torchao 0.18 FLOOR and EVEN; compressed-tensors."""
+"""Sources, in this order: vLLM 0.33 (channels) and ModelOpt 0.47; vLLM's per_block_cast_to_fp8; transformers 5.17 Fp8Quantize;
+compressed-tensors 0.20 (FP8); ModelOpt; compressed-tensors (NVFP4); vLLM's online/lm_head.py; torchao 0.18 FLOOR and EVEN; compressed-tensors."""
 
 _FP32_SCALES = "FP32 scales instead of powers of two"
 _TURNED = {
@@ -192,6 +191,9 @@ def ways(training: Quantize, quant: Quant) -> Iterator[tuple[str, Callable[[torc
     for words, rule in (("", quant), *_turned(quant)):
         if words:
             yield words, partial(training, rule)
+        if words and rule.row.has("power_of_two"):
+            kind = "power-of-two" if rule.option("power_of_two") else "FP32"
+            yield f"the codes quantized a second time, to {kind} scales", partial(_again, training, quant, rule)
         if rule.row.has("power_of_two") and rule.option("power_of_two"):
             continue  # then no arithmetic changes the scales
         kind = _FP32_SCALES if rule.row.emulation == "torchao" else ""  # its recipes have powers of two, and no option

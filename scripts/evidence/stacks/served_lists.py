@@ -1,7 +1,7 @@
 """Which modules engines keep in high precision by a list of names: their own matchers, beside what `contract --engine` says that they do.
 
 `VLLM_SOURCE=FOLDER SGLANG_SOURCE=FOLDER python scripts/evidence/stacks/served_lists.py` writes the rows of scripts/evidence/data/served.json. Each folder is a checkout or unpacked
-wheel; vLLM's Python requirements are needed, SGLang's are not: its matchers are taken from their files and run alone.
+wheel; neither's requirements are needed: the matchers are taken from their files and run alone.
 
 The modules are those of full-sized models: Llama, Qwen3 with experts, DeepSeek-V3, and a hybrid of linear and full attention as Qwen3-Next has it. For each the
 list is the one that `convert` writes, full names of what stays in high precision; then lists as other tools write them.
@@ -10,22 +10,21 @@ list is the one that `convert` writes, full names of what stays in high precisio
 from __future__ import annotations
 
 import ast
-import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, List, Optional  # noqa: UP035  (SGLang's annotations)
+from typing import Any, Literal, Optional
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from served_data import record, vllm
+from served_data import record, version
 
-from mpbridge.settings.huggingface.kept import fused, list_faults
+from mpbridge.settings.huggingface.kept import full_names, fused, list_faults
 
 PACKED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -33,6 +32,10 @@ PACKED = {
     "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
 }
 """What the engines' models say of their fused linears (packed_modules_mapping; vLLM's deepseek_v2.py, llama.py)."""
+LATENT = "fused_qkv_a_proj_with_mqa"
+"""SGLang's name of vLLM's fused_qkv_a_proj."""
+EXPERT = tuple(f".0.{part}_proj" for part in ("gate", "up", "down"))
+"""What compressed-tensors' configs in both engines look up for a set of experts (get_moe_method, get_moe_scheme)."""
 Matcher = Callable[[Sequence[str], str], bool]
 """(list, the engine's name of a module): whether it is kept in high precision. ValueError: the engine refuses the list."""
 
@@ -44,7 +47,12 @@ def modules(name: str) -> dict[str, bool]:
     def add(stem: str, *parts: str, low: bool = True) -> None:
         found.update({f"{stem}.{part}": low for part in parts})
 
-    layers, experts = {"Llama": (32, 0), "Qwen3 with experts": (48, 128), "DeepSeek-V3": (61, 256), "hybrid": (48, 512)}[name]
+    layers, experts = {
+        "Llama": (32, 0),
+        "Qwen3 with experts": (48, 128),
+        "DeepSeek-V3": (61, 256),
+        "hybrid": (48, 512),
+    }[name]
     mlp = ("gate_proj", "up_proj", "down_proj")
     for layer in range(layers):
         stem = f"model.layers.{layer}"
@@ -80,10 +88,13 @@ def lists(found: Mapping[str, bool]) -> dict[str, tuple[Mapping[str, bool], list
     """Name of a list -> (what the folder stores quantized, the list)."""
     some = next(name for name in found if name.endswith(("q_proj", "q_a_proj", "in_proj_qkvz")))
     group = some.rpartition(".")[0]
-    made = {
-        "as convert writes it": (found, sorted(name for name, low in found.items() if not low)),
-        "as convert writes it, two layers in BF16": (edges(found), sorted(name for name, low in edges(found).items() if not low)),
-    }
+
+    made = {}
+    for title, stored in (
+        ("as convert writes it", found),
+        ("as convert writes it, first and last layer in BF16", edges(found)),
+    ):
+        made[title] = stored, full_names(name for name, low in stored.items() if not low)
     kept = made["as convert writes it"][1]
     others = {
         "model.layers.1": ["model.layers.1"], "model.layers.1*": ["model.layers.1*"], "model.layers.1.*": ["model.layers.1.*"],
@@ -96,48 +107,67 @@ def lists(found: Mapping[str, bool]) -> dict[str, tuple[Mapping[str, bool], list
     return made | {name: (found, [*kept, *extra]) for name, extra in others.items()}
 
 
-def by_vllm() -> dict[str, Matcher]:
-    """quant_method -> vLLM's own rule."""
-    from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
-    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-    from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config
-    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
-
-    def modelopt(entries: Sequence[str], prefix: str) -> bool:
-        config: Any = ModelOptMxFp8Config.from_config({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": [*entries]})
-        config.packed_modules_mapping = PACKED
-        return bool(config.is_layer_excluded(prefix))
-
-    def fp8(entries: Sequence[str], prefix: str) -> bool:
-        config: Any = Fp8Config.from_config(
-            {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": [*entries]}
-        )
-        return bool(is_layer_skipped(prefix, config.ignored_layers, PACKED))
-
-    def compressed(entries: Sequence[str], prefix: str) -> bool:
-        return bool(should_ignore_layer(prefix, [*entries], PACKED))
-
-    return {"modelopt": modelopt, "fp8": fp8, "compressed-tensors": compressed}
+def looked_up(prefix: str) -> list[str]:
+    return [prefix + part for part in EXPERT] if prefix.endswith(".experts") else [prefix]
 
 
-def taken(path: Path, *names: str) -> SimpleNamespace:
-    """Functions and constants of a source file, run without the rest of it."""
+def alike(hits: Iterable[object]) -> bool:
+    found = {bool(hit) for hit in hits}
+    if len(found) > 1:
+        raise ValueError("some of the experts' projections are listed")
+    return found.pop()
+
+
+def taken(path: Path, *names: str, **others: Any) -> SimpleNamespace:
+    """Functions and constants of a source file, run without the rest of it. others: what they import."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     wanted: list[Any] = []  # a class's methods too
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in names:
             wanted.append(node)
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         wanted += [node] if any(getattr(target, "id", None) in names for target in targets) else []
     for node in wanted:
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
-    given = {"re": re, "Iterable": Iterable, "Mapping": Mapping, "MappingProxyType": MappingProxyType, "List": List, "Optional": Optional}
-    space: dict[str, Any] = dict(given)
+    given = {
+        "Iterable": Iterable,
+        "Mapping": Mapping,
+        "MappingProxyType": MappingProxyType,
+        "Optional": Optional,
+        "Literal": Literal,
+    }
+    space: dict[str, Any] = given | {"re": re, "fnmatch": fnmatch, "List": list} | others
     future = ast.parse("from __future__ import annotations").body
     exec(compile(ast.Module(body=[*future, *wanted], type_ignores=[]), str(path), "exec"), space)
     return SimpleNamespace(**space)
+
+
+def by_vllm(root: Path) -> dict[str, Matcher]:
+    """quant_method -> vLLM's own rule."""
+    folder = root / "vllm" / "model_executor" / "layers" / "quantization"
+    skipped = taken(folder / "utils" / "quant_utils.py", "is_layer_skipped").is_layer_skipped
+    match = taken(folder / "utils" / "config_utils.py", "find_matching_patterns", "is_equal_or_regex_match")
+    ct = taken(
+        folder / "compressed_tensors" / "utils.py",
+        "should_ignore_layer",
+        find_matching_patterns=match.find_matching_patterns,
+    )
+    excluded = taken(folder / "modelopt.py", "is_layer_excluded", is_layer_skipped=skipped).is_layer_excluded
+
+    def modelopt(entries: Sequence[str], prefix: str) -> bool:
+        return bool(excluded(SimpleNamespace(exclude_modules=[*entries], packed_modules_mapping=PACKED), prefix))
+
+    def fp8(entries: Sequence[str], prefix: str) -> bool:
+        return bool(skipped(prefix, [*entries], PACKED))
+
+    def compressed(entries: Sequence[str], prefix: str) -> bool:
+        return alike(ct.should_ignore_layer(name, [*entries], PACKED) for name in looked_up(prefix))
+
+    return {"modelopt": modelopt, "fp8": fp8, "compressed-tensors": compressed}
 
 
 def by_sglang(root: Path) -> dict[str, Matcher]:
@@ -150,17 +180,29 @@ def by_sglang(root: Path) -> dict[str, Matcher]:
     )  # fmt: skip
     excluded = taken(folder / "modelopt_quant.py", "is_layer_excluded", "_compile_exclusion_pattern").is_layer_excluded
 
+    packed = {**PACKED, LATENT: PACKED["fused_qkv_a_proj"]}
+
     def skipped(entries: Sequence[str], prefix: str) -> bool:
-        return bool(common.is_layer_skipped(prefix, [*entries], PACKED))
+        return bool(common.is_layer_skipped(prefix, [*entries], packed))
 
     def modelopt(entries: Sequence[str], prefix: str) -> bool:
-        own = bool(excluded(SimpleNamespace(exclude_modules=[*entries], packed_modules_mapping=PACKED), prefix))
+        own = bool(excluded(SimpleNamespace(exclude_modules=[*entries], packed_modules_mapping=packed), prefix))
         return own or (not prefix.endswith(".experts") and skipped(entries, prefix))
 
     def compressed(entries: Sequence[str], prefix: str) -> bool:
-        return bool(ct.should_ignore_layer(prefix, [*entries], PACKED))
+        return alike(ct.should_ignore_layer(name, [*entries], packed) for name in looked_up(prefix))
 
-    return {"modelopt": modelopt, "fp8": skipped, "mxfp8": skipped, "compressed-tensors": compressed}
+    rules: dict[str, Matcher] = {
+        "modelopt": modelopt,
+        "fp8": skipped,
+        "mxfp8": skipped,
+        "compressed-tensors": compressed,
+    }
+
+    def named(rule: Matcher) -> Matcher:
+        return lambda entries, prefix: rule(entries, prefix.replace("fused_qkv_a_proj", LATENT))
+
+    return {method: named(rule) for method, rule in rules.items()}
 
 
 def faulty(matcher: Matcher, entries: Sequence[str], found: Mapping[str, bool]) -> set[str]:
@@ -180,7 +222,7 @@ def faulty(matcher: Matcher, entries: Sequence[str], found: Mapping[str, bool]) 
 
 def said(engine: str, method: str, entries: Sequence[str], found: Mapping[str, bool]) -> set[str]:
     """The modules of which `contract --engine` says so."""
-    apart = {text for text in list_faults(entries, found, method)}
+    apart = set(list_faults(entries, found, method))
     return {name for name, text in list_faults(entries, found, method, [engine]) if (name, text) not in apart}
 
 
@@ -192,31 +234,36 @@ def measured(engines: Mapping[str, Mapping[str, Matcher]]) -> list[dict[str, Any
             for engine, rules in engines.items():
                 for method, matcher in rules.items():
                     theirs, ours = faulty(matcher, entries, stored), said(engine, method, entries, stored)
-                    row: dict[str, Any] = {"model": model, "list": title, "engine": engine, "method": method, "modules": len({fused(m) for m in stored})}
-                    rows.append(row | {"wrong": len(theirs), "other": sorted(theirs ^ ours)[:3], "differ": len(theirs ^ ours)})
+                    row: dict[str, Any] = {
+                        "model": model,
+                        "list": title,
+                        "engine": engine,
+                        "method": method,
+                        "modules": len({fused(m) for m in stored}),
+                    }
+                    rows.append(
+                        row | {"wrong": len(theirs), "other": sorted(theirs ^ ours)[:3], "differ": len(theirs ^ ours)}
+                    )
     return rows
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
-    root, release = Path(os.environ.get("SGLANG_SOURCE", "")), vllm()
-    if not release or not (root / "sglang" / "srt").is_dir():
-        raise SystemExit("VLLM_SOURCE and SGLANG_SOURCE: expected folders with the Python files of vLLM and SGLang")
-    logging.disable(logging.ERROR)
-    rows = measured({"vllm": by_vllm(), "sglang": by_sglang(root)})
+    roots = {engine: Path(os.environ.get(f"{engine.upper()}_SOURCE", "")) for engine in ("vllm", "sglang")}
+    for engine, root in roots.items():
+        if not (root / engine / "__init__.py").is_file():
+            raise SystemExit(
+                f"{engine.upper()}_SOURCE: expected a folder with {engine}'s Python files, a checkout or an unpacked wheel; got {str(root)!r}"
+            )
+    rows = measured({"vllm": by_vllm(roots["vllm"]), "sglang": by_sglang(roots["sglang"])})
     own = [row for row in rows if row["list"].startswith("as convert")]
-    print(f"convert's lists: {len(own)}, resolved to exactly the modules in high precision: {sum(not row['wrong'] for row in own)}")
+    print(
+        f"convert's lists: {len(own)}, resolved to exactly the modules in high precision: {sum(not row['wrong'] for row in own)}"
+    )
     print(f"lists: {len(rows)}, of which contract says what the engine does: {sum(not row['differ'] for row in rows)}")
     for row in rows:
         if row["differ"] or (row in own and row["wrong"]):
             print(row)
-    record(lists={"releases": {"vllm": release, "sglang": sglang_release(root)}, "rows": rows})
-
-
-def sglang_release(root: Path) -> str:
-    """The release that the sources' metadata name."""
-    names = [path.name for path in root.glob("sglang-*.dist-info")]
-    return names[0].removeprefix("sglang-").removesuffix(".dist-info") if names else "of a checkout"
+    record(lists={"releases": {engine: version(root / engine) for engine, root in roots.items()}, "rows": rows})
 
 
 if __name__ == "__main__":
