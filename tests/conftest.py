@@ -1,6 +1,7 @@
 """Before any test imports megatron: a Transformer Engine without its CUDA parts must not be in its way."""
 
 import gc
+import json
 import os
 import pathlib
 import signal
@@ -10,6 +11,23 @@ import warnings
 import pytest
 
 import mpbridge  # noqa: F401
+from mpbridge.cli import text
+from tests.schemas import wrong
+
+_answer_of = text.answer_of
+
+
+def _held(data):
+    """Every answer that a test has printed as JSON, held against the schema of its verb."""
+    answer, verb = _answer_of(data), sys._getframe(2).f_globals["__name__"].rpartition(".")[2]
+    path = text.SCHEMAS / f"{verb.rstrip('_').replace('_', '-')}.json"
+    if path.exists():
+        faults = wrong(json.loads(json.dumps(answer, default=str)), json.loads(path.read_text()))
+        assert not faults, f"{verb} --json: {faults[:5]}: python scripts/generate/make_schemas.py {verb}"
+    return answer
+
+
+text.answer_of = _held
 
 # a suite's worker knows the width of the terminal that the suite was started in; what commands print without one is not broken to it
 for _name in ("COLUMNS", "LINES"):

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         steps = [
             {**one, "changes": changes(before, one)} for before, one in zip([None, *history], history, strict=False)
         ]
-        print_json({"ok": answer["ok"] is True, "audits": steps})
+        print_json({"ok": answer["ok"] is True, "words": answer["words"], "audits": steps})
     else:
         _print(history)
         if answer["ok"] is None:

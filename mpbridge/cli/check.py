@@ -11,7 +11,7 @@ from typing import Any
 from mpbridge.cli._target import OPTIONS, TargetMachine, add_target_arguments, asked, on_target
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, add_run_arguments, wanted_world
-from mpbridge.cli.text import print_answer, print_json, print_line, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.common.traits import DEFAULT
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         notes=notes,
     )
     if args.json:
-        print_answer(as_data(answer))
+        print_json(as_data(answer))
     else:
         _print(answer)
     return 0 if outlook.ok else 1
@@ -172,6 +172,7 @@ def as_data(answer: _Answer) -> dict[str, Any]:
         "recipe": made.recipe,
         "engine": made.engine,
         "world_size": made.world_size,
+        "parallel": dataclasses.asdict(made.facts.parallel),
         "target": {
             "machine": where.machine.name,
             "arch": where.machine.sm,
@@ -181,6 +182,7 @@ def as_data(answer: _Answer) -> dict[str, Any]:
         "assumed": [dict(zip(("what", "value", "set_by"), row, strict=True)) for row in answer.assumed],
         "capability": dataclasses.asdict(one.capability),
         "played": made.played is not None,
+        "played_on": on_cpu(made) if made.played is not None else None,
         "violations": [dataclasses.asdict(v) for v in one.violations],
         "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in one.misfits],
         **_figures(one),
@@ -316,7 +318,8 @@ def _list(as_json: bool) -> int:
         (rule.severity, rule.id, rule.expected, " and ".join(map(str, rule.holds)), rule.source) for rule in rules()
     ]
     if as_json:
-        print_json([dict(zip(("severity", "id", "expected", "holds", "source"), row, strict=True)) for row in rows])
+        names = ("severity", "id", "expected", "holds", "source")
+        print_json({"rules": [dict(zip(names, row, strict=True)) for row in rows]})
     else:
         print_table(("severity", "rule", "what it expects", "applies to", "source"), rows, title=f"{len(rows)} rules")
     return 0

@@ -1,14 +1,16 @@
-"""`mpbridge compare A B`: compares the meaning of two recipes, or of files of any stack."""
+"""`mpbridge compare A B`: compares two recipes, or files of any stack, in their meaning; two recipes in their fields too."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mpbridge.cli.import_ import HEADINGS, variables
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, DataError
+from mpbridge.common.formats import plain, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.costs import cost
@@ -44,22 +46,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a variable of a launch script; may be repeated",
     )
+    parser.add_argument(
+        "--execute",
+        action="store_true",
+        help="A and B are recipes: run the function that one names (package.module:function, file.py:function)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the differences first. Returns 0 with or without differences."""
     env, given, versions = variables(args.env), (args.a, args.b), _versions(args.stack_version)
-    read = tuple(_foreign(name, args.stack, version, env) for name, version in zip(given, versions, strict=True))
+    read = tuple(
+        None if args.execute else _foreign(name, args.stack, version, env)
+        for name, version in zip(given, versions, strict=True)
+    )
     if (args.stack is not None or env or args.stack_version) and not any(read):
         raise BadValue("--from, --stack-version and --env are for files of other stacks: neither A nor B is one")
     a, b = (_side(name) if found is None else _of_file(found) for name, found in zip(given, read, strict=True))
     names = _told_apart(given, read)
     verdict = handover(a, b)
+    fields = _fields(given) if read == (None, None) and not any(map(_is_run, given)) else None
     if args.json:
-        print_json(_data(names, (a, b), read, verdict))
+        print_json(_data(names, (a, b), read, verdict) | ({} if fields is None else {"fields": fields}))
     else:
         _print(names, (a, b), read)
+        if fields is not None:
+            _print_fields(names, fields)
         print_line()
         print_line(verdict)
     return 0
@@ -84,6 +97,20 @@ def _told_apart(given: tuple[str, str], read: _Read) -> tuple[str, str]:
     return f"{given[0]} ({first.version})", f"{given[1]} ({second.version})"
 
 
+def _fields(given: tuple[str, str]) -> dict[str, list[Any]]:
+    """The fields that two recipes set differently."""
+    left, right = (get_mixed_precision_config(name).stored() for name in given)
+    return {name: [plain(left[name]), plain(right[name])] for name in left if left[name] != right[name]}
+
+
+def _print_fields(names: tuple[str, str], fields: Mapping[str, Sequence[Any]]) -> None:
+    print_line()
+    if fields:
+        print_table(("field", *names), [(name, say(a), say(b)) for name, (a, b) in fields.items()])
+    else:
+        print_line(f"{' and '.join(names)} have the same fields")
+
+
 def _data(names: tuple[str, str], sides: tuple[Setup, Setup], read: _Read, verdict: str) -> dict[str, object]:
     first, second = (side.meaning for side in sides)
     apart = differences(first, second)
@@ -92,7 +119,7 @@ def _data(names: tuple[str, str], sides: tuple[Setup, Setup], read: _Read, verdi
         "b": names[1],
         "differences": {row: list(pair) for row, pair in apart.items()},
         "costs": {row: text for row in apart if (text := cost(row, first, second))},
-        "same": [row for row in LABELS if row not in apart],
+        "same": {row: text for row, text in rows(first).items() if row in LABELS and row not in apart},
         "verdict": verdict,
         "notes": {side: _notes(found) for side, found in zip(("a", "b"), read, strict=True)},
     }
@@ -140,12 +167,10 @@ def _foreign(name: str, stack: str | None, version: str | None, env: Mapping[str
     if not known and not python and ":" in name and not path.exists():
         raise BadValue(
             f"{name}: a function of a Python module would have to be executed, which compare does not do: give a recipe's name,"
-            " a YAML file, or a file of a stack"
+            " a YAML file, or a file of a stack; --execute runs it"
         )
     yaml = path.suffix in (".yaml", ".yml")
-    if python or (
-        not known and path.exists() and not (yaml and ((path.is_file() and _is_run(path)) or _is_recipe(path)))
-    ):
+    if python or (not known and path.exists() and not (yaml and (_is_run(path) or _is_recipe(path)))):
         return read_file(path, stack=stack, version=version, env=env)
     return None
 
@@ -157,16 +182,19 @@ def _of_file(found: Imported) -> Setup:
 
 def _side(name: str) -> Setup:
     """The meaning of a recipe, by its name or file, or of a run of mpbridge."""
-    path = Path(name)
-    if key(name) not in recipes and path.suffix in (".yaml", ".yml") and path.is_file() and _is_run(path):
-        return _of_run(path)
+    if _is_run(name):
+        return _of_run(Path(name))
     engine = describe(name).engine or DEFAULT
     return Setup(meaning=of_policy(resolve(get_mixed_precision_config(name)), engine=engine), engine=engine)
 
 
-def _is_run(path: Path) -> bool:
+def _is_run(name: str | Path) -> bool:
+    """Whether a YAML file that no recipe is called after is a run configuration of mpbridge."""
     from mpbridge.interop.stacks.importers import load, ours, text_of
 
+    path = Path(name)
+    if key(str(name)) in recipes or path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return False
     data = load(text_of(path), path.name)
     return isinstance(data, Mapping) and ours(data)
 

@@ -97,7 +97,7 @@ def _configuration(args: argparse.Namespace, file: Path) -> None:
         raise BadValue(f"{file} already exists: expected a new file")
     ConfigContainer.load(args.source, check=False).dump(file)
     if args.json:
-        print_json({"written": str(file)})
+        print_json({"from": args.source, "path": str(file)})
     else:
         print_line(
             f"{args.source}: wrote model, tokenizer and sample length to {file}; set recipe, optimizer and train yourself"
@@ -114,7 +114,8 @@ def _take(args: argparse.Namespace, folder: Path) -> None:
         taken = to_checkpoint(folder_of(args.source), folder, made, told)
     if args.json:
         facts = {"tensors": taken.tensors, "elements": taken.elements, "dtypes": taken.dtypes}
-        print_json({"path": str(taken.path), **facts, "widened": taken.widened, "rounded": taken.rounded})
+        told_ = {"widened": taken.widened, "rounded": taken.rounded, "notes": _told(taken)}
+        print_json({"from": args.source, "path": str(taken.path), **facts, **told_})
         return
     print_line(f"{taken.path}: {taken.tensors:,} tensors, {taken.elements:,} parameters in {_words(taken.dtypes)}")
     for line in _told(taken):
@@ -161,11 +162,13 @@ def _give(args: argparse.Namespace, target: Path) -> None:
     if args.json:
         print_json(
             {
+                "from": str(path),
                 "path": str(given.path),
                 "family": given.family,
                 "tensors": given.tensors,
+                "elements": given.elements,
                 "dtypes": given.dtypes,
-                "notes": given.notes,
+                "notes": _left(given),
             }
         )
         return

@@ -51,18 +51,20 @@ def run(args: argparse.Namespace) -> int:
 
         keys = write_mllog(evidence, args.mllog)
         if args.json:
-            print_json(keys)
+            print_json({"keys": keys, "emulated": evidence.emulated, "written": str(args.mllog)})
         else:
             for key, value in keys.items():
                 print_line(f"{key} = {value}")
             print_line(f"{'emulated; ' if evidence.emulated else ''}written to {args.mllog}")
         return 0
-    if args.json:
-        print_json(dict(evidence.data) | {"audit": list(evidence.audits)})
-        return 0
     from mpbridge.training.disclosure.card import model_card
 
-    print_whole(model_card(evidence))
+    card = model_card(evidence)
+    if args.json:
+        said = {"emulated": evidence.emulated, "card": card, "audits": list(evidence.audits)}
+        print_json({"folder": str(args.folder), **said, "precision": dict(evidence.data)})
+    else:
+        print_whole(card)
     return 0
 
 
@@ -91,7 +93,10 @@ def _sign(args: argparse.Namespace) -> int:
                 f"{folder} is no checkpoint of mpbridge (it has no {MANIFEST}): to sign any folder, add --publish; served weights with their {CONTRACT}, --run DIR"
             )
         sign_folder(folder, signer, MODEL_SIGNATURE)
-        print_line(f"{folder / MODEL_SIGNATURE}: signed by {signer.id[:12]}")
+        if args.json:
+            print_json({"signature": str(folder / MODEL_SIGNATURE), "key": signer.id})
+        else:
+            print_line(f"{folder / MODEL_SIGNATURE}: signed by {signer.id[:12]}")
         return 0
     evidence = _evidence(args)
     with bar("hashing") as told:

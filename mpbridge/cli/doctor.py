@@ -7,7 +7,7 @@ import dataclasses
 
 from mpbridge.cli._target import TargetMachine, add_target_arguments, target
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
-from mpbridge.common.machines import machines
+from mpbridge.common.machines import Machine, machines
 from mpbridge.common.probe import environment, gpus
 from mpbridge.common.tables.units import size
 from mpbridge.planning.hardware.capability import Capability, can_run
@@ -46,20 +46,25 @@ def run(args: argparse.Namespace) -> int:
 def _print_machines(*, as_json: bool) -> None:
     """Every machine of the table: the name that --target takes, and what it is."""
     if as_json:
-        print_json(
-            {name: dataclasses.asdict(row) | {"sm": row.sm, "peak": dict(row.peak)} for name, row in machines.items()}
-        )
+        print_json({"machines": {name: _machine(row) for name, row in machines.items()}})
         return
     rows = [(name, row.label, size(row.memory_bytes), row.note) for name, row in machines.items() if row.gpu]
     print_table(("--target", "machine", "memory", "note"), rows)
 
 
+def _machine(row: Machine) -> dict[str, object]:
+    """A row of the table as JSON types."""
+    return dataclasses.asdict(row) | {"sm": row.sm, "peak": dict(row.peak)}
+
+
 def as_data(where: TargetMachine, answers: dict[str, Capability]) -> dict[str, object]:
     """The answer as JSON types."""
-    machine = dataclasses.asdict(where.machine) | {"sm": where.machine.sm, "peak": dict(where.machine.peak)}
-    found = {"gpus": [gpu.name for gpu in gpus()], "environment": environment()} if where.here else {}
+    found: dict[str, object] = {}
+    if where.here:
+        needed = list(missing(where.versions.megatron_core))
+        found = {"gpus": [gpu.name for gpu in gpus()], "environment": environment(), "missing": needed}
     return {
-        "machine": machine,
+        "machine": _machine(where.machine),
         "versions": dataclasses.asdict(where.versions),
         "assumed": list(where.assumed),
         **found,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, on_target, reference, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, resolved
-from mpbridge.cli.text import print_answer, print_line, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.planning.estimate.predict import Estimate
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     mine = outlook.time
     other = _reference(made, where)
     if args.json:
-        print_answer(
+        print_json(
             _data(made, mine, args.price)
             | {"reference": None if other is None else _data(made, other, args.price)}
             | {"verdict": outlook.verdict, "objections": outlook.objections}

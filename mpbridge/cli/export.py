@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         pieces = [{"name": piece.name, "text": piece.text} for piece in made.pieces]
         lines = [{"fidelity": line.fidelity, "fact": line.fact, "text": line.text} for line in made.lines]
         said = {"stack": made.stack, "version": made.version, "fidelity": made.fidelity, "assumed": list(made.assumed)}
-        print_json({**said, "pieces": pieces, "lines": lines})
+        print_json({"recipe": args.recipe, **said, "pieces": pieces, "lines": lines})
         return 1 if made.fidelity == "impossible" else 0
     for piece in made.pieces:
         print_whole(f"# {made.stack} {made.version}: {piece.name}")

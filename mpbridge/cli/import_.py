@@ -154,6 +154,7 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
         "stack": found.stack,
         "version": found.version,
         "recipe": told.recipe,
+        "answer": str(told),
         "overrides": {name: str(value) for name, value in told.overrides.items()},
         "engine": found.engine,
         "optimizer": found.meaning.optimizer.name,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpbridge.cli.options import DEFAULT_CONFIG, find_config
+from mpbridge.cli.options import DEFAULT_CONFIG, find_config, wanted_world, whole
 from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import text_of, write
@@ -94,15 +94,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"recipe that recipe.yaml extends (default: {DEFAULT_RECIPE})",
     )
+    parser.add_argument(
+        "--world-size", type=whole, metavar="N", help="processes (default: the fewest of a node in which it fits)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that config.yaml gets, such as those that check offers",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the files, or none if one of them exists."""
+    if "=" in args.folder and not Path(args.folder).exists():  # settings without a folder
+        args.folder, args.overrides = ".", [args.folder, *args.overrides]
+    for one in args.overrides:
+        if one.startswith("mixed_precision"):
+            raise BadValue(f"{one}: what the run computes in is recipe.yaml's, which extends --recipe NAME")
     folder = Path(args.folder)
     if fault := place_fault("DIR", folder):
         raise BadValue(fault)
     get_mixed_precision_config(args.recipe)  # report a misspelled name before anything is written
-    files = starter(starting_text(find_config(args.config)), describe(args.recipe).name)
+    files = starter(starting_text(find_config(args.config), args.overrides), describe(args.recipe).name)
     config = load_yaml(files["config.yaml"])
     settings = "".join(f" {one}" for one in _to_fill_in(config, folder))
     files["README.md"] = _readme(args, config, settings)
@@ -114,9 +128,10 @@ def run(args: argparse.Namespace) -> int:
         write(folder / name, text)
         print_line(f"{folder / name}  {WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
-    print_whole(
-        f"\nnext: {go}mpbridge check --config config.yaml{settings} && mpbridge train --config config.yaml{settings}"
-    )
+    world = wanted_world(args) or 1
+    then = f" && mpbridge train --config config.yaml{settings}" if world == 1 else " (README.md has what follows)"
+    processes = f" --world-size {world}" if world > 1 else ""
+    print_whole(f"\nnext: {go}mpbridge check --config config.yaml{processes}{settings}{then}")
     if settings:
         print_line(f"set these on the command line or in config.yaml:{settings}")
     return 0
@@ -126,12 +141,12 @@ def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) 
     """The commands of this configuration with this recipe."""
     policy = resolve(get_mixed_precision_config(args.recipe))
     target = next((name for name in TARGETS if can_run(policy, machine(name), ASSUMED).native), TARGETS[0])
-    base = ConfigContainer.load(find_config(args.config), check=False)
+    base = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
     base.mixed_precision = args.recipe
     return readme(
         target=target,
         settings=settings,
-        processes=_processes(base, target),
+        processes=wanted_world(args) or _processes(base, target),
         log_dir=(config.get("logger") or {}).get("log_dir") or "run",
         quantized=policy.quantized,
     )
@@ -161,9 +176,17 @@ def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:
     return [*missing, "data.corpus=YOUR_TEXT"] if local and located(local)[1] else missing
 
 
-def starting_text(place: Path) -> str:
-    """The text of a configuration, or of one made from a Hugging Face folder. Raises BadValue or Contradiction if it cannot be used."""
-    made = ConfigContainer.load(place)
+def starting_text(place: Path, overrides: Sequence[str] = ()) -> str:
+    """The text of a configuration, or of one made from a Hugging Face folder; with overrides, without its comments.
+
+    Raises BadValue or Contradiction if it cannot be used.
+    """
+    made = ConfigContainer.load(place, overrides)
+    if overrides:
+        tokenizer = made.data.get("tokenizer")
+        if is_reference(str(place)) and tokenizer:
+            made.data["tokenizer"] = str(Path(tokenizer).absolute())
+        return made.to_yaml()
     if not is_reference(str(place)):
         text = text_of(place)
         return made.to_yaml() if EXTENDS in (load_yaml(text) or {}) else text

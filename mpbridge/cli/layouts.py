@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
 from mpbridge.cli.options import add_run_arguments, container, wanted_world, whole
-from mpbridge.cli.text import print_answer, print_line, print_table, print_whole
+from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.tables.units import size
-from mpbridge.planning.estimate.layouts import Layout, line, search
+from mpbridge.planning.estimate.layouts import PLACES, Layout, line, search, why_none
 from mpbridge.planning.hardware.capability import refuse_unless_native
 
 if TYPE_CHECKING:
@@ -41,8 +42,11 @@ def run(args: argparse.Namespace) -> int:
     world = wanted_world(args) or base.smallest_world()
     found, faults, omitted = _search(args, base, where, world)
     if args.json:
-        print_answer(
-            {"layouts": [_data(name, one, tuple(omitted)) | {"changes": changes} for name, one, changes in found]}
+        print_json(
+            {
+                "layouts": [_data(name, one, tuple(omitted)) | {"changes": changes} for name, one, changes in found],
+                "refused": faults,
+            }
         )
         return 0 if found else 1
     print_line(f"{world} x {where.machine.label}: predictions")
@@ -50,11 +54,7 @@ def run(args: argparse.Namespace) -> int:
     for words in (*faults, *omitted):
         print_line(f"left out: {words}")
     if not found:
-        print_line(
-            f"no layout is valid and fits: sizes must divide {world} GPUs, layers, heads and the global batch"
-            if not faults
-            else "no layout found"
-        )
+        print_line("no layout is valid and fits")
     return 0 if found else 1
 
 
@@ -69,14 +69,17 @@ def _search(
     for name in names:
         try:
             box = base if name is None else dataclasses.replace(base, mixed_precision=name)
-            made = _resolved(box, world, where)
-            facts = _alone(where.facts(made.facts), world)
+            made, valid = _resolved(box, world, where)
+            facts, stated = alone(where.facts(made.facts), world), says_optimizer(box)
+            refused = Counter[str]()
+            mine = search(
+                made.policy, facts, where.machine, most=args.most, using=where.constants, stated=stated, refused=refused
+            )
             found += [
-                (made.recipe, one, line(one.run, made.facts) or "as configured")
-                for one in search(
-                    made.policy, facts, where.machine, most=args.most, using=where.constants, stated=says_optimizer(box)
-                )
+                (made.recipe, one, line(one.run, made.facts if valid else None) or "as configured") for one in mine
             ]
+            if not mine:
+                faults.append(f"{made.recipe}: {why_none(made.policy, facts, where.machine, refused, stated=stated)}")
             omitted |= left_out(facts)
         except MpbridgeError as error:
             if len(names) == 1 and isinstance(error, Contradiction):
@@ -88,12 +91,21 @@ def _search(
     return found, faults, omitted
 
 
-def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> Run:
-    """The run in the file's sizes, which need not divide this world, since the search uses sizes of its own."""
-    smallest = box.smallest_world()
-    made = on_target(box, world if world % smallest == 0 else smallest, where)
+def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> tuple[Run, bool]:
+    """The run in the file's sizes, which need not divide this world, since the search uses sizes of its own; (the run with sizes of 1, False) if those of the file are not valid."""
+    smallest, valid = box.smallest_world(), True
+    try:
+        made = on_target(box, world if world % smallest == 0 else smallest, where)
+    except MpbridgeError:
+        given, valid = box.as_data(), False
+        alike = {
+            "parallel": {},
+            "train": {**(given.get("train") or {}), "micro_batch_size": 1},
+            "model": {name: value for name, value in (given.get("model") or {}).items() if name not in PLACES},
+        }
+        made = on_target(box, 1, where, **alike)
     refuse_unless_native(made.policy, where.machine, where.versions)
-    return made
+    return made, valid
 
 
 def _names(args: argparse.Namespace) -> list[str | None]:
@@ -113,7 +125,7 @@ def says_optimizer(box: ConfigContainer) -> bool:
     return "use_distributed_optimizer" in (box.as_data().get("ddp") or {})
 
 
-def _alone(facts: RunFacts, world: int) -> RunFacts:
+def alone(facts: RunFacts, world: int) -> RunFacts:
     """The facts for that number of processes without model parallelism."""
     sizes = dataclasses.replace(
         facts.parallel, world_size=world, tensor=1, pipeline=1, virtual_pipeline=None, context=1, expert=1

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table."""
     entries = list(recipes.values())
     if args.json:
-        print_json([as_data(entry) for entry in entries])
+        print_json({"recipes": [as_data(entry) for entry in entries]})
         return 0
     rows = [
         (e.name, needs(e), e.status, e.engine or "", e.summary, ", ".join(e.aliases) if args.aliases else "")

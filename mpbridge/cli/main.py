@@ -30,6 +30,8 @@ NEEDED = {"megatron": "megatron-core", "torch": "torch", "numpy": "NumPy"}
 """Module -> package of dependencies that light verbs and those for foreign modules do not need: `pip install --no-deps` omits them."""
 DAY = ("list", "show", "plan", "check", "init", "train", "launch", "report")
 """The verbs on the first page of the help text, in the order of a user's day."""
+ALIASES = {"diff": ("compare", "--execute")}
+"""A verb of before -> what it is now."""
 PARTS = {
     "the long form of one part of check": ("memory", "estimate", "layouts", "recommend"),
     "the long form of one part of report": ("plot", "audit", "precision", "diagnose", "resume-check"),
@@ -150,6 +152,10 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--json" and len(arguments) > 1:  # before the verb too
         arguments = [arguments[1], "--json", *arguments[2:]]
     verb, *rest = arguments
+    if verb in ALIASES:
+        now, *given = ALIASES[verb]
+        complain(f"mpbridge {verb} is now mpbridge {now}")
+        verb, rest = now, [*given, *rest]
     if verb not in known:
         raise UnknownName("command", verb, known)
     # intermixed: key=value may come before, between and after options

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.cli._target import TargetMachine, add_target_arguments, asked, reference
 from mpbridge.cli.options import add_run_arguments, whole
-from mpbridge.cli.text import print_answer, print_line, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables.units import ByteUnit, count, unit_for
 from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fullest, memory, total_parameters
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     stages = _stages(made, facts) if args.stages else ()
     if args.json:
         said = {"verdict": outlook.verdict, "objections": outlook.objections}
-        print_answer(as_data(made, facts, compared, outlook.fit, stages) | said)
+        print_json(as_data(made, facts, compared, outlook.fit, stages) | said)
     else:
         _print(made, where, outlook, compared, stages)
     return 1 if outlook.answer == "does not fit" else 0

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     )
     found = mismatch(path, folder, text, sequences=args.sequences)
     if args.json:
-        print_json(dataclasses.asdict(found))
+        print_json({"run": str(path), "folder": str(folder)} | dataclasses.asdict(found))
         return 0
     print_line(f"{path} against {folder}: {found.tokens:,} tokens, training's loss {found.loss:.4f}")
     print_table(

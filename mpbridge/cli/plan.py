@@ -48,9 +48,12 @@ def as_data(made: Run) -> dict[str, object]:
         "recipe": made.recipe,
         "engine": made.engine,
         "world_size": made.world_size,
+        "brought": list(made.brought),
+        "meaning": dict(facts(made.policy, made.facts.shape, engine=made.facts.engine)),
         **made.plan.as_data(),
         "bf16_layers": list(made.policy.bf16_layers(depth)) if made.policy.quantized else None,
         "origin": dict(made.origin),
+        "values": {name: value for name, value, _ in _explained(made)},
         "stages": [
             {"recipe": stage.recipe, "until": stage.until, "fingerprint": stage.policy.fingerprint()}
             for stage in made.stages

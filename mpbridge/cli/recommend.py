@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, container, wanted_world
-from mpbridge.cli.text import print_answer, print_line, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import size
-from mpbridge.planning.advice import ORDERS, Advice, advise, order
+from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
 from mpbridge.planning.estimate.timing import timing
 from mpbridge.planning.memory.compare import REFERENCE
 from mpbridge.precision.registry import recipe, recipes
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(made[0].reason)
     for folder in args.runs.split(",") if args.runs else ():
         made = [_measured(advice, Path(folder)) for advice in made]
-    ranked = sorted(made, key=lambda advice: order(advice, args.by))
+    ranked = sorted(with_ties(made), key=lambda advice: order(advice, args.by))
     if args.json:
-        print_answer(
+        print_json(
             {
                 "target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)},
                 "recipes": [dataclasses.asdict(a) for a in ranked],
@@ -126,7 +126,7 @@ def _print(order: list[Advice], price: float | None) -> None:
     for fits, title in ((True, "valid and fit, in order"), (False, "valid, but do not fit")):
         rows = [
             (
-                str(place),
+                f"{place}{'=' if a.tied else ''}",
                 a.recipe,
                 a.status,
                 _memory(a),
@@ -142,6 +142,8 @@ def _print(order: list[Advice], price: float | None) -> None:
             columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", *error, "why")
             print_table(columns, rows or [("", "none", *[""] * (len(columns) - 2))], title=title)
             print_line()
+    if decides(order):
+        print_line(decides(order))
     print_line(
         "memory: states and estimated activations of the fullest GPU, compared with bf16_mixed on the megatron-core engine"
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.text import columns_here, print_answer, print_line, print_whole
+from mpbridge.cli.text import columns_here, print_json, print_line, print_whole
 
 if TYPE_CHECKING:
     from mpbridge.observe.diagnose.diagnosis import Diagnosis
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     found = diagnose(args.run_folder, args.against)
     answer = as_data(found)
     if args.json:
-        print_answer(answer)
+        print_json(answer)
     else:
         _print(found, answer)
     if args.out is not None:

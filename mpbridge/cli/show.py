@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_idle_rules(policy, *any_gpt(args.layers), depth=args.layers)
     if args.json:
         meaning = {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()}
+        meaning["meaning"] = dict(facts(policy, *_shapes(args.layers), engine=entry.engine))
         papers_of = {"card": dataclasses.asdict(card(args.recipe))} | ({"evidence": known} if known else {})
         print_json(as_data(entry) | meaning | papers_of)
         return 0

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(
             {
+                "recipe": made.recipe,
                 "world_size": made.world_size,
                 "changed": changed,
                 "ranks": [dataclasses.asdict(one) | {"ok": one.ok} for one in found],

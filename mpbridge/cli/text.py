@@ -15,7 +15,7 @@ from mpbridge.common.tables.prose import printable, prose
 from mpbridge.common.tables.table import Column, Table, table
 
 SCHEMAS = Path(__file__).parent / "schemas"
-"""One JSON schema per verb, for those whose `--json` has a documented form (`scripts/generate/make_schemas.py`)."""
+"""One JSON schema per verb that has `--json` (`scripts/generate/make_schemas.py`)."""
 SCHEMA_VERSION = 1
 
 
@@ -24,14 +24,15 @@ def on_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def print_answer(data: Mapping[str, Any]) -> None:
-    """An answer whose form a schema documents, as `print_json`."""
-    print_json({"schema_version": SCHEMA_VERSION} | dict(data))
+def print_json(data: Mapping[str, Any]) -> None:
+    """A verb's answer, in the form of its schema: indented, with the form's version; numbers that JSON lacks are "nan", "inf" and "-inf", as in metrics.jsonl."""
+    print(json.dumps(answer_of(data), indent=2, default=str, allow_nan=False))
 
 
-def print_json(data: Any) -> None:
-    """`data` as indented JSON; numbers that JSON lacks are the words "nan", "inf" and "-inf", as in metrics.jsonl."""
-    print(json.dumps(_finite(data), indent=2, default=str, allow_nan=False))
+def answer_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` as it is printed, with the version of its form."""
+    answer: dict[str, Any] = _finite({"schema_version": SCHEMA_VERSION} | dict(data))
+    return answer
 
 
 def _finite(data: Any) -> Any:

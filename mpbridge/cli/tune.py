@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if first:
         write(args.out, content)
         if args.json:
-            print_json(content)
+            print_json(as_data(result, content, args.out))
         else:
             _print(result, str(content.get("extends", "")), args.out, of_folder=args.hf is not None)
     return 0 if result.verdict.take == TUNED else 1
@@ -156,6 +156,18 @@ def _print(result: Tuned, recipe: str, out: Path, *, of_folder: bool) -> None:
     # its module names are the folder's, which megatron-core's model does not have
     use = f'mpbridge.emulate(model, "{out}")' if of_folder else f"mpbridge train --recipe {out} --emulate"
     print_line(f"recipe: {out} (mpbridge show {out}; {use})")
+
+
+def as_data(result: Tuned, content: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The recipe file and the tables as JSON types."""
+    from mpbridge.training.tune.report import lines, sections
+
+    tables = [
+        {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
+        for title, columns, rows in sections(result)
+    ]
+    said = {"take": result.verdict.take, "tables": tables, "lines": lines(result, str(content.get("extends", "")))}
+    return {"path": str(out), "content": content, **said}
 
 
 def _silent(text: str) -> None:

@@ -27,12 +27,14 @@ def run(args: argparse.Namespace) -> int:
     """Prints a row for each stack and context."""
     asked = [*(args.flags or ()), *([args.word] if args.word is not None else ())]
     if not asked:
-        print_line("\n".join(sorted({word for row in TABLE for word in row.words})))
+        known = sorted({word for row in TABLE for word in row.words})
+        print_json({"words": known}) if args.json else print_line("\n".join(known))
         return 0
     found = meanings(" ".join(asked))
     table = [(row, rows(row.meaning)) for row in found]
     if args.json:
-        print_json([{"stack": row.stack, "where": row.where, "source": row.source, **shown} for row, shown in table])
+        said = [{"stack": row.stack, "where": row.where, "source": row.source, **shown} for row, shown in table]
+        print_json({"words": asked, "meanings": said})
         return 0
     # no column for quantization if the word never quantizes
     more = ("quantization",) if any(shown["quantization"] != "none" for _, shown in table) else ()

@@ -77,7 +77,7 @@ def peaks_over(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> tor
     if x.dtype is torch.bfloat16:
         bits = x.view(torch.int16) & 0x7FFF
         # a maximum along short rows leaves the vector registers, one of their halves does not
-        while dim == 1 and bits.dim() == 2 and bits.shape[1] % 2 == 0:
+        while dim == 1 and bits.dim() == 2 and bits.shape[1] > 16 and bits.shape[1] % 2 == 0:
             bits = torch.maximum(*bits.chunk(2, 1))
         bits = torch.amax(bits, axes)
         if int(bits.amax()) <= _BF16_INFINITY:

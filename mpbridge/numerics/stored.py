@@ -45,7 +45,7 @@ def stored(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
     if rule == "current":
         amax = peaks_over(weight)
         scale = scale_from_amax(amax, number.largest, power_of_two=bool(quantizer.options.get("power_of_two")))
-        codes = _in_pieces(weight, scale.expand(len(weight), 1), number, amax * scale).view(TORCH_FP8[number.name])
+        codes = _in_pieces(weight, scale.expand(len(weight), 1), number, amax * scale)
         return StoredWeight(codes, (1.0 / scale).expand(weight.shape[0], 1))
     if rule == "e4m3_blocks":
         return _nvfp4(quantizer, weight)
@@ -63,7 +63,7 @@ def stored(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
         scales = factor.view(padded.shape[0], -1)
     if block.scale == "e8m0":
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
-    return StoredWeight(cropped(codes, shape).view(TORCH_FP8[number.name]), scales)
+    return StoredWeight(cropped(codes, shape), scales)
 
 
 def _rows(view: torch.Tensor) -> int:
@@ -79,16 +79,18 @@ def _peaks(view: torch.Tensor) -> torch.Tensor:
 def _in_pieces(
     view: torch.Tensor, multiplier: torch.Tensor, number: NumberFormat | None, peaks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """uint8 codes of a view times its multiplier, in FP8 or (None) E2M1; in pieces that stay in the cache, which is several times faster.
+    """A view times its multiplier in FP8, or (None) as uint8 codes of E2M1; in pieces that stay in the cache, which is several times faster.
 
     peaks: largest magnitudes of the products, without NaN. If they are within FP8's range, up to a rounding, nothing saturates.
     """
-    within = number is not None and peaks is not None and bool((peaks <= number.largest * 1.001).all())
-    out = torch.empty(view.shape, dtype=torch.uint8)
+    within = number is None or (peaks is not None and bool((peaks <= number.largest * 1.001).all()))
+    out = torch.empty(view.shape, dtype=torch.uint8 if number is None else TORCH_FP8[number.name])
     rows = _rows(view)
     for piece, factor, place in zip(*(torch.split(one, rows) for one in (view, multiplier, out)), strict=True):
         scaled = piece.float().mul_(factor) if piece.dtype is not torch.float32 else piece * factor
-        place.copy_(encode_e2m1(scaled) if number is None else encode_fp8(scaled, number, within=within))
+        if number is not None and not within:
+            scaled.clamp_(-number.largest, number.largest)
+        place.copy_(encode_e2m1(scaled) if number is None else scaled)
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpbridge.common.errors import MpbridgeError
@@ -40,6 +42,8 @@ class Advice:
     """GPU hours per billion tokens."""
     error: float | None = None
     """Predicted relative error of one step's gradient (numerics.certificates); None: not asked for."""
+    tied: bool = False
+    """Whether its predicted step is within the error band of the fastest one's."""
     taste: int = 0
 
     @property
@@ -77,6 +81,39 @@ def order(advice: Advice, by: str) -> tuple[object, ...]:
     elif by == "error":
         asked = advice.error or 0.0
     return (not advice.legal, not advice.fits, asked, *advice.rank)
+
+
+def with_ties(made: Sequence[Advice]) -> list[Advice]:
+    """The advice with `tied` set for two or more recipes whose predicted steps the error band does not tell apart from the fastest one's."""
+    priced = [
+        one for one in made if one.legal and one.fits and one.seconds is not None and one.speed_known == "predicted"
+    ]
+    fastest = min(priced, key=lambda one: one.seconds or 0.0, default=None)
+    if fastest is None or fastest.seconds is None:
+        return list(made)
+    most = fastest.seconds * (1 + fastest.band)
+    tied = {one.recipe for one in priced if one.seconds is not None and one.seconds <= most}
+    return [dataclasses.replace(one, tied=len(tied) > 1 and one.recipe in tied) for one in made]
+
+
+def decides(made: Sequence[Advice]) -> str:
+    """What tells the tied recipes apart: support, memory and numerics; '' if nothing is tied."""
+    tied = [one for one in made if one.tied]
+    if not tied:
+        return ""
+    least = min(one.bytes or 0 for one in tied)
+    finest = min((one.error or 0.0, (one.peak or 1.0) > 1.0, one.taste) for one in tied)
+    groups = {
+        "support: trained to a known loss": [one for one in tied if one.status == "validated"],
+        "memory: least": [one for one in tied if (one.bytes or 0) <= 1.01 * least],
+        "numerics: finest": [one for one in tied if (one.error or 0.0, (one.peak or 1.0) > 1.0, one.taste) == finest],
+    }
+    words = [
+        f"{what}: {', '.join(one.recipe for one in held[:3])}{f' and {len(held) - 3} more' if len(held) > 3 else ''}"
+        for what, held in groups.items()
+        if 0 < len(held) < len(tied)
+    ]
+    return f"tied (=): the predicted steps of {len(tied)} recipes lie within the error band of the fastest, {tied[0].band:.0%}; what decides between them: {'; '.join(words) or 'nothing that mpbridge knows'}"
 
 
 def advise(entry: Recipe, one: Outlook, *, reference: int | None = None) -> Advice:

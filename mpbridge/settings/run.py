@@ -22,7 +22,7 @@ from mpbridge.settings.realized import DEFAULT_TARGET, is_fast, is_played, playe
 from mpbridge.settings.schema import defaults
 from mpbridge.settings.shape import model_shape, padded_vocabulary, parallel_of, shape_faults, vocabulary
 from mpbridge.settings.stages import Stage
-from mpbridge.settings.training import batch_faults, nonfinite_faults, training_faults
+from mpbridge.settings.training import batch_faults, fitting_batch, nonfinite_faults, training_faults
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer
@@ -196,6 +196,8 @@ class Draft:
         model = filled("model", inputs["model"])
         self._add(shape_faults(model))
         parallel = self._parallel(sizes, world_size)
+        if parallel is not None and "global_batch_size" not in self.given["train"]:
+            full["train"]["global_batch_size"] = fitting_batch(full["train"], parallel)
         rows, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
         self._add(training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel))
         self._add([*data_faults(full["data"]), *nonfinite_faults(full["train"], full["checkpoint"])])

@@ -64,7 +64,7 @@ class Train:
     micro_batch_size: int | None = 4
     """Samples per forward and backward pass on one data-parallel rank; None: the rank's whole share of global_batch_size."""
     global_batch_size: int = 8
-    """Samples per optimizer step over all ranks."""
+    """Samples per optimizer step over all ranks; if it is not set, at least 8, and a multiple of what the ranks can divide."""
     train_iters: int | None = None
     """Number of training steps, regardless of the length of the data."""
     eval_interval: int | None = 100

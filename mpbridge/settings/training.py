@@ -36,6 +36,14 @@ def microbatches(train: Mapping[str, Any], ranks: int) -> int:
     return int(whole) // int(micro * ranks)
 
 
+def fitting_batch(train: Mapping[str, Any], parallel: Parallel) -> int:
+    """The smallest batch that is at least the default one, and that the ranks can divide."""
+    unit, micro = parallel.data, train["micro_batch_size"]
+    if isinstance(micro, int) and micro > 0:
+        unit *= micro
+    return -(-int(train["global_batch_size"]) // unit) * unit
+
+
 def rate_faults(optimizer: Mapping[str, Any]) -> list[str]:
     """Faults of the learning rate and its minimum."""
     peak, least = optimizer.get("lr") or 0.0, optimizer.get("min_lr") or 0.0

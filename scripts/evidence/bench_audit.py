@@ -51,6 +51,7 @@ def measured(recipe: str, emulate: str, rounds: int) -> dict[str, float]:
     from mpbridge.observe.audit import AuditHook
     from mpbridge.observe.audit.examine import audit, promises_of
     from mpbridge.observe.audit.invariants import broken
+    from mpbridge.observe.audit.updates import Updates
     from mpbridge.training.data.batches import Feed
 
     # from 2**32 FP16's first steps are skipped, and none of those is audited
@@ -78,6 +79,7 @@ def measured(recipe: str, emulate: str, rounds: int) -> dict[str, float]:
         return engine.train_step(stream, microbatches=1)
 
     def audited() -> None:
+        hook._updates = Updates()  # the hook did not see the plain steps in between
         hook.stepping(training)
         hook.stepped(training, plain())
 

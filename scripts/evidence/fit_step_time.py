@@ -1,4 +1,4 @@
-"""Fits the constants of `mpbridge estimate` to published runs and prints the errors of the predictions, with each model left out of the fit in turn.
+"""Fits the constants of `mpbridge estimate` to published runs and prints the errors of the predictions, with each layout, model, machine and release left out of the fit in turn.
 
     python scripts/evidence/fit_step_time.py            # the table of figures, with the shipped data file's priors
     python scripts/evidence/fit_step_time.py --write    # also writes the constants to mpbridge/planning/estimate/data/step_time.json
@@ -14,15 +14,18 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
-from published import LATER, UNUSUAL, priced, run_of, unfitted
+from published import CORES, FITTED, UNUSUAL, run_of, timed
 
 from mpbridge.planning.estimate.constants import DATA, Constants, constants
 from mpbridge.planning.estimate.flops import model_flops_per_token
-from mpbridge.planning.estimate.predict import _peak
+from mpbridge.planning.estimate.predict import _band, _peak
 from mpbridge.planning.estimate.step import Ideal, ideal, seconds
 
 SPREAD = 0.05
 """Relative error above which a row counts linearly instead of quadratically."""
+
+
+LAYOUT = ("gpus", "global_batch", "micro_batch", "tensor", "pipeline", "virtual", "expert", "context")
 
 
 class Row:
@@ -31,6 +34,7 @@ class Row:
     def __init__(self, row: dict) -> None:
         run = run_of(row)
         self.row = row
+        self.run = run.facts
         self.made: Ideal = ideal(run.policy, run.facts, run.facts.machine)
         self.published = 1 / row["tokens"]
         self.flops = model_flops_per_token(run.facts.shape, run.facts.model)
@@ -52,6 +56,8 @@ class Fit:
         entries = [data["shared"][name] for name in self.shared] + [data["machines"][name] for name in self.machines]
         self.mean = np.log([entry["prior"] for entry in entries])
         self.sd = np.array([entry["sd"] for entry in entries])
+        self.last: np.ndarray | None = None
+        """Where the first fit ended: later ones, to fewer rows, start there."""
 
     def constants(self, theta: np.ndarray) -> Constants:
         values = np.exp(theta)
@@ -73,7 +79,7 @@ class Fit:
             soft = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + (off / SPREAD) ** 2) - 1))
             return np.concatenate([weight * soft, (theta - self.mean) / self.sd])
 
-        theta, damping = self.mean.copy(), 1e-2
+        theta, damping = (self.mean if self.last is None else self.last).copy(), 1e-2
         best = residuals(theta)
         for _ in range(60):
             slope = np.stack([(residuals(theta + 1e-4 * unit) - best) / 1e-4 for unit in np.eye(len(theta))], axis=1)
@@ -83,12 +89,13 @@ class Fit:
             if there @ there < best @ best:
                 gain = best @ best - there @ there
                 theta, best, damping = theta + step, there, damping / 3
-                if gain < 1e-7:
+                if gain < 1e-6:
                     break
             else:
                 damping *= 5
                 if damping > 1e6:
                     break
+        self.last = theta if self.last is None else self.last
         return self.constants(theta)
 
 
@@ -102,19 +109,24 @@ def summary(found: dict[int, float]) -> str:
     return f"{len(size):4d} rows   median {np.median(size):6.1%}   p90 {np.quantile(size, 0.9):6.1%}   worst {size.max():6.1%}"
 
 
-def left_out(fit: Fit, rows: list[Row]) -> dict[int, float]:
-    """Errors of each model with constants fitted to the others."""
+def left_out(fit: Fit, rows: list[Row], groups: tuple[str, ...]) -> dict[int, float]:
+    """Errors of each group of rows, equal in `groups`, with constants fitted to the others; a machine that is left out has no constant of its own."""
     found: dict[int, float] = {}
-    for model in sorted({row.row["model"] for row in rows}):
-        using = fit.run([row for row in rows if row.row["model"] != model])
-        found |= errors([row for row in rows if row.row["model"] == model], using)
+    key = {row.row["id"]: tuple(row.row[name] for name in groups) for row in rows}
+    for group in sorted(set(key.values()), key=str):
+        mine = [row for row in rows if key[row.row["id"]] == group]
+        using = fit.run([row for row in rows if key[row.row["id"]] != group])
+        known = {name: v for name, v in using.machines.items() if groups != ("machine",) or name != group[0]}
+        found |= errors(mine, replace(using, machines=known))
     return found
 
 
-def without(fit: Fit, others: list[Row], name: str) -> Constants:
-    """Constants fitted to the other machines, without one for `name`."""
-    using = fit.run(others)
-    return replace(using, machines={other: value for other, value in using.machines.items() if other != name})
+def biases(rows: list[Row], error: dict[int, float], group: str) -> list[float]:
+    """The size of the median signed error of each group."""
+    return [
+        abs(float(np.median([error[row.row["id"]] for row in rows if row.row[group] == name])))
+        for name in sorted({row.row[group] for row in rows})
+    ]
 
 
 def one_efficiency(rows: list[Row], inside: bool, known: list[Row] | None = None) -> dict[int, float]:
@@ -170,9 +182,6 @@ def releases(rows: list[Row]) -> str:
     return f"{len(spread)} layouts in more than one release: fastest over slowest median {np.median(spread):.1%}, p90 {np.quantile(spread, 0.9):.1%}, worst {max(spread):.1%}"
 
 
-LAYOUT = ("gpus", "global_batch", "micro_batch", "tensor", "pipeline", "virtual", "expert", "context")
-
-
 def signed(found: dict[int, float]) -> str:
     return f"{summary(found)}   median signed {np.median(list(found.values())):+.1%}"
 
@@ -186,30 +195,53 @@ def roofline(rows: list[Row]) -> dict[int, float]:
     return {row.row["id"]: row.published * row.peak / row.flops - 1 for row in rows}
 
 
-def models(rows: list[Row]) -> list[tuple[str, list[Row]]]:
-    names = sorted({row.row["model"] for row in rows})
-    return [(name, [row for row in rows if row.row["model"] == name]) for name in names]
+def by(rows: list[Row], error: dict[int, float], group: str) -> None:
+    """Prints the errors of each value of that column."""
+    for name in sorted({row.row[group] for row in rows}):
+        print(f"    {name:32s}   {signed(of([row for row in rows if row.row[group] == name], error))}")
 
 
-def print_fitted(fit: Fit, rows: list[Row], odd: list[Row], fitted: Constants) -> dict[int, float]:
-    """Prints the predictors' errors on the fitted rows; returns the errors with each row's model left out."""
+BLIND = {
+    "each layout left out": ("model", "machine", "precision", *LAYOUT),
+    "each model on a machine left out": ("model", "machine"),
+    "each model left out": ("model",),
+    "each machine left out": ("machine",),
+    "each release left out": ("release",),
+}
+
+
+def print_fitted(fit: Fit, rows: list[Row], odd: list[Row], fitted: Constants) -> dict[str, dict[int, float]]:
+    """Prints the predictors' errors on the fitted rows; returns the errors of each kind of cross-validation."""
     print(
         f"free constants: {len(fit.shared)} shared, {len(fit.machines)} machines; {len(rows)} rows, {len(odd)} with unusual kernels excluded"
     )
     print(f"bare roofline at the recipe's peak     {summary(roofline(rows))}")
     print(f"one efficiency, each model left out    {summary(one_efficiency(rows, False))}")
     print(f"one efficiency, in sample              {summary(one_efficiency(rows, True))}")
-    print(f"this model, in sample                  {summary(errors(rows, fitted))}")
-    out = left_out(fit, rows)
-    print(f"this model, each model left out        {summary(out)}")
-    for model, mine in models(rows):
-        print(f"    {model:32s}   {signed(of(mine, out))}")
-    for name in fit.machines:
-        others = [row for row in rows if row.row["machine"] != name]
-        alone = errors([row for row in rows if row.row["machine"] == name], without(fit, others, name))
-        print(f"    machine left out: {name:16s}     {signed(alone)}")
+    print(f"this model, in sample                  {signed(errors(rows, fitted))}")
+    found = {}
+    for words, groups in BLIND.items():
+        found[words] = left_out(fit, rows, groups)
+        print(f"this model, {words:32s}   {signed(found[words])}")
+        if len(groups) == 1:
+            by(rows, found[words], groups[0])
     print(f"unusual kernels (GPT-OSS), not fitted  {signed(errors(odd, fitted))}")
-    return out
+    return found
+
+
+def print_pairs(rows: list[Row], using: Constants) -> None:
+    """Prints tensorwise FP8 against MXFP8 at equal layout."""
+    key = lambda row: tuple(row.row[name] for name in ("release", "model", "machine", *LAYOUT))  # noqa: E731
+    other = {key(row): row for row in rows if row.row["precision"] == "MXFP8"}
+    found = [(row, other[key(row)]) for row in rows if row.row["precision"] == "FP8" and key(row) in other]
+    right = 0
+    for one, two in found:
+        gains = two.published / one.published - 1, two.predicted(using) / one.predicted(using) - 1
+        right += gains[0] * gains[1] > 0
+        print(
+            f"    {one.row['release']} {one.row['model']} {one.row['machine']}: tensorwise faster by {gains[0]:.1%} published, {gains[1]:.1%} predicted"
+        )
+    print(f"tensorwise against MXFP8 at equal layout: {right} of {len(found)} pairs in the published direction")
 
 
 def print_orders(rows: list[Row], out: dict[int, float]) -> None:
@@ -218,18 +250,26 @@ def print_orders(rows: list[Row], out: dict[int, float]) -> None:
     print(f"order of precisions, same release      {order(rows, out, ('model', 'machine', 'release'), ('precision',))}")
 
 
+def inside(rows: list[Row], using: Constants) -> str:
+    """How many published steps lie in the printed band."""
+    held = [
+        row
+        for row in rows
+        if abs(1 - row.published / row.predicted(using)) <= _band(row.run, row.run.machine, using)[0]
+    ]
+    return f"{len(held)} of {len(rows)} ({len(held) / len(rows):.0%})"
+
+
 def print_unfitted(rows: list[Row], fitted: list[Row], using: Constants) -> None:
-    """Prints errors on rows that were not used to choose any constant or part of the model."""
-    later = [row for row in rows if row.row["release"] >= LATER and row.row["model"] not in UNUSUAL]
-    earlier = [row for row in rows if row.row["release"] < LATER]
+    """Prints errors on rows of releases without fitted rows."""
+    usual = [row for row in rows if row.row["model"] not in UNUSUAL]
     odd = [row for row in rows if row.row["model"] in UNUSUAL]
-    print(f"rows that were not fitted: releases {LATER} and later; the same constants as above")
-    print(f"bare roofline at the recipe's peak     {summary(roofline(later))}")
-    print(f"one efficiency of the fitted rows      {summary(one_efficiency(later, False, fitted))}")
-    print(f"this model                             {signed(errors(later, using))}")
-    for model, mine in models(later):
-        print(f"    {model:32s}   {signed(errors(mine, using))}")
-    print(f"a model not among the fitted rows     {signed(errors(earlier, using))}")
+    print("releases that were not fitted; the same constants as above")
+    print(f"bare roofline at the recipe's peak     {summary(roofline(usual))}")
+    print(f"one efficiency of the fitted rows      {summary(one_efficiency(usual, False, fitted))}")
+    print(f"this model                             {signed(errors(usual, using))}   in the band {inside(usual, using)}")
+    for group in ("release", "model", "machine"):
+        by(usual, errors(usual, using), group)
     print(f"unusual kernels (GPT-OSS)              {signed(errors(odd, using))}")
 
 
@@ -242,13 +282,22 @@ def print_worst(rows: list[Row], error: dict[int, float], most: int) -> None:
         )
 
 
-def write(fit: Fit, fitted: Constants, rows: list[Row], data: dict) -> None:
+def write(fit: Fit, fitted: Constants, rows: list[Row], blind: dict[str, dict[int, float]], data: dict) -> None:
     for name in fit.shared:
         data["shared"][name]["value"] = round(fitted.shared[name], 4)
+    pairs = blind["each model on a machine left out"]
     for name in fit.machines:
-        data["machines"][name]["value"] = round(fitted.machines[name], 4)
+        mine = [abs(pairs[row.row["id"]]) for row in rows if row.row["machine"] == name]
+        data["machines"][name] |= {
+            "value": round(fitted.machines[name], 4),
+            "band": round(float(np.quantile(mine, 0.9)), 2),
+        }
+    terms = {name: max(biases(rows, blind[f"each {name} left out"], name)) for name in ("release", "machine")}
+    data["bands"] |= {f"{name} not fitted": round(value, 2) for name, value in terms.items()}
     data["rows"] = [row.row["id"] for row in rows]
+    data["releases"] = sorted({".".join(CORES[row.row["release"]].split(".")[:2]) for row in rows})
     DATA.write_text(json.dumps(data, indent=2) + "\n")
+    constants.cache_clear()
 
 
 def main() -> None:
@@ -258,21 +307,23 @@ def main() -> None:
     args = parser.parse_args()
     data = json.loads(DATA.read_text())
     fit = Fit(constants(), data)
-    every = [Row(row) for row in priced()]
-    rows = [row for row in every if row.row["model"] not in UNUSUAL]
+    every = [Row(row) for row in timed()]
+    others = [row for row in every if row.row["release"] not in FITTED]
+    known = [row for row in every if row.row["release"] in FITTED]
+    rows = [row for row in known if row.row["model"] not in UNUSUAL]
     fitted = fit.run(rows)
-    out = print_fitted(fit, rows, [row for row in every if row.row["model"] in UNUSUAL], fitted)
-    print_orders(rows, out)
-    others = [Row(row) for row in unfitted()]
-    print(f"bound: {releases(every)}")
-    print(f"bound, with rows that were not fitted: {releases(every + others)}")
+    blind = print_fitted(fit, rows, [row for row in known if row.row["model"] in UNUSUAL], fitted)
+    print_orders(rows, blind["each model left out"])
+    print(f"bound: {releases(known)}")
+    print(f"bound, with releases that were not fitted: {releases(every)}")
     shared = ", ".join(f"{n} {fitted.shared[n]:.3g}" for n in fit.shared)
     print(f"constants: {shared}; {', '.join(f'{n} {fitted.machines[n]:.3f}' for n in fit.machines)}")
-    print_worst(rows, out, args.worst)
-    print_unfitted(others, rows, fitted)
-    print_worst(others, errors(others, fitted), args.worst)
+    print_worst(rows, blind["each model on a machine left out"], args.worst)
+    print_pairs(every, fitted)
     if args.write:
-        write(fit, fitted, rows, data)
+        write(fit, fitted, rows, blind, data)
+    print_unfitted(others, rows, replace(constants(), shared=fitted.shared, machines=fitted.machines))
+    print_worst(others, errors(others, fitted), args.worst)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def said(capsys):
 def test_every_verb_has_what_the_entry_asks_for():
     import importlib
 
-    assert {"list", "show", "diff", "plan", "train"} <= set(cli.verbs())
+    assert {"list", "show", "compare", "plan", "train"} <= set(cli.verbs())
     for module in map(importlib.import_module, cli.verbs().values()):
         assert module.SUMMARY
         assert callable(module.add_arguments)
@@ -114,7 +114,7 @@ def test_list_shows_every_recipe_and_its_json_reads_back(said):
     _, out, _ = said("list")
     assert [line.split()[0] for line in out.splitlines()[1:]][: len(BUILT_IN)] == [entry.name for entry in BUILT_IN]
     _, out, _ = said("list", "--json")
-    assert {entry["name"] for entry in json.loads(out)} >= {entry.name for entry in BUILT_IN}
+    assert {entry["name"] for entry in json.loads(out)["recipes"]} >= {entry.name for entry in BUILT_IN}
     assert "fp8_cs" in said("list", "--aliases")[1]
 
 
@@ -135,13 +135,20 @@ def test_show_reads_files_and_functions(said, tmp_path):
     assert "grad_reduce_in_fp32  false" in said("show", "configs/recipes/bf16_grads.yaml")[1]
 
 
-def test_diff_shows_fields_and_meaning(said):
-    _, out, _ = said("diff", "bf16_mixed", "configs/recipes/bf16_grads.yaml")
+def test_diff_is_compare_which_shows_fields_and_meaning(said, tmp_path):
+    code, out, err = said("diff", "bf16_mixed", "configs/recipes/bf16_grads.yaml")
+    assert (code, err) == (0, "mpbridge diff is now mpbridge compare\n")
+    assert said("compare", "bf16_mixed", "configs/recipes/bf16_grads.yaml")[1] == out
     assert "grad_reduce_in_fp32  true" in out
     assert "gradients on the wire" in out
     assert "have the same fields" in said("diff", "bf16", "bf16_mixed")[1]
     data = json.loads(said("diff", "bf16_mixed", "fp16_mixed", "--json")[1])
     assert data["fields"]["params_dtype"] == ["bf16", "fp16"]
+    (tmp_path / "mine.py").write_text(
+        "from mpbridge import get_mixed_precision_config\ndef mine():\n    return get_mixed_precision_config('bf16')\n"
+    )
+    for words in (["diff"], ["compare", "--execute"]):  # a function, as diff always ran it
+        assert "have the same fields" in said(*words, "bf16", f"{tmp_path}/mine.py:mine")[1]
 
 
 def test_plan_explains_where_values_came_from(said):
@@ -342,7 +349,7 @@ def test_doctor_lists_the_machines_that_a_target_may_name(said):
     assert {"h100", "b200", "rtx4090"} <= set(names)
     assert "cpu" not in names
     assert all(said("doctor", "--target", name, "--recipe", "bf16_mixed", "--json")[1] for name in names[:3])
-    assert set(names) <= set(json.loads(said("doctor", "--machines", "--json")[1]))
+    assert set(names) <= set(json.loads(said("doctor", "--machines", "--json")[1])["machines"])
 
 
 def test_help_shows_a_users_day_and_on_request_every_verb_with_its_summary(said):

@@ -1,13 +1,16 @@
-"""`--json` of the verbs whose form is documented holds to its schema, on other runs than those of which the schemas were made."""
+"""Every `--json` has a schema, and holds to it: here on runs of which the schemas were not made, and in every other test that prints JSON (tests/conftest.py)."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 
 import pytest
 
-from mpbridge.cli.main import main
+from mpbridge.cli.main import main, verbs
 from mpbridge.cli.text import SCHEMA_VERSION, SCHEMAS
+from tests.schemas import wrong
 
 B200 = ("--target", "b200")
 CASES = [
@@ -21,27 +24,10 @@ CASES = [
     ("layouts", "--config", "llama3_70b", *B200, "--most", "2"),
     ("layouts", "--config", "llama3_405b", "--target", "l4", "--world-size", "8"),
     ("recommend", "--config", "moe_tiny", *B200),
-    ("report", "RUN"),
+    ("report", "RUN"), ("diagnose", "RUN"),
+    ("words", "fp16"), ("list",), ("doctor", *B200), ("show", "bf16_with_mxfp8_mixed", "--layers", "8"),
+    ("plan", "--recipe", "fp16", "optimizer.lr=1e-4"), ("compare", "fp32", "nvfp4"), ("export", "nvfp4", "--to", "torchtitan"), ("import", "--args", "--fp16"),
 ]  # fmt: skip
-
-
-def wrong(value, schema, at="answer"):
-    """What does not hold, as sentences: the part of JSON Schema that these files use."""
-    kinds = {"null": type(None), "boolean": bool, "string": str, "number": (int, float), "array": list, "object": dict}
-    said = [
-        kind
-        for kind in schema["type"]
-        if isinstance(value, kinds[kind]) and (kind != "number" or not isinstance(value, bool))
-    ]
-    found = [] if said or not schema["type"] else [f"{at}: {type(value).__name__}, expected {schema['type']}"]
-    if isinstance(value, list) and "items" in schema:
-        found += [text for item in value for text in wrong(item, schema["items"], f"{at}[]")]
-    if isinstance(value, dict) and "properties" in schema:
-        found += [f"{at}.{name} is missing" for name in schema["required"] if name not in value]
-        found += [f"{at}.{name} is in no schema" for name in value if name not in schema["properties"]]
-        known = {name: part for name, part in schema["properties"].items() if name in value}
-        found += [text for name, part in known.items() for text in wrong(value[name], part, f"{at}.{name}")]
-    return found
 
 
 @pytest.mark.parametrize("words", CASES, ids=" ".join)
@@ -53,9 +39,21 @@ def test_answers_hold_to_their_schema(words, capsys, tmp_path):
     assert wrong(answer, json.loads((SCHEMAS / f"{words[0]}.json").read_text())) == []
 
 
+def test_every_verb_with_json_has_one_schema():
+    def prints_json(module):
+        importlib.import_module(module).add_arguments(parser := argparse.ArgumentParser())
+        return any("--json" in action.option_strings for action in parser._actions)
+
+    assert sorted(path.stem for path in SCHEMAS.glob("*.json")) == sorted(
+        v for v, m in verbs().items() if prints_json(m)
+    )
+
+
 def test_the_check_above_can_fail():
     schema = json.loads((SCHEMAS / "layouts.json").read_text())
-    assert wrong({"layouts": 3, "more": 1}, schema) == ["answer.schema_version is missing", "answer.more is in no schema", "answer.layouts: int, expected ['array']"]  # fmt: skip
+    assert wrong({"layouts": 3, "more": 1}, schema) == ["answer.schema_version is missing", "answer.refused is missing", "answer.more is in no schema", "answer.layouts: int, expected ['array']"]  # fmt: skip
+    words = {"type": ["object"], "additionalProperties": {"type": ["string"]}}
+    assert wrong({"a": 1}, words) == ["answer.a: int, expected ['string']"]
     assert all(
         "description" in part
         for path in SCHEMAS.glob("*.json")

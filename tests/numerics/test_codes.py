@@ -68,6 +68,20 @@ def test_e2m1_codes_are_the_rounded_values() -> None:
     assert np.array_equal(encode_e2m1(plain).numpy(), clamped.view(np.uint8))
 
 
+@pytest.mark.parametrize("number", [E4M3, E5M2, E2M1], ids=lambda number: number.name)
+def test_codes_of_every_bf16_number_are_ml_dtypes(number) -> None:
+    """Infinities, NaN of both signs and subnormals among them."""
+    y = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    made = encode_e2m1(y) if number is E2M1 else encode_fp8(y.clone(), number)
+    number_like = y == y
+    oracle = np.clip(y[number_like].numpy(), -number.largest, number.largest).astype(ORACLE[number.name])
+    assert np.array_equal(made[number_like].numpy(), oracle.view(np.uint8))
+    if number is E2M1:
+        assert set(made[~number_like].tolist()) == {7}
+    else:
+        assert decode_fp8(made[~number_like], number).isnan().all()
+
+
 def test_stochastic_e2m1_codes_are_the_rounded_values() -> None:
     y = critical(E2M1).repeat_interleave(256)
     random = torch.arange(256, dtype=torch.uint8).repeat(y.numel() // 256)
@@ -76,8 +90,9 @@ def test_stochastic_e2m1_codes_are_the_rounded_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_peaks_leave_nan_out_and_keep_infinity(dtype) -> None:
-    x = torch.randn(64, 32).to(dtype)
+@pytest.mark.parametrize("columns", [32, 24, 7])
+def test_peaks_leave_nan_out_and_keep_infinity(dtype, columns) -> None:
+    x = torch.randn(64, columns).to(dtype)
     assert torch.equal(peaks_over(x, 1), magnitude(x).amax(1).float())
     x[3, 4], x[5, 6] = float("nan"), float("-inf")
     for dim in (None, 0, 1, (0, 1)):

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge.common.errors import CheckpointError, Refused
+from mpbridge.common.formats import E4M3
 from mpbridge.numerics.operands import COPY_OF
 from mpbridge.numerics.quantizer import Quantizer, Randomness
+from mpbridge.numerics.rounding import round_nearest
 from mpbridge.numerics.stored import StoredWeight, stored
 from mpbridge.precision.policy import Quant
 from tests.numerics import golden
@@ -37,8 +39,13 @@ def operand(q: Quantizer, x: torch.Tensor, side: str = "x", copy: str = "row") -
 
 
 # --- golden -------------------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", sorted(VALUES))
+COMPILED = ("blockwise_activation_e4m3_row", "blockwise_activation_e5m2_column", "blockwise_weight_e4m3_column", "tensorwise_e5m2")  # fmt: skip
+"""Each kernel and each format once, since a compilation costs seconds; those of other scalings are compiled in test_linear.py."""
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in sorted(VALUES)), *((name, True) for name in COMPILED)]
+)
 def test_operands_equal_transformer_engines_reference(name: str, compiled: bool) -> None:
     scaling, *rest = name.split("_")
     side = {"activation": "x", "weight": "w"}.get(rest[0], "x")
@@ -329,6 +336,16 @@ def test_stored_codes_stand_for_the_values_of_transformer_engines_reference(name
     for kind, x in golden.inputs().items():
         values = read_back(stored(quantizer(name.partition("_")[0]), x))
         assert golden.entry(values + 0.0)["sha"] == VALUES[name][kind]["sha"], kind  # an operand has no negative zero
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "blockwise"])
+def test_what_lies_beyond_the_format_saturates_in_stored_codes(scaling: str) -> None:
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(3)).bfloat16() * 1000
+    x[5, 7], x[6, 8] = float("-inf"), float("nan")  # an infinite amax: the scale is 1
+    found = stored(quantizer(scaling), x).codes.float()
+    assert torch.equal(found[x == x], round_nearest(x.float(), E4M3)[x == x])
+    assert float(found[5, 7]) == -448
+    assert bool(found[6, 8].isnan())
 
 
 def test_stored_mxfp8_is_torchaos() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.interop.stacks.exporters import stack_module
 from mpbridge.interop.stacks.known_keys import PRECISION
-from mpbridge.interop.stacks.launch_script import LaunchScript, read_script, read_words
+from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
 from mpbridge.interop.stacks.recognized import TITLES, Recognized, deepspeed_file, recognize_words
 from mpbridge.interop.stacks.versions import version_for
 from mpbridge.precision.yaml_loader import of_bounded_size
@@ -116,11 +117,16 @@ def read_args(
     stack: None: recognized by the program and by the options' names; Megatron-LM is assumed, which `assumed` reports, where they leave it open.
     Raises BadValue for text that is not a command line.
     """
-    return _read_words(read_words(text, env), stack, version, "--args")
+    return _read_words(read_words(text, env), stack, version, "--args", Path())
 
 
-def _read_words(script: LaunchScript, stack: str | None, version: str | None, name: str) -> Imported:
-    """The meaning of a command's words, by the reader of its stack, or that of the DeepSpeed file that they name and the script writes. name: the file's, for messages."""
+def _read_words(
+    script: LaunchScript, stack: str | None, version: str | None, name: str, beside: Path | None
+) -> Imported:
+    """The meaning of a command's words, by the reader of its stack, or that of the DeepSpeed file that they name and the script writes.
+
+    name: the file's, for messages. beside: the folder of the files that they name.
+    """
     file = deepspeed_file(script.words)
     if file is not None and file in script.documents:
         found = read_data_of("deepspeed", load(script.documents[file], "ds.json"), version=version)
@@ -133,6 +139,10 @@ def _read_words(script: LaunchScript, stack: str | None, version: str | None, na
         raise BadValue(f"{told.stack} is configured by files, not by arguments: pass the file")
     words, notes = script.words, (*told.assumed, *script.notes)
     undecided: tuple[str, ...] = tuple(note for note in notes if "not decided" in note and _DECIDES.search(note))
+    if NO_PROGRAM in script.notes:
+        undecided += (
+            "no command here starts a Python program: what it is started with decides: pass its arguments (--args)",
+        )
     undecided += (
         () if file is None else (f"--deepspeed_config: {cut(file)} decides: pass that file (--from deepspeed)",)
     )
@@ -142,10 +152,24 @@ def _read_words(script: LaunchScript, stack: str | None, version: str | None, na
     if not words and name != "--args":
         why = f": {script.notes[0]}" if script.notes else ""
         raise DataError(f"{name or 'the text'}: it has no {TITLES.get(told.stack, told.stack)} option{why}")
-    found = module.read(words, version=_version(told.stack, version))
+    rules = {"rules": _rules_beside(script, words, beside)} if told.stack == "megatron-lm" else {}
+    found = module.read(words, version=_version(told.stack, version), **rules)
     notes = tuple(note for note in notes if note not in undecided)
     found = dataclasses.replace(found, assumed=(*notes, *found.assumed), undecided=(*undecided, *found.undecided))
     return _never_read(found, version)
+
+
+def _rules_beside(script: LaunchScript, words: Sequence[str], beside: Path | None) -> Any:
+    """The data of Megatron-LM's file of rules by module, if the script writes it or it stands where its name says; else None."""
+    option = _lm().MODULES_FILE
+    named = next((after for word, after in itertools.pairwise([*words, ""]) if word == option), None)
+    named = named or next((word.partition("=")[2] for word in words if word.startswith(f"{option}=")), None)
+    if named is None:
+        return None
+    place = None if beside is None else beside / named
+    if named in script.documents:
+        return load(script.documents[named], named)
+    return load(text_of(place), named) if place is not None and place.is_file() else None
 
 
 _DECIDES = re.compile(rf"{PRECISION.pattern}|optimizer|fsdp|transformer-impl|hysteresis")
@@ -165,7 +189,7 @@ def read_text(
     if name.endswith(".py"):
         return _without_variables(read_python(text, None, stack=stack, version=version), env)
     if not name.endswith(_DATA) and (stack == "megatron-lm" or _is_script(text, name)):
-        return _read_words(read_script(text, env, path), stack, version, name)
+        return _read_words(read_script(text, env, path), stack, version, name, path and path.parent)
     stack = stack or recognize(text, name)
     return _without_variables(read_data_of(stack, load(text, name), version=version), env)
 
@@ -192,6 +216,8 @@ def load(text: str, name: str) -> Any:
     import yaml
 
     try:
+        if name.endswith(".json") and "\t" in text:  # which JSON allows, and YAML does not
+            text = text.replace("\t", " ")
         # a TOML file without keys counts as an empty file, not as an empty mapping
         return (tomllib.loads(text) or None) if name.endswith(".toml") else yaml.load(text, Loader=_Plain)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
@@ -214,6 +240,8 @@ def recognize(text: str, name: str) -> str:
         raise DataError(
             f"{name or 'the text'}: already a {'run configuration' if ours(data) else 'recipe or configuration'} of mpbridge (mpbridge compare and export --config read it)"
         )
+    if any(isinstance(part, Mapping) and "_component_" in part for part in data.values()):
+        raise DataError(f"{name or 'the text'}: torchtune's configuration (_component_), which is not among the stacks")
     for stack, keys in _MARKS:
         if any(key in data for key in keys):
             return stack

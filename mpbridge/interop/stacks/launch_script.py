@@ -86,6 +86,11 @@ def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
     )
 
 
+MOST_SHOWN_OF_BRANCH = 1000
+"""Characters of what a branch sets: an option of precision among them is what decides."""
+NO_PROGRAM = "no command starts a Python program here: all options in the text are read"
+
+
 class _Blocks:
     """The branches, loops, functions and groups around a command."""
 
@@ -220,7 +225,9 @@ class _Script(Expansions):
         self.spend((*words, *old.words), len(notes) + len(old.notes))
         if where:
             adds = adds or bool(re.match(rf'\(?\s*"?\$\{{?{name}\b', written))
-            text = f"line {line}: {name}{'+' if adds else ''}={cut(' '.join(words).replace(GAP, '...'))} {where}, which is not followed: not decided"
+            held = len(old.words) if adds and tuple(words[: len(old.words)]) == old.words else 0
+            shown = cut(" ".join(words[held:]).replace(GAP, "..."), MOST_SHOWN_OF_BRANCH)
+            text = f"line {line}: {name}{'+' if adds else ''}={shown} {where}, which is not followed: not decided"
             if "`(`" not in where:  # a subshell's variables end with it
                 unknown = _OPTIONS if words[:1] and words[0].startswith("-") else GAP
                 self.values[name] = Value(old.words if adds else (unknown,), old.array, (*old.notes, text))
@@ -246,7 +253,7 @@ class _Script(Expansions):
                     *notes,
                 ]
         else:
-            program, notes = [], ["no command starts a Python program here: all options in the text are read"]
+            program, notes = [], [NO_PROGRAM]
             held = [value for name, value in self.values.items() if name not in ("PWD", "0")]
             words = [word for value in held for word in _again(value.words)]
             notes += [note for value in held for note in value.notes]

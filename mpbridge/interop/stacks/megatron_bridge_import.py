@@ -168,7 +168,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning,
         inert=tuple(notes.inert), contradicts=tuple(notes.contradicts), cannot_express=tuple(notes.cannot),
-        unknown=tuple(notes.unknown), assumed=tuple(notes.assumed),
+        unknown=tuple(notes.unknown), assumed=tuple(notes.assumed), undecided=tuple(notes.undecided),
     )  # fmt: skip
     kind, momentum = read_.text("optimizer.optimizer", "adam"), read_.at("optimizer.sgd_momentum", 0.9)
     found = updated_by(found, kind, "optimizer.optimizer", momentum=momentum)
@@ -253,6 +253,7 @@ class _Notes:
         self.cannot: list[str] = []
         self.unknown: list[str] = []
         self.assumed: list[str] = []
+        self.undecided: list[str] = []
 
 
 def _precision(read_: Reader, notes: _Notes) -> dict[str, Any]:
@@ -354,6 +355,9 @@ _WITHOUT: Mapping[str, Target] = MappingProxyType({name: section for section, na
 def _without_section(read_: Reader, notes: _Notes) -> dict[str, Any]:
     """What megatron-core's own configurations say."""
     base = "bf16" if read_.flag("model.bf16") else "fp16" if read_.flag("model.fp16") else "fp32"
+    if read_.at("model.bf16") is None and read_.at("model.fp16") is None:
+        text = "neither a mixed_precision section nor model.bf16 and model.fp16: the recipe that this file overrides decides: pass its run_config.yaml"
+        notes.undecided.append(text)
     values: dict[str, Any] = {base: True}
     for name, section in _WITHOUT.items():
         path, default = f"{section}.{name}", records(section, version=CORE)[name]["default"]

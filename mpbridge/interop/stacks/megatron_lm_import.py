@@ -19,10 +19,12 @@ from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.interop.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, in_force, inert
 from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME, options
+from mpbridge.interop.stacks.megatron_modules import rules_of
 from mpbridge.interop.stacks.reading import MOST_SUGGESTED, stray
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.versions import SINCE_017
 
+MODULES_FILE = "--te-precision-config-file"
 _VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
         # option -> (name, its default)
@@ -43,7 +45,7 @@ _VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "--fp4-quantizer-factory": ("fp4_quantizer_factory", None),
         "--num-layers-at-start-in-bf16": ("first", 1),
         "--num-layers-at-end-in-bf16": ("last", 1),
-        "--te-precision-config-file": ("modules_file", None),
+        MODULES_FILE: ("modules_file", None),
         "--main-grads-dtype": ("main_grads", "fp32"),
         "--main-params-dtype": ("main_params", "fp32"),
         "--exp-avg-dtype": ("exp_avg", "fp32"),
@@ -92,12 +94,12 @@ _INTEGERS = ("hysteresis", "fp8_margin", "fp8_interval", "fp8_amax_history_len",
 _FLOATS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "sgd_momentum")
 
 
-def read(words: Iterable[str], *, version: str, assumed: tuple[str, ...] = ()) -> Imported:
-    """The meaning of a command line. Raises BadValue naming every option whose value cannot be read."""
+def read(words: Iterable[str], *, version: str, assumed: tuple[str, ...] = (), rules: Any = None) -> Imported:
+    """The meaning of a command line. rules: the data of --te-precision-config-file. Raises BadValue naming every option whose value cannot be read."""
     parsed = _parse(list(words), version)
     if parsed.faults:
         raise BadValue("\n".join(["these arguments cannot be read:", *(f"  - {fault}" for fault in parsed.faults)]))
-    return _meaning(parsed, version=version, assumed=assumed)
+    return _meaning(parsed, version=version, assumed=assumed, rules=rules)
 
 
 def read_data(data: Any, *, version: str) -> Imported:
@@ -218,11 +220,17 @@ def _store(read: Parsed, option: str, values: list[str]) -> None:
         read.other.append(option)
 
 
-def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Imported:
+def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...], rules: Any = None) -> Imported:
     values = dict(_VALUES.values()) | read.values
     values["loss_scale"] = values["loss_scale"] or None  # 0 is a dynamic scale there
     inert_, contradicts, more = inert(read, values), contradictions(read, values), []
-    fields = _fields(read, values)
+    fields, undecided = _fields(read, values), list(_yaml(values["yaml"]))
+    if values["modules_file"] is not None:
+        modules, open_ = _modules(
+            values, rules, base="bf16" if read.on("bf16") else "fp16" if read.on("fp16") else "fp32"
+        )
+        fields |= modules
+        undecided += open_
     engine = DEFAULT
     if read.on("megatron_fsdp") or read.on("fsdp2"):
         engine = engine_with("wrapper" if read.on("megatron_fsdp") else "optimizer")
@@ -241,10 +249,22 @@ def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Importe
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, inert=tuple(inert_),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot_express(read, values)), unknown=tuple(read.unknown),
-        other=tuple(one for one in read.other if one not in precise), undecided=_yaml(values["yaml"]), assumed=(*assumed, *more, *open_),
+        other=tuple(one for one in read.other if one not in precise), undecided=tuple(undecided), assumed=(*assumed, *more, *open_),
         in_force=in_force(read, values, _VALUES, strategy=strategy),
     )  # fmt: skip
     return updated_by(found, values["optimizer"], "--optimizer", momentum=values["sgd_momentum"])
+
+
+def _modules(values: Mapping[str, Any], rules: Any, *, base: str) -> tuple[dict[str, Any], list[str]]:
+    """`modules` by the file that the arguments name, and what is undecided."""
+    told = f"{MODULES_FILE} {cut(values['modules_file'])}"
+    if rules is None:
+        return {}, [f"{told}: rules by module are in that file: put it where the script, or --args, names it"]
+    try:
+        made = rules_of(rules, base=base, outside=not (values["fp8"] or values["fp4"]))
+    except BadValue as error:
+        return {}, [f"{told}: {error}"]
+    return ({"modules": made} if made else {}), []
 
 
 def _yaml(file: Any) -> tuple[str, ...]:

@@ -141,8 +141,6 @@ def _contradicting_quantization(read: Parsed, values: Mapping[str, Any]) -> Iter
 def cannot_express(read: Parsed, values: Mapping[str, Any]) -> list[str]:
     """Settings for which mpbridge has no equivalent."""
     found = []
-    if values["modules_file"] is not None:
-        found.append(f"--te-precision-config-file {values['modules_file']}: rules by module are in that file")
     if read.on("fp8_output_proj"):
         found.append("--fp8-output-proj: the output layer in MXFP8")
     if read.on("fp16_loss"):

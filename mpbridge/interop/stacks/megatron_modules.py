@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpbridge.common.errors import cut
+from mpbridge.common.errors import BadValue, cut
 from mpbridge.interop.stacks.base import Line, Request
 from mpbridge.planning.memory.names import any_gpt, listed
 from mpbridge.precision.megatron_spec.module_rules import as_dict, params
@@ -14,6 +15,7 @@ from mpbridge.precision.megatron_spec.precision_field import ModuleRules
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import SINCE_017
 from mpbridge.precision.regions import Quant, Region
+from mpbridge.precision.scalings import SCALINGS
 
 
 def softmax_of(request: Request, *, core: str) -> bool:
@@ -102,6 +104,66 @@ def _patterns(region: Region) -> Iterator[str]:
         return
     for first, last in region.layers:
         yield from (f"*layers.{number}.{region.modules}" for number in range(first, last + 1))
+
+
+_LAYER = re.compile(r"\*?(?:decoder\.)?layers\.(\d+)\.(.+)")
+_READ = frozenset(
+    {
+        "fp8_quantization_recipe", "fp4_quantization_recipe", "fp8_format", "custom_recipe_factory", "fp8_param", "fp4_param",
+        "override_nonquantized_autocast", "override_quantized_autocast",
+    }
+)  # fmt: skip
+
+
+def rules_of(data: Any, *, base: str, outside: bool) -> dict[str, Any]:
+    """`modules` of the file's data: the reverse of `rules_file`. base: the compute dtype's word; outside: no flag quantizes what the rules leave.
+
+    Raises BadValue for what `modules` cannot express.
+    """
+    configs, matchers = (data.get(name) if isinstance(data, Mapping) else None for name in ("configs", "matchers"))
+    if not isinstance(configs, Mapping) or not isinstance(matchers, Mapping):
+        raise BadValue("expected a mapping with configs and matchers")
+    rules: dict[tuple[str, str], list[int]] = {}
+    for name, matcher in matchers.items():
+        if not isinstance(matcher, Mapping) or matcher.get("type") != "glob" or matcher.get("config") not in configs:
+            raise BadValue(f"matcher {cut(name)}: expected type: glob, a pattern, and one of its configs")
+        if matcher.get("enabled", False):
+            pattern, key = str(matcher.get("pattern")), str(matcher["config"])
+            layer = _LAYER.fullmatch(pattern)
+            # below the stages nothing but multi-token prediction is called mtp
+            glob = layer[2] if layer else pattern.removeprefix("*") if pattern.startswith("*mtp.") else pattern
+            rules.setdefault((glob, key), []).extend([int(layer[1])] if layer else [])
+    made: dict[str, Any] = {}
+    for (glob, key), layers in rules.items():
+        said = _said(configs[key], key, base=base, outside=outside)
+        if layers:
+            said = {"precision": said} if isinstance(said, str) else said
+            said = {**said, "layers": ", ".join(map(str, layers))}
+        if glob in made and next(reversed(made)) != glob:
+            raise BadValue(f"{cut(glob)}: rules of other linears stand between its rules, and the first match decides")
+        before = made.get(glob, [])
+        made[glob] = said if not before else [*(before if isinstance(before, list) else [before]), said]
+    return made
+
+
+def _said(config: Any, key: str, *, base: str, outside: bool) -> Any:
+    """What one of the file's configs means in `modules`."""
+    recipe = config.get("training_recipe") if isinstance(config, Mapping) else None
+    unknown = sorted(recipe.keys() - _READ) if isinstance(recipe, Mapping) else ["training_recipe"]
+    if not isinstance(recipe, Mapping) or unknown:
+        raise BadValue(f"config {cut(key)}: {cut(', '.join(unknown))} cannot be read")
+    if recipe.get("override_quantized_autocast", True) is not True:
+        raise BadValue(f"config {cut(key)}: override_quantized_autocast=false leaves the flags' scaling in force")
+    bits = next((bits for bits in (8, 4) if recipe.get(f"fp{bits}_quantization_recipe") is not None), None)
+    if bits is None or (outside and not recipe.get("override_nonquantized_autocast", False)):
+        return base  # without that word a rule has no effect where the block opens no autocast
+    asked = recipe[f"fp{bits}_quantization_recipe"]
+    row = next((row for row in SCALINGS.values() if row.core == asked and row.formats), None)
+    if row is None or recipe.get("custom_recipe_factory"):
+        raise BadValue(f"config {cut(key)}: fp{bits}_quantization_recipe {cut(asked)} is not one that `modules` has")
+    form = recipe.get("fp8_format", "e4m3") if bits == 8 else row.formats[0]
+    stored = {f"fp{bits}_param_gather": True} if recipe.get(f"fp{bits}_param") else {}
+    return {f"fp{bits}": form, f"fp{bits}_recipe": row.name, **stored}
 
 
 def notes(request: Request) -> Iterator[Line]:

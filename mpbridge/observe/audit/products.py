@@ -274,6 +274,8 @@ class Products:
         names = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}[role]
         for name, lines in zip(names, (left.detach(), right.detach().t()), strict=True):
             found = self._source(path, role, name)
+            if (role, name) == ("wgrad", "x") and getattr(self.modules.get(path), "sequence_parallel", False):
+                found = None  # gathered from the ranks of a sequence, of which this one saw its own tokens
             seed = zlib.crc32(f"{path} {role} {name}".encode()) + self.seed
             patch = patch_of(lines, across=together(quant, name), seed=seed)
             part = patch.of(lines)

@@ -25,7 +25,9 @@ NONE: Mapping[str, Any] = MappingProxyType(
 FULL: Mapping[str, Any] = MappingProxyType(
     {**NONE, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 )
-MICRO_BATCHES = (1, 2, 4)
+MICRO_BATCHES = (1, 2, 4, 8)
+EXPERTS_PER_GPU = 32
+"""Published runs hold at most that many."""
 
 
 def recompute_choices(run: RunFacts) -> tuple[Mapping[str, Any], ...]:
@@ -40,6 +42,7 @@ def families(
     """Layouts of that world size whose sizes divide and whose states may fit; those of one family differ only in micro-batch size and recomputation.
 
     stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not.
+    Of the numbers of virtual stages none, the run's own and the most; `virtuals` has the others.
     """
     world = run.parallel.world_size
     sharded = "params" in run.traits.shards
@@ -124,25 +127,40 @@ def _powers(most: int) -> list[int]:
 
 
 def _experts(run: RunFacts, ranks: int) -> list[int]:
-    """Expert-parallel sizes: the three smallest that leave at most 16 experts per GPU; otherwise the largest that divides."""
+    """Expert-parallel sizes: the four smallest that leave at most 32 experts per GPU; otherwise the largest that divides."""
     if not run.shape.experts:
         return [1]
     found = [
         size for size in _powers(min(run.shape.experts, ranks)) if run.shape.experts % size == 0 and ranks % size == 0
     ]
-    return [size for size in found if run.shape.experts // size <= 16][:3] or found[-1:]
+    return [size for size in found if run.shape.experts // size <= EXPERTS_PER_GPU][:4] or found[-1:]
+
+
+def virtuals(run: RunFacts) -> Iterator[RunFacts]:
+    """The run with every other number of virtual stages that divides the layers, fewest first."""
+    for count, placed in _virtual(run, run.parallel.pipeline):
+        if count != run.parallel.virtual_pipeline:
+            sizes = dataclasses.replace(run.parallel, virtual_pipeline=count)
+            model = {**unsplit(run, sizes).model, **{name: run.model.get(name) for name in NONE}, **placed}
+            yield dataclasses.replace(run, parallel=sizes, model=model)
 
 
 def _placements(run: RunFacts, pipeline: int) -> list[tuple[int | None, Mapping[str, Any]]]:
-    """(virtual stages, settings that place layers on them): without interleaving, and with the most."""
+    found = _virtual(run, pipeline)
+    return [one for one in found if one in (found[0], found[-1]) or one[0] == run.parallel.virtual_pipeline]
+
+
+def _virtual(run: RunFacts, pipeline: int) -> list[tuple[int | None, Mapping[str, Any]]]:
+    """(virtual stages, settings that place layers on them): every number that divides the layers evenly, else powers of two up to 8."""
     if pipeline == 1:
         return [(None, {})]
-    found = []
-    for count in (1, 2, 4, 8):
-        placed = placement(run.shape.num_layers, run.shape.mtp_layers, pipeline * count)
-        if placed is not None:
+    layers, ahead = run.shape.num_layers, run.shape.mtp_layers
+    found: list[tuple[int | None, Mapping[str, Any]]] = []
+    for count in range(1, layers // pipeline + 2):
+        placed = placement(layers, ahead, pipeline * count)
+        if placed is not None and (count in (1, 2, 4, 8) or "pipeline_model_parallel_layout" not in placed):
             found.append((count if count > 1 else None, placed))
-    return [*found[:1], *found[-1:]] if len(found) > 1 else found
+    return found
 
 
 def placement(layers: int, ahead: int, chunks: int) -> Mapping[str, Any] | None:

@@ -22,8 +22,12 @@ class Constants:
     """Machine -> multiplier of its matrix products and attention; absent: 1, and a wider band."""
     alike: Mapping[str, str]
     """GEMM types without rows of their own -> types with the same speed ('gemm_delayed' -> 'gemm_tensorwise')."""
+    spread: Mapping[str, float]
+    """Machine with fitted rows -> relative error not exceeded by nine of ten of its rows whose model was left out of the fit on that machine."""
+    releases: tuple[str, ...]
+    """Minor releases of megatron-core with fitted rows."""
     bands: Mapping[str, float]
-    """'machine with rows', 'machine without rows', 'unusual kernels' -> relative error not exceeded in nine of ten predictions (unusual kernels: upwards only)."""
+    """Further terms, each not exceeded in nine of ten cases: 'release not fitted', 'machine not fitted', 'architecture not fitted' (that of a whole band), 'unusual kernels' (upwards only)."""
 
     def of(self, name: str) -> float:
         """The shared multiplier of that name. Raises KeyError."""
@@ -42,5 +46,7 @@ def constants() -> Constants:
         shared=MappingProxyType({name: row["value"] for name, row in data["shared"].items()}),
         machines=MappingProxyType({name: row["value"] for name, row in data["machines"].items()}),
         alike=MappingProxyType(data["alike"]),
+        spread=MappingProxyType({name: row["band"] for name, row in data["machines"].items()}),
+        releases=tuple(data["releases"]),
         bands=MappingProxyType(data["bands"]),
     )

@@ -80,9 +80,12 @@ def layer_gemms(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str)
     seen: set[str] = set()
     for weight in rank_weights(run, layer):
         if weight.path == "mlp.router.weight":
-            router = "fp32" if policy.router is not None or run.model.get("moe_router_dtype") else policy.compute.short
+            exact = policy.router is not None or run.model.get("moe_router_dtype")
             rows = run.tokens // parallel.sequence_width
-            yield from linear_gemms(weight.module, rows, shape.experts or 0, shape.hidden_size, (router, ""))
+            for gemm in linear_gemms(weight.module, rows, shape.experts or 0, shape.hidden_size, ("fp32", "")):
+                # Transformer Engine multiplies 16-bit operands in forward, and FP32 ones as TF32 (moe_utils.py RouterGatingLinearFunction)
+                wide = "fp32" if not te_layers(run) else policy.compute.short if gemm.step == "forward" else "tf32"
+                yield replace(gemm, format=wide if exact else policy.compute.short)
         if not weight.linear:
             continue
         # the first expert's products represent all of the rank's experts

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.build import Standing
-from mpbridge.planning.estimate.candidates import FULL, NONE, families
+from mpbridge.planning.estimate.candidates import FULL, NONE, families, virtuals
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.step import ideal, seconds, standing_work
 from mpbridge.planning.memory.activations import activations, uncertainty
@@ -92,32 +93,80 @@ def search(
     stated: bool = False,
     among: int | None = None,
     below: float | None = None,
+    refused: Counter[str] | None = None,
 ) -> tuple[Layout, ...]:
     """The fastest layouts of that world size that are legal and may fit in memory: those that fit before those that are tight, each
-    fastest first; empty if there are none.
+    fastest first; empty if there are none. Of layouts that differ only in virtual stages, recomputation, the optimizer's distribution, or in context
+    parallelism for a larger micro-batch, the fastest that fits.
 
     Every candidate that a quick memory bound does not rule out is priced; bytes and rules are then checked from the fastest on, until there are enough.
     stated: the author set whether the optimizer is distributed, so it is not changed. among: consider only that many, those with the fewest changes from
-    the run. below: only steps of fewer seconds. Raises BadValue if fewer than one layout is requested.
+    the run. below: only steps of fewer seconds. refused: gets the number of candidates by what refuses them. Raises BadValue if fewer than one layout is requested.
     """
     if most < 1:
         raise BadValue(f"{most} layouts: expected at least 1")
+    tally = Counter[str]() if refused is None else refused
     priced: list[_Priced] = []
     every = families(policy, run, machine, stated=stated)
+    using = using or constants()
     for members in every if among is None else _closest(run, every, among):
-        with contextlib.suppress(MpbridgeError):
-            priced += _price(policy, _Family(policy, members), members, machine, using or constants())
-    priced = sorted((one for one in priced if below is None or one.seconds < below), key=lambda one: one.seconds)
-    found: list[Layout] = []
+        priced += _price(policy, _Family(policy, members), members, machine, using, tally)
+    priced = sorted((one for one in priced if below is None or one.seconds < below), key=lambda one: one.order)
+    found: dict[tuple[object, ...], Layout] = {}
+    # other numbers of virtual stages may change the order
+    enough = most + (3 if among is None else 0)
     for one in priced:
-        # ties in speed are broken by bytes; a layout that may run out of memory does not take the place of one that fits
-        if sum(layout.answer == "fits" for layout in found) >= most and one.seconds > found[-1].seconds:
+        # a layout that may run out of memory does not take the place of one that fits
+        fitting = sorted(layout.seconds for layout in found.values() if layout.answer == "fits")
+        if len(fitting) >= enough and one.seconds > fitting[enough - 1]:
             break
-        layout = _judged(policy, one, machine)
-        if layout is not None:
-            found.append(layout)
-    found.sort(key=lambda one: (one.answer == "tight", one.seconds, one.needed))
-    return tuple(found[:most])
+        sizes = _sizes(one.run)
+        if sizes in found and found[sizes].answer == "fits":
+            continue
+        layout = _judged(policy, one, machine, tally)
+        if layout is not None and (layout.answer == "fits" or sizes not in found):
+            found[sizes] = layout
+    listed = sorted(found.values(), key=_rank)[:enough]
+    if among is None:
+        listed = sorted((_staged(policy, one, machine, using) for one in listed), key=_rank)
+    return tuple(listed[:most])
+
+
+def _rank(layout: Layout) -> tuple[bool, float, int]:
+    return layout.answer == "tight", layout.seconds, layout.needed
+
+
+def _staged(policy: PrecisionPolicy, best: Layout, machine: Machine, using: Constants) -> Layout:
+    """The layout in the number of virtual stages that is fastest and fits: of those within 1 % the fewest, which hold fewer micro-batches and send less often."""
+    made = [best]
+    for other in virtuals(best.run):
+        for one in _price(policy, _Family(policy, (other,)), (other,), machine, using, Counter()):
+            layout = _judged(policy, one, machine, Counter()) if one.seconds < 1.01 * best.seconds else None
+            made += [layout] if layout is not None else []
+    first = min(made, key=_rank)
+    near = [one for one in made if one.answer == first.answer and one.seconds < 1.01 * first.seconds]
+    return min(near, key=lambda one: one.run.parallel.virtual_pipeline or 1)
+
+
+def _sizes(run: RunFacts) -> tuple[object, ...]:
+    """What distinguishes layouts for a reader."""
+    at = run.parallel
+    return at.tensor, at.pipeline, at.expert, run.micro_batch_size / at.context
+
+
+def why_none(
+    policy: PrecisionPolicy, run: RunFacts, machine: Machine, refused: Counter[str], *, stated: bool = False
+) -> str:
+    """What refuses every layout: a rule, the memory or the sizes; given what `search` counted."""
+    if refused:
+        reason, count = refused.most_common(1)[0]
+        others = (
+            f" ({count} of {refused.total()} layouts; next: {refused.most_common(2)[1][0]})" if len(refused) > 1 else ""
+        )
+        return f"{reason}{others}"
+    if any(families(policy, run, dataclasses.replace(machine, memory_bytes=0), stated=stated)):
+        return f"weights and gradients alone exceed the memory of {run.parallel.world_size} x {machine.label}: more GPUs, or a recipe with fewer bytes (mpbridge memory --compare)"
+    return f"sizes must divide {run.parallel.world_size} GPUs, layers, heads and the global batch of {run.global_batch_size}"
 
 
 def _closest(run: RunFacts, every: Iterator[tuple[RunFacts, ...]], most: int) -> list[tuple[RunFacts, ...]]:
@@ -162,28 +211,46 @@ class _Priced:
     seconds: float
     tokens: float
 
+    @property
+    def order(self) -> tuple[float, int]:
+        """Of equally fast ones the one with less context parallelism comes first."""
+        return self.seconds, self.run.parallel.context
+
 
 def _price(
-    policy: PrecisionPolicy, family: _Family, members: tuple[RunFacts, ...], machine: Machine, using: Constants
+    policy: PrecisionPolicy,
+    family: _Family,
+    members: tuple[RunFacts, ...],
+    machine: Machine,
+    using: Constants,
+    refused: Counter[str],
 ) -> Iterator[_Priced]:
     """The members of a family that may fit in memory, with their predicted steps."""
     for run in members:
         # activations of the first stage, which has the most micro-batches in flight, at the low end of their band
         kept = activations(policy, run, Coordinates.of(0, run.parallel))
         if machine.memory_bytes and kept * (1 - uncertainty(run)) > machine.memory_bytes:
+            refused[MEMORY] += 1
             continue
-        made = ideal(policy, run, machine, family.standing)
+        try:
+            made = ideal(policy, run, machine, family.standing)
+        except MpbridgeError as error:
+            refused[error.line] += 1
+            continue
         yield _Priced(run, family, sum(seconds(made, using).values()), made.tokens)
 
 
-def _judged(policy: PrecisionPolicy, one: _Priced, machine: Machine) -> Layout | None:
-    """The layout; None if it does not fit or a rule forbids it."""
+def _judged(policy: PrecisionPolicy, one: _Priced, machine: Machine, refused: Counter[str]) -> Layout | None:
+    """The layout; None if it does not fit or a rule forbids it, counted in `refused`."""
     try:
         held = one.family.fullest(one.run)
-    except MpbridgeError:
+    except MpbridgeError as error:
+        refused[error.line] += 1
         return None
     answer = verdict(held, machine.memory_bytes)
-    if answer == "does not fit" or not _legal(policy, one.run):
+    why = MEMORY if answer == "does not fit" else _forbids(policy, one.run)
+    if why:
+        refused[why] += 1
         return None
     return Layout(
         run=one.run,
@@ -195,8 +262,15 @@ def _judged(policy: PrecisionPolicy, one: _Priced, machine: Machine) -> Layout |
     )
 
 
-def _legal(policy: PrecisionPolicy, run: RunFacts) -> bool:
-    return not any(violation.severity == "error" for violation in broken(policy, run))
+MEMORY = "does not fit in memory"
+
+
+def _forbids(policy: PrecisionPolicy, run: RunFacts) -> str:
+    """The first rule that forbids the run, with its cure; '' if none does."""
+    for violation in broken(policy, run):
+        if violation.severity == "error":
+            return f"{violation.rule}: {violation.found}; expected {violation.expected} (cure: {violation.cure})"
+    return ""
 
 
 def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated: bool = False) -> RunFacts | None:
@@ -220,7 +294,7 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated:
         for candidate, shared in sorted(every, key=lambda one: _distance(run, one[0])):
             with contextlib.suppress(MpbridgeError):
                 held = shared.fullest(candidate)
-                if verdict(held, machine.memory_bytes) == "fits" and _legal(policy, candidate):
+                if verdict(held, machine.memory_bytes) == "fits" and not _forbids(policy, candidate):
                     return candidate
     return None
 
@@ -233,5 +307,5 @@ def _distance(run: RunFacts, other: RunFacts) -> tuple[int, int, int]:
     return (
         changed + 2 * again + (run.optimizer.distributed != other.optimizer.distributed),
         sum(max(x, y) // min(x, y) for x, y in pairs),
-        abs(run.micro_batch_size - other.micro_batch_size),
+        abs(run.micro_batch_size - other.micro_batch_size) + (a.virtual_pipeline != b.virtual_pipeline),
     )

@@ -38,7 +38,13 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWor
     # unfused: the full square is computed, written, normalized and read; twice as many positions as a causal kernel visits
     moved = 0.0 if kernel == "fused" else layers * rows * heads * shape.seq_length * 2 * 8
     if layers:
-        yield AttentionWork(flops=flops * (1 if kernel == "fused" else 2), scores=scores, kernel=kernel, bytes=moved)
+        yield AttentionWork(
+            flops=flops * (1 if kernel == "fused" else 2),
+            scores=scores,
+            kernel=kernel,
+            format="fp8" if run.model.get("fp8_dot_product_attention") else "",
+            bytes=moved,
+        )
 
 
 def traffic(
@@ -62,7 +68,11 @@ def traffic(
             )
             found["activation"] += share * (16 if shape.gated else 10) * width * (0.75 if fused and mixture else 1)
             if mixture:
-                found["routing"] += share * (12 * shape.expert_topk * shape.hidden_size + 8 * (shape.experts or 0))
+                # an FP32 router casts its input and its input's gradient
+                casts = 16 * shape.hidden_size if run.model.get("moe_router_dtype") else 0
+                found["routing"] += share * (
+                    12 * shape.expert_topk * shape.hidden_size + 8 * (shape.experts or 0) + casts
+                )
         found["loss"] += chunk.heads(shape) * 12 * shape.vocab_size * rows / tensor
     found["quantization"] += quantized_bytes(gemms, run.machine.arch if run.machine is not None else None) * (
         0.6 if fused and shape.experts else 1
@@ -77,7 +87,9 @@ def _attention_bytes(run: RunFacts) -> float:
     latent = shape.latent_attention
     if latent is None:
         inner = shape.num_attention_heads * shape.kv_channels
-        return 36 * shape.hidden_size + 8 * (inner + shape.num_query_groups * shape.kv_channels) + 6 * inner
+        # rotary embedding; norms of queries and keys: read and written in forward, two reads and a write in backward
+        each = 8 + (10 if shape.qk_layernorm else 0)
+        return 36 * shape.hidden_size + each * (inner + shape.num_query_groups * shape.kv_channels) + 6 * inner
     keys = latent["qk_head_dim"] + 2 * latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
     heads = shape.num_attention_heads
     return 36 * shape.hidden_size + 8 * heads * keys + 6 * heads * latent["v_head_dim"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import RunFacts
-from mpbridge.common.machines import Machine
+from mpbridge.common.machines import Machine, key, machines
+from mpbridge.common.versions import release
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.flops import model_flops_per_token
 from mpbridge.planning.estimate.step import ideal, seconds
@@ -129,19 +131,27 @@ def longer(run: RunFacts) -> str:
     """How far steps with unusual kernels are from their prediction, always on one side (`scripts/evidence/fit_step_time.py`); empty for usual kernels."""
     odd = unusual(run)
     return (
-        f"{odd}: 26 of 27 published runs of such a model take longer than predicted, 1.6 times in the median, 2.3 at worst"
+        f"{odd}: 26 of 27 published runs of such a model take longer than predicted, 1.6 times in the median, 2.2 at worst"
         if odd
         else ""
     )
 
 
 def _band(run: RunFacts, machine: Machine, using: Constants) -> tuple[float, str]:
+    """(relative error not exceeded in nine of ten predictions, the measurements that it comes from). Independent terms: the machine, and the release of the software."""
     if unusual(run):
         return using.bands["unusual kernels"], longer(run)
-    if machine.name in using.machines and machine.name not in constants().machines:
-        return using.bands["machine without rows"], "rates that calibrate measured there, with no run to compare"
-    if machine.name in using.machines:
-        return using.bands["machine with rows"], f"published runs on {machine.name}"
-    return using.bands[
-        "machine without rows"
-    ], f"no published run on {machine.name} was fitted: constants of other machines"
+    if machine.name in using.spread:
+        band, because = using.spread[machine.name], f"published runs on {machine.name}"
+    elif machine.name in using.machines:
+        return using.bands["architecture not fitted"], "rates that calibrate measured there, with no run to compare"
+    else:
+        because = f"no published run on {machine.name} was fitted: constants of other machines"
+        if all(machine.arch != machines[key(name)].arch for name in using.spread):
+            return using.bands["architecture not fitted"], because
+        band = math.hypot(max(using.spread.values()), using.bands["machine not fitted"])
+    core = run.versions.megatron_core
+    if core is not None and ".".join(map(str, release(core)[:2])) not in using.releases:
+        band = math.hypot(band, using.bands["release not fitted"])
+        because += f"; none with megatron-core {core} was fitted"
+    return band, because

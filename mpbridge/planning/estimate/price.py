@@ -22,7 +22,7 @@ of tiles were tried on the fitted rows and made predictions worse (kernels choos
 def gemm_seconds(gemm: MatrixProduct, machine: Machine, *, saturated: bool = True) -> tuple[str, float]:
     """(name of the constant, ideal seconds of all its executions). saturated: False prices even the smallest product at the peak. Raises BadValue for a machine without a rate for the format."""
     peak = machine.flops(gemm.format)
-    if peak is None and gemm.format == "fp32":
+    if peak is None and gemm.format in ("fp32", "tf32"):
         peak = machine.flops("tf32") or machine.flops("fp32")
     if peak is None:
         raise BadValue(
@@ -33,8 +33,9 @@ def gemm_seconds(gemm: MatrixProduct, machine: Machine, *, saturated: bool = Tru
 
 
 def attention_seconds(part: AttentionWork, machine: Machine) -> float:
-    """Both products at the 16-bit peak, and the exponentials at 16 per clock and multiprocessor (32 on compute capability 10.3)."""
-    peak = machine.flops("bf16") or machine.flops("fp16") or machine.flops("fp32") or 0.0
+    """Both products at their format's peak, and the exponentials at 16 per clock and multiprocessor (32 on compute capability 10.3)."""
+    wide = machine.flops("bf16") or machine.flops("fp16") or machine.flops("fp32") or 0.0
+    peak = machine.flops(part.format) or wide
     found = part.flops / peak if peak else 0.0
     units = machine.multiprocessors * machine.clock * (32 if machine.arch == (10, 3) else 16)
     found += part.scores / units if units else 0.0

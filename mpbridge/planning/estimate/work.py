@@ -22,7 +22,7 @@ class MatrixProduct:
     n: int
     k: int
     format: str
-    """'fp32', 'bf16', 'fp16', 'fp8' or 'fp4'."""
+    """'fp32', 'tf32', 'bf16', 'fp16', 'fp8' or 'fp4'."""
     scaling: str = ""
     """Scaling of its quantized operands: 'tensorwise', 'mxfp8' ...; empty: none."""
     step: Pass
@@ -52,6 +52,8 @@ class AttentionWork:
     """Number of exponentials, in forward and again in backward."""
     kernel: str = "fused"
     """'fused', 'unfused' or 'local'."""
+    format: str = ""
+    """Format of both products' operands: 'fp8' with fp8_dot_product_attention; empty: 16 bits."""
     bytes: float = 0.0
     """Bytes of scores written to and read from memory; 0 for fused kernels."""
 

@@ -18,6 +18,7 @@ from mpbridge.interop.stacks.importers import read_args, read_file, read_python,
 from mpbridge.interop.stacks.meaning import differences
 from mpbridge.interop.stacks.nearest import answer
 from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
 
 SETS_UP = ("fsdp2", "accelerate", "lightning", "transformers")
 
@@ -29,7 +30,10 @@ def back(one: Export, more: str = "") -> Imported:
         return read_python(texts["python"], None, stack=one.stack)
     if "arguments" not in texts:
         return read_text(one.pieces[0].text, stack=one.stack, name=one.pieces[0].name)
-    found = read_args(texts["arguments"].replace("\\\n", " ") + more, stack=one.stack)
+    # a rules file that the arguments name is written by the script around them, as a here-document
+    files = "".join(f"cat > {name} <<'END'\n{text}\nEND\n" for name, text in texts.items() if name == "precision.yaml")
+    script = f"{files}torchrun pretrain_gpt.py {texts['arguments']}{more}" if files else ""
+    found = read_text(script, name="run.sh") if files else read_args(texts["arguments"].replace("\\\n", " ") + more, stack=one.stack)  # fmt: skip
     if "config_registry.py" not in texts:
         return found
     python = read_python(texts["config_registry.py"], None, stack=one.stack)
@@ -55,11 +59,6 @@ def lost(one: Export) -> dict[str, tuple[str, str]]:
     # megatron-core's own attention reads the softmax flag, Transformer Engine's does not
     whose = " --transformer-impl local" if one.stack == "megatron-lm" else ""
     apart = differences(one.meaning, back(one, whose).meaning)
-    if any(
-        piece.name == "precision.yaml" for piece in one.pieces
-    ):  # its rules stand in that file, which the arguments only name
-        assert any("rules by module are in that file" in line for line in back(one).cannot_express)
-        apart = {row: pair for row, pair in apart.items() if row != "quantization"}
     return {row: pair for row, pair in apart.items() if row != "bytes" and (row not in unwritten or "false" in pair)}
 
 
@@ -102,9 +101,6 @@ def test_a_fact_that_a_recipe_states_is_read_back_where_the_export_claims_it(sta
 @pytest.mark.parametrize("stack", STACKS)
 def test_importing_an_exact_export_gives_the_recipe_back(stack: str) -> None:
     exact = {name: one for name in recipes if (one := export(name, stack)).fidelity == "exact"}
-    exact = {
-        name: one for name, one in exact.items() if not any(piece.name == "precision.yaml" for piece in one.pieces)
-    }
     assert exact, "a stack that says no recipe exactly would make this test say nothing"
     for name, one in exact.items():
         found = back(one)
@@ -182,3 +178,34 @@ def test_a_comment_that_export_did_not_write_is_one_readable_error(comment: str)
         DataError, match=r"the comment `mpbridge export --to fsdp2` in line 1 cannot be read|would have"
     ):
         read_python(f"# mpbridge export --to fsdp2: {comment}\n", None)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "fp8 in bf16": {"modules": {"*mlp.*": "mxfp8"}},
+    "bf16 in fp8": {"fp8": "hybrid", "fp8_recipe": "tensorwise", "modules": {"*mlp.linear_fc2": "bf16", "*.linear_qkv": "bf16"}},
+    "layers": {"fp8": "e4m3", "fp8_recipe": "mxfp8", "modules": {"mlp.linear_fc2": {"layers": "1-3", "precision": "bf16"}}},
+    "two rules of one glob": {"fp8": "e4m3", "fp8_recipe": "mxfp8", "modules": {"mlp.linear_fc1": [{"layers": "1", "precision": "bf16"}, {"layers": "2", "precision": "tensorwise"}]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", RULES.values(), ids=RULES)
+def test_rules_by_module_come_back_from_the_file_that_the_arguments_name(said: dict[str, Any]) -> None:
+    config = MixedPrecisionConfig(bf16=True, **said)
+    found = back(export(config, "megatron-lm"))
+    assert not found.undecided
+    ours, theirs = resolve(config), resolve(MixedPrecisionConfig.from_data(found.fields))
+    linears = ("self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+    rules = [[policy.at(name, layer, 6) for name in linears for layer in range(6)] for policy in (ours, theirs)]
+    assert [quant and (quant.scaling, quant.format) for quant in rules[0]] == [quant and (quant.scaling, quant.format) for quant in rules[1]]  # fmt: skip
+
+
+def test_a_rules_file_stands_beside_its_script_or_is_asked_for(tmp_path: Path) -> None:
+    one = export("nemotron_3_super_bf16_with_nvfp4_mixed", "megatron-lm")
+    texts = {piece.name: piece.text for piece in one.pieces}
+    (tmp_path / "run.sh").write_text(f"torchrun pretrain_gpt.py {texts['arguments']}")
+    assert any("put it where the script" in line for line in read_file(tmp_path / "run.sh").undecided)
+    (tmp_path / "precision.yaml").write_text(texts["precision.yaml"])
+    assert not read_file(tmp_path / "run.sh").undecided
+    for text in ("3", "{configs: {a: {}}, matchers: {b: {type: glob, enabled: true, pattern: x, config: a}}}", texts["precision.yaml"].replace("glob", "regex")):  # fmt: skip
+        (tmp_path / "precision.yaml").write_text(text)
+        assert any("precision.yaml" in line for line in read_file(tmp_path / "run.sh").undecided), text

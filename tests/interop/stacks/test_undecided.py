@@ -16,6 +16,7 @@ from mpbridge.interop.stacks.launch_script import read_script
     [
         ("ds.json", {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}, ["bf16.enabled=auto: filled in by the launcher"]),
         ("both.json", {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, ["bf16.enabled=auto", "fp16.enabled=auto"]),
+        ("bridge.json", {"ddp": {"grad_reduce_in_fp32": True}, "model": {"seq_length": 8}, "mixed_precision": None}, ["neither a mixed_precision section"]),
         ("args.json", {"output_dir": "o", "deepspeed": "zero3.json"}, ["deepspeed=zero3.json decides: pass that file"]),
         (
             "accelerate.json",
@@ -45,6 +46,8 @@ def test_what_decides_elsewhere_is_undecided(
     [
         ("torchrun x.py --bf16 --micro-batch-size 1 --fp8-format $(pick)", 1, "--fp8-format: its value is known only when the script runs"),
         ("if [ $# = 1 ]; then A=--fp16; fi\ntorchrun x.py --bf16 --micro-batch-size 1 $A", 1, "A=--fp16 stands in `if` of line 2"),
+        ("A='--bf16'\nsrun job.sh $A --micro-batch-size 1", 1, "no command here starts a Python program: what it is started with decides"),
+        ("A=(" + "--lr 1 " * 60 + ")\nif [ $# = 1 ]; then A=(${A[@]} --use-megatron-fsdp); fi\ntorchrun x.py --bf16 --micro-batch-size 1 ${A[@]}", 1, "A+=--use-megatron-fsdp stands in `if`"),
         ("torchrun x.py --bf16 --micro-batch-size 1 --lr $(pick)", 0, "--lr: its value"),
         ("torchrun x.py --bf16 --micro-batch-size 1 --deepspeed_config z.json", 1, "--deepspeed_config: z.json decides: pass that file"),
         ("cat <<E > z.json\n{{\"bf16\": {{\"enabled\": true}}, \"zero_optimization\": {{\"stage\": $Z}}}}\nE\ntorchrun x.py --fp16 --deepspeed_config=z.json", 0, "gradients on the wire               bf16"),
@@ -107,3 +110,13 @@ def test_a_run_of_mpbridge_is_not_read_as_bridges(
 def test_an_argument_of_a_script_counts_without_those_before_it() -> None:
     assert read_script('torchrun x.py "$@" --n $9', {"9": "--bf16"}).words == ["--bf16", "--n", "--bf16"]
     assert read_script('torchrun x.py "$@"', {"10": "c", "2": "b", "1": "a", "0": "s"}).words == ["a", "b", "c"]
+
+
+def test_json_may_have_tabs_and_torchtune_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ds.json").write_text('{\n\t"bf16": {"enabled": true},\n\t"zero_optimization": {"stage": 2}\n}')
+    assert main(["import", str(tmp_path / "ds.json")]) == 0
+    (tmp_path / "tune.yaml").write_text(
+        "output_dir: o\ndtype: bf16\nmodel: {_component_: torchtune.models.llama3.llama3_8b}\n"
+    )
+    assert main(["import", str(tmp_path / "tune.yaml")]) == 2
+    assert "torchtune" in capsys.readouterr().err

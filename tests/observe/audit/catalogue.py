@@ -35,6 +35,7 @@ ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "norms kept": ({"recipe": "bf16_params_fp32_states", "keep_fp32": ["*layernorm*"]}, {"engine": "fsdp2"}),
     "pipeline": ("bf16", {"parallel": {"pipeline_model_parallel_size": 2}}),
     "sequence parallel": ("bf16", {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
+    "blockwise sequence parallel": ({"recipe": "bf16_with_fp8_subchannel_scaling_mixed", **PLAIN}, {"emulate": True, "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
     "experts apart": ({"recipe": "bf16_mixed", "moe_router_dtype": "fp32"}, {"model": MOE, "parallel": {"expert_model_parallel_size": 2}}),
     "fsdp2": ("fp32_params_bf16_compute", {"engine": "fsdp2"}),
     "fsdp2 a": ("bf16_params_fp32_states", {"engine": "fsdp2"}),

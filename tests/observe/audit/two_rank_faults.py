@@ -231,7 +231,7 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "rank 1 rounds by another seed": ("nvfp4", _on_rank_1(_other_seed), 1, {"replicas"}),
         "rank 1 rounds by an older step": ("nvfp4", _on_rank_1(_older_step), 1, {"replicas"}),
         "tensor-parallel ranks sum in FP16": ("sequence parallel", _sent_in_fp16, 0, {"wire: tensor"}),
-        "healthy, sequence parallel": ("sequence parallel", f.nothing, 0, set()),
+        "healthy, sequence parallel": ("blockwise sequence parallel", f.nothing, 0, set()),
         "amaxes not reduced": ("delayed", _amaxes_not_reduced, 0, {"replicas"}),
         "experts' gradients halved": ("experts apart", f.change_gradients(lambda grad: grad * 0.5, "local_experts.0.linear_fc1.weight"), 0, {"gradients"}),
         "healthy, experts apart": ("experts apart", f.nothing, 0, set()),

@@ -168,7 +168,7 @@ def test_doctor_here_and_there(ask):
 
 def test_rules_can_be_listed(ask):
     _, found = data(ask("check", "--rules", "--json"))
-    assert [row["id"] for row in found] == [rule.id for rule in rules()]
+    assert [row["id"] for row in found["rules"]] == [rule.id for rule in rules()]
 
 
 VERBS = {"check": ["--target", "b200"], "memory": ["--target", "b200"], "plan": [], "estimate": ["--target", "b200"]}
