@@ -207,11 +207,41 @@ def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]
     for name, answer in _accelerator(played, devices, memory).items():
         if hasattr(torch.accelerator, name):
             yield torch.accelerator, name, answer
+    yield torch, "device", _device(torch.device)
+    profiler: Any = torch.profiler
+    for owner in (profiler, profiler.profiler):
+        yield owner, "profile", _profile(profiler.profile)
     yield torch, "Stream", NullStream
     yield torch, "Event", NullEvent
     yield torch.Tensor, "pin_memory", pin
     yield torch.Tensor, "is_pinned", is_pinned
     yield torch, "compile", _noted(torch.compile, played)
+
+
+def _device(original: Any) -> Any:
+    """torch.device, of which torch's CPU build makes none from an index: it is one of the accelerator's. A class under torch's name, for isinstance, annotations and pickle."""
+
+    class DeviceMeta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            index = args[0] if args else kwargs.get("type", kwargs.get("index") if len(kwargs) == 1 else None)
+            if len(args) + len(kwargs) == 1 and isinstance(index, int) and not isinstance(index, bool):
+                return original("cuda", index)
+            return original(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+    return DeviceMeta("device", (), {"__module__": "torch", "__qualname__": "device", "__doc__": original.__doc__})
+
+
+def _profile(original: Any) -> Any:
+    """torch.profiler.profile, whose kernels all run on the CPU."""
+
+    class Profile(original):  # type: ignore[misc]
+        def __init__(self, *, activities: Any = None, **how: Any) -> None:
+            super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **how)
+
+    return Profile
 
 
 def _noted(original: Any, played: Played) -> Any:

@@ -1,7 +1,7 @@
 """Runs Megatron-LM's own unit tests on mpbridge's kernels, from a checkout: `python scripts/evidence/megatron_tests.py CHECKOUT [FILE ...] --te 2.20 --store FOLDER`.
 
 The checkout is only read. Each file under tests/unit_tests runs in a world of its own under mpbridge's pytest plugin, an H100 played: first with one rank; what fails or
-skips there for want of ranks runs again with 2, then 4 and 8 (--ranks; Megatron-LM's CI has 8). A case's result is the one of the largest world that it was run in. Every
+skips there for want of ranks runs again with 2, then 4 and 8 (--ranks; Megatron-LM's CI has 8, which --ranks 8 gives every file). A case's result is the one of the largest world that it was run in. Every
 result is kept in the store, and the next call runs what is missing there; --again runs some outcomes anew. A file has --minutes in a call; a test that takes --each seconds ends
 its world. `--table` prints the results by folder and by cause; `--docs PAGE` writes them into a page; `--check` names the cases of the store's earlier results that
 passed and no longer do.
@@ -54,14 +54,13 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"emerging_optimizers|emerging-optimizers", "emerging_optimizers, which is on no package index"),
     (r"modelopt|ModelOpt", "NVIDIA ModelOpt with its compiled parts"),
     (r"kitchen", "NVIDIA's kitchen, which is not public"),
-    (r"nemo.lens|nemo\.lens|energon|multistorageclient|multi-storage-client|MSC|tensorrt_llm|TRT", "nemo-lens, Energon, multi-storage-client, TensorRT-LLM: not installed"),
+    (r"nemo.lens|nemo\.lens|energon|multistorageclient|multi-storage-client|MSC|tensorrt_llm|TRT|torchvision", "nemo-lens, Energon, multi-storage-client, TensorRT-LLM, torchvision: not installed"),
     (r"nvidia_resiliency_ext|nvrx|NVRx", "nvidia-resiliency-ext 0.6, which is on no package index"),
     (r"huggingface|Hugging ?Face|Connection|resolve host|/opt/data|No such file or directory.*data|urlopen|ConnectError|offline", "data or tokenizers from the network"),
     (r"Blackwell|sm_?100|compute capability 10|MXFP8 is supported|NVFP4|nvfp4", "Blackwell: an H100 is played"),
     (r"memory_allocated|mem_allocated|max_memory|elapsed_time|memory_reserved", "it measures CUDA memory or the time of kernels"),
 )  # fmt: skip
 """The text of a failure -> the feature that it needs. The list is closed: what is on it cannot be had on a CPU, or cannot be installed."""
-COUNTED = ("passed", "failed")
 LONGEST = 6000
 """Characters of a reason that the store keeps."""
 
@@ -92,8 +91,10 @@ class Case:
 
     @property
     def error(self) -> str:
-        """The first line of the reason, which names the error."""
-        return self.text.strip().partition("\n")[0][:400]
+        """The line of the reason that names the error: the first one, for a module that cannot be imported the last."""
+        lines = self.text.strip().splitlines() or [""]
+        raised = [line[1:].strip() for line in lines if line.startswith("E ")]
+        return (raised[-1] if raised and "::" not in self.test else lines[0])[:400]
 
     @property
     def wants_ranks(self) -> bool:
@@ -172,9 +173,7 @@ def run(options: argparse.Namespace, store: Store) -> None:
     os.chdir(options.checkout)
     sys.path.insert(0, str(options.checkout))
     for at, ranks in enumerate(options.ranks):
-        smaller = max((size for size in SIZES if size < ranks), default=None)
-        if options.ranks[:at]:
-            smaller = options.ranks[at - 1]
+        smaller = options.ranks[at - 1] if at else None
         with Ranks(ranks, "h100", options.te, preload=PRELOAD, grace=options.grace, each=options.each) as world:
             for file in options.files or files_of(options.checkout):
                 tests = wanted(store, file, ranks, smaller, options.again)
@@ -213,33 +212,41 @@ def run(options: argparse.Namespace, store: Store) -> None:
 def cause(case: Case) -> str:
     """A failure's error without what differs between cases that have the same cause."""
     text = re.sub(r"^\[\w+, rank [\d, ]+ of \d+\] ", "", case.error)
-    text = re.sub(r"\(\S+:\d+\)$", lambda found: "(" + "/".join(found[0].strip("()").split("/")[-2:]) + ")", text)
+    text = re.sub(r"\((\S+):\d+\)$", lambda found: "(" + "/".join(found[1].split("/")[-2:]) + ")", text)
     return re.sub(r"0x[0-9a-f]+|\b\d{3,}\b|tensor\(.*", "…", text)[:180].strip()
+
+
+def standing(case: Case) -> str:
+    """passed, failed, skipped; excluded: it needs a feature of the list; ranks: it wants a larger world than it was run in."""
+    if case.outcome == "passed":
+        return "passed"
+    if case.wants_ranks and case.ranks < max(SIZES):
+        return "ranks"
+    return "excluded" if case.excluded and case.outcome == "failed" else case.outcome
 
 
 def sums(cases: list[Case]) -> Iterator[str]:
     """The table by folder."""
-    yield "| tests/unit_tests | cases | passed | failed | needs an excluded feature | skips itself | passed of what counts |"
-    yield "|---|" + "--:|" * 6
+    yield "| tests/unit_tests | cases | passed | failed | wants a larger world, not run there yet | needs an excluded feature | skips itself | passed, of passed and failed |"
+    yield "|---|" + "--:|" * 7
     folders = collections.defaultdict(list)
     for case in cases:
         folders[case.file.split("/")[0] if "/" in case.file else "(files)"].append(case)
     for name, found in [*sorted(folders.items()), ("all", cases)]:
-        count = collections.Counter(
-            "excluded" if case.excluded and case.outcome == "failed" else case.outcome for case in found
-        )
-        of = sum(count[key] for key in COUNTED)
+        count = collections.Counter(map(standing, found))
+        of = count["passed"] + count["failed"]
         share = f"{100 * count['passed'] / of:.1f} %" if of else "-"
-        yield f"| {name} | {len(found)} | {count['passed']} | {count['failed']} | {count['excluded']} | {count['skipped']} | {share} |"
+        numbers = [len(found), *(count[key] for key in ("passed", "failed", "ranks", "excluded", "skipped"))]
+        yield f"| {name} | {' | '.join(map(str, numbers))} | {share} |"
 
 
 def causes(cases: list[Case], most: int) -> Iterator[str]:
     """Excluded features with their cases, then the causes of what failed."""
-    needs = collections.Counter(case.excluded for case in cases if case.outcome == "failed" and case.excluded)
+    needs = collections.Counter(case.excluded for case in cases if standing(case) == "excluded")
     yield from (f"- excluded, {count} cases: {why}" for why, count in needs.most_common())
     failed = collections.defaultdict(list)
     for case in cases:
-        if case.outcome == "failed" and not case.excluded:
+        if standing(case) == "failed":
             failed[cause(case)].append(case)
     ordered = sorted(failed.items(), key=lambda item: -len(item[1]))
     for text, found in ordered[:most]:
@@ -254,8 +261,9 @@ def table(store: Store, commit: str, te: str, most: int) -> list[str]:
     cases = list(store.cases().values())
     worlds = collections.Counter(case.ranks for case in cases)
     of = ", ".join(f"{count} in a world of {size}" for size, count in sorted(worlds.items()))
+    files = len({case.file for case in cases})
     return [
-        f"Megatron-LM {commit[:10]}, Transformer Engine {te}, an H100 played; {of}.",
+        f"Megatron-LM {commit[:10]}, Transformer Engine {te}, an H100 played; {files} files, cases: {of}.",
         "",
         *sums(cases),
         "",
@@ -274,7 +282,14 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--commit", help="default: git's answer in the checkout")
     parser.add_argument("--te", default="2.20")
     parser.add_argument("--store", type=Path, default=Path("megatron_tests"))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1], choices=SIZES)
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        choices=SIZES,
+        help="all files in the first world, what wants more ranks in the next ones",
+    )
     parser.add_argument("--minutes", type=float, default=5.0, help="for one file in this call")
     parser.add_argument("--each", type=float, default=120.0, help="seconds for one test")
     parser.add_argument("--grace", type=float, default=20.0, help="seconds that other ranks have after one has failed")

@@ -759,6 +759,44 @@ def served_format_table() -> str:
     return markdown(heads, rows)
 
 
+def served_data(section: str) -> Any:
+    """A section of what the judges of served folders measured (scripts/evidence/stacks/served_*.py)."""
+    data = ROOT / "scripts" / "evidence" / "data" / "served.json"
+    return json.loads(data.read_text(encoding="utf-8"))[section]
+
+
+def share(part: float) -> str:
+    return "equal" if part == 0 else f"{part:.2%}" if part >= 0.0001 else "< 0.01%"
+
+
+@table("served-bytes")
+def served_bytes_table() -> str:
+    """The bytes of other tools beside training's."""
+    second = {None: "", True: "equal", False: "other"}
+    rows = [
+        (r["rule"], r["tool"], share(r["codes"]), share(r["scales"]), second[r["second"]], r["cause"])
+        for r in served_data("bytes")["rows"]
+    ]
+    return markdown(("training", "tool", "codes that differ", "scales", "second level", "the tool's rule"), rows)
+
+
+@table("served-lists")
+def served_lists_table() -> str:
+    """What engines' own matchers make of lists, summed up over quantization methods."""
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for r in served_data("lists")["rows"]:
+        wrong = f"{r['method']}: {r['wrong']} of {r['modules']}" if r["wrong"] else ""
+        rows.setdefault((r["list"], r["engine"]), {}).setdefault(r["model"], []).append(wrong)
+    models = list(dict.fromkeys(r["model"] for r in served_data("lists")["rows"]))
+    return markdown(
+        ("list", "engine", *models),
+        [
+            (name, engine, *("; ".join(filter(None, found[m])) or "exactly" for m in models))
+            for (name, engine), found in rows.items()
+        ],
+    )
+
+
 @table("wings")
 def wing_table() -> str:
     """The contracts of pyproject.toml, with the first paragraph of each wing's docstring."""

@@ -44,8 +44,8 @@ def told(done: subprocess.CompletedProcess[str]) -> dict:
 
 
 def test_a_recipe_of_ours_trains_silently_and_as_bridges_own() -> None:
-    ours = pretrain(RECIPE, "h100", "--steps", "3")
-    theirs = told(pretrain(RECIPE, "h100", "--steps", "3", "--theirs"))
+    ours = pretrain(RECIPE, "h100", "--steps", "3", "--evaluate", "3")  # steps and an evaluation
+    theirs = told(pretrain(RECIPE, "h100", "--steps", "3", "--evaluate", "3", "--theirs"))
     assert told(ours) == theirs
     assert theirs["parameters"]["Float8Tensor bfloat16"] == 8
     assert "witness" not in ours.stdout + ours.stderr
@@ -79,6 +79,25 @@ def test_what_a_script_changes_behind_the_recipe_ends_the_run(plant: str, said: 
     assert done.returncode == 1
     assert "step 1 deviates from bf16_mixed" in done.stdout + done.stderr
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_an_evaluation_in_another_precision_ends_the_run() -> None:
+    done = pretrain(RECIPE, "h100", "--evaluate", "2", "--steps", "3", "--plant", "evaluation")
+    assert done.returncode == 1
+    assert "step 2 deviates from bf16_with_fp8_current_scaling_mixed" in done.stdout + done.stderr
+    assert "linears: promised" in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_the_stale_copies_of_the_step_after_an_evaluation_are_named() -> None:
+    """Megatron-LM#4560: a gather forced by an evaluation leaves the column copies of FP8 weights as they were."""
+    done = pretrain(RECIPE, "h100", "--evaluate", "2", "--steps", "3")
+    assert done.returncode == 1
+    assert "step 3 deviates from bf16_with_fp8_current_scaling_mixed" in done.stdout + done.stderr
+    assert "(its column copy)" in done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils import _device as contexts
 
 from mpbridge.common.replacement import Patch
 
@@ -255,8 +256,21 @@ def seed(value: int) -> None:
     torch.default_generator.manual_seed(value)
 
 
+def _context(original: Any) -> Any:
+    """What `with torch.device("cuda"):` enters: the CPU's."""
+
+    class Context(original):  # type: ignore[misc]
+        def __init__(self, device: Any) -> None:
+            super().__init__(CPU if names_cuda(device) else device)
+
+    return Context
+
+
 def cuda_patches() -> Iterator[Patch]:
     """All replacements in torch."""
+    # what `with torch.device("meta"):` redirects is listed once, by identity: torch's functions, not the substitutes for them
+    contexts._device_constructors()
+    yield contexts, "DeviceContext", _context(contexts.DeviceContext)
     cuda: Any = torch.cuda
     yield cuda, "is_available", lambda: False
     yield cuda, "device_count", lambda: 0

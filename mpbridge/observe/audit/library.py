@@ -38,14 +38,16 @@ class LibraryObservation:
             self.amax[f"{path} x"] = float(normalised(module, source.detach()).abs().amax())
 
     def leaves(self, module: Any, path: str) -> None:
-        """Call after a linear's forward pass: checks that the copy it just read is its weight, quantized."""
+        """Call after a linear's forward pass: checks that the copy it just read is its weight, quantized, and that the backward pass will read the same."""
+        if torch.is_grad_enabled() and f"{path} dgrad" not in self._seen:
+            self._seen.add(f"{path} dgrad")
+            for name, weight in module.named_parameters(recurse=False):
+                if (agrees := _copies_agree(weight)) is not None:
+                    self.cached += 1
+                    self.stale += [] if agrees else [f"{path}.{name} (its column copy)"]
         if path in self._seen:
             return
         self._seen.add(path)
-        for name, weight in module.named_parameters(recurse=False):
-            if (agrees := _copies_agree(weight)) is not None:
-                self.cached += 1
-                self.stale += [] if agrees else [f"{path}.{name} (its column copy)"]
         held = getattr(module, "_fp8_workspaces", None) or {}
         for name, copy in held.items():
             weight, quantizer = getattr(module, name, None), _quantizer(module, name)

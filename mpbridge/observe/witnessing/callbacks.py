@@ -131,18 +131,22 @@ _FOLLOWING: weakref.WeakSet[Following] = weakref.WeakSet()
 def bridge_callback(policy: Policy | None = None, *, on_fault: OnFault = "raise", **how: Any) -> Any:
     """A Callback for Megatron Bridge's `pretrain` and `finetune`; `how` as for witness(), with steps counted from the start of this run.
 
-    policy: what `mpbridge.compat.megatron_bridge.apply` was given; None: steps are described. A difference between the two raises AuditFailed on every
-    rank after the step. Make it before `pretrain` is called. Raises Refused without megatron-bridge.
+    policy: what `mpbridge.compat.megatron_bridge.apply` was given; None: steps are described. The first batch of the first evaluation is observed too, in
+    `callback.evaluation`. A difference from the policy raises AuditFailed on every rank after the step. Make it before `pretrain` is called.
+    Raises Refused without megatron-bridge.
     """
     base = _need("megatron.bridge.training.callbacks", "megatron-bridge").Callback
     train: Any = importlib.import_module("megatron.bridge.training.train")
-    if not hasattr(train.train_step, "_mpbridge"):
-        train.train_step = _left_on_error(train.train_step)
+    for name in ("train_step", "evaluate_and_print_results"):
+        if not hasattr(getattr(train, name), "_mpbridge"):
+            setattr(train, name, _left_on_error(getattr(train, name)))
 
     class BridgeWitness(Following, base):  # type: ignore[misc,valid-type]
-        """Observes the steps that are due, from before the first micro-batch to after the update; evaluations lie between steps."""
+        """Observes the steps that are due, from before the first micro-batch to after the update, and one batch of an evaluation."""
 
         _taken = 0
+        evaluation: Witness | None = None
+        """The witness of the evaluation."""
 
         def on_train_start(self, context: Any) -> None:
             self._taken = 0
@@ -157,16 +161,31 @@ def bridge_callback(policy: Policy | None = None, *, on_fault: OnFault = "raise"
         def on_train_end(self, context: Any) -> None:
             self.gives_up()
 
+        def on_eval_step_start(self, context: Any) -> None:
+            if self.evaluation is None and self._of[1] is not None:  # an evaluation's context has no optimizer
+                self.evaluation = Witness(context.model, self._of[1], policy, on_fault=on_fault, **how)
+                self.evaluation.taken = self._taken  # the step that it follows
+                self.evaluation.begin()
+
+        def on_eval_step_end(self, context: Any) -> None:
+            if self.evaluation is not None and self.evaluation.observing:
+                self.evaluation.end(trains=False)
+
+        def gives_up(self) -> None:
+            super().gives_up()
+            if self.evaluation is not None:
+                self.evaluation.let_go()
+
     made = BridgeWitness(policy, on_fault=on_fault, **how)
     _FOLLOWING.add(made)
     return made
 
 
-def _left_on_error(train_step: Any) -> Any:
-    @functools.wraps(train_step)
+def _left_on_error(original: Any) -> Any:
+    @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
         try:
-            return train_step(*args, **kwargs)
+            return original(*args, **kwargs)
         except BaseException:
             for callback in _FOLLOWING:
                 callback.gives_up()

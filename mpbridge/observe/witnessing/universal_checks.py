@@ -161,6 +161,8 @@ class Happened:
     """Modules ran under torch.func."""
     finite: bool
     """The gradients of a step without an update are finite."""
+    trains: bool
+    """False: an evaluation."""
 
 
 def noted(findings: list[Finding], step: Happened) -> list[Finding]:
@@ -168,12 +170,16 @@ def noted(findings: list[Finding], step: Happened) -> list[Finding]:
     scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
     applied = len([one for one in step.updates if one.applied])
     if not applied:
-        why = "the optimizer did not step while it was observed"
-        why += f" (gradients that overflow at a loss scale of {step.scale:g}?)" if step.scale != 1.0 else ""
+        why = "the optimizer did not step while it was observed" if step.trains else "it is an evaluation"
+        why += (
+            f" (gradients that overflow at a loss scale of {step.scale:g}?)"
+            if step.trains and step.scale != 1.0
+            else ""
+        )
         if not step.finite:
             why = "the gradients are not finite, and the loop skipped the update"
         found = _unfollowed(findings, ("weights moved", "gradients"), why)
-        return found if step.updates or step.scale != 1.0 or not step.finite else [*found, _never()]
+        return found if step.updates or not step.trains or step.scale != 1.0 or not step.finite else [*found, _never()]
     reasons = (
         (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
         (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),

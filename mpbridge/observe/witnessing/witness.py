@@ -123,15 +123,16 @@ class Witness:
         if self._observing is None:
             self._observing = _Observation(self._loop, self._promises())
 
-    def end(self, *, microbatches: int = 0) -> Witnessed:
-        """Ends observation and judges the step; every rank must call it. microbatches: of the step; 0: the number of backward passes.
+    def end(self, *, microbatches: int = 0, trains: bool = True) -> Witnessed:
+        """Ends observation and judges the step; every rank must call it. microbatches: of the step; 0: the number of backward passes. trains: False for
+        an evaluation, in which no optimizer steps.
 
         Raises AuditFailed under on_fault='raise'.
         """
         watching, self._observing = self._observing, None
         if watching is None:
             raise BadValue("end() without begin()")
-        found = watching.concluded(self.taken, self.promised, microbatches, self._since)
+        found = watching.concluded(self.taken, self.promised, microbatches, self._since, trains)
         self._since = found.as_data()
         self.reports.append(found)
         if self.show is not None and rank() == 0:
@@ -254,7 +255,9 @@ class _Observation:
     def _look(self, result: StepResult | None, microbatches: int = 1) -> Observed:
         return look(self.loop, self.under, self.watch, self.before if result else None, result, microbatches)
 
-    def concluded(self, step: int, promised: str, microbatches: int, since: Mapping[str, Any] | None) -> Witnessed:
+    def concluded(
+        self, step: int, promised: str, microbatches: int, since: Mapping[str, Any] | None, trains: bool = True
+    ) -> Witnessed:
         """The report, the same on every rank."""
         late = self.loop.pending()
         if late is not None:
@@ -271,6 +274,7 @@ class _Observation:
         findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
         happened = Happened(
             updates=self.updates,
+            trains=trains,
             scale=self.scale,
             rate=None if self.result is None else self.result.lr,
             asked=self.asked,

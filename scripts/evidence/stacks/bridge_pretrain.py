@@ -20,11 +20,14 @@ PLANTS = {
     "weight": "one weight that the update does not reach",
     "quantization": "linears of the model in FP8 (delayed scaling), or none if the recipe says so",
     "frozen": "an optimizer whose step updates nothing",
+    "evaluation": "an evaluation without FP8",
     "raises": "an error inside a step: what the callback installed is gone",
 }
 
 
-def container(recipe: str | None, *, steps: int, folder: str | None, load: str | None, seed: int = 1234) -> Any:
+def container(
+    recipe: str | None, *, steps: int, folder: str | None, load: str | None, seed: int = 1234, evaluate: int = 0
+) -> Any:
     """Bridge's ConfigContainer of a tiny GPT; recipe: Bridge's own name of a precision."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config as bridge
@@ -50,7 +53,7 @@ def container(recipe: str | None, *, steps: int, folder: str | None, load: str |
     decay = {"start_weight_decay": 0.01, "end_weight_decay": 0.01, "weight_decay_incr_style": "constant"}
     return bridge.ConfigContainer(
         model=model,
-        train=bridge.TrainingConfig(train_iters=steps, global_batch_size=4, micro_batch_size=2, eval_interval=1000, eval_iters=0),
+        train=bridge.TrainingConfig(train_iters=steps, global_batch_size=4, micro_batch_size=2, eval_interval=evaluate or 1000, eval_iters=bool(evaluate)),
         optimizer=bridge.OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4, use_distributed_optimizer=True, overlap_param_gather=True),
         scheduler=bridge.SchedulerConfig(lr_decay_style="constant", lr_decay_iters=100, override_opt_param_scheduler=True, **decay),
         ddp=bridge.DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
@@ -83,6 +86,12 @@ def looks(planted: str | None) -> Any:
                 context.optimizer.step = lambda: (True, 0.0, 0)
             if planted == "raises":
                 context.optimizer.step = lambda: 1 / 0
+
+        def on_eval_start(self, context: Any) -> None:
+            if planted == "evaluation":
+                for module in context.model[0].modules():
+                    if hasattr(module, "config"):
+                        module.config.fp8 = None
 
         def on_train_step_end(self, context: Any) -> None:
             self.losses[context.state.train_state.step + 1] = f"{float(context.loss_dict['lm loss'].flatten()[0]):.6f}"
@@ -119,6 +128,7 @@ def main() -> None:
     parser.add_argument("--save")
     parser.add_argument("--load")
     parser.add_argument("--show", action="store_true", help="print the plan and what the callback saw")
+    parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="evaluate after every N steps")
     parser.add_argument("--plant", choices=PLANTS)
     asked = parser.parse_args()
     from megatron.bridge.training.gpt_step import forward_step
@@ -127,7 +137,13 @@ def main() -> None:
     from mpbridge.compat import megatron_bridge
     from mpbridge.observe.witnessing.callbacks import bridge_callback
 
-    cfg = container(asked.recipe if asked.theirs else None, steps=asked.steps, folder=asked.save, load=asked.load)
+    cfg = container(
+        asked.recipe if asked.theirs else None,
+        steps=asked.steps,
+        folder=asked.save,
+        load=asked.load,
+        evaluate=asked.evaluate,
+    )
     looking, watching = looks(asked.plant), []
     if not asked.theirs:
         plan = megatron_bridge.apply(cfg, asked.recipe)

@@ -44,6 +44,28 @@ def test_the_accelerator_is_the_played_gpu() -> None:
     assert torch.Stream("cuda").device.type == "cuda"
 
 
+def test_an_index_is_a_device_of_the_accelerator_and_torchs_class_stays_one(tmp_path) -> None:
+    assert torch.device(0) == torch.device(type="cuda", index=0) == torch.device("cuda:0")
+    assert torch.device("cpu", 0).type == "cpu"
+    assert isinstance(torch.zeros(1).device, torch.device)
+    assert not isinstance("cpu", torch.device)
+    assert pickle.loads(pickle.dumps(torch.device(1))) == torch.device("cuda:1")
+    with torch.device("meta"):
+        assert torch.zeros(1).is_meta
+        assert torch.nn.Linear(2, 2).weight.is_meta
+    with torch.device("cuda"):
+        assert torch.nn.Linear(2, 2).weight.is_cuda
+    torch.save({"where": torch.device(0)}, tmp_path / "saved.pt")
+    assert torch.load(tmp_path / "saved.pt", weights_only=True)["where"] == torch.device("cuda:0")
+
+
+def test_a_profile_of_the_gpu_has_the_kernels_of_the_cpu() -> None:
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as found:
+        torch.ones(8, device="cuda") @ torch.ones(8, device="cuda")
+    assert "aten::dot" in {event.key for event in found.key_averages()}
+
+
 def test_pinned_memory_says_so_and_is_a_copy() -> None:
     plain = torch.zeros(4)
     pinned = plain.pin_memory()

@@ -1,0 +1,77 @@
+"""The books of `scripts/evidence/megatron_tests.py`: which world a case's result is of, what counts, and what it names."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mpbridge.te_cpu.ranks import Merged, text_of
+from tests.te_cpu.wheels import ROOT
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("megatron_tests", ROOT / "scripts/evidence/megatron_tests.py")
+    made = importlib.util.module_from_spec(spec)
+    sys.modules["megatron_tests"] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def filled(script: ModuleType, folder: Path, *rows: tuple[int, str, str, str]):
+    store = script.Store(folder, "0123456789abcdef", "2.20")
+    for ranks, test, outcome, text in rows:
+        store.add("one/test_a.py", ranks, Merged(f"tests/unit_tests/one/test_a.py::{test}", outcome, text, 0.1, []))
+    return store
+
+
+WORLD = "[call, rank 0 of 1] RuntimeError: world_size (1) is not divisible by 8 (megatron/core/parallel_state.py:823)"
+
+
+def test_a_case_has_the_result_of_its_largest_world(script: ModuleType, tmp_path: Path) -> None:
+    store = filled(
+        script, tmp_path, (1, "test_x", "failed", WORLD), (8, "test_x", "passed", ""), (1, "test_y", "failed", WORLD)
+    )
+    assert {name.split("::")[1]: script.standing(case) for name, case in store.cases().items()} == {
+        "test_x": "passed",
+        "test_y": "ranks",
+    }
+    assert script.wanted(store, "one/test_a.py", 8, 1, []) == ["tests/unit_tests/one/test_a.py::test_y"]
+    assert script.wanted(store, "one/test_b.py", 8, 1, []) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "standing"),
+    [
+        (WORLD, "ranks"),
+        ("[call, rank 0 of 1] AssertionError: Tensor-likes are not close! (a.py:1)\n    this test needs flash_attn", "failed"),
+        ("[setup, rank 0 of 1] mpbridge.common.errors.Refused: torch.cuda.CUDAGraph runs on a GPU only: ... (a.py:1)", "excluded"),
+        ("[call, rank 0 of 1] AttributeError: 'NoneType' object has no attribute 'shape' (a.py:1)\n def test_mamba():", "failed"),
+        ("The world of 1 was ended in this test: it took longer than 60 s.\nrank 0: waits", "failed"),
+    ],
+)  # fmt: skip
+def test_only_the_error_itself_excludes_a_case(script: ModuleType, tmp_path: Path, text: str, standing: str) -> None:
+    (case,) = filled(script, tmp_path, (1, "test_x", "failed", text)).cases().values()
+    assert script.standing(case) == standing
+
+
+def test_the_table_adds_up_and_a_lost_case_is_named(script: ModuleType, tmp_path: Path) -> None:
+    rows = [(1, "test_a", "passed", ""), (1, "test_b", "failed", "[call, rank 0 of 1] ValueError: 12345 (x/y/z.py:9)")]
+    rows += [(1, "test_c", "skipped", "Skipped: FLA"), (1, "test_d", "passed", ""), (1, "test_d", "failed", "E")]
+    store = filled(script, tmp_path, *rows)
+    lines = script.table(store, "0123456789abcdef", "2.20", 9)
+    assert "| one | 4 | 1 | 2 | 0 | 0 | 1 | 33.3 % |" in lines
+    assert "- failed, 1 cases (one/test_a.py): `ValueError: … (y/z.py)`" in lines
+    assert [case.test.split("::")[1] for case in store.cases().values() if case.before == "passed"] == ["test_d"]
+
+
+def test_a_reports_text_begins_with_its_error() -> None:
+    crash = {"path": "/a/b.py", "lineno": 3, "message": "ValueError: no"}
+    entry = {"data": {"lines": ["    f()", "E  ValueError: no"]}}
+    report = {"longrepr": {"reprcrash": crash, "chain": [[{"reprentries": [entry]}, crash, None]]}}
+    assert text_of(report).splitlines()[0] == "ValueError: no (/a/b.py:3)"
+    assert text_of({"longrepr": ["a.py", 1, "Skipped: no"]}) == "Skipped: no"
