@@ -34,17 +34,14 @@ FAULTS = ("training.py", "audited.py", "witnessed.py", "agreement.py")
 BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
 """Runs of the engine, of grouped experts, and runs that stop and go on."""
 OWN = {"h100": "hopper.py", "b200": "blackwell.py"}
-PARTS = {"what trains": (OLDEST, MATRIX), "faults": (OLDEST, FAULTS), NEWEST: (NEWEST, BRIEF)}
-FUNCTIONS = {("h100", "faults"), ("b200", NEWEST)}
-"""Where single functions run too: on each machine and in each release once; all four pairs and the releases between are `slow`."""
+PARTS = {"what trains": (OLDEST, MATRIX), "functions and faults": (OLDEST, (*KERNELS, *FAULTS)), NEWEST: (NEWEST, (*KERNELS, *BRIEF))}  # fmt: skip
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("machine", OWN)
 def test_functions_layers_and_runs(machine: str, part: str) -> None:
     te, files = PARTS[part]
-    kernels = KERNELS if (machine, part) in FUNCTIONS else ()
-    inside(release_or_skip(te), machine, *kernels, *files, *([OWN[machine]] if files != MATRIX else []))
+    inside(release_or_skip(te), machine, *files, *([OWN[machine]] if files != MATRIX else []))
 
 
 @pytest.mark.slow
@@ -52,16 +49,7 @@ def test_functions_layers_and_runs(machine: str, part: str) -> None:
 @pytest.mark.parametrize("te", [OLDEST, NEWEST])
 @pytest.mark.parametrize("machine", OWN)
 def test_everything_and_every_recipe_of_the_registry(machine: str, te: str) -> None:
-    inside(
-        release_or_skip(te),
-        machine,
-        *KERNELS,
-        *MATRIX,
-        *FAULTS,
-        BRIEF[-1],
-        options=("-m", "slow or not slow"),
-        timeout=2300,
-    )
+    inside(release_or_skip(te), machine, *MATRIX, *FAULTS, BRIEF[-1], options=("-m", "slow or not slow"), timeout=2300)
 
 
 def test_what_is_redirected_is_given_back() -> None:
