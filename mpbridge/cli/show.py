@@ -12,9 +12,10 @@ from mpbridge.cli.options import whole
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import MOST, ModelShape
-from mpbridge.common.formats import say
+from mpbridge.common.formats import DType, say
 from mpbridge.common.traits import DEFAULT, traits
 from mpbridge.interop.stacks.meaning import of_policy
+from mpbridge.planning.memory.keeps import kept_fp32
 from mpbridge.planning.memory.names import any_gpt, linear_rules, refuse_idle_rules
 from mpbridge.planning.rules.cards import Card, card, main_weights
 from mpbridge.precision.config import ROWS
@@ -125,9 +126,29 @@ def facts(policy: PrecisionPolicy, *shapes: ModelShape, engine: str | None = Non
         layers = shapes[0].num_layers
         ids = policy.bf16_layers(layers)
         rows.append((f"layers of {layers} in {say(policy.compute)}", ", ".join(map(str, ids)) or "none"))
+    rows += _mamba(policy, shapes[0]) if len(shapes) == 1 and "M" in shapes[0].pattern else []
     rows += [("kept in fp32", ", ".join(policy.keep_fp32))] if policy.keep_fp32 else []
     stated = [(row.shown, getattr(policy, row.fact)) for row in ROWS.values() if row.shown]
     return rows + [(label, say(value)) for label, value in stated if value is not None]
+
+
+def _mamba(policy: PrecisionPolicy, shape: ModelShape) -> list[tuple[str, str]]:
+    """What becomes of the parameters that megatron-core makes in FP32 in a Mamba layer, and the dtype of the scan (ssm/mamba_mixer.py)."""
+    first, narrow = shape.pattern.index("M"), say(policy.params)
+    made = (
+        {}
+        if policy.params is DType.FP32
+        else dict.fromkeys(("A_log", "D"), f"{narrow}, cast from the fp32 that it is made in")
+    )
+    rows = []
+    for name in ("A_log", "D", "dt_bias"):
+        kept = kept_fp32(policy, f"decoder.layers.{first}.mixer.{name}")
+        rows.append((f"Mamba's {name}", "fp32" if kept else made.get(name, narrow)))
+    return [
+        *rows,
+        ("Mamba's conv1d and norm", f"{narrow}, never quantized"),
+        ("decays, step sizes and state of the scan", "fp32"),
+    ]
 
 
 def regions(policy: PrecisionPolicy) -> list[tuple[str, str]]:

@@ -24,13 +24,15 @@ def least_left(beta2: float, steps: int = 1) -> float:
     return beta2**steps
 
 
+PARTS: Mapping[str, str] = types.MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"})
+"""Symbol of a hybrid's pattern -> the part that such a layer consists of (megatron-core 0.16.1 ssm/mamba_hybrid_layer_allocation.py)."""
 MOST = 10_000
 """Maximum number of layers or experts: more is a typo, and would take minutes to process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A GPT's shape, in megatron-core's names; sizes are global (before tensor parallelism)."""
+    """A GPT's or a hybrid's shape, in megatron-core's names; sizes are global (before tensor parallelism)."""
 
     num_layers: int
     hidden_size: int
@@ -66,7 +68,11 @@ class ModelShape:
     """MLA: q_lora_rank (0: none), kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim."""
     mtp_layers: int = 0
     hybrid: bool = False
-    """Some layers are Mamba layers, of which only the names of their linears are known here."""
+    """Some layers are Mamba layers; without `pattern` only the names of their linears are known here."""
+    pattern: str = ""
+    """hybrid_override_pattern: a symbol of PARTS for each layer; empty: every layer has attention and an MLP."""
+    mamba: Mapping[str, int] | None = None
+    """mamba_num_heads, mamba_head_dim, mamba_num_groups and mamba_state_dim of a hybrid."""
     sinks: bool = False
     """softmax_type "learnable": one parameter per head in the denominator of its softmax."""
 
@@ -84,6 +90,19 @@ class ModelShape:
     def is_expert_layer(self, layer: int) -> bool:
         """Whether 0-based `layer` is a mixture of experts."""
         return bool(self.expert_layers) and self.expert_layers[layer]
+
+    def parts(self, layer: int) -> tuple[str, ...]:
+        """What 0-based `layer` consists of: "attention" and "mlp" or "experts"; in a hybrid one of these alone, or "mamba"."""
+        if self.pattern:
+            return (PARTS[self.pattern[layer]],)
+        return ("attention", "experts" if self.is_expert_layer(layer) else "mlp")
+
+    @property
+    def mamba_sizes(self) -> tuple[int, int, int]:
+        """(channels of all heads, channels of B and of C over all groups, heads) of a Mamba layer."""
+        sizes = self.mamba or {}
+        heads = sizes["mamba_num_heads"]
+        return heads * sizes["mamba_head_dim"], sizes["mamba_num_groups"] * sizes["mamba_state_dim"], heads
 
     @property
     def attention_width(self) -> int:

@@ -193,6 +193,11 @@ class Draft:
             name: filled(name, self.given[name])
             for name in ("train", "data", "scheduler", "checkpoint", "logger", "audit")
         }
+        if inputs["model"].get("hybrid_override_pattern"):
+            inputs["model"] = {
+                "is_hybrid_model": True,
+                "num_layers": len(inputs["model"]["hybrid_override_pattern"]),
+            } | inputs["model"]
         model = filled("model", inputs["model"])
         self._add(shape_faults(model))
         parallel = self._parallel(sizes, world_size)

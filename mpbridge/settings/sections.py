@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class GPT:
-    """Arguments of megatron-core's GPTModel that its config classes do not have; they belong to the model section, next to the config's fields."""
+    """Arguments of megatron-core's GPTModel and MambaModel that its config classes do not have; they belong to the model section, next to the config's fields."""
 
     vocab_size: int | None = None
     """Rows of the embedding, including padding. None: the tokenizer's size, padded according to data.vocab_divisible_by."""
@@ -37,6 +37,8 @@ class GPT:
     share_embeddings_and_output_weights: bool = False
     """Tied embeddings."""
     fp16_lm_cross_entropy: bool = False
+    hybrid_override_pattern: str | None = None
+    """A hybrid's layers, one symbol each (megatron-core's MambaModel): M a Mamba layer, * attention, - an MLP, E a mixture of experts, as in 'M-M*-'."""
 
 
 YARN = tuple(name for name in GPT.__dataclass_fields__ if name.startswith("yarn_"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.facts import ModelShape, Parallel
+from mpbridge.common.facts import PARTS, ModelShape, Parallel
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 from mpbridge.settings.sections import GPT, YARN
 
@@ -71,8 +71,48 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"model.window_size={model['window_size']}: expected two numbers, the tokens seen to the left and to the right"
         )
+    faults += _hybrid_faults(model)
     faults += _yarn_faults(model)
     faults += _expert_faults(model)
+    return faults
+
+
+def pattern_of(model: Mapping[str, Any]) -> str:
+    """A hybrid's pattern of layers; empty if the section describes none."""
+    return model.get("hybrid_override_pattern") or ""
+
+
+def mamba_sizes(model: Mapping[str, Any], hidden: int) -> dict[str, int]:
+    """Sizes of a Mamba layer, with the number of heads that megatron-core derives from twice the hidden size (ssm/mamba_mixer.py)."""
+    sizes = {name: int(model[name]) for name in ("mamba_head_dim", "mamba_num_groups", "mamba_state_dim")}
+    return sizes | {"mamba_num_heads": int(model["mamba_num_heads"] or 2 * hidden // sizes["mamba_head_dim"])}
+
+
+def _hybrid_faults(model: Mapping[str, Any]) -> list[str]:
+    pattern = pattern_of(model)
+    if not pattern:
+        return []
+    name, faults = f"model.hybrid_override_pattern={pattern}", []
+    unknown = sorted(set(pattern) - set(PARTS))
+    if unknown:
+        faults.append(
+            f"{name} has {', '.join(map(repr, unknown))}: expected {', '.join(f'{s} ({part})' for s, part in PARTS.items())}"
+        )
+    if len(pattern) != model["num_layers"]:
+        faults.append(
+            f"{name} has {len(pattern)} symbols for model.num_layers={model['num_layers']}: give one for each layer"
+        )
+    if "E" in pattern and not model["num_moe_experts"]:
+        faults.append(f"{name} has mixtures of experts (E): model.num_moe_experts is missing")
+    for size in ("mamba_head_dim", "mamba_num_groups", "mamba_state_dim"):
+        if not model[size] or model[size] < 1:
+            faults.append(f"model.{size}={model[size]}: expected at least 1")
+    if not faults:
+        sizes = mamba_sizes(model, model["hidden_size"])
+        if sizes["mamba_num_heads"] < 1 or sizes["mamba_num_heads"] % sizes["mamba_num_groups"]:
+            faults.append(
+                f"model.mamba_num_heads={sizes['mamba_num_heads']} cannot be divided into model.mamba_num_groups={sizes['mamba_num_groups']}: change one of them"
+            )
     return faults
 
 
@@ -136,8 +176,11 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
     ffn = model["ffn_hidden_size"] or 4 * hidden
     experts, pattern = model["num_moe_experts"], model["moe_layer_freq"]
     # megatron-core: layer i is a mixture of experts if i % frequency == 0, or according to the list (gpt_layer_specs.py)
+    placed = pattern_of(model)
     mixture = (
-        tuple(bool(pattern[i]) if isinstance(pattern, list) else i % pattern == 0 for i in range(layers))
+        tuple(symbol == "E" for symbol in placed)
+        if placed and experts
+        else tuple(bool(pattern[i]) if isinstance(pattern, list) else i % pattern == 0 for i in range(layers))
         if experts
         else ()
     )
@@ -166,7 +209,9 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
         grouped_gemm=bool(experts) and model["moe_grouped_gemm"],
         latent_attention={name: model[name] or 0 for name in _LATENT} if model["multi_latent_attention"] else None,
         mtp_layers=model["mtp_num_layers"] or 0,
-        hybrid=bool(model.get("is_hybrid_model")),
+        hybrid=bool(pattern_of(model) or model.get("is_hybrid_model")),
+        pattern=pattern_of(model),
+        mamba=mamba_sizes(model, hidden) if pattern_of(model) else None,
         sinks=str(model["softmax_type"]) == "learnable",
     )
 

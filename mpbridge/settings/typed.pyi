@@ -44,6 +44,7 @@ class ModelSettings(TypedDict, total=False):
     yarn_correction_range_round_to_int: bool
     share_embeddings_and_output_weights: bool
     fp16_lm_cross_entropy: bool
+    hybrid_override_pattern: str | None
     tensor_model_parallel_size: int
     tensor_parallel_num_weight_shards: int | None
     gtp_weight_remat_size: int
@@ -400,6 +401,7 @@ class ModelSection(Section):
     yarn_correction_range_round_to_int: bool
     share_embeddings_and_output_weights: bool
     fp16_lm_cross_entropy: bool
+    hybrid_override_pattern: str | None
     tensor_model_parallel_size: int
     tensor_parallel_num_weight_shards: int | None
     gtp_weight_remat_size: int

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpbridge.backend.devices.mamba import mamba_on_cpu
 from mpbridge.common.errors import Refused, UnknownName
 from mpbridge.common.machines import Machine, machines
 from mpbridge.common.machines import machine as machine_of
@@ -40,7 +41,7 @@ def transformer_engine_on_cpu(
     where: Iterable[PathLike[str] | str] = (),
     beside_a_gpu: bool = False,
 ) -> Iterator[types.ModuleType]:
-    """In the block, `transformer_engine` is importable and computes on the CPU, and torch's CUDA names answer for `machine`.
+    """In the block, `transformer_engine`, `mamba_ssm` and `causal_conv1d` are importable and compute on the CPU, and torch's CUDA names answer for `machine`.
 
     machine: a name of the table (`mpbridge doctor --machines`), or a Machine. te: '2.11', '2.20.2'; None: the installed one.
     where: folders made by `pip install --target`, searched first (then MPBRIDGE_TE_PATH, then the import path).
@@ -69,6 +70,7 @@ def transformer_engine_on_cpu(
         stack.enter_context(environment())
         stack.enter_context(_quiet())
         stack.enter_context(playing(wanted, versions))
+        stack.enter_context(mamba_on_cpu())
         found = stack.enter_context(loaded(package))
         stack.callback(_note_megatron, package.version)
         yield found

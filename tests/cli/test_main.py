@@ -127,6 +127,16 @@ def test_show_tells_every_recipe_and_its_json_is_the_policy(said, name):
     assert PrecisionPolicy.from_data(data["policy"]).fingerprint() == data["fingerprint"]
 
 
+def test_plan_tells_what_becomes_of_a_mamba_layers_parameters(said):
+    _, out, _ = said("plan", "--config", "nemotron_h_tiny", 'mixed_precision.keep_fp32=["*.A_log"]')
+    rows = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
+    assert rows["Mamba's A_log"].strip() == "fp32"
+    assert rows["Mamba's D"].strip() == "bf16, cast from the fp32 that it is made in"
+    _, out, _ = said("plan", "--config", "nemotron_h_tiny", "mixed_precision=fp32")
+    assert [line.split()[-1] for line in out.splitlines() if "Mamba's D" in line] == ["fp32"]
+    assert "Mamba" not in said("plan", "--config", "gpt_tiny")[1]
+
+
 def test_show_reads_files_and_functions(said, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from mpbridge import get_mixed_precision_config\ndef mine():\n    return get_mixed_precision_config('fp16')\n"

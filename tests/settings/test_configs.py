@@ -19,6 +19,8 @@ PARAMETERS = {
     "gpt_125m": (1.6e8, 1.7e8),
     "llama3_8b": (8.02e9, 8.04e9),
     "moe_tiny": (1.9e6, 2.1e6),
+    "nemotron_h_tiny": (1.2e6, 1.3e6),
+    "nemotron_h_8b": (8.05e9, 8.15e9),
 }
 
 
@@ -38,11 +40,20 @@ def test_a_shipped_configuration_builds_megatron_cores_configs(path):
 
 
 def parameters(shape) -> int:
-    """Of a dense or mixture-of-experts GPT with rotary positions and without biases."""
+    """Of a dense or mixture-of-experts GPT, or of a hybrid with MLPs that are not gated, without learned positions and biases."""
     hidden, heads = shape.hidden_size, shape.num_attention_heads
     attention = hidden * shape.kv_channels * (heads + 2 * shape.num_query_groups) + heads * shape.kv_channels * hidden
     count = 2 * shape.vocab_size * hidden + hidden
-    for layer in range(shape.num_layers):
+    for kind in shape.pattern:
+        # z, x, B, C and dt; the convolution of x, B and C over four tokens with its bias; three values per head; two norms
+        heads = shape.mamba["mamba_num_heads"]
+        inner, states = (
+            heads * shape.mamba["mamba_head_dim"],
+            2 * shape.mamba["mamba_num_groups"] * shape.mamba["mamba_state_dim"],
+        )
+        mamba = hidden * (2 * inner + states + heads) + 5 * (inner + states) + 3 * heads + inner + inner * hidden
+        count += hidden + {"M": mamba, "*": attention, "-": 2 * hidden * shape.ffn_hidden_size}[kind]
+    for layer in range(0 if shape.pattern else shape.num_layers):
         count += attention + 2 * hidden
         if shape.is_expert_layer(layer):
             count += (

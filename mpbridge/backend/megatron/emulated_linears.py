@@ -26,13 +26,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mpbridge.backend.megatron.inside_model import LocalMatmul, OwnProduct, experts_in_turn
 from mpbridge.common.errors import Refused
 from mpbridge.numerics.emulation import STEP, Emulation
 from mpbridge.numerics.gemm import Plug
 from mpbridge.numerics.linear import apply
+from mpbridge.numerics.observation.modules import is_layer
 from mpbridge.planning.memory.names import any_gpt, unnamed
 from mpbridge.precision.globs import MTP_PROJECTION
 
@@ -127,7 +127,7 @@ def places(chunk: torch.nn.Module) -> Iterator[tuple[_Emulated, str, str, int | 
     Layer numbers are counted over the whole model; None for multi-token prediction, where megatron-core opens its quantization context without one.
     """
     for path, layer in chunk.named_modules():
-        if not isinstance(layer, TransformerLayer):
+        if not is_layer(layer):
             continue
         number, total = layer.layer_number - 1, layer.config.num_layers
         stem = _stem(path)
@@ -143,13 +143,17 @@ def places(chunk: torch.nn.Module) -> Iterator[tuple[_Emulated, str, str, int | 
 
 
 def fused_norms(chunk: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, _Emulated]]:
-    """(norm, linear) for which Transformer Engine's layer spec has one module: attention's input, and a dense MLP's."""
+    """(norm, linear) for which Transformer Engine's layer spec has one module: attention's input, a dense MLP's, a Mamba layer's."""
     for layer in chunk.modules():
-        if not isinstance(layer, TransformerLayer):
+        if not is_layer(layer):
             continue
-        pairs = (
-            (layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
-            (layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
+        pairs: tuple[tuple[Any, Any], ...] = (
+            (
+                getattr(layer, "input_layernorm", None),
+                getattr(getattr(layer, "self_attention", None), "linear_qkv", None),
+            ),
+            (getattr(layer, "pre_mlp_layernorm", None), getattr(getattr(layer, "mlp", None), "linear_fc1", None)),
+            (getattr(layer, "norm", None), getattr(getattr(layer, "mixer", None), "in_proj", None)),
         )
         for norm, linear in pairs:
             if isinstance(linear, _Emulated) and isinstance(norm, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
@@ -165,8 +169,8 @@ def _stem(path: str) -> str:
 
 
 def blocks(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The TransformerBlocks of a chunk: megatron-core opens delayed scaling's context around each."""
-    return (module for module in chunk.modules() if isinstance(module, TransformerBlock))
+    """The TransformerBlocks of a chunk, or a hybrid's stack: megatron-core opens delayed scaling's context around each."""
+    return (one for one in chunk.modules() if isinstance(one, TransformerBlock) or type(one).__name__ == "MambaStack")
 
 
 def amax_group(chunk: torch.nn.Module) -> Any:

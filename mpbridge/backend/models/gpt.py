@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from mpbridge.backend.megatron.inside_model import latent_attention_takes, multiply_in, router_biases_in_fp32
 from mpbridge.backend.megatron.quant_recipe import enter_chunk
+from mpbridge.backend.models.hybrid import hybrid_model, is_mamba
 from mpbridge.backend.models.local_spec import CpuSpecProvider
 from mpbridge.backend.models.residual import keep_wide
 from mpbridge.common.errors import BadValue
@@ -160,7 +162,7 @@ def gpt_model(
     backend: Backend | None = None,
     chunk: int | None = None,
 ) -> Any:
-    """The GPTModel of this stage (or of its interleaved `chunk`), with parameters as initialised by megatron-core; otherwise as `build_chunks`.
+    """The GPTModel of this stage (or of its interleaved `chunk`), or a hybrid's MambaModel, with parameters as initialised by megatron-core; otherwise as `build_chunks`.
 
     FSDP2 shards it directly: Float16Module would round FP32 storage to BF16.
     """
@@ -168,6 +170,10 @@ def gpt_model(
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=chunk is None, vp_stage=chunk)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk)
     provider = None if backend is None and cuda else (backend or CpuSpecProvider)(config)
+    if arguments.get("hybrid_override_pattern"):
+        layers = partial(_layer_of, config, provider)
+        model = hybrid_model(config, arguments, layers, provider, cuda=cuda, first=first, last=last)
+        return _with_logits(model, policy, last)
     spec = (
         transformer_engine_spec(config, chunk=chunk) if provider is None else block_spec(config, provider, chunk=chunk)
     )
@@ -176,6 +182,15 @@ def gpt_model(
     stage = {"pre_process": first, "post_process": last, "vp_stage": chunk, "mtp_block_spec": ahead}
     with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):
         model = GPTModel(config=config, transformer_layer_spec=spec, **stage, **arguments)
+    return _with_logits(model, policy, last)
+
+
+def _layer_of(config: Any, provider: Any, experts: int | None) -> ModuleSpec:
+    return local_layer_spec(config, provider, experts=experts)
+
+
+def _with_logits(model: Any, policy: PrecisionPolicy, last: bool) -> Any:
+    """The model, whose output layer computes in the policy's dtype of logits."""
     if policy.logits is not None and last:
         multiply_in(model.output_layer, policy.logits.torch())
     return model
@@ -186,13 +201,16 @@ def _in_precision(config: Any, model: torch.nn.Module, policy: PrecisionPolicy) 
     if not (config.bf16 or config.fp16):
         return model
     kept = fp32_modules(model, policy.keep_fp32)
+    # as initialised: Mamba's A_log and D are made in FP32
+    wide = {getattr(module, name): getattr(module, name).data.float() for module, own in kept.items() for name in own}
     wrapped: torch.nn.Module = Float16Module(config, model)
     router_biases_in_fp32(model)
-    for module, names in kept.items():
-        for name in names:
-            parameter = getattr(module, name)
-            parameter.data = parameter.data.float()
-        _computes_in_fp32(module, policy.compute.torch())
+    for parameter, values in wide.items():
+        parameter.data = values
+    for module in kept:
+        # the scan converts its own parameters; its projection stays in the compute dtype
+        if type(module).__name__ != "MambaMixer":
+            _computes_in_fp32(module, policy.compute.torch())
     return wrapped
 
 
@@ -236,7 +254,7 @@ def global_names(model: torch.nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         head, _, index = name.rpartition(".")
         # (the layer inside a multi-token prediction block has no number: '...transformer_layer')
-        if isinstance(module, TransformerLayer) and index.isdecimal():
+        if (isinstance(module, TransformerLayer) or is_mamba(module)) and index.isdecimal():
             prefixes[name + "."] = f"{head}.{module.layer_number - 1}."
         elif name.endswith(".local_experts"):
             offset = parallel_state.get_expert_model_parallel_rank() * len(list(module.children()))

@@ -29,7 +29,7 @@ def keep_wide(config: Any, spec: Any) -> None:
     if not config.fp32_residual_connection:
         return
     for layer in _layers(spec):
-        for name in ("self_attn_bda", "cross_attn_bda", "mlp_bda"):
+        for name in ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda"):
             if callable(getattr(layer, name, None)) and "bias_dropout_add" in getattr(layer, name).__name__:
                 setattr(layer, name, wide_add)
 
@@ -38,6 +38,9 @@ def _layers(spec: Any) -> Iterator[Any]:
     """The submodules of every transformer layer in a spec."""
     if hasattr(spec, "layer_specs"):
         for one in spec.layer_specs:
+            yield from _layers(one)
+    elif hasattr(getattr(spec, "submodules", None), "mamba_layer"):
+        for one in vars(spec.submodules).values():
             yield from _layers(one)
     elif getattr(spec, "submodules", None) is not None:
         yield spec.submodules

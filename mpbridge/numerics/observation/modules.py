@@ -27,8 +27,8 @@ def is_linear(module: Any) -> bool:
 
 
 def is_layer(module: Any) -> bool:
-    """Whether the module is a whole transformer layer."""
-    return _is(module, frozenset({"BaseTransformerLayer", "TransformerLayer"}))
+    """Whether the module is a whole transformer or Mamba layer."""
+    return _is(module, frozenset({"BaseTransformerLayer", "TransformerLayer", "MambaLayer"}))
 
 
 def is_norm(module: Any) -> bool:
@@ -45,6 +45,11 @@ def is_router(module: Any) -> bool:
 def is_attention(module: Any) -> bool:
     """Whether the module is core attention: scores, softmax and the product with the values."""
     return type(module).__name__.endswith(("DotProductAttention", "CausalAttention"))
+
+
+def is_scan(module: Any) -> bool:
+    """Whether the module is a Mamba layer's mixer, in which the scan runs."""
+    return type(module).__name__ == "MambaMixer"
 
 
 def is_library(module: Any) -> bool:

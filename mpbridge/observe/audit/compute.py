@@ -83,13 +83,15 @@ def _attention(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Itera
 
 
 def _between(promises: Promises, watch: Watch) -> Iterator[KindDtypes]:
-    """Everything between GEMMs: norms, the residual stream, rotary angles, the loss."""
+    """Everything between GEMMs: norms, scans of Mamba layers, the residual stream, rotary angles, the loss."""
     compute = promises.policy.compute.short
     either = (compute, _WIDE)
     for path, dtypes in watch.norms.items():
         # torch's own norm kernels read any dtype and accumulate in FP32; a norm written in Python must cast explicitly
         wide = promises.kept_fp32(f"{path}.weight") or (path in watch.spelled and not promises.foreign)
         yield "norms", path, (_WIDE,) if wide else either, dtypes
+    for path, dtypes in watch.scans.items():
+        yield "scan", path, (_WIDE,), dtypes
     # under autocast the stream's dtype follows from the model's own additions
     stream = (_WIDE,) if promises.policy.residual_fp32 else either if promises.foreign else (compute,)
     for path, dtypes in watch.stream.items():
@@ -194,7 +196,7 @@ def _frequencies(engine: Any) -> Iterable[str]:
 
 
 ORDER = (
-    "GEMMs", "outputs of linears", "attention", "softmax", "router", "residual stream", "norms", "rotary angles", "logits", "loss",
+    "GEMMs", "outputs of linears", "attention", "softmax", "router", "residual stream", "norms", "scan", "rotary angles", "logits", "loss",
 )  # fmt: skip
 SUBJECTS = {"GEMMs": "compute", "outputs of linears": "compute"}
 """Kinds that share one row of the report."""

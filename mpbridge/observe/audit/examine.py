@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import world_size
 from mpbridge.common.facts import MUONS
-from mpbridge.numerics.observation.modules import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
+from mpbridge.numerics.observation.modules import (
+    is_attention,
+    is_layer,
+    is_norm,
+    is_rotary,
+    is_router,
+    is_scan,
+    module_paths,
+)
 from mpbridge.observe.audit.compute import compute_findings
 from mpbridge.observe.audit.findings import AuditStage, Finding, Report, not_observed
 from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
@@ -193,6 +201,7 @@ _PARTS = {
     "router": is_router,
     "residual stream": is_layer,
     "norms": is_norm,
+    "scan": is_scan,
     "rotary angles": is_rotary,
 }
 """Kind of operation -> predicate of the modules that have it."""

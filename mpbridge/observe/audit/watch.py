@@ -20,6 +20,7 @@ from mpbridge.numerics.observation.modules import (
     is_norm,
     is_rotary,
     is_router,
+    is_scan,
     module_paths,
     tensors_in,
 )
@@ -95,6 +96,8 @@ _LOSS = frozenset({"exp", "exp_", "log", "_log_softmax", "logsumexp", "nll_loss_
 _BEHIND = frozenset({"_log_softmax", "nll_loss_forward"})
 """Operations that identify a loss computed outside of every module; others there may be unrelated."""
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "rsqrt"})
+_SCAN = frozenset({"exp", "cumsum", "softplus"})
+"""Operations on the decays and step sizes of a Mamba layer's scan: in 16 bits their errors would accumulate over tokens."""
 LOGITS = "logits"
 """Name of the output layer's result."""
 
@@ -133,6 +136,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         """Router -> dtype that its softmax, sigmoid and top-k read."""
         self.norms: dict[str, Counter[str]] = defaultdict(Counter)
         """Norm -> dtype that it computed on."""
+        self.scans: dict[str, Counter[str]] = defaultdict(Counter)
+        """Mamba mixer -> dtype that the decays and step sizes of its scan were computed on."""
         self.spelled: set[str] = set()
         """Norms written in Python, not a torch kernel: the dtype noted is that of the variance."""
         self.ran: dict[str, Any] = {}
@@ -227,6 +232,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         if is_norm(module) or is_linear(module):
             self._note_rounding(path, floating(args))  # after the module's own hooks
         self._note_weights(module, path)
+        if is_scan(module):  # its kernel reads the convolution's weight: that module itself never runs
+            self._note_weights(module.conv1d, f"{path}.conv1d")
         result = floating(output)
         if result is None:
             return
@@ -285,6 +292,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             self._softmax(name, args[0])
         elif name in _NORMS:
             self._norm(name, args[0])
+        elif name in _SCAN and self._stack and is_scan(self._stack[-1][0]):
+            self.scans[self._stack[-1][1]][storage(args[0])] += 1
         if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
             self._has_loss = True

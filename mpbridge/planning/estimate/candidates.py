@@ -115,7 +115,7 @@ def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
     if "params" in run.traits.shards:
         each /= run.parallel.data
     # layers of one kind have the same weights
-    kinds = [run.shape.is_expert_layer(layer) for layer in range(run.shape.num_layers)]
+    kinds = [run.shape.parts(layer) for layer in range(run.shape.num_layers)]
     weights = sum(
         kinds.count(kind) * sum(w.elements for w in rank_weights(run, kinds.index(kind))) for kind in set(kinds)
     )

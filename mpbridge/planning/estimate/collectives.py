@@ -45,10 +45,8 @@ def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
     sequence = run.parallel.sequence
     for chunk in chunks:
         again = full_layers(run, len(chunk.layers))
-        plain = sum(not run.shape.is_expert_layer(layer) for layer in chunk.layers)
-        count = len(chunk.layers)
-        # two pairs of linears in a dense layer, one in a layer with experts; gathers: forward, backward, and the input again for the weight gradient
-        pairs = count + plain
+        # a pair of linears in each part but experts; gathers: forward, backward, and the input again for the weight gradient
+        pairs = sum(part != "experts" for layer in chunk.layers for part in run.shape.parts(layer))
         gathers += 3 * pairs + 2 * again
         reductions += 2 * pairs + 2 * again
         if chunk.first:

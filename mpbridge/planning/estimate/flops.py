@@ -15,8 +15,8 @@ def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
 
     model: the model section, for sliding windows. Agrees with "Model TFLOP/s/GPU" of Megatron Bridge's performance summaries within 0.2 % in the median.
     """
-    scores = sum(shape.attention_width * attended(shape, model, layer) for layer in _layers(shape))
-    return 6 * (_weights(shape) + scores)
+    scores = sum(shape.attention_width * attended(shape, model, layer) for layer in _attending(shape))
+    return 6 * (_weights(shape) + scores) + _scans(shape)
 
 
 def whole_square_flops_per_token(shape: ModelShape) -> int:
@@ -28,7 +28,9 @@ def whole_square_flops_per_token(shape: ModelShape) -> int:
     """
     layers = _layers(shape)
     routers = sum(shape.hidden_size * (shape.experts or 0) for layer in layers if shape.is_expert_layer(layer))
-    return 6 * (_weights(shape) + routers + len(layers) * shape.attention_width * shape.seq_length)
+    return 6 * (_weights(shape) + routers + len(_attending(shape)) * shape.attention_width * shape.seq_length) + _scans(
+        shape
+    )
 
 
 def attended(shape: ModelShape, model: Mapping[str, Any], layer: int) -> float:
@@ -45,12 +47,24 @@ def _layers(shape: ModelShape) -> list[int]:
     return [*range(shape.num_layers), *[shape.num_layers - 1] * shape.mtp_layers]
 
 
+def _attending(shape: ModelShape) -> list[int]:
+    """Those of `_layers` with attention."""
+    return [layer for layer in _layers(shape) if "attention" in shape.parts(layer)]
+
+
+def _scans(shape: ModelShape) -> int:
+    """Floating-point operations of the scans of Mamba layers: 7 for each channel's each state, forward, three times that in all, as Megatron-LM counts
+    (training.py mamba_layer_flops) except that it takes twice the hidden size for the number of channels."""
+    count = sum("mamba" in shape.parts(layer) for layer in _layers(shape))
+    return count and 3 * 7 * count * shape.mamba_sizes[0] * (shape.mamba or {})["mamba_state_dim"]
+
+
 def _weights(shape: ModelShape) -> int:
     """Number of weights that a token is multiplied by, without routers."""
     heads = shape.hidden_size * shape.vocab_size * (1 + shape.mtp_layers) + shape.mtp_layers * 2 * shape.hidden_size**2
     return heads + sum(
         weight.elements
         for layer in _layers(shape)
-        for weight in layer_weights(shape, mixture=shape.is_expert_layer(layer), local_experts=shape.expert_topk)
+        for weight in layer_weights(shape, parts=shape.parts(layer), local_experts=shape.expert_topk)
         if weight.linear
     )

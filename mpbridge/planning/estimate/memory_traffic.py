@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from mpbridge.common.facts import RunFacts
+from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.planning.estimate.flops import attended
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import AttentionWork, MatrixProduct, MemoryTraffic
@@ -30,6 +30,8 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWor
     for chunk in chunks:
         extra = full_layers(run, len(chunk.layers))
         for place, layer in enumerate(chunk.built(shape)):
+            if "attention" not in shape.parts(layer):
+                continue
             passes = 3.5 + (1 if again or place < extra else 0)
             keys = attended(shape, run.model, layer)
             flops += passes * 2 * rows * shape.attention_width / run.parallel.tensor * keys
@@ -59,13 +61,16 @@ def traffic(
         extra = full_layers(run, len(chunk.layers))
         for place, layer in enumerate(chunk.built(shape)):
             share = (4 / 3 if place < extra else 1) * rows / tensor * wide
-            found["norms"] += share * _attention_bytes(run)
-            mixture = shape.is_expert_layer(layer)
-            width = (
-                shape.expert_topk * shape.expert_ffn_hidden_size + shape.shared_expert_size
-                if mixture
-                else shape.ffn_hidden_size
-            )
+            parts = shape.parts(layer)
+            mixture = "experts" in parts
+            if "mamba" in parts:
+                found["norms"] += share * 18 * shape.hidden_size
+                found["scan"] += share * _scan_bytes(shape)
+                continue
+            found["norms"] += share * (_attention_bytes(run) if "attention" in parts else 18 * shape.hidden_size)
+            width = shape.ffn_hidden_size if "mlp" in parts else 0
+            if mixture:
+                width = shape.expert_topk * shape.expert_ffn_hidden_size + shape.shared_expert_size
             found["activation"] += share * (16 if shape.gated else 10) * width * (0.75 if fused and mixture else 1)
             if mixture:
                 # an FP32 router casts its input and its input's gradient
@@ -93,6 +98,13 @@ def _attention_bytes(run: RunFacts) -> float:
     keys = latent["qk_head_dim"] + 2 * latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
     heads = shape.num_attention_heads
     return 36 * shape.hidden_size + 8 * heads * keys + 6 * heads * latent["v_head_dim"]
+
+
+def _scan_bytes(shape: ModelShape) -> float:
+    """Convolution, scan and gated norm of a Mamba layer, in bytes per token at 16 bits: the projection is read by the forward pass, read again and its
+    gradient written by the backward pass, and so are the convolved channels and the result; what is inside the scan stays on the chip."""
+    inner, states, heads = shape.mamba_sizes
+    return 2 * (3 * (2 * (inner + states) + heads) + 3 * 2 * (inner + 2 * states) + 3 * 3 * inner)
 
 
 def quantized_bytes(gemms: Iterable[MatrixProduct], arch: tuple[int, int] | None) -> float:

@@ -31,6 +31,8 @@ class LayerBytes:
     """Unfused attention: probabilities, and the mask and result of dropout."""
     up_projections: float
     """Outputs of latent attention's up projections: dropped by recompute_modules mla_up_proj."""
+    mamba: float = 0.0
+    """Of a Mamba layer: the projection, the result of the scan before its gate, and the inputs of the norm and of the second projection; the rest is computed again."""
     mlp: float = 0.0
     """The MLP of a layer without experts; the fields below belong to a layer with experts."""
     activation: float = 0.0
@@ -150,7 +152,8 @@ def _selected(run: RunFacts, kept: LayerBytes) -> float:
 def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     shape, parallel = run.shape, run.parallel
     wide = policy.compute.bytes
-    quant = policy.at("mlp.linear_fc1", layer, shape.num_layers)
+    parts = shape.parts(layer)
+    quant = policy.at(_FIRST[parts[-1]], layer, shape.num_layers)
     # inputs of quantized linears are kept in the form the backward pass needs: one low-precision copy
     # (torchao keeps the original)
     narrow = quant is not None and quant.row.hardware.library == "transformer_engine" and te_layers(run)
@@ -160,17 +163,39 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     residual = (DType.FP32 if policy.residual_fp32 else policy.compute).bytes
     dropout = 1 if run.model.get("hidden_dropout") else 0
     entry = whole * shape.hidden_size * residual
-    norms = 2 * whole * shape.hidden_size * low + whole * shape.hidden_size * (residual + 2 * dropout)
-    attention, ups = _attention(run, count, low, wide)
+    joints = len(parts)  # each part reads a norm and adds to the residual stream
+    norms = whole * shape.hidden_size * (joints * (low + dropout) + (joints - 1) * residual)
+    attends = "attention" in parts
+    attention, ups = _attention(run, count, low, wide) if attends else (0.0, 0.0)
     dense = LayerBytes(
         entry=entry,
         norms=norms,
         attention=attention,
-        scores=_scores(policy, run, count),
+        scores=_scores(policy, run, count) if attends else 0.0,
+        mamba=_mamba(run, count, low, wide) if "mamba" in parts else 0.0,
         up_projections=ups,
-        mlp=0.0 if shape.is_expert_layer(layer) else _mlp(run, count, shape.ffn_hidden_size, low, wide),
+        mlp=_mlp(run, count, shape.ffn_hidden_size, low, wide) if "mlp" in parts else 0.0,
     )
-    return _with_experts(dense, run, count, low, wide) if shape.is_expert_layer(layer) else dense
+    return _with_experts(dense, run, count, low, wide) if "experts" in parts else dense
+
+
+_FIRST: Mapping[str, str] = MappingProxyType(
+    {
+        "mamba": "mixer.in_proj",
+        "attention": "self_attention.linear_qkv",
+        "mlp": "mlp.linear_fc1",
+        "experts": "mlp.linear_fc1",
+    }
+)
+"""Last part of a layer -> the linear whose rule stands for the layer's."""
+
+
+def _mamba(run: RunFacts, count: float, low: float, wide: int) -> float:
+    """What the scan's kernel and the gated norm keep; `scripts/evidence/measure_mamba_activations.py` measures megatron-core 0.16.1's layer beside it."""
+    inner, states, heads = run.shape.mamba_sizes
+    groups = (run.shape.mamba or {})["mamba_num_groups"]
+    each = wide * (2 * (inner + states) + heads + 2 * inner) + low * inner + 4 * groups
+    return count * each / run.parallel.tensor
 
 
 def _mlp(run: RunFacts, count: float, width: int, low: float, wide: int) -> float:

@@ -52,12 +52,13 @@ def windowed(model: Mapping[str, Any], layer: int) -> bool:
 def _rules(policy: PrecisionPolicy, key: ShapeKey) -> tuple[object, ...]:
     """A policy's rules per layer: equal for layers that it treats the same."""
     shape, experts = key.shape, _names_experts(policy)
-    modules = {mixture: _modules(shape, mixture, experts) for mixture in (False, True)}
+    kinds = {shape.parts(layer) for layer in range(shape.num_layers)}
+    modules = {parts: _modules(shape, parts, experts) for parts in kinds}
     known: dict[object, object] = {}
     found = []
     for layer in range(shape.num_layers):
-        mixture, prefix = shape.is_expert_layer(layer), DECODER.format(layer)
-        linears, names = modules[mixture]
+        parts, prefix = shape.parts(layer), DECODER.format(layer)
+        linears, names = modules[parts]
         rules = (
             tuple(tuple(policy.of_path(prefix + name, shape.num_layers)) for name in linears)
             if policy.quantized
@@ -65,7 +66,7 @@ def _rules(policy: PrecisionPolicy, key: ShapeKey) -> tuple[object, ...]:
         )
         wide = tuple(kept_fp32(policy, prefix + name) for name in names) if policy.keep_fp32 else ()
         # one object per kind, so that callers can compare by identity
-        found.append(known.setdefault((mixture, rules, wide), len(known)))
+        found.append(known.setdefault((parts, rules, wide), len(known)))
     return tuple(found)
 
 
@@ -74,15 +75,13 @@ def _names_experts(policy: PrecisionPolicy) -> bool:
     return bool(policy.keep_fp32) or any("local_experts" in region.modules for region in policy.regions)
 
 
-def _modules(shape: ModelShape, mixture: bool, experts: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _modules(shape: ModelShape, parts: tuple[str, ...], experts: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(linears of a layer, its parameters), with experts under both of their names; experts: all of them, otherwise only the first."""
-    if mixture and not shape.expert_layers:
-        return (), ()
     count = None if experts else min(1, shape.experts or 0)
     found = [
         weight
         for grouped in (False, True)
-        for weight in layer_weights(shape, mixture=mixture, local_experts=count, shared_gate=True, grouped=grouped)
+        for weight in layer_weights(shape, parts=parts, local_experts=count, shared_gate=True, grouped=grouped)
     ]
     linears = dict.fromkeys(weight.module for weight in found if weight.linear)
     return tuple(linears), tuple(dict.fromkeys(weight.path for weight in found))

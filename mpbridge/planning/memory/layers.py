@@ -1,4 +1,4 @@
-"""The parameters of a GPT in megatron-core's own shapes and order, for any rank of any parallel layout. Source: 0.16.1's local layer spec."""
+"""The parameters of a GPT or a hybrid in megatron-core's own shapes and order, for any rank of any parallel layout. Source: 0.16.1's local layer spec."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _chunk(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Parameter]:
         found += _layer(run, at, layer, f"decoder.layers.{layer}.")
     if has_final_norm(run, chunk):
         for part in ("weight", "bias") if shape.norm_bias else ("weight",):
-            outside(f"decoder.final_layernorm.{part}", shape.hidden_size)
+            outside(f"decoder.{'final_norm' if shape.pattern else 'final_layernorm'}.{part}", shape.hidden_size)
     if chunk.mtp:
         found += _mtp(run, at)
     if chunk.last and not (shape.tied and chunk.first):
@@ -139,7 +139,7 @@ def rank_weights(run: RunFacts, layer: int, expert: int = 0, *, grouped: bool = 
         tensor=parallel.tensor,
         expert_tensor=parallel.expert_width,
         local_experts=here,
-        mixture=shape.is_expert_layer(layer),
+        parts=shape.parts(layer),
         shared_gate=bool(run.model.get("moe_shared_expert_gate")),
         whole_down=te_layers(run),
         first_expert=expert * here,
@@ -177,21 +177,47 @@ def _layer_weights(
     tensor: int,
     expert_tensor: int,
     local_experts: int,
-    mixture: bool,
+    parts: tuple[str, ...],
     shared_gate: bool,
     whole_down: bool,
     first_expert: int,
     grouped: bool,
 ) -> tuple[Weight, ...]:
-    shape = shape_key.shape
-    attention = _latent(shape, tensor, whole_down) if shape.latent_attention else _attention(shape, tensor)
-    norm = [Weight(f"input_layernorm.{part}", (shape.hidden_size,)) for part in _parts(shape)]
-    second = [Weight(f"pre_mlp_layernorm.{part}", (shape.hidden_size,)) for part in _parts(shape)]
-    if mixture:
-        mlp = _experts(shape, tensor, expert_tensor, local_experts, shared_gate, first_expert, grouped)
-    else:
-        mlp = _mlp(shape, "mlp.", shape.ffn_hidden_size, tensor)
-    return (*norm, *attention, *second, *mlp)
+    shape, found = shape_key.shape, list[Weight]()
+    for part in parts:
+        if part == "mamba":
+            found += [*_mamba(shape, tensor), *_norm(shape, "norm")]
+            continue
+        found += _norm(shape, "input_layernorm" if part == "attention" else "pre_mlp_layernorm")
+        if part == "attention":
+            found += _latent(shape, tensor, whole_down) if shape.latent_attention else _attention(shape, tensor)
+        elif part == "experts":
+            found += _experts(shape, tensor, expert_tensor, local_experts, shared_gate, first_expert, grouped)
+        else:
+            found += _mlp(shape, "mlp.", shape.ffn_hidden_size, tensor)
+    return tuple(found)
+
+
+def _norm(shape: ModelShape, name: str) -> list[Weight]:
+    return [Weight(f"{name}.{part}", (shape.hidden_size,)) for part in _parts(shape)]
+
+
+def _mamba(shape: ModelShape, tensor: int) -> list[Weight]:
+    """A Mamba layer's mixer (ssm/mamba_mixer.py): heads and groups are split over tensor-parallel ranks, and with them everything between the projections."""
+    inner, states, heads = shape.mamba_sizes
+    mixed = (inner + 2 * states) // tensor
+    return [
+        *(Weight(f"mixer.{name}", (heads // tensor,)) for name in ("dt_bias", "A_log", "D")),
+        *_column("mixer.in_proj", 2 * (inner + states) + heads, shape.hidden_size, tensor, bias=False),
+        Weight("mixer.conv1d.weight", (mixed, 1, CONVOLVED)),
+        Weight("mixer.conv1d.bias", (mixed,)),
+        Weight("mixer.norm.weight", (inner // tensor,)),
+        *_row("mixer.out_proj", shape.hidden_size, inner, tensor, bias=False),
+    ]
+
+
+CONVOLVED = 4
+"""Tokens that a Mamba layer's convolution reads: MambaMixer's d_conv, which no setting changes."""
 
 
 class ShapeKey:
@@ -212,7 +238,7 @@ class ShapeKey:
 def layer_weights(
     shape: ModelShape,
     *,
-    mixture: bool,
+    parts: tuple[str, ...],
     tensor: int = 1,
     expert_tensor: int = 1,
     local_experts: int | None = None,
@@ -223,12 +249,12 @@ def layer_weights(
 ) -> tuple[Weight, ...]:
     """A rank's share of the parameters of one layer.
 
-    mixture: the layer's MLP consists of experts. local_experts: None: all. whole_down: latent attention's down projections are replicated on every rank
+    parts: what it consists of (`ModelShape.parts`). local_experts: None: all. whole_down: latent attention's down projections are replicated on every rank
     (Transformer Engine's modules), not split. grouped: experts are one module with one weight per expert (Transformer Engine's GroupedLinear).
     """
     here = (shape.experts or 0) if local_experts is None else local_experts
     return _layer_weights(
-        ShapeKey(shape), tensor, expert_tensor, here, mixture, shared_gate, whole_down, first_expert, grouped
+        ShapeKey(shape), tensor, expert_tensor, here, parts, shared_gate, whole_down, first_expert, grouped
     )
 
 

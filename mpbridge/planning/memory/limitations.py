@@ -50,12 +50,18 @@ def _no_network(run: RunFacts) -> bool:
 
 LIMITATIONS = (
     Limitation(
-        asked=lambda run: hybrid(run.model),
+        asked=lambda run: hybrid(run.model) and not run.shape.pattern,
         what="state-space layers (Mamba)",
         instead="counted as layers of attention and an MLP, which are larger",
         time="faster",
         memory="smaller",
         states=True,
+    ),
+    Limitation(
+        asked=lambda run: bool(run.shape.pattern),
+        what="the scans of Mamba layers",
+        instead="counted as the memory traffic of their operands, without the products inside",
+        time="slower",
     ),
     Limitation(
         asked=lambda run: bool(run.model.get("heterogeneous_block_specs")),

@@ -22,7 +22,7 @@ _HYBRID = ("mixer.in_proj", "mixer.out_proj", "mlp.fc1_latent_proj", "mlp.fc2_la
 
 def module_paths(shape: ModelShape) -> tuple[str, ...]:
     """Every linear of a layer. Experts appear under both of their names: individually, and grouped as on a GPU."""
-    kinds = sorted({shape.is_expert_layer(layer) for layer in range(shape.num_layers)})
+    kinds = sorted({shape.parts(layer) for layer in range(shape.num_layers)}, reverse=True)
     found = [name for kind in kinds for name in _of_layer(shape, kind)]
     return tuple(dict.fromkeys([*found, *((MTP_PROJECTION,) if shape.mtp_layers else ())]))
 
@@ -145,12 +145,12 @@ def beyond_the_model(policy: PrecisionPolicy, layers: int) -> tuple[str, ...]:
 
 def stacks(shape: ModelShape) -> Iterator[Stack]:
     """The linears of every layer under all of their names, multi-token prediction last."""
-    kinds = {kind: _of_layer(shape, kind) for kind in {shape.is_expert_layer(n) for n in range(shape.num_layers)}}
+    kinds = {kind: _of_layer(shape, kind) for kind in {shape.parts(n) for n in range(shape.num_layers)}}
     for layer in range(shape.num_layers):
-        yield Stack(layer, DECODER.format(layer), kinds[shape.is_expert_layer(layer)])
+        yield Stack(layer, DECODER.format(layer), kinds[shape.parts(layer)])
     for depth in range(shape.mtp_layers):
         for stem in MTP:
-            yield Stack(None, stem.format(depth), kinds[shape.is_expert_layer(shape.num_layers - 1)])
+            yield Stack(None, stem.format(depth), kinds[shape.parts(shape.num_layers - 1)])
         yield Stack(None, f"mtp.layers.{depth}.", (MTP_PROJECTION,))
 
 
@@ -202,7 +202,7 @@ def _rows(fates: Mapping[str, Mapping[str, set[int]]]) -> list[tuple[str, str, s
     ]
 
 
-def _of_layer(shape: ModelShape, mixture: bool) -> tuple[str, ...]:
-    every = (weight for grouped in (False, True) for weight in layer_weights(shape, mixture=mixture, grouped=grouped))
+def _of_layer(shape: ModelShape, parts: tuple[str, ...]) -> tuple[str, ...]:
+    every = (weight for grouped in (False, True) for weight in layer_weights(shape, parts=parts, grouped=grouped))
     own = dict.fromkeys(weight.module for weight in every if weight.linear)
-    return (*own, *(_HYBRID if shape.hybrid else ()))
+    return (*own, *(_HYBRID if shape.hybrid and not shape.pattern else ()))

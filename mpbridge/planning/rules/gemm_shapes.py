@@ -143,7 +143,7 @@ def _linears(run: RunFacts, layer: int) -> tuple[Weight, ...]:
         tensor=parallel.tensor,
         expert_tensor=parallel.expert_tensor or parallel.tensor,
         local_experts=1,
-        mixture=shape.is_expert_layer(layer),
+        parts=shape.parts(layer),
         grouped=shape.grouped_gemm,
     )
     return tuple(weight for weight in weights if weight.linear)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpbridge.common.facts import ModelShape, RunFacts, Versions
-from mpbridge.common.formats import DType
+from mpbridge.common.formats import DType, say
+from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.memory.limitations import hybrid
 from mpbridge.planning.rules.base import Case, Rule
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
@@ -21,18 +22,42 @@ def _fp4(case: Case) -> str | None:
 
 def _rows(case: Case) -> str | None:
     """Rows of in_proj (z, x, B, C and dt) on a rank that its scaling cannot take."""
-    model, shape, ranks = case.model, case.run.shape, case.run.parallel.tensor
-    if not hybrid(case.run.model):
+    shape, ranks, depth = case.run.shape, case.run.parallel.tensor, case.run.shape.num_layers
+    if not shape.pattern:
         return None
-    width = int(model("mamba_head_dim", 64))
-    heads = int(model("mamba_num_heads", 2 * shape.hidden_size // width))
-    rows = 2 * heads * width + 2 * int(model("mamba_num_groups", 8)) * int(model("mamba_state_dim", 128)) + heads
-    depth = shape.num_layers
-    rules = (case.policy.gemms_at("mixer.in_proj", layer, depth) for layer in range(depth))
+    inner, states, heads = shape.mamba_sizes
+    rows = 2 * (inner + states) + heads
+    mambas = [layer for layer in range(depth) if "mamba" in shape.parts(layer)]
+    rules = (case.policy.gemms_at("mixer.in_proj", layer, depth) for layer in mambas)
     needs = {one.scaling: one.row.sizes.outer for gemms in rules for one in gemms.distinct}
     low = [f"{scaling} needs a multiple of {need}" for scaling, need in needs.items() if rows % (need * ranks)]
     each = f"{rows // ranks if rows % ranks == 0 else f'{rows}/{ranks}'} on each of {ranks} tensor-parallel ranks"
     return f"mixer.in_proj has {rows} rows, {each}: {', '.join(low)}" if low else None
+
+
+_NONE_OF = {
+    "virtual_pipeline_model_parallel_size": "its stack asserts that there are no virtual stages",
+    "pipeline_model_parallel_layout": "its stack divides layers by their number",
+    "account_for_embedding_in_pipeline_split": "its stack divides layers by their number",
+    "account_for_loss_in_pipeline_split": "its stack divides layers by their number",
+    "mtp_num_layers": "MambaModel predicts one token",
+    "multi_latent_attention": "its layers have plain attention",
+    "qk_layernorm": "its specification has no such norms, and ignores the setting",
+    "rope_scaling": "MambaModel does not take it",
+    "cpu_offloading": "its stack opens no context for it",
+}
+"""Settings of the model section -> why megatron-core's hybrid does not follow them."""
+
+
+def _unfollowed(case: Case) -> str | None:
+    if not case.run.shape.pattern:
+        return None
+    found = [f"model.{name}={say(case.model(name))} ({why})" for name, why in _NONE_OF.items() if case.model(name)]
+    if case.model("position_embedding_type") == "yarn":
+        found.append("model.position_embedding_type=yarn (MambaModel does not take it)")
+    if case.model("recompute_granularity") == "full":
+        found.append("model.recompute_granularity=full (its stack recomputes no layer, without a message)")
+    return "; ".join(found)
 
 
 RULES: tuple[Rule, ...] = (
@@ -54,6 +79,29 @@ RULES: tuple[Rule, ...] = (
         cure="another model.mamba_num_heads, mamba_num_groups or mamba_state_dim, fewer tensor-parallel ranks, or mixed_precision.modules={mixer.in_proj: bf16}",
         source=f"{_MIXER}; the table of scalings",
         emulated="silent",
+    ),
+    Rule(
+        id="hybrid-without-a-pattern",
+        found=lambda c: (
+            hybrid(c.run.model) and not c.run.shape.pattern and "model.is_hybrid_model=true without a pattern of layers"
+        ),
+        expected="the kind of each layer: without it this would be a GPT with a hybrid's initialisation",
+        cure="model.hybrid_override_pattern=M-M*- (one symbol for each layer), or model.is_hybrid_model=false",
+        source="megatron-core 0.16.1 models/mamba/mamba_model.py",
+    ),
+    Rule(
+        id="hybrids-do-not-follow",
+        found=_unfollowed,
+        expected="settings that megatron-core's hybrid model reads",
+        cure="drop them",
+        source="megatron-core 0.16.1 models/mamba/mamba_model.py, mamba_layer_specs.py, ssm/mamba_block.py",
+    ),
+    Rule(
+        id="hybrids-on-one-engine",
+        found=lambda c: c.run.shape.pattern and c.run.engine != DEFAULT and f"a hybrid on {c.traits.full_name}",
+        expected=f"engine={DEFAULT}: Mamba layers were not tried on the others",
+        cure=f"engine={DEFAULT}",
+        source="mpbridge/backend/models/hybrid.py",
     ),
     Rule(
         id="hybrid-in-fp16",

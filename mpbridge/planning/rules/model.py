@@ -12,7 +12,7 @@ _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
 
 
 _OTHER_MODELS = (
-    "heterogeneous_block_specs", "hybrid_context_parallel", "experimental_attention_variant", "is_hybrid_model", "use_kitchen", "use_kitchen_attention", "cache_mla_latents",
+    "heterogeneous_block_specs", "hybrid_context_parallel", "experimental_attention_variant", "use_kitchen", "use_kitchen_attention", "cache_mla_latents",
 )  # fmt: skip
 
 

@@ -78,14 +78,14 @@ def copies(shape: ModelShape) -> dict[str, str]:
 
 
 def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: int, theirs: int) -> Iterator[Mapped]:
-    mixture = shape.is_expert_layer(min(layer, shape.num_layers - 1))
-    alike = len({shape.is_expert_layer(i) for i in range(shape.num_layers)}) == 1
+    kind = shape.parts(min(layer, shape.num_layers - 1))
+    alike = len({shape.parts(i) for i in range(shape.num_layers)}) == 1
     weights = layer_weights(
         shape,
         tensor=1,
         expert_tensor=1,
         local_experts=shape.experts or 0,
-        mixture=mixture,
+        parts=kind,
         shared_gate=bool(model.get("moe_shared_expert_gate")),
         whole_down=True,
     )
@@ -95,7 +95,7 @@ def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: i
         else [DECODER.format(layer)]
     )
     stack = (layer, shape.num_layers) if alike and theirs < shape.num_layers else None
-    bias = [Weight("mlp.router.expert_bias", (shape.experts or 0,))] if mixture and shape.expert_bias else []
+    bias = [Weight("mlp.router.expert_bias", (shape.experts or 0,))] if "experts" in kind and shape.expert_bias else []
     for weight in (*weights, *bias):
         layout, names = _source(family, weight.path)
         sizes = _sizes(shape, weight, layout)
@@ -186,6 +186,7 @@ def _sizes(shape: ModelShape, weight: Weight, layout: PartLayout) -> list[tuple[
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "norm.weight": "mixer.in_proj.layer_norm_weight",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }

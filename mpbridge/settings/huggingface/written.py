@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.common.errors import Contradiction
+from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.settings.huggingface.families import FAMILIES, Family
 from mpbridge.settings.huggingface.rope import rope_fields
 from mpbridge.settings.huggingface.section import section
@@ -29,7 +29,11 @@ _TRAINING = frozenset(
 
 
 def family_for(model: Mapping[str, Any]) -> Family:
-    """The family whose layers a model section describes, the simplest if several do."""
+    """The family whose layers a model section describes, the simplest if several do. Raises Refused for a hybrid."""
+    if model.get("hybrid_override_pattern"):
+        raise Refused(
+            "folders of hybrids with Mamba layers are neither read nor written: Megatron Bridge converts them"
+        )
     if model.get("multi_latent_attention"):
         return FAMILIES["deepseek_v3"]
     experts, window = bool(model["num_moe_experts"]), model["window_size"] is not None

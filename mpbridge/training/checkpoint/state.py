@@ -8,7 +8,7 @@ bits only. Here the tensors that an engine requests are looked up under the chec
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -173,18 +173,24 @@ class Shelf:
 
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
+    divided: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The same for tensors that are stored in named parts, by their own key: a Mamba projection's are KEY.z, KEY.x ..."""
 
     @classmethod
     def of(cls, index: Index) -> Shelf:
         """From a checkpoint's index."""
         return cls(
             dtypes={key: getattr(torch, stored.dtype) for key, stored in index.tensors.items()},
+            divided={key.rpartition(".")[0]: getattr(torch, stored.dtype) for key, stored in index.tensors.items()},
             shapes={key: stored.shape for key, stored in index.tensors.items()},
         )
 
     def main(self, model_key: str) -> str | None:
         """The key of a parameter's main weights; None if the parameter is its own main weight."""
-        return next((prefix + model_key for prefix in MAIN if prefix + model_key in self.dtypes), None)
+        return next((prefix + model_key for prefix in MAIN if self._dtype(prefix + model_key) is not None), None)
+
+    def _dtype(self, key: str) -> torch.dtype | None:
+        return self.dtypes.get(key) or self.divided.get(key)
 
     def holds(self, part: Any) -> bool:
         """Whether every tensor that `part` of an engine's state requests exists with the requested shape."""
@@ -200,7 +206,7 @@ class Shelf:
                 leaf.key = self.main(_bare(leaf.key)) or _bare(leaf.key)
             elif is_model_key(leaf.key):
                 wanted, main = _dtype_of(leaf), self.main(leaf.key)
-                if main is not None and (weights_only or wanted is not self.dtypes.get(leaf.key)):
+                if main is not None and (weights_only or wanted is not self._dtype(leaf.key)):
                     leaf.key = main
 
 

@@ -143,12 +143,12 @@ def bytes_of(
     """
     base = dataclasses.replace(policy, regions=(Region(quant=next(iter(levels.values()))),))
     whole = float(memory(base, run).needed)
-    known: dict[tuple[str, bool, str], float] = {}
+    known: dict[tuple[str, tuple[str, ...], str], float] = {}
     found: Costs = []
     for unit in units:
         cost = {}
         for name, quant in levels.items():
-            key = (unit.kind, run.shape.is_expert_layer(unit.layer), name)
+            key = (unit.kind, run.shape.parts(unit.layer), name)
             if key not in known:
                 regions = tuple(
                     Region(modules=glob, layers=((layer, layer),), quant=quant) for layer, glob in unit.places

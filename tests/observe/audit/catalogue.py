@@ -11,11 +11,16 @@ import torch
 from tests.observe.audit import compute_faults as c
 from tests.observe.audit import faults as f
 from tests.observe.audit import hostile_faults as h
+from tests.observe.audit import hybrid_faults as m
 from tests.observe.audit import step_faults as s
 
 SHARDED = {"use_distributed_optimizer": True}
 AWARE = {"use_precision_aware_optimizer": True}
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+HYBRID = {
+    "num_layers": 3, "hybrid_override_pattern": "M*-", "normalization": "RMSNorm", "position_embedding_type": "none", "mamba_num_heads": 16, "mamba_head_dim": 8,
+    "mamba_num_groups": 2, "mamba_state_dim": 28,
+}  # fmt: skip
 PLAIN = {"first_last_layers_bf16": False, "fp8_param": False}
 SCALED = {"recipe": "fp16_mixed", "initial_loss_scale": 1024.0}
 
@@ -33,6 +38,9 @@ ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "logits": ({"recipe": "bf16_mixed", "logit_dtype": "fp32"}, {}),
     "autocast": ({"recipe": "bf16_mixed", "autocast_enabled": True}, {}),
     "norms kept": ({"recipe": "bf16_params_fp32_states", "keep_fp32": ["*layernorm*"]}, {"engine": "fsdp2"}),
+    "hybrid": ("bf16", {"model": HYBRID}),
+    "hybrid kept": ({"recipe": "bf16_mixed", "keep_fp32": ["*.A_log", "*.D", "*.dt_bias"]}, {"model": HYBRID}),
+    "hybrid tensorwise": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **PLAIN}, {"emulate": True, "model": HYBRID}),
     "pipeline": ("bf16", {"parallel": {"pipeline_model_parallel_size": 2}}),
     "sequence parallel": ("bf16", {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
     "blockwise sequence parallel": ({"recipe": "bf16_with_fp8_subchannel_scaling_mixed", **PLAIN}, {"emulate": True, "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
@@ -203,6 +211,17 @@ CATALOGUE = (
     Fault("half of the gradient's rows lost", h.operands_of("wgrad", "dy", h.halved), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "wgrad dy", quick=True),
     Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w", behind=1),
     Fault("quantized copy of an old weight in dgrad", h.operands_of("dgrad", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "dgrad w", quick=True, behind=1),
+    # Mamba layers
+    Fault("scan in BF16", m.scan_in_bf16, ("hybrid", "hybrid kept", "hybrid tensorwise"), ("scan",), "mixer", quick=True),
+    Fault("decays in BF16", m.decays_in_bf16, ("hybrid", "hybrid kept"), ("scan",), "mixer", quick=True),
+    Fault("step sizes in BF16", m.steps_in_bf16, ("hybrid",), ("scan",), "mixer", quick=True),
+    Fault("a mixer's norm in BF16", m.norm_in_bf16, ("hybrid", "hybrid tensorwise"), ("norms",), "mixer.norm", quick=True),
+    Fault("convolution stored in FP16", m.cast("conv1d.weight", torch.float16), ("hybrid", "hybrid tensorwise"), ("params",), "conv1d.weight", quick=True),
+    Fault("step sizes no longer trained", m.no_longer_trained("dt_bias"), ("hybrid", "hybrid kept"), ("optimizer holds", "weights moved"), "dt_bias", quick=True),
+    Fault("the decays' gradient doubled", f.change_gradients(lambda grad: grad * 2, "mixer.A_log"), ("hybrid", "hybrid kept"), ("gradients",), "A_log", quick=True),
+    Fault("the convolution's gradient doubled", f.change_gradients(lambda grad: grad * 2, "conv1d.weight"), ("hybrid",), ("gradients",), "conv1d", quick=True),
+    Fault("a Mamba projection unquantized", m.projection_unquantized, ("hybrid tensorwise",), ("quantized GEMMs",), "mixer.in_proj", quick=True),
+    Fault("a Mamba projection in FP16", m.projection_in_fp16, ("hybrid",), ("compute",), "mixer.in_proj", quick=True),
     # the optimizer's step
     Fault("moments zeroed before every step", s.moments_zeroed_before_every_step, (*ALL, "aware"), ("optimizer step",), "does not follow", early=False, quick=True),
     Fault("half of every second moment zeroed once", s.moments_times(0.0, "exp_avg_sq"), ("ddp", "dist", "mfsdp"), ("bits of states",), "exp_avg_sq", early=False, quick=True),

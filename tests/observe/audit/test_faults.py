@@ -86,7 +86,7 @@ def test_a_fault_is_named_whenever_it_begins(build: Any, fault: Fault, engine: s
     check(build, fault, engine, MOMENTS[moment])
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "mfsdp", "nvfp4"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "mfsdp", "nvfp4", "hybrid", "hybrid kept", "hybrid tensorwise"])
 def test_the_same_run_without_a_fault_is_healthy(build: Any, engine: str) -> None:
     assert planted(build, CATALOGUE[0], engine, 1, plant=False) == []
 

@@ -13,7 +13,7 @@ import torch
 
 from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.observe.audit import AuditHook
-from tests.observe.audit.catalogue import ENGINES, MOE, SHARDED
+from tests.observe.audit.catalogue import ENGINES, HYBRID, MOE, SHARDED
 
 SAME = (
     "ddp",
@@ -52,6 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": MOE,
     "sum of tokens": {"calculate_per_token_loss": True},
     "one layer": {"num_layers": 1},
+    "hybrid": HYBRID | {"num_layers": 4, "hybrid_override_pattern": "M-M*"},
+    "hybrid with experts": HYBRID | MOE | {"num_layers": 4, "hybrid_override_pattern": "MEM*"},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {},
@@ -117,6 +119,9 @@ def test_a_first_batch_without_a_token_to_learn_from_only_defers_the_audit(build
         ("fsdp2 a", "untied", "tiny rate", "half masked"),
         ("overlapped", "sum of tokens", "no decay, no memory", "four micro-batches"),
         ("residual", "recomputed", "sgd", "whole"),
+        ("residual", "hybrid", "adam", "four micro-batches"),
+        ("mxfp8", "hybrid with experts", "large rate", "half masked"),
+        ("delayed", "hybrid", "no clipping", "whole"),
     ],
 )
 def test_an_unusual_run_is_healthy(build: Any, recipe: str, model: str, optimizer: str, batch: str) -> None:

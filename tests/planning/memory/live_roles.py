@@ -32,12 +32,20 @@ MOE = {
     "moe_token_dispatcher_type": "alltoall", "moe_shared_expert_intermediate_size": 24, "moe_router_load_balancing_type": "none",
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
 }  # fmt: skip
+HYBRID = {
+    "share_embeddings_and_output_weights": False, "add_bias_linear": False, "normalization": "RMSNorm", "num_query_groups": 2, "ffn_hidden_size": 104,
+    "position_embedding_type": "none", "num_layers": 4, "hybrid_override_pattern": "M*-M", "mamba_num_heads": 12, "mamba_head_dim": 8, "mamba_num_groups": 2,
+    "mamba_state_dim": 10,
+}  # fmt: skip
+MIXED = HYBRID | {name: MOE[name] for name in MOE if name != "moe_layer_freq"} | {"hybrid_override_pattern": "ME*E"}
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2_untied": GPT2 | {"share_embeddings_and_output_weights": False},
     "llama": LLAMA,
     "llama_tied": LLAMA_TIED,
     "moe": MOE,
+    "hybrid": HYBRID,
+    "hybrid_moe": MIXED,
 }
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -67,6 +75,7 @@ RECIPES: dict[str, Any] = {
         "exp_avg_dtype": "fp8",
     },
     "kept": {"recipe": "bf16_mixed", "keep_fp32": ["*layernorm*"]},
+    "mamba_kept": {"recipe": "bf16_mixed", "keep_fp32": ["*.A_log", "*.D", "*.dt_bias"]},
     "full": "full_bf16",
 }
 

@@ -35,6 +35,9 @@ ONE = [
         "llama/bus/bf16",
     ],
     *[
+        "hybrid/sharded/bf16",
+        "hybrid/ddp/mamba_kept",
+        "hybrid_moe/ddp/fp32",
         "llama/sharded/remainders",
         "llama/sharded/no_remainders",
         "llama/sharded/kept",
@@ -55,6 +58,8 @@ TWO = [
         "moe/ep/bf16",
         "gpt2/tp/bf16",
         "gpt2/pp/bf16",
+        "hybrid/tp/bf16",
+        "hybrid/pp/bf16",
         "llama/pp/bf16",
         "llama_tied/buckets/moments",
         "moe/sharded/remainders",

@@ -62,10 +62,12 @@ def opt(**changes):
 B200 = {"machine": machine("b200")}
 MX = {"recipe": "mxfp8", **B200}
 HYBRID = {"is_hybrid_model": True}
-NANO = {
-    "model": {**HYBRID, "mamba_num_heads": 64, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128},
-    "parallel": Parallel(world_size=4, tensor=4),
+MAMBA = {"mamba_num_heads": 64, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128}
+PATTERN = {
+    "model": {**HYBRID, "hybrid_override_pattern": "M-*M"},
+    "shape": dataclasses.replace(SHAPE, hybrid=True, pattern="M-*M", mamba=MAMBA),
 }
+NANO = {**PATTERN, "parallel": Parallel(world_size=4, tensor=4)}
 AWARE = {"use_precision_aware_optimizer": True}
 PP2 = Parallel(world_size=2, pipeline=2)
 CUSTOM = {"fp8": "hybrid", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"}
@@ -241,6 +243,9 @@ TABLE = {
     ),
     # Nemotron 3 Nano's mixer: 2 x 64 x 64 + 2 x 8 x 128 + 64 = 10,304 rows, 2,576 = 161 x 16 on each of four ranks: enough for FP8, not for MXFP8
     "mamba-projection-rows": ({**MX, **NANO}, {"recipe": "fp8_cs", **NANO}),
+    "hybrid-without-a-pattern": ({"model": HYBRID}, PATTERN),
+    "hybrids-do-not-follow": ({**PATTERN, "model": {**PATTERN["model"], **WHOLE}}, {**PATTERN, "model": {**PATTERN["model"], **SELECTIVE}}),
+    "hybrids-on-one-engine": ({**PATTERN, "engine": "fsdp2", "optimizer": OptimizerFacts()}, PATTERN),
     "hybrid-in-fp16": ({"recipe": "fp16", "model": HYBRID}, {"recipe": "bf16", "model": HYBRID}),
     "muon-cannot": ({"recipe": "fp16", "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
     "torch-muon-keeps-no-main-weights": ({"engine": "fsdp2", "optimizer": OptimizerFacts(name="muon")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="muon")}),

@@ -59,6 +59,58 @@ def test_a_recipe_trains_on_transformer_engines_modules_and_passes_its_audit(rec
     assert "transformer_engine" in seen.modules
 
 
+HYBRID = ("model.hybrid_override_pattern=M-M*-M-", "model.num_layers=7")
+UNSTORED = ("mixed_precision.fp8_param_gather=false", "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false")
+HYBRIDS = (
+    ["bf16_with_mxfp8_mixed"]
+    if BLACKWELL
+    else [
+        "nemotron_h_bf16_with_fp8_current_scaling_mixed",
+        *(
+            pytest.param(recipe, marks=pytest.mark.slow)
+            for recipe in (
+                "bf16_with_fp8_subchannel_scaling_mixed",
+                "bf16_with_fp8_delayed_scaling_mixed",
+                "nanov2_bf16_with_fp8_current_scaling_mixed",
+                "bf16_mixed",
+                "fp32",
+            )
+        ),
+    ]
+)
+
+
+@pytest.mark.parametrize("recipe", HYBRIDS)
+def test_a_hybrid_trains_stops_and_goes_on_to_the_bit(recipe, tmp_path) -> None:
+    """megatron-core's MambaModel over the kernels in plain torch, audited in every part; Mamba's projections are stored as the recipe says."""
+
+    def run(folder: str, *more: str) -> tuple[Steps, Seen]:
+        steps, seen = Steps(False), Seen()
+        saved = [f"checkpoint.{way}={tmp_path / folder}" for way in ("save", "load")]
+        pretrain(
+            tiny(
+                recipe,
+                "train.audit=stop",
+                "train.train_iters=4",
+                *HYBRID,
+                *(UNSTORED if BLACKWELL else ()),
+                *saved,
+                *more,
+                model="nemotron_h_tiny",
+            ),
+            hooks=[steps, seen],
+            quiet=True,
+        )
+        return steps, seen
+
+    whole, seen = run("whole")
+    parts = [step for _ in range(2) for step in run("parts", "train.exit_interval=2")[0].seen]
+    assert parts == whole.seen
+    stored = "Parameter" if BLACKWELL or recipe != HYBRIDS[0] else "Float8Tensor"
+    assert seen.classes["decoder.layers.2.mixer.in_proj.weight"] == ("Float8Tensor" if "delayed" in recipe else stored)
+    assert seen.classes["decoder.layers.2.mixer.conv1d.weight"] == "Parameter"
+
+
 class Steps(Hook):
     """Loss and gradient norm of every step; every tensor of the engine is read in between where `looks`."""
 

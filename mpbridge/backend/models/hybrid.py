@@ -1,0 +1,110 @@
+"""megatron-core's MambaModel from a pattern of layers (`model.hybrid_override_pattern`): M a Mamba layer, * attention, - an MLP, E a mixture of experts."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from mpbridge.backend.devices.mamba import mamba_on_cpu
+from mpbridge.backend.models.residual import keep_wide
+from mpbridge.common.errors import Refused
+
+
+def hybrid_model(
+    config: Any, arguments: Mapping[str, Any], layers: Any, provider: Any, *, cuda: bool, first: bool, last: bool
+) -> Any:
+    """The MambaModel of this pipeline stage, with parameters as initialised by megatron-core.
+
+    arguments: `megatron.targets.GPT_ARGUMENTS`. layers: (experts) -> a whole layer of `provider`'s modules, of which each kind of layer is a part.
+    provider: None: Transformer Engine's modules. On a CPU `mamba_ssm` is `numerics.mamba`; on CUDA the installed one.
+    Raises Refused if the mixer was imported before without mamba_ssm.
+    """
+    with nullcontext() if cuda else mamba_on_cpu():
+        import megatron.core.ssm.mamba_mixer as mixer
+        from megatron.core.models.mamba.mamba_model import MambaModel
+
+        if not mixer.HAVE_MAMBA_SSM:
+            raise Refused(
+                "megatron.core.ssm.mamba_mixer was imported without mamba_ssm: install mamba-ssm and causal-conv1d (on a CPU nothing is needed, but import "
+                "megatron's Mamba modules after mpbridge's device layer or inside mpbridge.transformer_engine_on_cpu())"
+            )
+        spec = _transformer_engines() if provider is None else _locals(config, layers, provider)
+    keep_wide(config, spec)
+    taken = inspect.signature(MambaModel).parameters
+    own = {name: value for name, value in arguments.items() if name in taken}
+    with nullcontext() if provider is None else _final_norm(provider.layer_norm()):
+        return MambaModel(config=config, mamba_stack_spec=spec, pre_process=first, post_process=last, **own)
+
+
+def is_mamba(module: Any) -> bool:
+    """Whether the module is a whole Mamba layer (by its class's name: importing the class needs mamba_ssm)."""
+    return type(module).__name__ == "MambaLayer"
+
+
+def _transformer_engines() -> Any:
+    """What megatron-core builds from Transformer Engine's modules, as a copy."""
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+    return copy.deepcopy(mamba_stack_spec)
+
+
+def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
+    """The same kinds of layers from `provider`'s modules; megatron-core has no such spec. Checkpoints name norms as Transformer Engine's fused modules do."""
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+
+    norm = provider.layer_norm()
+    projections = MambaMixerSubmodules(
+        in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()
+    )
+    mamba = MambaLayerSubmodules(
+        norm=norm,
+        mixer=ModuleSpec(module=MambaMixer, submodules=projections),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    )
+    dense = layers(None).submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=dense.self_attention,
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=norm,
+        mlp=dense.mlp,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    )
+    kinds = {
+        "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),
+        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
+        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+    }
+    if config.num_moe_experts:
+        experts = layers(config.num_moe_experts).submodules.mlp
+        routed = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=experts, mlp_bda=get_bias_dropout_add)
+        kinds["moe_layer"] = ModuleSpec(module=TransformerLayer, submodules=routed)
+    return ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules(**kinds))
+
+
+@contextmanager
+def _final_norm(norm: Any) -> Iterator[None]:
+    """Context for building: megatron-core's stack takes its last norm from Transformer Engine, whatever its spec says."""
+    from megatron.core.ssm import mamba_block
+
+    theirs = mamba_block.TENorm
+    mamba_block.TENorm = norm
+    try:
+        yield
+    finally:
+        mamba_block.TENorm = theirs
