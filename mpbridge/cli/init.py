@@ -123,9 +123,18 @@ def run(args: argparse.Namespace) -> int:
     taken = [str(folder / name) for name in files if (folder / name).exists()]
     if taken:
         raise BadValue(f"{', '.join(taken)} already exist: choose an empty folder (mpbridge init DIR)")
+    there = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        write(folder / name, text)
+    try:
+        for name, text in files.items():
+            write(folder / name, text)
+    except OSError:  # no room: nothing is left of it
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        if not there:
+            folder.rmdir()
+        raise
+    for name in files:
         print_line(f"{folder / name}  {WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
     world = wanted_world(args) or 1

@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _stop_printing()
         code = 141
     except OSError as error:
+        if arguments[:1] == ["on-cpu"] and "torch" in sys.modules:
+            raise  # the script's own, a network that is not there for example
         # errors while writing: a full disk, a file in place of a folder
         _complain(BadValue(f"{error.filename or 'standard output'}: {error.strerror or error}"), as_json)
         _stop_printing()

@@ -90,12 +90,42 @@ def opened_to_write(file: Path, *, append: bool = False) -> IO[str]:
     return os.fdopen(handle, "a+" if append else "w+", encoding="utf-8", buffering=1)
 
 
-def write(file: Path, content: str | bytes) -> None:
-    """Writes a whole output file; text as UTF-8. Raises as `opened_to_write` does, and OSError if it cannot be written."""
-    with os.fdopen(_descriptor(file, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as stream:
-        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            stream.truncate()
-        stream.write(content.encode() if isinstance(content, str) else content)
+def write(file: Path, content: str | bytes, *, append: bool = False) -> None:
+    """Writes a whole output file, or adds to its end; text as UTF-8.
+
+    Raises as `opened_to_write` does, and OSError with the file's name if there is no room: a new file is removed then, and the room is reserved before
+    an old one is changed.
+    """
+    data, new = content.encode() if isinstance(content, str) else content, not os.path.lexists(file)
+    handle = _descriptor(file, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
+    before = os.fstat(handle)
+    regular = stat.S_ISREG(before.st_mode)
+    try:
+        with os.fdopen(handle, "wb", buffering=0) as stream:
+            if regular:
+                _reserve(handle, before.st_size, len(data) + (before.st_size if append else 0))
+            rest = memoryview(data)
+            while rest:
+                rest = rest[stream.write(rest) :]
+            if regular and not append:
+                stream.truncate()
+    except OSError as error:
+        if regular and new:
+            os.unlink(file)
+        raise OSError(error.errno, error.strerror, str(file)) from None
+
+
+def _reserve(handle: int, there: int, wanted: int) -> None:
+    """Takes room for an old file that grows, and gives it back if there is not enough. Raises OSError."""
+    if not 0 < there < wanted or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(handle, there, wanted - there)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+    finally:
+        os.ftruncate(handle, there)
 
 
 def folder_inside(folder: Path, name: str) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mpbridge.common.errors import BadValue, Contradiction, UnknownName
-from mpbridge.common.files import write
+from mpbridge.common.files import why, write
 from mpbridge.common.shipped import label
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -257,7 +257,7 @@ class ConfigContainer:
         try:
             write(Path(path), self.to_yaml())
         except OSError as error:
-            raise BadValue(f"configuration {path} cannot be written: {error}") from None
+            raise BadValue(f"configuration {path} cannot be written: {why(error)}") from None
 
     def copy(self) -> Self:
         """An independent container; megatron-core's config objects are shared."""

@@ -49,7 +49,7 @@ def say(*words: str, place: Path) -> None:
         capture_output=True,
         text=True,
     )
-    lines = done.stdout.splitlines()
+    lines = [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
     print("\n".join(lines[-2:] if words[0] == "train" else lines), flush=True)
     if done.returncode:
         sys.exit(f"exit status {done.returncode}\n{done.stderr[-3000:]}")

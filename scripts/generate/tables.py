@@ -184,7 +184,7 @@ def audit_faults_table() -> str:
 def audit_healthy_table() -> str:
     """Healthy runs drawn at random: how many of each value of each axis."""
     found = evidence("audit_faults")["healthy"]
-    text = f"{found['runs']} runs, {found['audits']} audits, {len(found['alarms'])} false alarms."
+    text = f"{found['runs']} runs, {found['audits']} audits, {len(found['alarms'])} false alarms; {len(found['errors'])} more ended where a checkpoint was written."
     rows = [
         (axis, ", ".join(f"{value} ({count})" for value, count in sorted(values.items(), key=lambda one: -one[1])))
         for axis, values in found["axes"].items()
@@ -757,6 +757,44 @@ def served_format_table() -> str:
         "read by",
     )
     return markdown(heads, rows)
+
+
+def served_data(section: str) -> Any:
+    """A section of what the judges of served folders measured (scripts/evidence/stacks/served_*.py)."""
+    data = ROOT / "scripts" / "evidence" / "data" / "served.json"
+    return json.loads(data.read_text(encoding="utf-8"))[section]
+
+
+def share(part: float) -> str:
+    return "equal" if part == 0 else f"{part:.2%}" if part >= 0.0001 else "< 0.01%"
+
+
+@table("served-bytes")
+def served_bytes_table() -> str:
+    """The bytes of other tools beside training's."""
+    second = {None: "", True: "equal", False: "other"}
+    rows = [
+        (r["rule"], r["tool"], share(r["codes"]), share(r["scales"]), second[r["second"]], r["cause"])
+        for r in served_data("bytes")["rows"]
+    ]
+    return markdown(("training", "tool", "codes that differ", "scales", "second level", "the tool's rule"), rows)
+
+
+@table("served-lists")
+def served_lists_table() -> str:
+    """What engines' own matchers make of lists, summed up over quantization methods."""
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for r in served_data("lists")["rows"]:
+        wrong = f"{r['method']}: {r['wrong']} of {r['modules']}" if r["wrong"] else ""
+        rows.setdefault((r["list"], r["engine"]), {}).setdefault(r["model"], []).append(wrong)
+    models = list(dict.fromkeys(r["model"] for r in served_data("lists")["rows"]))
+    return markdown(
+        ("list", "engine", *models),
+        [
+            (name, engine, *("; ".join(filter(None, found[m])) or "exactly" for m in models))
+            for (name, engine), found in rows.items()
+        ],
+    )
 
 
 @table("wings")

@@ -213,6 +213,36 @@ def test_a_page_without_room_is_named_and_costs_the_page_only(
     assert err == "--out /dev/full cannot be written: No space left on device\n"
 
 
+WITHOUT_ROOM = """
+import json, resource, sys
+from mpbridge.cli.main import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+sys.exit(main(json.loads(sys.argv[1])))
+"""
+"""A limit on the size of files stands for the disk: the same writes fail, with EFBIG in place of ENOSPC."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [(["init", "new"], 100), (["init", "new"], 900), (["import", "--args", "--bf16", "--write", "r.yaml"], 10), (["report", "run", "--out", "p.html"], 100), (["report", "run", "--out", "old.html"], 100)],
+    ids=str,
+)  # fmt: skip
+def test_a_full_disk_is_misuse_with_a_message_and_leaves_nothing(
+    arguments: list[str], limit: int, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"iteration": 1, "loss": 3.0}\n')
+    (tmp_path / "old.html").write_text("kept")
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    command = [sys.executable, "-c", WITHOUT_ROOM, json.dumps(arguments), str(limit)]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    assert (tmp_path / "old.html").read_text() == "kept"
+
+
 @pytest.mark.parametrize("arguments", [["init", "file"], ["init", "file/in"], ["data", "prepare", "file", "--out", "file/in/x"], ["data", "prepare", "file", "--cache", "file"]], ids=" ".join)  # fmt: skip
 def test_a_file_in_the_place_of_a_folder_is_named(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

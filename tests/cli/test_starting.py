@@ -181,3 +181,24 @@ def test_an_option_is_inserted_beside_settings(shell: str, tmp_path: Path, capsy
         "fish": (["fish", "--no-config", "-i"], f"source {tmp_path}/_mpbridge"),
     }[shell]
     assert tab(command, setup, "mpbridge check --conf").strip() == "mpbridge check --config"
+
+
+def test_settings_that_check_offers_go_into_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["parallel.tensor_model_parallel_size=2", "ddp.use_distributed_optimizer=true"]
+    assert main(["init", str(tmp_path / "big"), "--config", "llama3_8b", "--world-size", "64", *asked]) == 0
+    assert " --world-size 64 data.corpus=YOUR_TEXT (README.md has what follows)" in capsys.readouterr().out
+    made = ConfigContainer.load(tmp_path / "big/config.yaml")
+    assert (made.parallel.tensor_model_parallel_size, made.ddp.use_distributed_optimizer) == (2, True)
+    assert "launch --nodes 8 --gpus-per-node 8" in (tmp_path / "big/README.md").read_text()
+    assert main(["init", str(tmp_path / "no"), "mixed_precision.fp8=hybrid"]) == 2
+    assert "recipe.yaml's" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(("given", "world", "batch"), [({}, 1, 8), ({}, 4, 16), ({"micro_batch_size": 1}, 64, 64), ({"micro_batch_size": 3}, 1, 9), ({"micro_batch_size": None}, 3, 9)])  # fmt: skip
+def test_a_batch_that_is_not_set_is_one_that_the_ranks_can_divide(
+    given: dict[str, Any], world: int, batch: int
+) -> None:
+    model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 384}
+    made = ConfigContainer(mixed_precision="bf16", model=model, train=given, data={"seq_length": 64})
+    assert made.resolved(world, training=False).train["global_batch_size"] == batch

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from mpbridge.cli.main import verbs
+from mpbridge.cli.main import ALIASES, verbs
 from mpbridge.common import traits
 from mpbridge.precision import registry
 
@@ -21,7 +21,7 @@ DOCUMENTED = {
 
 
 def test_verbs_and_entry_point_groups_are_there() -> None:
-    assert set(verbs()) >= VERBS
+    assert {*verbs(), *ALIASES} >= VERBS
     assert (traits.ENTRY_POINTS, registry.ENTRY_POINTS) == ("mpbridge.engines", "mpbridge.recipes")
 
 

@@ -188,3 +188,12 @@ def test_check_says_that_the_target_is_played() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         said = "here   played by Transformer Engine 2.11.0's own Python on the CPU"
         assert (said in done.stdout) is played
+
+
+def test_an_operating_systems_error_of_the_script_keeps_its_traceback(tmp_path) -> None:
+    script = tmp_path / "fetches.py"
+    script.write_text('raise ConnectionError("the network is unreachable")\n', encoding="utf-8")
+    done = on_cpu(script)
+    assert done.returncode == 1
+    assert "fetches.py" in done.stderr
+    assert done.stderr.rstrip().endswith("ConnectionError: the network is unreachable")

@@ -69,7 +69,7 @@ def save(figure: Any, path: Path) -> None:
         figure.savefig(drawn, dpi=110, format=path.suffix.lstrip(".") or "png")
         files.write(path, drawn.getvalue())
     except (OSError, ValueError) as error:
-        raise BadValue(f"picture {path} cannot be written: {error}") from None
+        raise BadValue(f"picture {path} cannot be written: {files.why(error)}") from None
     finally:
         pyplot().close(figure)
 

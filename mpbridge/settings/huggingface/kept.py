@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mpbridge.settings.huggingface.served import group_of
@@ -32,7 +32,7 @@ def _below(entry: str, module: str) -> bool:
 
 def _pattern(entry: str, module: str) -> bool:
     if not entry.startswith("re:"):
-        return entry in (module, "Linear")
+        return entry == module
     return _tame(entry[3:]) and re.match(entry[3:], module) is not None
 
 
@@ -54,10 +54,26 @@ def _wildcard_below(entry: str, module: str) -> bool:
     return fnmatchcase(module, entry) or _below(entry, module)
 
 
+def _sglang_modelopt(entry: str, module: str) -> bool:
+    """A wildcard of the name or of one of its words; below a module, except for experts; and a latent projection named in any layer means all layers'."""
+    if any(fnmatchcase(part, entry) for part in (module, *module.split("."))):
+        return True
+    last, own = (
+        entry.rpartition(".")[2],
+        module.rpartition(".")[2].replace("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"),
+    )
+    if last in _LATENT and last in own:
+        return True
+    return not module.endswith(".experts") and _below(entry, module)
+
+
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+
+
 _MATCHERS: Mapping[tuple[str, str], Matcher] = {
     ("vllm", "modelopt"): _part,
     ("vllm", "fp8"): _exact,
-    ("sglang", "modelopt"): _wildcard_below,
+    ("sglang", "modelopt"): _sglang_modelopt,
     ("sglang", "fp8"): _below,
     ("sglang", "mxfp8"): _below,
     ("vllm", "compressed-tensors"): _pattern,
@@ -74,6 +90,11 @@ def fused(module: str) -> str:
     first = group_of(module)
     stem, _, last = first.rpartition(".")
     return f"{stem}.{_NAMES[last]}" if last in _NAMES else first
+
+
+def full_names(high: Iterable[str]) -> list[str]:
+    """The list that every engine resolves to exactly `high`, full names of modules: those names, and a set of experts by its own, for which some look."""
+    return sorted({name for module in high for name in (module, *([fused(module)] if ".experts." in module else ()))})
 
 
 def list_faults(
@@ -122,7 +143,9 @@ def _by_engine(
     for name, parts in whole.items():
         # an engine looks up the names of all parts of a fused module, and then its own name; substrings count in the latter only
         by_part = _exact if matcher is _part and name not in parts else matcher
-        hits = [part in listed or any(by_part(entry, part) for entry in loose) for part in parts]
+        # SGLang looks for the name of the whole set of experts alone
+        looked = [name] if matcher is _sglang_modelopt and name.endswith(".experts") else parts
+        hits = [part in listed or any(by_part(entry, part) for entry in loose) for part in looked]
         if len(set(hits)) > 1:
             yield (
                 name,

@@ -5,6 +5,7 @@ Source: mlperf-logging 4.1.68, compliance_checker/training_6.1.0/common.yaml.
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Refused
-from mpbridge.common.files import lines_of, opened_to_write
+from mpbridge.common.files import lines_of, write
 from mpbridge.common.shipped import install
 from mpbridge.training.disclosure.evidence import Evidence
 
@@ -50,10 +51,10 @@ def write_mllog(evidence: Evidence, log: Path) -> dict[str, Any]:
         there = [key for key in keys if any(f'"key": "{key}"' in line for line in lines_of(log))]
         if there:
             raise Refused(f"{log} already has {', '.join(there)}; MLPerf allows each key once: name another file")
-    with opened_to_write(log, append=True) as stream:
-        logger = logging.Logger("mpbridge.mllog")
-        logger.addHandler(logging.StreamHandler(stream))
-        writer = MLLogger(logger, root_dir=re.escape(str(Path(__file__).parents[3])))
-        for key, (value, metadata) in keys.items():
-            writer.event(key=key, value=value, metadata=metadata)
+    lines, logger = io.StringIO(), logging.Logger("mpbridge.mllog")
+    logger.addHandler(logging.StreamHandler(lines))
+    writer = MLLogger(logger, root_dir=re.escape(str(Path(__file__).parents[3])))
+    for key, (value, metadata) in keys.items():
+        writer.event(key=key, value=value, metadata=metadata)
+    write(log, lines.getvalue(), append=True)
     return {key: value for key, (value, _) in keys.items()}

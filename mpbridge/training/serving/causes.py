@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,24 +33,12 @@ class Way(NamedTuple):
 
     words: str
     holds: Callable[[Quant], bool]
-    quantize: Callable[[Quantize, Quant, torch.Tensor], StoredWeight]
+    quantize: Callable[[Quant, torch.Tensor], StoredWeight]
 
 
-def _option(name: str) -> Callable[[Quant], bool]:
-    return lambda quant: any(option.name == name for option in quant.row.options)
-
-
-def _flipped(name: str) -> Callable[[Quantize, Quant, torch.Tensor], StoredWeight]:
-    def made(training: Quantize, quant: Quant, weight: torch.Tensor) -> StoredWeight:
-        options = {**dict(quant.options), name: not quant.option(name)}
-        return training(replace(quant, options=tuple(sorted(options.items()))), weight)
-
-    return made
-
-
-def _again(training: Quantize, quant: Quant, weight: torch.Tensor) -> StoredWeight:
-    first = training(quant, weight)
-    return _flipped("power_of_two")(training, quant, values(first.codes, first.scales))
+def _again(training: Quantize, first: Quant, second: Quant, weight: torch.Tensor) -> StoredWeight:
+    made = training(first, weight)
+    return training(second, values(made.codes, made.scales))
 
 
 def _blocks(quant: Quant, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,32 +52,60 @@ def _blocks(quant: Quant, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return peaks, peaks.repeat_interleave(along, 1)[:, :columns]
 
 
-def _wide(scales: torch.Tensor, columns: int) -> torch.Tensor:
-    return scales.repeat_interleave(-(-columns // scales.shape[1]) if scales.shape[1] > 1 else columns, 1)[:, :columns]
+def _narrow(value: torch.Tensor) -> torch.Tensor:
+    return value.bfloat16().float()
 
 
-def _divided(narrow: torch.dtype) -> Callable[[Quantize, Quant, torch.Tensor], StoredWeight]:
-    """amax / 448 and a quotient, each rounded to `narrow`; NVFP4: amax / 2688 and a quotient by both levels."""
+def _over(amax: torch.Tensor) -> torch.Tensor:
+    """amax / 448 as a division: by a number it may become a multiplication."""
+    return amax / torch.full_like(amax, E4M3.largest)
 
-    def made(training: Quantize, quant: Quant, weight: torch.Tensor) -> StoredWeight:
+
+def _factor(amax: torch.Tensor) -> torch.Tensor:
+    """448 / amax as eager torch computes it."""
+    return amax.reciprocal() * E4M3.largest
+
+
+def _no_zeros(scale: torch.Tensor) -> torch.Tensor:
+    """Scales that E4M3 would round to zero are 0.125."""
+    return torch.where(scale <= 2.0**-10, 0.125, scale)
+
+
+def _fp8(
+    scale: Callable[[torch.Tensor], torch.Tensor], scaled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Callable[[Quant, torch.Tensor], StoredWeight]:
+    """FP8 with scale(amax), and codes of scaled(weight, amax)."""
+
+    def made(quant: Quant, weight: torch.Tensor) -> StoredWeight:
         peaks, wide = _blocks(quant, weight)
-        if quant.row.name != "nvfp4":
-            scales = torch.div(peaks, torch.full_like(peaks, E4M3.largest)).to(narrow)
-            full = torch.div(wide, torch.full_like(wide, E4M3.largest)).to(narrow)
-            quotient = (weight.to(narrow) / full).float()
-            return StoredWeight(encode_fp8(quotient, E4M3).view(F8), scales.float())
-        amax = weight.float().abs().amax()
-        second = (amax / 2688).to(narrow) if narrow is torch.float32 else 1 / (2688 / amax).to(narrow)
-        block = encode_fp8((peaks / (6 * second.float())).to(narrow).float(), E4M3).view(F8)
-        each = _wide(block.float(), weight.shape[1]) * second.float()
-        codes = encode_e2m1(torch.where(each == 0, 0.0, weight.float() / each))
-        return StoredWeight(pack_e2m1(codes), block, second.float() * 2688, 2688)
+        return StoredWeight(encode_fp8(scaled(weight.float(), wide), E4M3).view(F8), scale(peaks))
 
     return made
 
 
-def _exponent(rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Quantize, Quant, torch.Tensor], StoredWeight]:
-    def made(training: Quantize, quant: Quant, weight: torch.Tensor) -> StoredWeight:
+def _fp4(
+    level: Callable[[torch.Tensor], tuple[torch.Tensor, float]],
+    block: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    scaled: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    signed_zeros: bool = True,
+) -> Callable[[Quant, torch.Tensor], StoredWeight]:
+    """NVFP4 with the second level / reach of level(amax), block scales of block(their amax, second level, its reciprocal), and codes of scaled(weight, block scale, second level, its reciprocal)."""
+
+    def made(quant: Quant, weight: torch.Tensor) -> StoredWeight:
+        peaks, wide = _blocks(quant, weight)
+        amax, reach = level(peaks.amax())
+        second, factor = amax / reach, reach / amax
+        scales, each = (encode_fp8(block(one, second, factor), E4M3).view(F8) for one in (peaks, wide))
+        codes = encode_e2m1(scaled(weight.float(), each.float(), second, factor).nan_to_num())
+        codes = codes if signed_zeros else torch.where(codes == 8, 0, codes)
+        return StoredWeight(pack_e2m1(codes), scales, amax, reach)
+
+    return made
+
+
+def _exponent(rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Quant, torch.Tensor], StoredWeight]:
+    def made(quant: Quant, weight: torch.Tensor) -> StoredWeight:
         peaks, wide = _blocks(quant, weight)
         codes = encode_fp8(weight.float() * torch.exp2(-rule(wide)), E4M3).view(F8)
         return StoredWeight(codes, (rule(peaks) + 127).clamp(0, 254).to(torch.uint8))
@@ -96,37 +113,93 @@ def _exponent(rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Quantiz
     return made
 
 
-def _floor(amax: torch.Tensor) -> torch.Tensor:
-    return torch.frexp(amax).exponent.float() - 1 - 8
+def _exponent_from(mantissa_of_next: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The exponent of 448's binade that holds amax, and the next one from that mantissa on; of zero: the smallest."""
+
+    def rule(amax: torch.Tensor) -> torch.Tensor:
+        mantissa, exponent = torch.frexp(amax)
+        return torch.where(amax == 0, -127.0, exponent.float() - 9 + (mantissa * 2 >= mantissa_of_next))
+
+    return rule
 
 
-def _even(amax: torch.Tensor) -> torch.Tensor:
-    mantissa, exponent = torch.frexp(amax)
-    return exponent.float() - 1 - 8 + (mantissa * 2 >= 1.9375)
-
-
-def _up(amax: torch.Tensor) -> torch.Tensor:
-    """Up from 1.75 * 2**n, which still fits below 448."""
-    mantissa, exponent = torch.frexp(amax)
-    return exponent.float() - 1 - 8 + (mantissa * 2 >= 1.75)
-
-
-_FP32_SCALES = lambda quant: quant.row.emulation in ("current", "fp32_blocks", "e4m3_blocks")  # noqa: E731
 _MX = lambda quant: quant.row.name == "mxfp8"  # noqa: E731
-WAYS = (
-    Way("1-D blocks of 16 instead of 16 x 16, or the reverse", _option("square_weights"), _flipped("square_weights")),
+_FP4 = lambda quant: quant.row.name == "nvfp4"  # noqa: E731
+_FP8 = lambda quant: quant.row.emulation in ("current", "fp32_blocks", "torchao")  # noqa: E731
+
+ARITHMETIC = (
+    Way("a division by amax / 448 instead of a multiplication by its reciprocal", _FP8, _fp8(_over, lambda w, amax: w / _over(amax))),
+    Way("a multiplication by the reciprocal of amax / 448", _FP8, _fp8(_over, lambda w, amax: w * (1.0 / _over(amax)))),
     Way(
-        "power-of-two scales instead of FP32 scales, or the reverse", _option("power_of_two"), _flipped("power_of_two")
+        "a multiplication by 448 times the reciprocal of amax", _FP8,
+        _fp8(lambda amax: 1.0 / _factor(amax), lambda w, amax: w * _factor(amax)),
     ),
-    Way("the codes quantized a second time, to power-of-two scales or to FP32 scales", _option("power_of_two"), _again),
     Way(
-        "a division by amax / 448 instead of a multiplication by its reciprocal", _FP32_SCALES, _divided(torch.float32)
+        "scale and quotient computed in BF16", _FP8,
+        _fp8(lambda amax: _narrow(_over(amax)), lambda w, amax: _narrow(_narrow(w) / _narrow(_over(amax)))),
     ),
-    Way("scale and quotient computed in BF16", _FP32_SCALES, _divided(torch.bfloat16)),
-    Way("exponents rounded down (the floor rule of OCP MX)", _MX, _exponent(_floor)),
-    Way("exponents rounded to even", _MX, _exponent(_even)),
-    Way("exponents rounded up from an amax of exactly 1.75 * 2^n", _MX, _exponent(_up)),
-)
+    Way(
+        "divisions by amax / 2688 and by the product of both scales, block scales of at least 2**-9 and of 1 for zeros", _FP4,
+        _fp4(
+            lambda amax: (amax, 2688.0),
+            lambda amax, second, factor: torch.where(amax == 0, 1.0, (amax / (6.0 * second)).clamp(2.0**-9, E4M3.largest)),
+            lambda w, scale, second, factor: w / (scale * second),
+        ),
+    ),
+    Way(
+        "both levels of scales computed in BF16", _FP4,
+        _fp4(
+            lambda amax: (torch.ones(()), float(_narrow(_narrow(amax.reciprocal()) * 2688.0))),
+            lambda amax, second, factor: _no_zeros(_narrow(amax / 6.0) * factor),
+            lambda w, scale, second, factor: w / (scale / factor),
+        ),
+    ),
+    Way(
+        "reciprocals of the product of both scales, and zeros without a sign", _FP4,
+        _fp4(
+            lambda amax: (amax, 2688.0),
+            lambda amax, second, factor: (1.0 / second) * (amax * (1.0 / 6.0)),
+            lambda w, scale, second, factor: w * (1.0 / (scale * (1.0 / (1.0 / second)))),
+            signed_zeros=False,
+        ),
+    ),
+    Way("exponents rounded down (the floor rule of OCP MX)", _MX, _exponent(_exponent_from(2))),
+    Way("exponents rounded to even", _MX, _exponent(_exponent_from(1.9375))),
+    Way("exponents rounded up from an amax of exactly 1.75 * 2^n", _MX, _exponent(_exponent_from(1.75))),
+)  # fmt: skip
+"""Sources, in this order: vLLM 0.33 (channels) and ModelOpt 0.47; vLLM's per_block_cast_to_fp8; transformers 5.17 Fp8Quantize;
+compressed-tensors 0.20 (FP8); ModelOpt; compressed-tensors (NVFP4); vLLM's online/lm_head.py; torchao 0.18 FLOOR and EVEN; compressed-tensors."""
+
+_FP32_SCALES = "FP32 scales instead of powers of two"
+_TURNED = {
+    "square_weights": ("blocks of 16 x 16 instead of 16", "1-D blocks of 16 instead of 16 x 16"),
+    "power_of_two": ("powers of two instead of FP32 scales", _FP32_SCALES),
+}
+"""Option of a scaling -> the cause where it was off in training, and on."""
+
+
+def _turned(quant: Quant) -> Iterator[tuple[str, Quant]]:
+    """(cause, the rule with another shape of blocks or another kind of scales)."""
+    for name, words in _TURNED.items():
+        if quant.row.has(name):
+            now = bool(quant.option(name))
+            yield words[now], replace(quant, options=tuple(sorted({**dict(quant.options), name: not now}.items())))
+
+
+def ways(training: Quantize, quant: Quant) -> Iterator[tuple[str, Callable[[torch.Tensor], StoredWeight]]]:
+    """(cause, rule for a weight [rows, columns]) of other quantizers' rules, in the order of likelihood. training: the rule of a Quant."""
+    for words, rule in (("", quant), *_turned(quant)):
+        if words:
+            yield words, partial(training, rule)
+        if words and rule.row.has("power_of_two"):
+            kind = "power-of-two" if rule.option("power_of_two") else "FP32"
+            yield f"the codes quantized a second time, to {kind} scales", partial(_again, training, quant, rule)
+        if rule.row.has("power_of_two") and rule.option("power_of_two"):
+            continue  # then no arithmetic changes the scales
+        kind = _FP32_SCALES if rule.row.emulation == "torchao" else ""  # its recipes have powers of two, and no option
+        for way in ARITHMETIC:
+            if way.holds(rule):
+                yield _both(words, kind, way.words), partial(way.quantize, rule)
 
 
 def explanations(served: ServedWeights, one: Mapped, sources: list[Source]) -> Iterator[tuple[str, Mapping[str, Part]]]:
@@ -144,19 +217,15 @@ def explanations(served: ServedWeights, one: Mapped, sources: list[Source]) -> I
                 _both(where, "one scale for the tensor instead of one for each rank"),
                 served.parts(one, source.tensor, split=1),
             )
-        for way in WAYS:
-            if way.holds(quant):
-                rule = _rule(way, training)
-                yield _both(where, way.words), served.parts(one, source.tensor, rule)
-                if len(one.parts) > 1:
-                    yield (
-                        _both(where, way.words, "fused linears quantized apart"),
-                        _each(served, one, source.tensor, rule),
-                    )
+        for words, rule in ways(training, quant):
+            yield _both(where, words), served.parts(one, source.tensor, _any(rule))
+            if len(one.parts) > 1:
+                apart_too = _each(served, one, source.tensor, _any(rule))
+                yield _both(where, words, "fused linears quantized apart"), apart_too
 
 
-def _rule(way: Way, training: Quantize) -> Quantize:
-    return lambda quant, weight: way.quantize(training, quant, weight)
+def _any(rule: Callable[[torch.Tensor], StoredWeight]) -> Quantize:
+    return lambda quant, weight: rule(weight)
 
 
 def _both(*words: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.precision.wording import quant_text
+from mpbridge.settings.huggingface.kept import full_names
 from mpbridge.settings.huggingface.served import (
     CONTRACT,
     LEGACY,
@@ -80,7 +81,7 @@ class Served(ServedWeights):
         ]
         low = {part.removesuffix(".weight") for cast in self.training.found if cast.quant for part, _ in cast.one.parts}
         # a tied head has no tensor, and is a module nevertheless
-        return sorted({*found, "lm_head"} - low)
+        return full_names({*found, "lm_head"} - low)
 
     def finish(self, folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Writes the contract, and ModelOpt's own file; returns the quantization_config."""

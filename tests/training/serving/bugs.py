@@ -237,7 +237,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(f"{V}#38083", "blocks quantized again to powers of two", "fp8", "fp32 blocks", requantized, "layers.0.self_attn.o_proj",
         "the codes quantized a second time, to power-of-two scales"),
     Bug("PrimeIntellect-ai/prime-rl#3112", "powers of two on one side only", "fp8", "blockwise", fp32_blocks, "layers.0.self_attn.o_proj",
-        "power-of-two scales instead of FP32 scales, or the reverse"),
+        "FP32 scales instead of powers of two"),
     Bug("InternLM/xtuner#2044", "cast from the FP32 main weights", CT, "mxfp8", from_main, "layers.0.mlp.down_proj",
         "cast from the FP32 main weight instead of the parameter", "trained"),
     Bug("NVIDIA-NeMo/Megatron-Bridge#5757", "blockwise, heads of 64 rows", "fp8", "blockwise", nothing, "fp8 FP8",

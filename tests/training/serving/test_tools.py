@@ -1,0 +1,50 @@
+"""Tools that make served folders quantize BF16 weights as `contract` says that they do: each rule in causes.py gives one tool's bytes, to the last code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "evidence"
+_spec = importlib.util.spec_from_file_location("served_bytes", SCRIPTS / "stacks" / "served_bytes.py")
+assert _spec is not None
+assert _spec.loader is not None
+judged: Any = importlib.util.module_from_spec(_spec)
+sys.modules["served_bytes"] = judged  # its dataclasses look their module up
+_spec.loader.exec_module(judged)
+
+EQUAL = {
+    ("blockwise, powers of two", "transformers FineGrainedFP8, ue8m0"),
+    ("blockwise, powers of two", "vLLM online fp8_per_block, ue8m0"),
+    ("MXFP8", "ModelOpt MXFP8"),
+    ("MXFP8", "vLLM online mxfp8"),
+    ("MXFP8", "torchao MX, RCEIL"),
+}
+"""Tools whose bytes are training's."""
+SMALL = (256, 256)
+
+
+@pytest.mark.parametrize("case", judged.CASES, ids=lambda case: f"{case.rule}-{case.tool}".replace(" ", "_"))
+def test_a_tools_bytes_are_trainings_or_are_explained(case: Any) -> None:
+    if not case.installed:
+        pytest.skip(f"{case.package} is not installed")
+    given = {name: weight[: SMALL[0], : SMALL[1]].contiguous() for name, weight in judged.weights().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        made = {name: case.make(weight) for name, weight in given.items()}
+    found = judged.compare(case, judged.training(), judged.rule_of(case.rule), given, made)
+    assert (found.codes == found.scales == 0 and not found.cause) == ((case.rule, case.tool) in EQUAL), found
+    assert found.cause != "not explained", found
+
+
+def test_the_figures_are_of_these_cases_and_explained() -> None:
+    rows = json.loads((SCRIPTS / "data" / "served.json").read_text())["bytes"]["rows"]
+    assert [(row["rule"], row["tool"]) for row in rows] == [(case.rule, case.tool) for case in judged.CASES]
+    assert {(row["rule"], row["tool"]) for row in rows if not row["cause"]} == EQUAL
+    assert not any(row["cause"] == "not explained" for row in rows)
