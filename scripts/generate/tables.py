@@ -743,7 +743,8 @@ def served_format_table() -> str:
         algorithm = row.config.get("quant_algo") or row.config.get("format") or ""
         rows.append(
             (f"`{row.method}`", f"`{algorithm}`" if algorithm else "", ", ".join(row.scalings), f"`{row.codes}`", f"`{row.scale}`, {kind} for each {extent}",
-             second, f"`{row.kept}`", row.activations, ", ".join(row.engines))
+             second, f"`{row.kept}`", row.activations,
+             ", ".join(f"{one} (no experts)" if one not in (row.engines if row.experts is None else row.experts) else one for one in row.engines))
         )  # fmt: skip
     heads = (
         "quant_method",
@@ -795,6 +796,26 @@ def served_lists_table() -> str:
             for (name, engine), found in rows.items()
         ],
     )
+
+
+@table("served-loading")
+def served_loading_table() -> str:
+    """What vLLM's loaders made of folders."""
+
+    def said(row: dict[str, Any]) -> str:
+        if "refused" in row:
+            return str(row["refused"])
+        if "error" in row:
+            return f"not loaded: {row['error']}"
+        return f"{row['equal']} of {row['equal'] + len(row['different'])} equal" + (
+            f"; {'; '.join(row['list'])}" if row["list"] else ""
+        )
+
+    rows: dict[str, dict[str, str]] = {}
+    for row in served_data("loading")["rows"]:
+        rows.setdefault(row["format"], {})[row["model"]] = said(row)
+    models = list(dict.fromkeys(row["model"] for row in served_data("loading")["rows"]))
+    return markdown(("format", *models), [(name, *(found[m] for m in models)) for name, found in rows.items()])
 
 
 @table("wings")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,13 +48,21 @@ class ServedFormat:
     activations: str
     """How engines quantize the other operand."""
     engines: tuple[str, ...]
-    """Those that read it; the exceptions stand in `serving_engines`."""
+    """Those that read it."""
+    experts: tuple[str, ...] | None = None
+    """Those of them that read sets of experts in it; None: all."""
 
     @property
     def name(self) -> str:
         """For messages: 'compressed-tensors MXFP8'."""
         algorithm = {"channel": "FP8 by channel", "blocks": "FP8 by 128 x 128 blocks", "lines": "MXFP8"}[self.layout]
         return f"{self.method} {'NVFP4' if self.second else algorithm}"
+
+    def read_by(self, quantized: Iterable[str]) -> tuple[str, ...]:
+        """The engines that read a folder with those quantized modules."""
+        return (
+            self.engines if self.experts is None or not any(".experts." in name for name in quantized) else self.experts
+        )
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Suffix -> (dtype in safetensors' spelling, shape) of the tensors of a linear [rows, columns]."""
@@ -123,10 +131,12 @@ FORMATS: tuple[ServedFormat, ...] = (
     ServedFormat(
         **_MO, scalings=("tensorwise", "rowwise", "rowwise_gw_hp"), layout="channel", scale_dtype="F32", scale_axes=1,
         config=_algorithm("FP8_PER_CHANNEL_PER_TOKEN", None), activations=_TOKENS, engines=("vllm", "trtllm"),
+        experts=("trtllm",),
     ),
     ServedFormat(
         **_MO, scalings=("blockwise",), layout="blocks", along=128, scale_dtype="F32", scale_axes=4,
         config=_algorithm("FP8_PB_WO", None), activations=_PIECES, engines=("vllm",),
+        experts=(),
     ),
     ServedFormat(
         **_MO, scalings=("mxfp8",), layout="lines", along=32, scale_dtype="U8", config=_algorithm("MXFP8", 32),
@@ -143,7 +153,8 @@ FORMATS: tuple[ServedFormat, ...] = (
     ),
 )  # fmt: skip
 """Sources: compressed-tensors 0.20 quantization/quant_scheme.py, vLLM 0.33 model_executor/layers/quantization, SGLang 0.5.23 layers/quantization,
-TensorRT-LLM at 008e0af, _torch/models/modeling_utils.py, ModelOpt 0.47 torch/export."""
+TensorRT-LLM at 008e0af, _torch/models/modeling_utils.py, ModelOpt 0.47 torch/export. vLLM's ModelOptFp8MoEMethod gives a set of experts one scale per
+tensor whatever the algorithm."""
 
 FUSED: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),

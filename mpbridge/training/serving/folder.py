@@ -74,8 +74,11 @@ def examine(
         report.found += [
             Difference(name, "list", text) for name, text in list_faults(listed, kept, row.method, engines)
         ]
+        readers = row.read_by(name for name, low in modules.items() if low)
         report.found += [
-            Difference(engine, "engine", f"does not read {row.name}") for engine in engines if engine not in row.engines
+            Difference(engine, "engine", f"does not read {row.name}{' of experts' if engine in row.engines else ''}")
+            for engine in engines
+            if engine not in readers
         ]
     elif run is None:
         report.found += [Difference(name, "shape", NO_CONFIG) for name, low in modules.items() if low]

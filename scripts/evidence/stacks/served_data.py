@@ -1,4 +1,4 @@
-"""Where the judges of served folders find an engine's sources, and the file that holds what they measured; shared by served_bytes.py and served_lists.py."""
+"""Where the judges of served folders find an engine's sources, and the file that holds what they measured; shared by served_bytes.py, served_lists.py and served_loading.py."""
 
 from __future__ import annotations
 

@@ -30,8 +30,18 @@ def test_contract_says_of_every_list_what_the_engines_do() -> None:
     assert [row for row in rows if row["differ"]] == []
 
 
+def test_what_loads_holds_the_bytes_of_the_folder() -> None:
+    rows = HELD["loading"]["rows"]
+    assert len({row["model"] for row in rows}) == 3
+    assert all("refused" in row or (row["equal"] and row["different"] == row["list"] == []) for row in rows), rows
+    assert sum("refused" not in row for row in rows) > 20
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "sources"), [("served_lists.py", ("VLLM_SOURCE", "SGLANG_SOURCE"))])
+@pytest.mark.parametrize(
+    ("script", "sources"),
+    [("served_lists.py", ("VLLM_SOURCE", "SGLANG_SOURCE")), ("served_loading.py", ("VLLM_SOURCE",))],
+)
 def test_the_figures_are_what_the_engines_give(script: str, sources: tuple[str, ...], tmp_path: Path) -> None:
     missing = [name for name in sources if not os.environ.get(name)]
     if missing:

@@ -57,6 +57,12 @@ def test_experts_are_quantized_and_routers_are_listed(scaling: str, tmp_path: Pa
         assert (report.found, report.quantized, report.high) == ([], 2 * (4 + 3 * 4), 3)
         found = examine(folder, engines=ENGINES).found
         assert {one.kind for one in found} <= {"engine"}, found
+        by_tensor = [one.text for one in found if one.name == "vllm"]
+        assert by_tensor == (
+            ["does not read modelopt FP8 by 128 x 128 blocks of experts"]
+            if (method, scaling) == ("modelopt", "blockwise")
+            else []
+        )
 
 
 def test_latent_attention_and_further_tokens(tmp_path: Path) -> None:
