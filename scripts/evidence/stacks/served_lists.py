@@ -20,7 +20,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, Optional
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
 from served_data import record, version
 

@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
 import torch
 from safetensors.torch import load_file

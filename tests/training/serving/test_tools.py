@@ -12,12 +12,20 @@ from typing import Any
 import pytest
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "evidence"
-_spec = importlib.util.spec_from_file_location("served_bytes", SCRIPTS / "stacks" / "served_bytes.py")
-assert _spec is not None
-assert _spec.loader is not None
-judged: Any = importlib.util.module_from_spec(_spec)
-sys.modules["served_bytes"] = judged  # its dataclasses look their module up
-_spec.loader.exec_module(judged)
+
+
+def _script(name: str) -> Any:
+    """A script as a module: in its folder, files have the names of packages that other tests look for."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / "stacks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+_script("served_data")
+judged = _script("served_bytes")
 
 EQUAL = {
     ("blockwise, powers of two", "transformers FineGrainedFP8, ue8m0"),
