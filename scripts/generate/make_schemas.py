@@ -34,11 +34,11 @@ EXAMPLES: dict[str, list[tuple[str, ...]]] = {
     "memory": [(), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON), ("--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--target", "b200", "--stages")],
     "estimate": [("--config", "llama3_8b", *ON), ("--config", "gpt_oss_120b", "--recipe", "fp8_sc", *ON, "--price", "2"), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON)],
     "layouts": [("--config", "llama3_8b", *ON, "--world-size", "8"), ("--config", "llama3_8b", *ON, "--world-size", "8", "--recipes", "bf16,mxfp8")],
-    "recommend": [("--config", "llama3_8b", *ON, "--world-size", "8"), ()],
+    "recommend": [("--config", "llama3_8b", *ON, "--world-size", "8"), ("--config", "gpt_tiny", *ON, "--by", "error"), ()],
     "report": [("RUN",), ("HEALTHY",), ("DIVERGED",), ("BARE",), ("DIVERGED", "--against", "HEALTHY")],
     "list": [()], "words": [(), ("bf16-mixed",)],
     "show": [*((name,) for name in recipes), ("fp8_mlp_only",), ("nvfp4", "--layers", "24"), ("TUNED.yaml",)],
-    "plan": [*(("--recipe", name) for name in recipes if not name.startswith("nemotron_3")), (), ("--recipe", "fp8_cs", "ddp.grad_reduce_in_fp32=false"), ("--recipe", "fp32"), ("--recipe", "fp8_cs", "--emulate", "--world-size", "2"), ("mixed_precision=[{recipe: bf16_mixed, until: 2}, {recipe: fp16_mixed}]",)],
+    "plan": [*(("--recipe", name) for name in recipes if not name.startswith("nemotron_3")), ("--config", "gpt_oss_120b", "--recipe", "nemotron_3_super_bf16_with_nvfp4_mixed"), (), ("--recipe", "fp8_cs", "ddp.grad_reduce_in_fp32=false"), ("--recipe", "fp32"), ("--recipe", "fp8_cs", "--emulate", "--world-size", "2"), ("mixed_precision=[{recipe: bf16_mixed, until: 2}, {recipe: fp16_mixed}]",)],
     "compare": [("bf16_mixed", "fp8_cs"), ("bf16_mixed", "bf16"), ("bf16_mixed", "ds.json"), ("fp16_mixed", "nvfp4"), ("fp32", "bf16_megatron_fsdp"), ("bf16_mixed", "auto.json")],
     "export": [*((name, "--to", stack) for name in ("fp8_cs", "bf16_mixed", "fp8_mlp_only") for stack in STACKS), ("--config", "llama3_8b", "--to", "fsdp2")],
     "import": [("ds.json",), ("--args", "--bf16 --fp8-format hybrid --nonsense"), ("--args", "--fp8-format hybrid --bf16 --fp8-recipe custom --optimizer muon"), ("auto.json",)],
@@ -92,7 +92,7 @@ MEANS = {
 }  # fmt: skip
 MAPS = ("recipes", "roles", "parts", "objections", "undecided", "curves", "versions", "meaning", "overrides", "origin", "differences", "differs_here", "costs", "same", "facts", "not_observed", "dtypes", "linears", "peak", "machines", "values", "fields", "notes", "skipped", "sentences", "environment", "parallel", "target", "changed")  # fmt: skip
 """Objects whose keys are names: one schema holds for all their values."""
-OPEN = ("worst", "diagnosis", "errors", "policy", "config", "evidence", "provenance", "result", "content", "precision", "keys", "condition")  # fmt: skip
+OPEN = ("worst", "diagnosis", "errors", "policy", "config", "evidence", "provenance", "result", "content", "precision", "keys", "condition", "after", "before")  # fmt: skip
 """Objects that another verb or format describes."""
 
 

@@ -23,6 +23,8 @@ OTHERS = {
     "planning/estimate/constants.py": "this package's own files",
     "precision/megatron_spec/schema.py": "this package's own files",
     "te_cpu/cuda_names.py": "the kernel's /proc",
+    "te_cpu/rank_server.py": "the gate of its own world",
+    "te_cpu/ranks.py": "what its own ranks wrote",
     "training/checkpoint/store.py": "a digest, by blocks",
     "training/data/pairs.py": "an index of fixed width and the bytes that it names",
     "training/data/prepare.py": "a digest, by blocks",
