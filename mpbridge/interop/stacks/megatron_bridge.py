@@ -12,7 +12,8 @@ from typing import Any
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.megatron_bridge_import import CORE, FIELDS, NAME, TARGET, read_data
+from mpbridge.interop.stacks.megatron_bridge_fields import CORE, FIELDS, NAME, TARGET
+from mpbridge.interop.stacks.megatron_bridge_import import read_data
 from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of
 from mpbridge.interop.stacks.sharded_torch import environment
 from mpbridge.precision.config import MixedPrecisionConfig

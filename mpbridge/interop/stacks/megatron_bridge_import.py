@@ -1,4 +1,4 @@
-"""Interprets Megatron Bridge's run_config.yaml, or overrides on its command line. Read at 067f987d.
+"""Interprets Megatron Bridge's run_config.yaml, or overrides on its command line.
 
 mixed_precision takes precedence over the same fields of model, optimizer and ddp; `_target_` and `_call_` entries are read as names, never imported.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.common.errors import BadValue, DataError, UnknownName, brief, cut, nearest
 from mpbridge.common.formats import DType
@@ -18,6 +17,7 @@ from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
 from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import unknown_of, with_rest
 from mpbridge.interop.stacks.meaning import Sharded
+from mpbridge.interop.stacks.megatron_bridge_fields import CORE, DIFFERS, FIELDS, NAME, TARGET
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, plain, without_unknown
 from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -25,69 +25,10 @@ from mpbridge.precision.megatron_spec.precision_field import Target
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 
-if TYPE_CHECKING:
-    import torch
-
-NAME = "megatron-bridge"
-CORE = "0.20.0"
-"""The megatron-core that it belongs to."""
-TARGET = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig"
-
-
-@dataclass(kw_only=True)
-class BridgeFields:
-    """The fields of Bridge's MixedPrecisionConfig, with its defaults; a script compares them with Bridge's source."""
-
-    fp32: bool = False
-    fp16: bool = False
-    bf16: bool = False
-    params_dtype: torch.dtype | None = None
-    pipeline_dtype: torch.dtype | None = None
-    autocast_dtype: torch.dtype | None = None
-    autocast_enabled: bool = False
-    grad_reduce_in_fp32: bool = True
-    fp8: str | None = None
-    fp8_recipe: str = "tensorwise"
-    first_last_layers_bf16: bool = False
-    fp8_margin: int = 0
-    fp8_amax_history_len: int = 1
-    fp8_amax_compute_algo: str = "most_recent"
-    fp8_wgrad: bool = True
-    fp8_dot_product_attention: bool = False
-    fp8_multi_head_attention: bool = False
-    fp8_param: bool | None = None
-    fp8_param_gather: bool = False
-    fp4: str | None = None
-    fp4_recipe: str = "nvfp4"
-    fp4_param: bool | None = None
-    fp4_param_gather: bool = False
-    loss_scale: float | None = None
-    initial_loss_scale: float | None = 4294967296
-    min_loss_scale: float = 1.0
-    loss_scale_window: float = 1000
-    hysteresis: int = 2
-    num_layers_at_start_in_bf16: int = 0
-    num_layers_at_end_in_bf16: int = 0
-    reuse_grad_buf_for_mxfp8_param_ag: bool = False
-
-
-FIELDS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(BridgeFields)}
-
-DIFFERS: dict[str, dict[str, Any]] = {
-    "bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
-    "nemotron_3_super_bf16_with_nvfp4_mixed": {"fp4_param_gather": True, "modules": None},
-    "nemotron_3_ultra_bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
-}
-"""Its values of recipes with the same name but different values in mpbridge; scripts/evidence/stacks/bridge_exports.py compares all of them."""
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
 _OPTIMIZER = (
-    "use_precision_aware_optimizer",
-    "main_params_dtype",
-    "main_grads_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "store_param_remainders",
-)
+    "use_precision_aware_optimizer", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders",
+)  # fmt: skip
 _MODEL = (
     "moe_router_dtype", "fp32_residual_connection", "attention_softmax_in_fp32", "fp8_quantizer_factory", "fp4_quantizer_factory",
 )  # fmt: skip

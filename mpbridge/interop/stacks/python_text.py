@@ -55,10 +55,8 @@ _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
     {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 )
 
-
 _HARMLESS = frozenset({*dir(builtins), "copy", "logging", "logger", "math", "os", "sys", "warnings"})
 """Modules whose functions do not modify a configuration passed to them."""
-
 
 _COPIES = frozenset({"copy.copy", "copy.deepcopy", "copy.replace", "dataclasses.replace"})
 """Functions that return a copy of their argument."""
