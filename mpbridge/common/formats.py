@@ -53,9 +53,7 @@ class DType(enum.Enum):
         return self.short
 
 
-_BYTES: Mapping[DType, int] = MappingProxyType(
-    dict.fromkeys(DType, 2) | {DType.FP64: 8, DType.FP32: 4, DType.UINT8: 1}
-)
+_BYTES: Mapping[DType, int] = MappingProxyType(dict.fromkeys(DType, 2) | {DType.FP64: 8, DType.FP32: 4, DType.UINT8: 1})
 _SPELLINGS: Mapping[str, DType] = MappingProxyType(
     {member.value: member for member in DType}
     | {member.short: member for member in DType}
