@@ -14,7 +14,7 @@ from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Imported, engine_with
 from mpbridge.interop.stacks.known_keys import imported, unknown_of
 from mpbridge.interop.stacks.meaning import updated_itself, with_quant
-from mpbridge.interop.stacks.python_values import SourceObject, Unknown, plain, without_unknown
+from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields
 from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults
 from mpbridge.interop.stacks.sharded_torch import fields_of, left_out
 from mpbridge.interop.stacks.torchtitan import EXPERT_CONVERTERS, GATE, NAME
@@ -94,8 +94,7 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         value = made.attributes.get(section)
         inside = value.attributes if isinstance(value, SourceObject) else {}
         read_.notes["unknown"] += unknown_of(NAME, section, inside)
-        kept = {n: plain(v) for n, v in inside.items() if n in wanted}
-        read_.data = {**read_.data, section: without_unknown(kept, not_known, section)}
+        read_.data = {**read_.data, section: known_fields(value, wanted, not_known, section)}
     spec = made.attributes.get("model_spec")
     given = spec.attributes.get("converters") if isinstance(spec, SourceObject) else None
     at = {**{one: made.attributes.get(one) for one in ("training", "optimizer")}, "model_spec": spec, "converters": given}  # fmt: skip
