@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from mpbridge import __version__
 from mpbridge.cli.text import columns_here, complain, print_line
+from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
 from mpbridge.common.shipped import install
 from mpbridge.common.tables.prose import hanging, prose
@@ -160,6 +161,8 @@ def _dispatch(arguments: list[str]) -> int:
         verb, rest = now, [*given, *rest]
     if verb not in known:
         raise UnknownName("command", verb, known)
+    if verb not in FOREIGN:  # another program's warnings are its own
+        without_chatter()
     # intermixed: key=value may come before, between and after options
     args = parser_of(verb, known[verb]).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
     return int(importlib.import_module(known[verb]).run(args))

@@ -19,10 +19,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import DataError
 from mpbridge.common.files import ProgressCallback, text_of
 from mpbridge.common.locks import lock
-from mpbridge.common.report.console import without_chatter
 from mpbridge.settings.huggingface.tokenizers import BYTE
 from mpbridge.training.data.encode import RecordCounts, encode, merge
 from mpbridge.training.data.look import no_text
