@@ -12,7 +12,7 @@ from typing import Any
 from mpbridge.common.errors import brief, cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, compared, engine_with
+from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
 from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
 from mpbridge.interop.stacks.reading import Reader
@@ -79,10 +79,8 @@ def export(request: Request) -> Export:
     if theirs.router is not None:
         text = "model.backend.gate_precision is read by AutoModel's own implementations of models, not by those of transformers"
         lines.append(Line(fidelity="exact", fact="router", text=text))
-    lines += compared(request.ours, theirs, NAME, more)
-    text = yaml.safe_dump(sections, sort_keys=False).rstrip()
-    pieces = (Fragment(name="recipe.yaml", text=text), *environment([quant] if quant else ()))
-    return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
+    piece = Fragment(name="recipe.yaml", text=yaml.safe_dump(sections, sort_keys=False).rstrip())
+    return exported(request, NAME, theirs, [piece, *environment([quant] if quant else ())], lines, more)
 
 
 def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, ...], list[str]]:
@@ -97,25 +95,21 @@ def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, 
 
 
 def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, Any]:
-    sections: dict[str, Any] = {
-        "model": {"torch_dtype": SPELL[theirs.storage]},
-        "optimizer": _optimizer_section(theirs),
-    }
+    storage = {"torch_dtype": SPELL[theirs.storage]}
+    sections: dict[str, Any] = {"model": storage, "optimizer": _optimizer_section(theirs)}
     if request.main_weights == "wrapper":
-        sections["distributed"] = {"strategy": "megatron_fsdp", "grad_reduce_in_fp32": theirs.wire is DType.FP32}
-        sections["distributed"]["preserve_fp32_weights"] = True
-    else:
-        # all four keys are written: a policy that names some of them replaces the whole default
+        reduces = theirs.wire is DType.FP32
         sections["distributed"] = {
-            "strategy": "fsdp2",
-            "mp_policy": {
-                "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
-                "param_dtype": SPELL[theirs.compute],
-                "reduce_dtype": SPELL[theirs.wire],
-                "output_dtype": SPELL[theirs.output or theirs.compute],
-                "cast_forward_inputs": True,
-            },
+            "strategy": "megatron_fsdp",
+            "grad_reduce_in_fp32": reduces,
+            "preserve_fp32_weights": True,
         }
+    else:  # all four keys are written: a policy that names some of them replaces the whole default
+        policy = {
+            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": SPELL[theirs.compute], "reduce_dtype": SPELL[theirs.wire],
+            "output_dtype": SPELL[theirs.output or theirs.compute], "cast_forward_inputs": True,
+        }  # fmt: skip
+        sections["distributed"] = {"strategy": "fsdp2", "mp_policy": policy}
     quant = theirs.regions[-1].quant
     if quant is not None and left:
         word = next(word for word, one in TORCHAO.items() if one.scaling == quant.scaling)
@@ -132,13 +126,9 @@ def _optimizer_section(theirs: Meaning) -> dict[str, Any]:
     if theirs.main is None:
         return {"_target_": "torch.optim.AdamW"}
     return {
-        "_target_": FUSED_ADAM,
-        "master_weights": True,
-        "store_param_remainders": theirs.remainders,
-        "exp_avg_dtype": theirs.exp_avg.value,
-        "exp_avg_sq_dtype": theirs.exp_avg_sq.value,
-        "adam_w_mode": True,
-    }
+        "_target_": FUSED_ADAM, "master_weights": True, "store_param_remainders": theirs.remainders, "exp_avg_dtype": theirs.exp_avg.value,
+        "exp_avg_sq_dtype": theirs.exp_avg_sq.value, "adam_w_mode": True,
+    }  # fmt: skip
 
 
 def read_data(data: Any, *, version: str) -> Imported:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import SPELL, regions_there, torch_meaning
@@ -62,12 +62,11 @@ def export(request: Request) -> Export:
     """Arguments, and Python for converters, since quantization has no command-line options."""
     policy = request.policy
     lines = []
-    if policy.compute is DType.FP16:
+    if policy.compute is DType.FP16:  # its parser does not accept float16: the nearest dtype is written
         text = (
             "training.dtype and mixed_precision_param accept only bfloat16 and float32; nearest: BF16, as written here"
         )
         lines.append(Line(fidelity="impossible", fact="fp16", text=text))
-        # its parser does not accept float16: the nearest dtype is written
         policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)
     theirs = _meaning(policy)
     moments = policy.settled()
@@ -82,8 +81,7 @@ def export(request: Request) -> Export:
         if policy.ends is not None and theirs.regions[-1].quant.scaling in EXPERT_CONVERTERS:
             theirs = dataclasses.replace(theirs, note=f"experts: {experts(policy)}")
         pieces.append(Fragment(name="config_registry.py", text=commented(NAME, theirs, _python(policy))))
-    lines += compared(request.ours, theirs, NAME)
-    return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
+    return exported(request, NAME, theirs, pieces, lines)
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
@@ -100,28 +98,15 @@ def _python(policy: PrecisionPolicy) -> str:
     if quant.scaling in EXPERT_CONVERTERS:
         # 128 rows per expert: what its kernel needs on SM100
         given[EXPERT_CONVERTERS[quant.scaling]] = ["pad_multiple=128"] if quant.scaling == "mxfp8" else []
-    lines = [
-        line
-        for converter, arguments in given.items()
-        for line in (
-            f"        {converter}.Config(",
-            *(f"            {argument}," for argument in (*arguments, "model_compile_enabled=config.compile.enable")),
-            "        ),",
-        )
-    ]
-    return "\n".join(
-        [
-            f"from torchtitan.components.quantization import {', '.join(sorted(given))}",
-            "",
-            "",
-            "def quantized(config, registry, flavor):",
-            "    converters = [",
-            *lines,
-            "    ]",
-            "    config.model_spec = registry(flavor, converters=converters)",
-            "    return config",
-        ]
-    )
+    lines: list[str] = []
+    for converter, arguments in given.items():
+        written = [f"            {one}," for one in (*arguments, "model_compile_enabled=config.compile.enable")]
+        lines += [f"        {converter}.Config(", *written, "        ),"]
+    return "\n".join([
+        f"from torchtitan.components.quantization import {', '.join(sorted(given))}", "", "",
+        "def quantized(config, registry, flavor):", "    converters = [", *lines, "    ]",
+        "    config.model_spec = registry(flavor, converters=converters)", "    return config",
+    ])  # fmt: skip
 
 
 def _chosen(quant: Quant, ends: tuple[int, int] | None) -> list[str]:
