@@ -14,6 +14,7 @@ from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
     SPELL,
+    TORCHAO,
     environment,
     filter_lines,
     noted,
@@ -50,7 +51,7 @@ def export(request: Request) -> Export:
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
     quant = policy.quant
-    words = {"tensorwise": Quant(format="hybrid", scaling="tensorwise")}
+    words = {"tensorwise": TORCHAO["tensorwise"]}
     if quant is not None and quant.scaling == "mxfp8":
         words["mxfp8"] = Quant(format="e4m3", scaling="mxfp8", options=quant.options)
     if quant is not None and quant.scaling == "delayed":

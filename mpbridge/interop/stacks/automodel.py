@@ -17,7 +17,9 @@ from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
 from mpbridge.interop.stacks.reading import Reader
 from mpbridge.interop.stacks.sharded_torch import (
+    BY_TORCHAO,
     SPELL,
+    TORCHAO,
     environment,
     fields_of,
     left_out,
@@ -37,12 +39,6 @@ TE_FP8 = {
     "current": Quant(format="hybrid", scaling="tensorwise"),
 }
 """Value of model.backend.te_fp8.recipe -> Transformer Engine's recipe with its defaults; every linear is converted, including the output layer."""
-TORCHAO = {
-    "tensorwise": Quant(format="hybrid", scaling="tensorwise"),
-    "rowwise": Quant(format="e4m3", scaling="rowwise"),
-    "rowwise_with_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
-}
-"""Value of fp8.recipe_name -> torchao's quantization; fp8.filter_fqns excludes modules."""
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 EXPERTS = "neither te_fp8 with model.backend.linear nor fp8 covers them; model.backend.experts decides their GEMMs"
 """What happens to the experts of a mixture."""
@@ -53,7 +49,7 @@ def export(request: Request) -> Export:
     import yaml
 
     policy = request.policy
-    by_torchao = {quant.scaling: quant for quant in TORCHAO.values()}
+    by_torchao = {quant.scaling: quant for quant in TORCHAO.values()}  # fp8.recipe_name
     by_te = {quant.scaling: quant for quant in TE_FP8.values() if quant.scaling not in by_torchao}
     theirs = torch_meaning(policy, fused_adam=True, hands_on=True, regions=regions_there(policy, by_te | by_torchao))
     if request.main_weights == "wrapper":  # which keeps whole FP32 weights itself
@@ -112,8 +108,7 @@ def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, A
         sections["distributed"] = {"strategy": "fsdp2", "mp_policy": policy}
     quant = theirs.regions[-1].quant
     if quant is not None and left:
-        word = next(word for word, one in TORCHAO.items() if one.scaling == quant.scaling)
-        sections["fp8"] = {"enabled": True, "recipe_name": word, "filter_fqns": left}
+        sections["fp8"] = {"enabled": True, "recipe_name": BY_TORCHAO[quant.scaling][0], "filter_fqns": left}
     elif quant is not None:
         word = next(word for word, one in TE_FP8.items() if one.scaling == quant.scaling)
         sections["model"]["backend"] = {"linear": "te", "te_fp8": {"recipe": word}}

@@ -6,7 +6,9 @@ from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, export
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
+    BY_TORCHAO,
     SPELL,
+    TORCHAO,
     filter_lines,
     regions_there,
     scaler_arguments,
@@ -19,14 +21,8 @@ from mpbridge.precision.regions import Quant
 NAME = "fsdp2"
 VERSIONS = {"2.13": "torch 2.13, torchao 0.18"}
 DEFAULT_VERSION = "2.13"
-SCALINGS = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp", "mxfp8": "mxfp8"}
-TORCHAO = {
-    "tensorwise": Quant(format="hybrid", scaling="tensorwise"),
-    "rowwise": Quant(format="e4m3", scaling="rowwise"),
-    "rowwise_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
-    "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
-}
-"""Scaling -> what torchao 0.18 runs under its name for it (float8/config.py, prototype/moe_training)."""
+_QUANTS = {quant.scaling: quant for quant in (*TORCHAO.values(), Quant(format="e4m3", scaling="mxfp8"))}
+"""Scaling -> what torchao runs for it (float8/config.py, prototype/moe_training)."""
 EXPERTS = (
     "torchao converts only torch.nn.Linear, which can include the router; experts in 3-D parameters stay as they are"
 )
@@ -38,7 +34,7 @@ def export(request: Request) -> Export:
     policy = request.policy
     theirs = torch_meaning(
         policy, fused_adam=True, autocast=policy.autocast is not None, hands_on=True, scaler=torch_scaler(policy.loss_scale, policy),
-        regions=regions_there(policy, TORCHAO, edges=True),
+        regions=regions_there(policy, _QUANTS, edges=True),
     )  # fmt: skip
     held = Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only")
     piece = Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs)))
@@ -74,7 +70,7 @@ def _quantized(quant: Quant, policy: PrecisionPolicy) -> list[str]:
     else:
         code = [
             "from torchao.float8 import Float8LinearConfig, convert_to_float8_training",
-            f'config = Float8LinearConfig.from_recipe_name("{SCALINGS[quant.scaling]}")',
+            f'config = Float8LinearConfig.from_recipe_name("{BY_TORCHAO[quant.scaling][0]}")',
             "convert_to_float8_training(model, config=config, module_filter_fn=quantized)",
         ]
     return [*filter_lines(policy, "len(model.layers)"), *code]

@@ -6,6 +6,9 @@ Read at b5bcd76c: config/configs.py, components/quantization/{float8,mx,nvfp4}.p
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
@@ -18,21 +21,30 @@ from mpbridge.precision.regions import Quant
 NAME = "torchtitan"
 VERSIONS = {"main": "b5bcd76c"}
 DEFAULT_VERSION = "main"
-SCALINGS = {
-    "mxfp8": "MXFP8LinearConverter",
-    "nvfp4": "NVFP4LinearConverter",
-    "rowwise": "Float8LinearConverter",
-    "rowwise_gw_hp": "Float8LinearConverter",
-}
-CONVERTED = {
-    "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
-    "nvfp4": Quant(format="e2m1", scaling="nvfp4"),
-    "rowwise": Quant(format="e4m3", scaling="rowwise"),
-    "rowwise_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
-}
-"""Scaling -> what its converter runs."""
-EXPERT_CONVERTERS = {"mxfp8": "MXFP8GroupedExpertsConverter", "rowwise": "Float8GroupedExpertsConverter"}
-"""Scaling -> what quantizes the grouped GEMMs of experts likewise. It finds nothing in a dense model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converters:
+    """What quantizes to one scaling there."""
+
+    linears: str
+    quant: Quant
+    """What it runs."""
+    experts: str = ""
+    """What quantizes the grouped GEMMs of experts likewise, which finds nothing in a dense model; '' for none."""
+    lacks: str = ""
+    """Why none."""
+
+
+CONVERTERS: Mapping[str, Converters] = MappingProxyType({
+    "mxfp8": Converters("MXFP8LinearConverter", Quant(format="e4m3", scaling="mxfp8"), "MXFP8GroupedExpertsConverter"),
+    "nvfp4": Converters("NVFP4LinearConverter", Quant(format="e2m1", scaling="nvfp4"), lacks="it has no converter of experts to NVFP4"),
+    "rowwise": Converters("Float8LinearConverter", Quant(format="e4m3", scaling="rowwise"), "Float8GroupedExpertsConverter"),
+    "rowwise_gw_hp": Converters(
+        "Float8LinearConverter", Quant(format="e4m3", scaling="rowwise_gw_hp"), lacks="its Float8GroupedExpertsConverter quantizes the weight gradients' GEMM too"
+    ),
+})  # fmt: skip
+"""Scaling -> its converters, of those with one name the default first; written and read."""
 GATE = "router.gate"
 """The experts' router in its models: a Linear, which no recipe quantizes."""
 PARTS = ("attention", "feed_forward", "moe.shared_experts.w")
@@ -43,19 +55,15 @@ def experts(policy: PrecisionPolicy) -> str:
     """What happens there to the experts of a mixture, if it is not what happens here; '' if it is."""
     quant = policy.quant
     assert quant is not None  # called only for quantized recipes
-    if quant.scaling not in EXPERT_CONVERTERS:
-        return f"in {policy.compute.short.upper()} there: {_NO_CONVERTER[quant.scaling]}"
+    row = CONVERTERS[quant.scaling]
+    if not row.experts:
+        return f"in {policy.compute.short.upper()} there: {row.lacks}"
     if policy.ends is None:
         return ""
     first, last = policy.ends
-    return f"except in the first {first} and the last {last} layers, in every layer there: {EXPERT_CONVERTERS[quant.scaling]} selects no layers"
-
-
-_NO_CONVERTER = {
-    "nvfp4": "it has no converter of experts to NVFP4",
-    "rowwise_gw_hp": "its Float8GroupedExpertsConverter quantizes the weight gradients' GEMM too",
-}
-"""Scaling without a converter of experts -> why."""
+    return (
+        f"except in the first {first} and the last {last} layers, in every layer there: {row.experts} selects no layers"
+    )
 
 
 def export(request: Request) -> Export:
@@ -78,15 +86,18 @@ def export(request: Request) -> Export:
     words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if theirs.regions[-1].quant is not None:
-        if policy.ends is not None and theirs.regions[-1].quant.scaling in EXPERT_CONVERTERS:
+        if policy.ends is not None and CONVERTERS[theirs.regions[-1].quant.scaling].experts:
             theirs = dataclasses.replace(theirs, note=f"experts: {experts(policy)}")
         pieces.append(Fragment(name="config_registry.py", text=commented(NAME, theirs, _python(policy))))
     return exported(request, NAME, theirs, pieces, lines)
 
 
+_QUANTS = {scaling: row.quant for scaling, row in CONVERTERS.items()}
+
+
 def _meaning(policy: PrecisionPolicy) -> Meaning:
     # mixed_precision_reduce takes float32 only
-    found = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, CONVERTED, edges=True))
+    found = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, _QUANTS, edges=True))
     return dataclasses.replace(found, router=DType.FP32)
 
 
@@ -94,10 +105,10 @@ def _python(policy: PrecisionPolicy) -> str:
     """A function for a model's config_registry: a converter of linears, which are chosen by substrings of their names, and one of experts."""
     quant = policy.quant
     assert quant is not None  # called only for quantized recipes
-    given = {SCALINGS[quant.scaling]: _chosen(quant, policy.ends)}
-    if quant.scaling in EXPERT_CONVERTERS:
-        # 128 rows per expert: what its kernel needs on SM100
-        given[EXPERT_CONVERTERS[quant.scaling]] = ["pad_multiple=128"] if quant.scaling == "mxfp8" else []
+    row = CONVERTERS[quant.scaling]
+    given = {row.linears: _chosen(quant, policy.ends)}
+    if row.experts:  # 128 rows per expert: what its kernel needs on SM100
+        given[row.experts] = ["pad_multiple=128"] if quant.scaling == "mxfp8" else []
     lines: list[str] = []
     for converter, arguments in given.items():
         written = [f"            {one}," for one in (*arguments, "model_compile_enabled=config.compile.enable")]
