@@ -34,7 +34,7 @@ FAULTS = ("training.py", "audited.py", "witnessed.py", "agreement.py")
 BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
 """Runs of the engine, of grouped experts, and runs that stop and go on."""
 OWN = {"h100": "hopper.py", "b200": "blackwell.py"}
-PARTS = {"what trains": (OLDEST, MATRIX), "functions and faults": (OLDEST, (*KERNELS, *FAULTS)), NEWEST: (NEWEST, (*KERNELS, *BRIEF))}  # fmt: skip
+PARTS = {OLDEST: (OLDEST, (*KERNELS, *FAULTS, *MATRIX)), NEWEST: (NEWEST, (*KERNELS, *BRIEF))}
 
 
 @pytest.mark.parametrize("part", PARTS)
