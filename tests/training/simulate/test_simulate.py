@@ -24,7 +24,10 @@ from scripts.evidence.check_scale import ROWS
 @pytest.fixture(scope="module", autouse=True)
 def one_nursery():
     """The process that has imported megatron-core and forks a child for each rank: one for all simulations here."""
-    with worlds._Nursery() as nursery, mock.patch.object(worlds, "_Nursery", lambda: contextlib.nullcontext(nursery)):
+    with (
+        worlds._Nursery() as nursery,
+        mock.patch.object(worlds, "_Nursery", return_value=contextlib.nullcontext(nursery)),
+    ):
         yield
 
 
