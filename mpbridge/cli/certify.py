@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the certificate."""
     from mpbridge.common.pages.document import writable, write
-    from mpbridge.common.report.console import without_chatter
 
-    without_chatter()
     if args.out is not None:
         writable(args.out)
     if args.recipe is not None and "=" in args.recipe:

@@ -21,6 +21,7 @@ _DECODER_PATH = re.compile(r"(?:^|\.)(?:decoder\.)?layers\.(\d+)\.(.+)$")
 _MTP_PATH = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)$")
 
 
+@functools.lru_cache(maxsize=16384)  # asked again for each recipe and layout
 def place(path: str) -> tuple[str, int | None] | None:
     """(path below the layer, 0-based layer) of a global module or parameter name; the layer is None in multi-token prediction, whose layers the
     model does not number; None outside the layers.

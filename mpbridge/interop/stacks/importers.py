@@ -82,6 +82,7 @@ def read_python(
 def _read_python(text: str, path: Path | None, function: str, stack: str | None, version: str | None) -> Imported:
     from mpbridge.interop.stacks import data_comment
     from mpbridge.interop.stacks.python_text import Reading
+    from mpbridge.interop.stacks.python_values import Module
 
     name = path.name if path is not None else "the file"
     if not function and data_comment.has_comment(text):
@@ -96,7 +97,7 @@ def _read_python(text: str, path: Path | None, function: str, stack: str | None,
         )
     module = _importer(stack)
     reading = Reading(opaque=module.OPAQUE)
-    source = reading.module(text, path, name)
+    source = Module(text, path, name)
     if not function:
         public = [one for one in source.functions if not one.startswith("_")]
         if len(public) != 1:

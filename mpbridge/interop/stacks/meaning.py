@@ -127,6 +127,19 @@ class Meaning:
         return " + ".join(part for part in (str(whole) if whole else "", f"{shared}/N" if shared else "") if part)
 
 
+def updated_itself(storage: DType, compute: DType | None = None, wire: DType | None = None, **more: Any) -> Meaning:
+    """A setup as torch's optimizers have it: the stored parameters are updated themselves, and gradients and moments have their dtype."""
+    return Meaning(
+        storage=storage, compute=compute or storage, wire=wire or storage, accumulator=storage, **{"exp_avg": storage, "exp_avg_sq": storage, **more}
+    )  # fmt: skip
+
+
+def with_quant(meaning: Meaning, quant: Quant | None, ends: tuple[int, int] | None = None) -> Meaning:
+    """`meaning` with one quantization, and layers at the start and end that it leaves out."""
+    edges = () if ends is None or quant is None else (Region(first=ends[0], last=ends[1]),)
+    return dataclasses.replace(meaning, regions=(*edges, Region(quant=quant)))
+
+
 LABELS: Mapping[str, str] = MappingProxyType(
     {
         "storage": "stored parameters",
