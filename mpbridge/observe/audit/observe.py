@@ -183,6 +183,8 @@ def look(
     lr = 0.0 if result is None else result.lr
     seen.weights = standing(engine) if before is None else moved(engine, before, lr, watch)
     seen.copies = copies(engine, None if watch is None else watch.read)
+    if before is not None:
+        seen.copies.whole |= before.states
     if watch is not None:
         seen.computed = computed(engine, promises, watch)
         # a stage without a loss does not see where backward starts

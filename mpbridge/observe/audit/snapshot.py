@@ -10,6 +10,7 @@ from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf1
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.orthogonal import matrices_before
 from mpbridge.observe.audit.replay import Start, start_of, undeclared
+from mpbridge.observe.audit.replicas import Key, states_before
 
 
 class Before:
@@ -43,6 +44,8 @@ class Before:
         foreign = bool(getattr(engine, "foreign", False))
         self.whole = {} if foreign else matrices_before(engine)
         """Matrix that Muon trains -> this rank's rows of it."""
+        self.states: dict[Key, int] = {} if foreign else states_before(engine)
+        """Digests of the states that other ranks have too: one that differs by a bit may be equal again after an update, or not."""
         self.draws = draws_of(engine)
         """The step behind the random bytes of an emulation."""
         self.coarse: list[str] = []
