@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli.options import container
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
+from mpbridge.common.transformer_engine import tried
 from mpbridge.planning.certificates.variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -37,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the certificate."""
     from mpbridge.common.pages.document import writable, write
-    from mpbridge.common.report.console import without_chatter
 
-    without_chatter()
     if args.out is not None:
         writable(args.out)
     if args.recipe is not None and "=" in args.recipe:
@@ -77,6 +76,8 @@ def _certificate(args: argparse.Namespace, recipe: str | None, variant: str | No
         raise BadValue(
             f"variant {variant} of {made.recipe}: variants are of NVFP4 (expected a recipe with nvfp4 scaling, such as bf16_with_nvfp4_mixed)"
         )
+    if args.te is not None and release_of(args.te):  # names a text that is none first
+        tried(args.te)
     own = OwnTensors(linears={}) if args.tensors is None else own_tensors(args.tensors)
     return certificate(
         made.recipe,

@@ -43,9 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what differs, worst first. Returns 0 if nothing does, 1 otherwise."""
-    from mpbridge.common.report.console import without_chatter
-
-    without_chatter()
     from mpbridge.common.report.progress import bar
     from mpbridge.training.checkpoint.store import locate
     from mpbridge.training.serving.folder import examine

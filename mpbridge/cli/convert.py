@@ -54,9 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts, and reports what happened to the weights."""
-    from mpbridge.common.report.console import without_chatter
-
-    without_chatter()
     source, target = args.source, args.target
     if is_reference(source) and target.startswith(CHECKPOINT):
         _only_to_folders(args)

@@ -53,9 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Packs or inspects. Returns 0."""
-    from mpbridge.common.report.console import without_chatter
-
-    without_chatter()
     if args.action == "prepare":
         return _prepare(args)
     return _inspect(args)

@@ -29,9 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the distances."""
-    from mpbridge.common.report.console import without_chatter
-
-    without_chatter()
     from mpbridge.training.checkpoint.store import locate
     from mpbridge.training.serving.mismatch import mismatch
 

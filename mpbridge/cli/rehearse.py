@@ -54,9 +54,6 @@ def run(args: argparse.Namespace) -> int:
     """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run. Raises KeyboardInterrupt if a signal ended it."""
     if args.steps < 1 or (args.every is not None and args.every < 1):
         raise BadValue(f"--steps {args.steps}, --every {args.every}: expected at least 1")
-    from mpbridge.common.report.console import without_chatter
-
-    without_chatter()
     from mpbridge.common.pages.document import writable
     from mpbridge.common.report.console import console, rank, tell
     from mpbridge.training.rehearse.report import caveats, tables

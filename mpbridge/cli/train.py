@@ -79,11 +79,9 @@ def _train(args: argparse.Namespace, made: Run) -> int:
 
     if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)
-    from mpbridge.common.report.console import without_chatter
     from mpbridge.settings.training import train_iters
     from mpbridge.training.loop import pretrain
 
-    without_chatter()
     done = pretrain(made)
     if done.stopped is not None and done.iterations < train_iters(made.train):
         return STOPPED

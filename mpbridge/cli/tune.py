@@ -72,9 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     budget = budget_of(args.budget)
-    from mpbridge.common.report.console import without_chatter
-
-    without_chatter()
     from mpbridge.common.report.console import rank
     from mpbridge.training.tune.choices import TUNED
     from mpbridge.training.tune.report import write

@@ -27,6 +27,8 @@ class DType(enum.Enum):
     UINT8 = "uint8"
     INT16 = "int16"
 
+    __hash__ = object.__hash__  # members are singletons; Enum hashes the name, in Python
+
     @property
     def short(self) -> str:
         """The short name: 'bf16'."""
@@ -35,7 +37,7 @@ class DType(enum.Enum):
     @property
     def bytes(self) -> int:
         """Bytes per element."""
-        return {"float64": 8, "float32": 4, "uint8": 1}.get(self.value, 2)
+        return _BYTES[self]
 
     @property
     def mantissa(self) -> int | None:
@@ -51,6 +53,7 @@ class DType(enum.Enum):
         return self.short
 
 
+_BYTES: Mapping[DType, int] = MappingProxyType(dict.fromkeys(DType, 2) | {DType.FP64: 8, DType.FP32: 4, DType.UINT8: 1})
 _SPELLINGS: Mapping[str, DType] = MappingProxyType(
     {member.value: member for member in DType}
     | {member.short: member for member in DType}

@@ -73,7 +73,7 @@ _SIGN, _FOUR = -0x80000000, 0x40800000
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """Two codes per byte along the last axis, the first in the low nibble; the axis has an even length."""
     pairs = codes.contiguous().view(torch.int16)
-    return ((pairs | (pairs >> 4)) & 0xFF).to(torch.uint8)
+    return (pairs | (pairs >> 4)).to(torch.uint8)  # the low byte
 
 
 @functools.lru_cache(maxsize=4)

@@ -156,6 +156,13 @@ class Outlook:
 
     def gain(self, other: Outlook) -> str:
         """What `other` gains over this run, in words; '' if nothing that exceeds the error band."""
+        here = (
+            memory(other.policy, other.facts, rank=self.memory.rank)
+            if other.facts.parallel == self.facts.parallel
+            else None
+        )
+        if here is not None and verdict(here, self.machine.memory_bytes) == "does not fit":
+            return ""  # one stage is enough to know; the others cost as much again
         fast = self.ok and self.answer == "fits"
         if fast and (other.no_time or other.time.seconds >= self.must_be_below):
             return ""

@@ -30,6 +30,7 @@ def is_adapter(path: str) -> bool:
     return _LORA.search(path) is not None
 
 
+@functools.lru_cache(maxsize=16384)  # asked again for each recipe and layout
 def place(path: str) -> tuple[str, int | None] | None:
     """(path below the layer, 0-based layer) of a global module or parameter name; the layer is None in multi-token prediction, whose layers the
     model does not number; None outside the layers.

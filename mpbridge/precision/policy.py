@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -53,7 +54,7 @@ class LossScale:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionPolicy:
     """Every precision fact of a run. None in an optimizer fact: the optimizer's own section decides (see `settled`)."""
 
@@ -120,12 +121,12 @@ class PrecisionPolicy:
         """`quant` when its elements have four bits."""
         return self.quant if self.quant is not None and self.quant.bits == 4 else None
 
-    @property
+    @functools.cached_property
     def quants(self) -> tuple[Quant, ...]:
         """Every distinct rule of any region, in order."""
         return tuple(dict.fromkeys(quant for region in self.regions for quant in region.rules.distinct))
 
-    @property
+    @functools.cached_property
     def quantized(self) -> bool:
         """Whether any region quantizes."""
         return any(rule is not None for region in self.regions for rule in region.rules)

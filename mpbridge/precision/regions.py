@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -95,7 +96,7 @@ class Gemms:
         return tuple(dict.fromkeys(quant for quant in self if quant is not None))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Region:
     """Modules of some layers and the precision of their GEMMs. The first region that covers a module decides."""
 
@@ -111,7 +112,7 @@ class Region:
     gemms: Gemms | None = None
     """One rule per GEMM; None: `quant` for all three."""
 
-    @property
+    @functools.cached_property
     def rules(self) -> Gemms:
         """The rule of each GEMM."""
         return self.gemms or Gemms(fprop=self.quant, dgrad=self.quant, wgrad=self.quant)

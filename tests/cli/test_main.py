@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from mpbridge.cli import main as cli
 from mpbridge.cli import text
 from mpbridge.cli.main import main
+from mpbridge.common.chatter import UPSTREAM
 from mpbridge.common.errors import Refused
 from mpbridge.common.tables.units import count
 from mpbridge.precision.policy import PrecisionPolicy
@@ -41,8 +44,6 @@ def said(capsys):
 
 
 def test_every_verb_has_what_the_entry_asks_for():
-    import importlib
-
     assert {"list", "show", "compare", "plan", "train"} <= set(cli.verbs())
     for module in map(importlib.import_module, cli.verbs().values()):
         assert module.SUMMARY
@@ -329,14 +330,26 @@ def test_no_verb_runs_code_that_only_a_file_names(said, tmp_path, verb, place):
 
 
 def test_every_verb_that_reads_a_configuration_is_in_the_table():
-    import importlib
-
     found = set()
     for verb, module in cli.verbs().items():
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)
         found |= {verb} & {verb for action in parser._actions if "--config" in action.option_strings}
     assert found == set(READS_A_CONFIGURATION)
+
+
+@pytest.mark.parametrize(("verb", "heard"), [("train", ["yours"]), ("on-cpu", [*UPSTREAM, "yours"])])
+def test_only_megatron_cores_warnings_about_itself_are_silent(monkeypatch, said, verb, heard):
+    def warn(args):
+        for words in (*UPSTREAM, "yours"):
+            warnings.warn(f"{words}: so it is", UserWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(importlib.import_module(cli.verbs()[verb]), "run", warn)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert said(verb, "a.b=1")[0] == 0
+    assert [str(one.message).partition(":")[0] for one in seen] == heard
 
 
 def test_an_answer_that_nobody_read_is_no_success():

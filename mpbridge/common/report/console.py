@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import IO, Any, cast
 
@@ -14,8 +13,6 @@ from rich.console import Console
 
 from mpbridge.common.tables.prose import printable, prose
 
-UPSTREAM = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
-"""Beginnings of warnings that megatron-core 0.16.1 emits at every import or construction; `doctor` reports the fact."""
 WIDTH = 150
 """Width in columns without a terminal: log files are not limited to 80 columns."""
 
@@ -94,9 +91,3 @@ def tell(out: Console, message: Any, *, style: str | None = None) -> None:
 def rank() -> int:
     """This process's global rank, known before any process group exists."""
     return int(os.environ.get("RANK", "0"))
-
-
-def without_chatter() -> None:
-    """Suppresses UPSTREAM in this process. Workers call it before they import megatron-core."""
-    for text in UPSTREAM:
-        warnings.filterwarnings("ignore", message=text)

@@ -9,15 +9,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.common.errors import DataError, brief, cut
+from mpbridge.common.errors import brief, cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, compared, engine_with, updated_by
-from mpbridge.interop.stacks.known_keys import with_rest
-from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.reading import Reader, raise_faults
+from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
+from mpbridge.interop.stacks.known_keys import imported
+from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
+from mpbridge.interop.stacks.reading import Reader
 from mpbridge.interop.stacks.sharded_torch import (
+    BY_TORCHAO,
     SPELL,
+    TORCHAO,
     environment,
     fields_of,
     left_out,
@@ -37,12 +39,6 @@ TE_FP8 = {
     "current": Quant(format="hybrid", scaling="tensorwise"),
 }
 """Value of model.backend.te_fp8.recipe -> Transformer Engine's recipe with its defaults; every linear is converted, including the output layer."""
-TORCHAO = {
-    "tensorwise": Quant(format="hybrid", scaling="tensorwise"),
-    "rowwise": Quant(format="e4m3", scaling="rowwise"),
-    "rowwise_with_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
-}
-"""Value of fp8.recipe_name -> torchao's quantization; fp8.filter_fqns excludes modules."""
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 EXPERTS = "neither te_fp8 with model.backend.linear nor fp8 covers them; model.backend.experts decides their GEMMs"
 """What happens to the experts of a mixture."""
@@ -53,7 +49,7 @@ def export(request: Request) -> Export:
     import yaml
 
     policy = request.policy
-    by_torchao = {quant.scaling: quant for quant in TORCHAO.values()}
+    by_torchao = {quant.scaling: quant for quant in TORCHAO.values()}  # fp8.recipe_name
     by_te = {quant.scaling: quant for quant in TE_FP8.values() if quant.scaling not in by_torchao}
     theirs = torch_meaning(policy, fused_adam=True, hands_on=True, regions=regions_there(policy, by_te | by_torchao))
     if request.main_weights == "wrapper":  # which keeps whole FP32 weights itself
@@ -79,10 +75,8 @@ def export(request: Request) -> Export:
     if theirs.router is not None:
         text = "model.backend.gate_precision is read by AutoModel's own implementations of models, not by those of transformers"
         lines.append(Line(fidelity="exact", fact="router", text=text))
-    lines += compared(request.ours, theirs, NAME, more)
-    text = yaml.safe_dump(sections, sort_keys=False).rstrip()
-    pieces = (Fragment(name="recipe.yaml", text=text), *environment([quant] if quant else ()))
-    return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
+    piece = Fragment(name="recipe.yaml", text=yaml.safe_dump(sections, sort_keys=False).rstrip())
+    return exported(request, NAME, theirs, [piece, *environment([quant] if quant else ())], lines, more)
 
 
 def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, ...], list[str]]:
@@ -97,29 +91,24 @@ def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, 
 
 
 def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, Any]:
-    sections: dict[str, Any] = {
-        "model": {"torch_dtype": SPELL[theirs.storage]},
-        "optimizer": _optimizer_section(theirs),
-    }
+    storage = {"torch_dtype": SPELL[theirs.storage]}
+    sections: dict[str, Any] = {"model": storage, "optimizer": _optimizer_section(theirs)}
     if request.main_weights == "wrapper":
-        sections["distributed"] = {"strategy": "megatron_fsdp", "grad_reduce_in_fp32": theirs.wire is DType.FP32}
-        sections["distributed"]["preserve_fp32_weights"] = True
-    else:
-        # all four keys are written: a policy that names some of them replaces the whole default
+        reduces = theirs.wire is DType.FP32
         sections["distributed"] = {
-            "strategy": "fsdp2",
-            "mp_policy": {
-                "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
-                "param_dtype": SPELL[theirs.compute],
-                "reduce_dtype": SPELL[theirs.wire],
-                "output_dtype": SPELL[theirs.output or theirs.compute],
-                "cast_forward_inputs": True,
-            },
+            "strategy": "megatron_fsdp",
+            "grad_reduce_in_fp32": reduces,
+            "preserve_fp32_weights": True,
         }
+    else:  # all four keys are written: a policy that names some of them replaces the whole default
+        policy = {
+            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": SPELL[theirs.compute], "reduce_dtype": SPELL[theirs.wire],
+            "output_dtype": SPELL[theirs.output or theirs.compute], "cast_forward_inputs": True,
+        }  # fmt: skip
+        sections["distributed"] = {"strategy": "fsdp2", "mp_policy": policy}
     quant = theirs.regions[-1].quant
     if quant is not None and left:
-        word = next(word for word, one in TORCHAO.items() if one.scaling == quant.scaling)
-        sections["fp8"] = {"enabled": True, "recipe_name": word, "filter_fqns": left}
+        sections["fp8"] = {"enabled": True, "recipe_name": BY_TORCHAO[quant.scaling][0], "filter_fqns": left}
     elif quant is not None:
         word = next(word for word, one in TE_FP8.items() if one.scaling == quant.scaling)
         sections["model"]["backend"] = {"linear": "te", "te_fp8": {"recipe": word}}
@@ -132,104 +121,75 @@ def _optimizer_section(theirs: Meaning) -> dict[str, Any]:
     if theirs.main is None:
         return {"_target_": "torch.optim.AdamW"}
     return {
-        "_target_": FUSED_ADAM,
-        "master_weights": True,
-        "store_param_remainders": theirs.remainders,
-        "exp_avg_dtype": theirs.exp_avg.value,
-        "exp_avg_sq_dtype": theirs.exp_avg_sq.value,
-        "adam_w_mode": True,
-    }
+        "_target_": FUSED_ADAM, "master_weights": True, "store_param_remainders": theirs.remainders, "exp_avg_dtype": theirs.exp_avg.value,
+        "exp_avg_sq_dtype": theirs.exp_avg_sq.value, "adam_w_mode": True,
+    }  # fmt: skip
 
 
 def read_data(data: Any, *, version: str) -> Imported:
     """The sections' meaning. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
-    if not isinstance(data, Mapping):
-        raise DataError(f"an AutoModel configuration is a mapping, found {type(data).__name__}")
-    read = Reader(data)
-    inert: list[str] = []
-    cannot: list[str] = []
-    contradicts: list[str] = []
-    assumed: list[str] = []
+    read = Reader.of(data, "an AutoModel configuration")
     if _DIFFUSION & data.keys() and "distributed" not in data:
         strategy = "ddp" if "ddp" in data else "diffusion"
         read.whole |= {"ddp", "fsdp", "flow_matching"}
     else:
         strategy = read.text("distributed.strategy", "fsdp2").lower()
-    if strategy not in _MEANINGS:
-        contradicts.append(
-            f"distributed.strategy={strategy}: AutoModel has fsdp2, megatron_fsdp, ddp; described as ddp"
-        )
-    storage = _storage(read, assumed)
-    quant = _quant(read, inert, cannot)
-    _backend(read, inert, cannot, contradicts)
-    gate = read.dtype("model.backend.gate_precision")
-    meaning = _MEANINGS.get(strategy, _ddp)(read, storage, contradicts)
-    meaning, ends = dataclasses.replace(_with_optimizer(read, meaning), router=gate), None
-    if quant is not None:
-        ends = _ends(read, cannot, assumed)
-        first = (Region(first=ends[0], last=ends[1]),) if ends is not None else ()
-        meaning = dataclasses.replace(meaning, regions=(*first, Region(quant=quant)))
+    storage, quant, gate = _storage(read), _quant(read), read.dtype("model.backend.gate_precision")
+    _backend(read)
+    ends = None if quant is None else _ends(read)
+    meaning = with_quant(_with_optimizer(read, _MEANINGS.get(strategy, _ddp)(read, storage)), quant, ends)
     cast = read.dtype("distributed.autocast_dtype")
-    if cast is not None and "dllm" in data:  # recipes/dllm wraps the forward pass in it
-        meaning = dataclasses.replace(meaning, autocast=cast)
-    elif cast is not None:
-        inert.append("distributed.autocast_dtype: no recipe of an autoregressive language model reads it")
-    if "peft" in data:
-        cannot.append("peft: only adapters are trained")
-    raise_faults(read.faults, "this AutoModel configuration")
-    engine = DEFAULT if strategy == "ddp" else engine_with("wrapper" if "megatron" in strategy else "optimizer")
-    fields = fields_of(meaning, cannot, quant, ends)
+    wrapped = cast if "dllm" in data else None  # recipes/dllm wraps the forward pass in it
+    meaning = dataclasses.replace(meaning, router=gate, autocast=wrapped)
+    read.note_rows(
+        ("contradicts", strategy not in _MEANINGS, f"distributed.strategy={strategy}: AutoModel has fsdp2, megatron_fsdp, ddp; described as ddp"),
+        ("inert", cast is not None and wrapped is None, "distributed.autocast_dtype: no recipe of an autoregressive language model reads it"),
+        ("cannot_express", "peft" in data, "peft: only adapters are trained"),
+    )  # fmt: skip
+    fields = fields_of(meaning, read)
     if fields and gate is not None:
         fields["moe_router_dtype"] = gate.short
-    found = Imported(
-        stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, inert=tuple(inert),
-        contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
+    return imported(
+        read, NAME, version, meaning, fields, optimizer=_optimizer(read), momentum=read.at("optimizer.momentum"),
+        engine=DEFAULT if strategy == "ddp" else engine_with("wrapper" if "megatron" in strategy else "optimizer"),
     )  # fmt: skip
-    found = updated_by(found, _optimizer(read), "optimizer", momentum=read.at("optimizer.momentum"))
-    return with_rest(found, read)
 
 
-def _backend(read: Reader, inert: list[str], cannot: list[str], contradicts: list[str]) -> None:
+def _backend(read: Reader) -> None:
     """What model.backend says of the linears and of the experts, apart from each other."""
     linear, experts = (str(read.at(f"model.backend.{name}") or "") for name in ("linear", "experts"))
-    if experts in ("te", "gmm") and read.at("model.backend.dispatcher") == "torch":
-        inert.append(f"model.backend.experts={experts} with dispatcher=torch: AutoModel runs them with torch_mm")
-        experts = "torch_mm"
-    if experts == "torch_mm_mxfp8":
-        cannot.append(
-            "model.backend.experts=torch_mm_mxfp8: the experts' grouped GEMMs run in MXFP8, the linears do not"
-        )
-    if read.at("model.backend.te_fp8") is None:
-        return
-    if linear not in ("", "te") and experts != "te":
-        contradicts.append(
-            f"model.backend.te_fp8 with linear={cut(linear)}: AutoModel raises ValueError without linear=te or experts=te; described as linear=te"
-        )
-    elif linear not in ("", "te"):
-        cannot.append(f"model.backend.te_fp8 with linear={cut(linear)}: only the experts are quantized there")
-    elif experts not in ("", "te"):
-        cannot.append(f"model.backend.te_fp8 with experts={cut(experts)}: experts of a mixture are not quantized there")
+    replaced = experts in ("te", "gmm") and read.at("model.backend.dispatcher") == "torch"
+    text = f"model.backend.experts={experts} with dispatcher=torch: AutoModel runs them with torch_mm"
+    read.note("inert", text, replaced)
+    experts = "torch_mm" if replaced else experts
+    there = read.at("model.backend.te_fp8") is not None
+    named = f"model.backend.te_fp8 with linear={cut(linear)}"
+    read.note_rows(
+        ("cannot_express", experts == "torch_mm_mxfp8", "model.backend.experts=torch_mm_mxfp8: the experts' grouped GEMMs run in MXFP8, the linears do not"),
+        ("contradicts", there and linear not in ("", "te") and experts != "te",
+         f"{named}: AutoModel raises ValueError without linear=te or experts=te; described as linear=te"),
+        ("cannot_express", there and linear not in ("", "te") and experts == "te", f"{named}: only the experts are quantized there"),
+        ("cannot_express", there and linear in ("", "te") and experts not in ("", "te"),
+         f"model.backend.te_fp8 with experts={cut(experts)}: experts of a mixture are not quantized there"),
+    )  # fmt: skip
 
 
-def _storage(read: Reader, assumed: list[str]) -> DType:
+def _storage(read: Reader) -> DType:
     found = read.at("model.torch_dtype", read.at("model.dtype", read.at("model.config.torch_dtype")))
     if found in (None, "auto"):
-        assumed.append("model.torch_dtype comes from the checkpoint: assumed to be bfloat16")
-        return DType.BF16
-    # its dtype_from_str reads any value that is not a string as bfloat16
-    if not isinstance(found, str):
-        return DType.BF16
-    words = {"bf16": "bf16", "bfloat16": "bf16", "float32": "fp32", "half": "fp16", "float16": "fp16"}
+        read.note("assumed", "model.torch_dtype comes from the checkpoint: assumed to be bfloat16")
+    if found in (None, "auto") or not isinstance(found, str):
+        return DType.BF16  # its dtype_from_str reads any value that is not a string as bfloat16
+    words = {"bf16": DType.BF16, "bfloat16": DType.BF16, "float32": DType.FP32, "half": DType.FP16, "float16": DType.FP16}  # fmt: skip
     word = found.lower().removeprefix("torch.")
     if word not in words:
         read.faults.append(f"model.torch_dtype={brief(found)}: AutoModel accepts {', '.join(words)}")
-    return {"bf16": DType.BF16, "fp32": DType.FP32, "fp16": DType.FP16}[words.get(word, "bf16")]
+    return words.get(word, DType.BF16)
 
 
-def _fsdp2(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
-    policy = read.at("distributed.mp_policy")
-    if not isinstance(policy, Mapping):
-        param, reduce, output = DType.BF16, DType.FP32, DType.BF16
+def _fsdp2(read: Reader, storage: DType) -> Meaning:
+    param, reduce, output = DType.BF16, DType.FP32, DType.BF16
+    if not isinstance(read.at("distributed.mp_policy"), Mapping):
         for name, dtype in (("param", param), ("reduce", reduce), ("output", output)):
             read.default(f"distributed.mp_policy.{name}_dtype", dtype)
     else:
@@ -238,56 +198,32 @@ def _fsdp2(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
         reduce = read.dtype("distributed.mp_policy.reduce_dtype", param) or param
         read.asked |= {"distributed.mp_policy._target_", "distributed.mp_policy.cast_forward_inputs"}
         output = read.dtype("distributed.mp_policy.output_dtype", param) or param
-    return Meaning(
-        storage=storage,
-        compute=param,
-        wire=reduce,
-        accumulator=storage,
-        exp_avg=storage,
-        exp_avg_sq=storage,
-        sharded="everything",
-        output=None if output is param else output,
-        pipeline=None if output is param else output,
-    )
+    handed = None if output is param else output
+    return updated_itself(storage, param, reduce, sharded="everything", output=handed, pipeline=handed)
 
 
-def _megatron_fsdp(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
-    _no_policy(read, contradicts, "megatron_fsdp")
+def _megatron_fsdp(read: Reader, storage: DType) -> Meaning:
+    _no_policy(read, "megatron_fsdp")
     keeps = read.flag("distributed.preserve_fp32_weights")
     reduce = DType.FP32 if read.flag("distributed.grad_reduce_in_fp32") else storage
-    state = DType.FP32 if keeps else storage
-    return Meaning(
-        storage=storage, compute=storage, main=DType.FP32 if keeps and storage is not DType.FP32 else None, wire=reduce,
-        accumulator=reduce, exp_avg=state, exp_avg_sq=state, sharded="everything",
-    )  # fmt: skip
+    state, main = DType.FP32 if keeps else storage, DType.FP32 if keeps and storage is not DType.FP32 else None
+    found = updated_itself(storage, wire=reduce, main=main, exp_avg=state, exp_avg_sq=state, sharded="everything")
+    return dataclasses.replace(found, accumulator=reduce)
 
 
-def _ddp(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
-    _no_policy(read, contradicts, "ddp")
-    return Meaning(
-        storage=storage, compute=storage, wire=storage, accumulator=storage, exp_avg=storage, exp_avg_sq=storage
-    )
+def _ddp(read: Reader, storage: DType) -> Meaning:
+    _no_policy(read, "ddp")
+    return updated_itself(storage)
 
 
-def _diffusion(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
+def _diffusion(read: Reader, storage: DType) -> Meaning:
     """FSDP2 as recipes/diffusion/train.py sets it up, from the sections model and fsdp; with adapters nothing is cast when it is gathered."""
     compute = read.dtype("model.compute_dtype", DType.BF16) or DType.BF16
     wire = read.dtype("fsdp.reduce_dtype", DType.FP32) or DType.FP32
-    if "peft" in read.data or "ddp" in read.data:
-        if compute is not storage:
-            contradicts.append(
-                f"model.compute_dtype={compute.short} with storage in {storage.short}: AutoModel raises ValueError"
-            )
-        compute = storage
-    return Meaning(
-        storage=storage,
-        compute=compute,
-        wire=wire,
-        accumulator=storage,
-        exp_avg=storage,
-        exp_avg_sq=storage,
-        sharded="everything",
-    )
+    whole = bool({"peft", "ddp"} & read.data.keys())
+    text = f"model.compute_dtype={compute.short} with storage in {storage.short}: AutoModel raises ValueError"
+    read.note("contradicts", text, whole and compute is not storage)
+    return updated_itself(storage, storage if whole else compute, wire, sharded="everything")
 
 
 _DIFFUSION = frozenset({"flow_matching", "fsdp"})
@@ -295,9 +231,9 @@ _DIFFUSION = frozenset({"flow_matching", "fsdp"})
 _MEANINGS = {"fsdp2": _fsdp2, "megatron_fsdp": _megatron_fsdp, "ddp": _ddp, "diffusion": _diffusion}
 
 
-def _no_policy(read: Reader, contradicts: list[str], strategy: str) -> None:
-    if read.at("distributed.mp_policy") is not None:
-        contradicts.append(f"distributed.mp_policy under strategy {strategy}: AutoModel raises ValueError")
+def _no_policy(read: Reader, strategy: str) -> None:
+    given = read.at("distributed.mp_policy") is not None
+    read.note("contradicts", f"distributed.mp_policy under strategy {strategy}: AutoModel raises ValueError", given)
 
 
 def _optimizer(read: Reader) -> str:
@@ -317,34 +253,33 @@ def _with_optimizer(read: Reader, meaning: Meaning) -> Meaning:
     return dataclasses.replace(kept, main=DType.FP32, remainders=read.flag("optimizer.store_param_remainders"))
 
 
-def _ends(read: Reader, cannot: list[str], assumed: list[str]) -> tuple[int, int] | None:
+def _ends(read: Reader) -> tuple[int, int] | None:
     """The part of the quantization that fp8.filter_fqns excludes; te_fp8 converts every linear."""
     if read.at("model.backend.te_fp8") is not None:
-        cannot.append("model.backend.te_fp8: the output layer is quantized too; here it never is")
+        read.cannot("model.backend.te_fp8: the output layer is quantized too; here it never is")
         return None
-    return left_out(read.at("fp8.filter_fqns"), "fp8.filter_fqns", cannot, assumed)
+    return left_out(read.at("fp8.filter_fqns"), "fp8.filter_fqns", read)
 
 
-def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
+def _quant(read: Reader) -> Quant | None:
     recipe = read.at("model.backend.te_fp8.recipe", "current" if read.at("model.backend.te_fp8") is not None else None)
     if recipe is not None:
-        if recipe not in TE_FP8:
-            cannot.append(f"model.backend.te_fp8.recipe={brief(recipe)}: a recipe object of Transformer Engine")
-            return None
-        return TE_FP8[str(recipe)]
+        found = TE_FP8.get(str(recipe))
+        read.cannot(
+            f"model.backend.te_fp8.recipe={brief(recipe)}: a recipe object of Transformer Engine", found is None
+        )
+        return found
     if not read.flag("fp8.enabled"):
-        if read.section("fp8"):
-            inert.append("fp8 without enabled: true")
+        read.note("inert", "fp8 without enabled: true", read.section("fp8"))
         return None
     name = read.at("fp8.recipe_name")
-    if name not in (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        cannot.append(
-            f"fp8.recipe_name={name}: torchao has tensorwise, rowwise and rowwise_with_gw_hp; described as tensorwise"
-        )
     ignored = ("emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd")
     if name in ("rowwise", "rowwise_with_gw_hp"):
-        inert += [f"fp8.{key}: ignored with recipe_name {name}" for key in ignored if read.flag(f"fp8.{key}")]
-        return Quant(format="e4m3", scaling="rowwise_gw_hp" if name.endswith("_gw_hp") else "rowwise")
-    if read.flag("fp8.enable_fsdp_float8_all_gather"):
-        cannot.append("fp8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage")
-    return Quant(format="hybrid", scaling="tensorwise")
+        for key in ignored:
+            read.note("inert", f"fp8.{key}: ignored with recipe_name {name}", read.flag(f"fp8.{key}"))
+        return TORCHAO[str(name)]
+    known = f"fp8.recipe_name={name}: torchao has {', '.join([*TORCHAO][:-1])} and {[*TORCHAO][-1]}; described as tensorwise"
+    read.cannot(known, name not in (None, "tensorwise"))
+    gathers = read.flag("fp8.enable_fsdp_float8_all_gather")
+    read.cannot("fp8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage", gathers)
+    return TORCHAO["tensorwise"]

@@ -12,10 +12,11 @@ from mpbridge.common.errors import BadValue, DataError, MpbridgeError, cut
 from mpbridge.common.formats import dtype
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
-from mpbridge.interop.stacks.meaning import Meaning, rows
+from mpbridge.interop.stacks.meaning import Meaning, rows, with_quant
+from mpbridge.interop.stacks.reading import Reader
 from mpbridge.interop.stacks.sharded_torch import fields_of
 from mpbridge.precision.policy import LossScale
-from mpbridge.precision.regions import Quant, Region
+from mpbridge.precision.regions import Quant
 
 _COMMENT = re.compile(r"[ \t]*# mpbridge export --to (\S+): (\{.*\})[ \t]*")
 _DTYPES = tuple(one.name for one in dataclasses.fields(Meaning) if str(one.type).startswith("DType"))
@@ -72,9 +73,9 @@ def read(text: str, *, name: str, stack: str | None) -> Imported:
         data = json.loads(comment[2])
         many, expected = data.pop("code")
         code = lines[at : at + many]
-        meaning, quant, ends = _meaning(data)
-        cannot = [f"{meaning.note}: no setting of a recipe"] if meaning.note else []
-        fields = fields_of(meaning, cannot, quant, ends)
+        meaning, known = _meaning(data), Reader({})
+        known.cannot(f"{meaning.note}: no setting of a recipe", meaning.note)
+        fields = fields_of(meaning, known)
         rows(meaning)  # raises for values that are of no use
     except (MpbridgeError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise DataError(
@@ -89,14 +90,14 @@ def read(text: str, *, name: str, stack: str | None) -> Imported:
     )
     undecided += [f"line {one}: another export, which is not shown" for one, _ in found if one != at]
     made = Imported(
-        stack=comment[1], version="", fields=fields, meaning=meaning, cannot_express=tuple(cannot), undecided=tuple(undecided),
+        stack=comment[1], version="", fields=fields, meaning=meaning, cannot_express=tuple(known.notes["cannot_express"]), undecided=tuple(undecided),
         engine=engine_with("optimizer") if meaning.sharded == "everything" else DEFAULT,
     )  # fmt: skip
     optimizer = _ADAM.search("\n".join(code))
     return updated_by(made, optimizer and optimizer[0], "optimizer")
 
 
-def _meaning(data: dict[str, Any]) -> tuple[Meaning, Quant | None, tuple[int, int] | None]:
+def _meaning(data: dict[str, Any]) -> Meaning:
     quant, scale, ends = (data.pop(name, None) for name in ("quant", "loss_scale", "ends"))
     if strange := data.keys() - {*_DTYPES, *_AS_THEY_ARE}:
         raise BadValue(f"unknown: {', '.join(sorted(strange))}")
@@ -105,9 +106,8 @@ def _meaning(data: dict[str, Any]) -> tuple[Meaning, Quant | None, tuple[int, in
     numbers: dict[str, Any] = {
         name: (int if name == "hysteresis" else float)(value) for name, value in (scale or {}).items()
     }
-    edges = (Region(first=int(ends[0]), last=int(ends[1])),) if ends else ()
-    meaning = Meaning(**said, loss_scale=LossScale(**numbers) if scale else None, regions=(*edges, Region(quant=made)))
-    return meaning, made, (int(ends[0]), int(ends[1])) if ends else None
+    meaning = Meaning(**said, loss_scale=LossScale(**numbers) if scale else None)
+    return with_quant(meaning, made, (int(ends[0]), int(ends[1])) if ends else None)
 
 
 def _tuples(value: Any) -> Any:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.common.errors import DataError, cut
+from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
-from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, compared, updated_by
-from mpbridge.interop.stacks.known_keys import known, with_rest
+from mpbridge.interop.stacks.base import Export, Fidelity, Fragment, Imported, Line, Request, exported
+from mpbridge.interop.stacks.known_keys import imported, known
 from mpbridge.interop.stacks.meaning import Meaning, Sharded
-from mpbridge.interop.stacks.reading import Reader, base_field, raise_faults
+from mpbridge.interop.stacks.reading import Reader, base_field
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, scale_fields
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 
@@ -35,19 +34,16 @@ def export(request: Request) -> Export:
     policy = request.policy.settled()
     config = _config(policy)
     theirs = read_data(config, version=request.version).meaning
-    lines = []
     low = {policy.exp_avg, policy.exp_avg_sq} - {None, DType.FP32}
-    if low and theirs.exp_avg is DType.FP32:
-        text = "bf16_optimizer_states requires bf16_master_weights_and_grads: BF16 moments imply BF16 weights"
-        lines.append(Line(fidelity="different", fact="moments", text=text))
-    if theirs.autocast is not None:
-        text = "torch_autocast reduces in its own dtype regardless of communication_data_type"
-        lines.append(Line(fidelity="exact", fact="wire", text=text))
-    if policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None:
-        lines.append(Line(fidelity="exact", fact="non-finite gradients", text=OVERFLOW))
-    lines += compared(request.ours, theirs, NAME)
+    skips = policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None
+    rows: tuple[tuple[Any, Fidelity, str, str], ...] = (
+        (low and theirs.exp_avg is DType.FP32, "different", "moments", "bf16_optimizer_states requires bf16_master_weights_and_grads: BF16 moments imply BF16 weights"),
+        (theirs.autocast is not None, "exact", "wire", "torch_autocast reduces in its own dtype regardless of communication_data_type"),
+        (skips, "exact", "non-finite gradients", OVERFLOW),
+    )  # fmt: skip
+    lines = [Line(fidelity=kind, fact=fact, text=text) for applies, kind, fact, text in rows if applies]
     piece = Fragment(name="ds_config.json", text=json.dumps(config, indent=2))
-    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
+    return exported(request, NAME, theirs, [piece], lines)
 
 
 def _config(policy: PrecisionPolicy) -> dict[str, Any]:
@@ -86,40 +82,14 @@ def _fp16(scale: LossScale | None) -> dict[str, Any]:
     }
 
 
-_SHARDED: Mapping[int, Sharded] = {0: "nothing", 1: "optimizer", 2: "gradients", 3: "everything"}
+SHARDED: Mapping[int, Sharded] = {0: "nothing", 1: "optimizer", 2: "gradients", 3: "everything"}
+"""ZeRO's stage -> what is divided."""
 _INERT = ("grad_accum_dtype", "fp8", "mixed_precision", "precision", "dtype")
-
-
-def read_data(data: Any, *, version: str) -> Imported:
-    """The settings' meaning on that version's engine. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
-    if not isinstance(data, Mapping):
-        raise DataError(f"a DeepSpeed configuration is a mapping, found {type(data).__name__}")
-    said = _said(Reader(data))
-    said.read.whole |= _REMOVED & data.keys()
-    raise_faults(said.read.faults, "this DeepSpeed configuration")
-    found = Imported(
-        stack=NAME, version=version, fields=_fields(said), engine=DEFAULT, meaning=_meaning(said),
-        inert=tuple(f"{key}: unknown at the top level, accepted and ignored" for key in _INERT if key in data),
-        contradicts=tuple(_contradictions(said)), cannot_express=tuple(_cannot(said)),
-        assumed=(f"DeepSpeed {version}: the wire's default differs between versions", *_assumed(said)),
-    )  # fmt: skip
-    kind, momentum = (said.read.at(f"optimizer.{name}") for name in ("type", "params.momentum"))
-    found = updated_by(found, kind, "optimizer.type", momentum=momentum)
-    return with_rest(found, said.read)
-
-
 _REMOVED = frozenset({
     "amp", "compression_training", "quantize_training", "eigenvalue", "sparse_gradients", "sparse_attention", "elasticity", "graph_harvesting",
     "curriculum_learning", "progressive_layer_drop", "nebula",
 })  # fmt: skip
 """Sections of earlier versions that its configuration refuses by name (runtime/config.py)."""
-
-
-def _assumed(said: _DeepSpeedSettings) -> Iterator[str]:
-    if said.bf16 and said.read.at("bf16.check_grad_overflow") is None:
-        yield f"non-finite gradients: {OVERFLOW}"
-
-
 _COMPRESSED = {
     "zero_quantized_weights": "parameters are gathered in blockwise 8 bits",
     "zero_quantized_nontrainable_weights": "frozen parameters are stored and gathered in 8 bits",
@@ -130,44 +100,11 @@ _SENT = ("fp32", "fp16", "bf16")
 """Values that communication_data_type accepts."""
 
 
-def _wire(read: Reader, base: DType) -> DType:
-    """communication_data_type; the model's dtype if it is unset or DeepSpeed refuses it, which `_contradictions` reports."""
-    word = str(read.at("communication_data_type", "")).lower()
-    found = read.dtype("communication_data_type", base) or base
-    return found if word in _SENT or found.short in _SENT else base
-
-
-def _stage(read: Reader) -> int:
-    """ZeRO's stage, 0 to 3; records a fault for another value."""
-    given = read.number("zero_optimization.stage", 0)
-    if given not in _SHARDED:
-        read.faults.append(f"zero_optimization.stage={given:g}: expected 0, 1, 2 or 3")
-    return int(given)
-
-
-def _cannot(said: _DeepSpeedSettings) -> Iterator[str]:
-    """What mpbridge has no setting for: autocast's wire by module, and applying a non-finite step."""
-    safe = said.read.at("torch_autocast.lower_precision_safe_modules")
-    if said.autocast is not None and safe is not None:
-        some = ", ".join(map(str, safe)) if isinstance(safe, list) else str(safe)
-        yield f"torch_autocast.lower_precision_safe_modules: only gradients of {cut(some)} are reduced in {said.autocast.short}, the others in FP32"
-    for key, text in _COMPRESSED.items():
-        if said.read.flag(f"zero_optimization.{key}"):
-            yield f"zero_optimization.{key}: {text}"
-    kind = str(said.read.at("optimizer.type", ""))
-    if kind.lower().startswith(("onebit", "zeroone")):
-        yield f"optimizer.type={cut(kind)}: after its warm-up, momenta are reduced in 1 bit; the wire shown is that of the warm-up"
-    if said.bf16 and not said.read.flag("bf16.check_grad_overflow", default=True):
-        yield "bf16.check_grad_overflow=false: a step whose gradients overflow is applied; mpbridge skips it"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _DeepSpeedSettings:
-    """The settings about precision, with the engine's own defaults filled in."""
+class _Settings:
+    """What decides the precision, with the engine's own defaults filled in."""
 
-    read: Reader
     bf16: bool
-    fp16: bool
     base: DType
     """The model's dtype."""
     autocast: DType | None
@@ -182,75 +119,90 @@ class _DeepSpeedSettings:
     scale: LossScale | None
 
 
-def _said(read: Reader) -> _DeepSpeedSettings:
+def read_data(data: Any, *, version: str) -> Imported:
+    """The settings' meaning on that version's engine. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
+    read = Reader.of(data, "a DeepSpeed configuration")
+    read.note("assumed", f"DeepSpeed {version}: the wire's default differs between versions")
+    meaning, fields = meaning_and_fields(read)
+    kind, momentum = (read.at(f"optimizer.{name}") for name in ("type", "params.momentum"))
+    return imported(read, NAME, version, meaning, fields, optimizer=kind, where="optimizer.type", momentum=momentum)
+
+
+def meaning_and_fields(read: Reader) -> tuple[Meaning, dict[str, Any]]:
+    """What its sections mean, and as which fields; also where they stand in another stack's file."""
+    read.whole |= _REMOVED & read.data.keys()
+    said = _settings(read)
+    _notes(read, said)
+    meaning = _meaning(said)
+    return meaning, _fields(said, meaning)
+
+
+def _settings(read: Reader) -> _Settings:
     bf16, fp16 = read.flag("bf16.enabled") or read.flag("bfloat16.enabled"), read.flag("fp16.enabled")
     base = DType.BF16 if bf16 else DType.FP16 if fp16 else DType.FP32
     autocast = read.dtype("torch_autocast.dtype", DType.BF16) if read.flag("torch_autocast.enabled") else None
-    return _DeepSpeedSettings(
-        read=read,
-        bf16=bf16,
-        fp16=fp16,
-        base=base,
-        autocast=autocast,
-        stage=_stage(read),
-        # the engine's communication_data_type and gradient accumulation follow the model's dtype unless they are set
-        wire=_wire(read, base),
-        accumulator=read.dtype("data_types.grad_accum_dtype", base) or base,
-        own=read.flag(f"{base.short}.{base.short}_master_weights_and_grads") if bf16 or fp16 else False,
-        low=read.flag("bf16.bf16_optimizer_states"),
+    stage = read.number("zero_optimization.stage", 0)
+    if stage not in SHARDED:
+        read.faults.append(f"zero_optimization.stage={stage:g}: expected 0, 1, 2 or 3")
+    word = str(read.at("communication_data_type", "")).lower()
+    wire = read.dtype("communication_data_type", base) or base
+    read.note("contradicts", "bf16.enabled and fp16.enabled: DeepSpeed refuses both together", bf16 and fp16)
+    return _Settings(
+        bf16=bf16, base=base, autocast=autocast, stage=int(stage),
+        # the engine's communication_data_type, which it may refuse, and gradient accumulation follow the model's dtype unless they are set
+        wire=wire if word in _SENT or wire.short in _SENT else base, accumulator=read.dtype("data_types.grad_accum_dtype", base) or base,
+        own=read.flag(f"{base.short}.{base.short}_master_weights_and_grads") if bf16 or fp16 else False, low=read.flag("bf16.bf16_optimizer_states"),
         # torch_autocast uses torch's scaler regardless of the fp16 section
         scale=TORCH_SCALER if autocast is DType.FP16 else scale_of(read, "fp16.") if fp16 else None,
-    )
+    )  # fmt: skip
 
 
-def _contradictions(said: _DeepSpeedSettings) -> Iterator[str]:
-    if said.bf16 and said.fp16:
-        yield "bf16.enabled and fp16.enabled: DeepSpeed refuses both together"
-    for section in ("bf16", "fp16"):
-        for key in said.read.section(section):
-            if key not in known(NAME)[section]:
-                yield f"{section}.{key}: DeepSpeed refuses unknown keys there"
-    for key in sorted(_REMOVED & said.read.data.keys()):
-        more = "; in earlier versions Apex AMP, which trains in FP16" if key == "amp" else ""
-        yield f"{key}: removed from DeepSpeed, which refuses it{more}"
-    asked = said.read.dtype("data_types.param_dtype")
-    if asked not in (None, said.base):
-        yield f"data_types.param_dtype={asked.short} with a model in {said.base.short}: DeepSpeed refuses it; described as {said.base.short}"
-    sent = said.read.at("communication_data_type")
-    if sent is not None and str(sent).lower() not in _SENT:
-        yield f"communication_data_type={cut(sent)}: DeepSpeed refuses it (it takes {', '.join(_SENT)}); described as {said.wire.short}"
-    if said.low and not said.own:
-        yield "bf16_optimizer_states needs bf16_master_weights_and_grads"
-    if (said.own or said.low) and said.stage < 1:
-        yield f"{said.base.short}_master_weights_and_grads needs ZeRO 1 or higher"
-    if said.autocast is not None and said.base is not DType.FP32:
-        yield f"torch_autocast with {said.base.short}.enabled: autocast is meant for FP32 parameters; these are stored in {said.base.short}"
-    if said.accumulator is DType.FP32 and said.base is not DType.FP32 and said.stage == 0:
-        yield "data_types.grad_accum_dtype=fp32 without ZeRO: DeepSpeed does not implement it"
+def _notes(read: Reader, said: _Settings) -> None:
+    """What DeepSpeed refuses or ignores, and what mpbridge has no setting for: autocast's wire by module, and applying a non-finite step."""
+    base, sent, asked = said.base.short, read.at("communication_data_type"), read.dtype("data_types.param_dtype")
+    safe, kind = read.at("torch_autocast.lower_precision_safe_modules"), str(read.at("optimizer.type", ""))
+    some = ", ".join(map(str, safe)) if isinstance(safe, list) else str(safe)
+    refused = (f"{one}.{key}" for one in ("bf16", "fp16") for key in read.section(one) if key not in known(NAME)[one])
+    apex = "; in earlier versions Apex AMP, which trains in FP16"
+    read.note_rows(
+        *(("inert", True, f"{key}: unknown at the top level, accepted and ignored") for key in _INERT if key in read.data),
+        *(("contradicts", True, f"{key}: DeepSpeed refuses unknown keys there") for key in refused),
+        *(("contradicts", True, f"{key}: removed from DeepSpeed, which refuses it{apex if key == 'amp' else ''}") for key in sorted(_REMOVED & read.data.keys())),
+        ("contradicts", asked not in (None, said.base),
+         f"data_types.param_dtype={asked and asked.short} with a model in {base}: DeepSpeed refuses it; described as {base}"),
+        ("contradicts", sent is not None and str(sent).lower() not in _SENT,
+         f"communication_data_type={cut(sent)}: DeepSpeed refuses it (it takes {', '.join(_SENT)}); described as {said.wire.short}"),
+        ("contradicts", said.low and not said.own, "bf16_optimizer_states needs bf16_master_weights_and_grads"),
+        ("contradicts", (said.own or said.low) and said.stage < 1, f"{base}_master_weights_and_grads needs ZeRO 1 or higher"),
+        ("contradicts", said.autocast is not None and said.base is not DType.FP32,
+         f"torch_autocast with {base}.enabled: autocast is meant for FP32 parameters; these are stored in {base}"),
+        ("contradicts", said.accumulator is DType.FP32 and said.base is not DType.FP32 and said.stage == 0,
+         "data_types.grad_accum_dtype=fp32 without ZeRO: DeepSpeed does not implement it"),
+        ("cannot_express", said.autocast is not None and safe is not None,
+         f"torch_autocast.lower_precision_safe_modules: only gradients of {cut(some)} are reduced in {said.autocast and said.autocast.short}, the others in FP32"),
+        *(("cannot_express", read.flag(f"zero_optimization.{key}"), f"zero_optimization.{key}: {text}") for key, text in _COMPRESSED.items()),
+        ("cannot_express", kind.lower().startswith(("onebit", "zeroone")),
+         f"optimizer.type={cut(kind)}: after its warm-up, momenta are reduced in 1 bit; the wire shown is that of the warm-up"),
+        ("assumed", said.bf16 and read.at("bf16.check_grad_overflow") is None, f"non-finite gradients: {OVERFLOW}"),
+        ("cannot_express", said.bf16 and not read.flag("bf16.check_grad_overflow", default=True),
+         "bf16.check_grad_overflow=false: a step whose gradients overflow is applied; mpbridge skips it"),
+    )  # fmt: skip
 
 
-def _meaning(said: _DeepSpeedSettings) -> Meaning:
+def _meaning(said: _Settings) -> Meaning:
     wide, moments = said.base is DType.FP32, DType.BF16 if said.low else DType.FP32
     converted = not said.own and said.accumulator is not DType.FP32 and not wide
     return Meaning(
-        storage=said.base,
-        compute=said.autocast or said.base,
-        autocast=said.autocast,
+        storage=said.base, compute=said.autocast or said.base, autocast=said.autocast, wire=said.autocast or said.wire, accumulator=said.accumulator,
         # ZeRO updates a copy of every parameter, even of FP32 ones (zero/stage_1_and_2.py, stage3.py: clone)
-        main=None if said.own or (wide and said.stage < 1) else DType.FP32,
-        wire=said.autocast or said.wire,
-        accumulator=said.accumulator,
-        optimizer_reads=DType.FP32 if converted else None,
-        exp_avg=moments,
-        exp_avg_sq=moments,
-        sharded=_SHARDED.get(said.stage, "everything"),
-        loss_scale=said.scale,
-    )
+        main=None if said.own or (wide and said.stage < 1) else DType.FP32, optimizer_reads=DType.FP32 if converted else None,
+        exp_avg=moments, exp_avg_sq=moments, sharded=SHARDED.get(said.stage, "everything"), loss_scale=said.scale,
+    )  # fmt: skip
 
 
-def _fields(said: _DeepSpeedSettings) -> dict[str, Any]:
+def _fields(said: _Settings, meaning: Meaning) -> dict[str, Any]:
     """The nearest recipe."""
-    meaning, wide = _meaning(said), said.wire is DType.FP32
+    wide = said.wire is DType.FP32
     fields: dict[str, Any] = {**base_field(meaning.compute), "grad_reduce_in_fp32": wide}
     if said.base is DType.FP32 and meaning.compute is not DType.FP32:
         fields |= {"params_dtype": "fp32", "main_params_dtype": "fp32", "autocast_enabled": True}

@@ -15,7 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import cut, nearest
-from mpbridge.interop.stacks.base import Imported
+from mpbridge.common.traits import DEFAULT
+from mpbridge.interop.stacks.base import Imported, updated_by
+from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, in_force, raise_faults
 
 PRECISION = re.compile(
@@ -35,6 +37,17 @@ def known(stack: str) -> Mapping[str, frozenset[str]]:
     text = (Path(__file__).parent / "data" / "known_keys.json").read_text(encoding="utf-8")
     keys: Mapping[str, list[str]] = json.loads(text).get(stack, {}).get("keys", {})
     return MappingProxyType({section: frozenset(names) for section, names in keys.items()})
+
+
+def imported(
+    read: Reader, stack: str, version: str, meaning: Meaning, fields: Mapping[str, Any], *, engine: str = DEFAULT, optimizer: Any = None,
+    where: str = "optimizer", momentum: Any = None, under: str = "", own: str = "",
+) -> Imported:  # fmt: skip
+    """What was read: its meaning, the reader's notes and the rest of its data. optimizer: as the setting `where` names it. Raises BadValue for its faults."""
+    raise_faults(read.faults, f"this configuration of {stack}")
+    notes: dict[str, Any] = {kind: tuple(lines) for kind, lines in read.notes.items()}
+    found = Imported(stack=stack, version=version, fields=fields, engine=engine, meaning=meaning, **notes)
+    return with_rest(updated_by(found, optimizer, where, momentum=momentum), read, under=under, own=own)
 
 
 def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") -> Imported:

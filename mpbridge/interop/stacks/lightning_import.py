@@ -11,14 +11,13 @@ from mpbridge.common.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import deepspeed
-from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
-from mpbridge.interop.stacks.deepspeed import DEFAULT_VERSION as DEEPSPEED
+from mpbridge.interop.stacks.base import Imported, engine_with
 from mpbridge.interop.stacks.deepspeed import scale_of
-from mpbridge.interop.stacks.known_keys import with_rest
-from mpbridge.interop.stacks.meaning import Meaning, Sharded
+from mpbridge.interop.stacks.known_keys import imported
+from mpbridge.interop.stacks.meaning import Meaning, Sharded, updated_itself, with_quant
 from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, fields_of, scale_fields
-from mpbridge.precision.policy import Quant, Region
+from mpbridge.precision.policy import Quant
 
 NAME = "lightning"
 _WORDS: Mapping[str, tuple[DType, bool]] = {
@@ -74,7 +73,7 @@ def read(words: Iterable[str], *, version: str) -> Imported:
 
 
 @dataclass
-class _TrainerSettings:
+class _Settings:
     """The trainer's precision and strategy."""
 
     read: Reader
@@ -90,15 +89,6 @@ class _TrainerSettings:
     """The strategy's arguments, if it is given as a class."""
     plugin: bool = False
     """Whether a precision plugin decides instead of the string."""
-    settings: Mapping[str, Any] | None = None
-    """Recipe fields from a DeepSpeed configuration inside the strategy; None: there is none."""
-    in_force: tuple[str, ...] = ()
-    """Defaults of that configuration."""
-    inert: list[str] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
-    cannot: list[str] = field(default_factory=list)
-    contradicts: list[str] = field(default_factory=list)
 
     @property
     def fsdp(self) -> bool:
@@ -108,43 +98,24 @@ class _TrainerSettings:
 
 def read_data(data: Any, *, version: str) -> Imported:
     """A trainer's meaning for a module in FP32. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
-    if not isinstance(data, Mapping):
-        raise DataError(f"a Lightning configuration is a mapping, found {type(data).__name__}")
-    inner = data.get("trainer", data)
+    inner = Reader.of(data, "a Lightning configuration").data.get("trainer", data)
     if not isinstance(inner, Mapping):
         raise DataError(f"trainer={brief(inner)}: expected a mapping of Trainer's arguments")
-    said = _TrainerSettings(read=Reader(inner))
+    read = Reader(inner)
+    read.note("assumed", "the module is in FP32 when passed to the trainer")
+    said = _Settings(read)
     _strategy(said)
     _precision(said)
-    raise_faults(said.read.faults, "this Lightning configuration")
-    said.assumed.insert(0, "the module is in FP32 when passed to the trainer")
+    raise_faults(read.faults, "this Lightning configuration")
     _on_a_cpu(said)
     _refused(said)
-    meaning = _meaning(said)
-    if said.quant is not None:
-        compute = said.compute or said.base
-        meaning = dataclasses.replace(meaning, compute=compute, autocast=compute, regions=(Region(quant=said.quant),))
-    found = Imported(
-        stack=NAME, version=version, fields=_fields(said, meaning), engine=engine_with("optimizer") if said.fsdp else DEFAULT,
-        meaning=meaning, inert=tuple(said.inert), contradicts=tuple(said.contradicts), cannot_express=tuple(said.cannot),
-        undecided=tuple(said.undecided), assumed=tuple(said.assumed),
-        in_force=said.in_force,
-    )  # fmt: skip
+    meaning, fields = _meaning(said)
+    read.cannot("64-true: FP64 parameters and arithmetic", said.base is DType.FP64)
     kind, arguments = _class_of(data.get("optimizer") or "")
-    found = updated_by(found, kind, "optimizer", momentum=arguments.get("momentum"))
-    return with_rest(found, said.read, under="trainer")
-
-
-def _fields(said: _TrainerSettings, meaning: Meaning) -> dict[str, Any]:
-    if said.base is DType.FP64:
-        said.cannot.append("64-true: FP64 parameters and arithmetic")
-        return {}
-    if said.settings is not None:
-        return dict(said.settings)
-    if meaning.main is not None:
-        scale = {} if meaning.loss_scale is None else scale_fields(meaning.loss_scale)
-        return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32, **scale}
-    return fields_of(meaning, said.cannot, said.quant)
+    return imported(
+        read, NAME, version, meaning, {} if said.base is DType.FP64 else fields, engine=engine_with("optimizer") if said.fsdp else DEFAULT,
+        optimizer=kind, momentum=arguments.get("momentum"), under="trainer",
+    )  # fmt: skip
 
 
 def _class_of(value: Any) -> tuple[str, Mapping[str, Any]]:
@@ -155,7 +126,7 @@ def _class_of(value: Any) -> tuple[str, Mapping[str, Any]]:
     return str(value.get("class_path", "")), arguments if isinstance(arguments, Mapping) else {}
 
 
-def _strategy(said: _TrainerSettings) -> None:
+def _strategy(said: _Settings) -> None:
     given = said.read.at("strategy")
     if given is None:
         said.read.default("strategy", "auto")
@@ -166,39 +137,37 @@ def _strategy(said: _TrainerSettings) -> None:
     if said.strategy not in {one.replace("_", "") for one in _STRATEGIES}:
         near = nearest(name.lower(), _STRATEGIES, most=1)
         said.strategy = "auto"
-        hint = f"; nearest: {near[0]}" if near else ""
-        said.contradicts.append(
-            f"strategy={cut(name)}: not a Lightning strategy{hint}; described as one process or DDP, which may be wrong for a custom strategy"
-        )
+        told = f"strategy={cut(name)}: not a Lightning strategy{f'; nearest: {near[0]}' if near else ''}"
+        instead = "described as one process or DDP, which may be wrong for a custom strategy"
+        said.read.note("contradicts", f"{told}; {instead}")
 
 
-def _precision(said: _TrainerSettings) -> None:
+def _precision(said: _Settings) -> None:
     """Sets the precision from the string, or from a precision plugin."""
-    plugin, arguments = _plugin(said.read)
-    word = said.read.text("precision", "").lower()
-    if plugin and word:
-        said.contradicts.append(f"precision={word} with plugins: {plugin}: Lightning refuses both together")
+    read = said.read
+    plugin, arguments = _plugin(read)
+    word = read.text("precision", "").lower()
+    text = f"precision={word} with plugins: {plugin}: Lightning refuses both together"
+    read.note("contradicts", text, plugin and word)
     said.plugin = bool(plugin)
     if plugin == "TransformerEnginePrecision":
-        _transformer_engine(said, said.read.inner(arguments, "plugins"))
+        _transformer_engine(said, read.inner(arguments, "plugins"))
         return
     if plugin and _PLUGINS[plugin] is None and plugin != "Precision":
-        said.cannot.append(
-            f"plugins: {plugin}: not modelled; described as {'64-true' if plugin[0] == 'D' else '32-true'}"
-        )
         word = "64-true" if plugin == "DoublePrecision" else "32-true"
+        read.cannot(f"plugins: {plugin}: not modelled; described as {word}")
     elif plugin:
         word = str(arguments.get("precision") or word or "32-true").lower()
     if not word:  # null too is what Trainer takes for nothing said
         word = "32-true"
-        said.read.default("precision", word)
+        read.default("precision", word)
     if word not in _WORDS:
-        said.read.faults.append(f"precision={brief(word)}: expected one of {', '.join(_WORDS)}")
+        read.faults.append(f"precision={brief(word)}: expected one of {', '.join(_WORDS)}")
         return
     said.base, said.cast = _WORDS[word]
     if word.startswith("transformer-engine"):
         said.quant = _DELAYED
-        said.assumed.append("a plugin without a recipe: Transformer Engine's DelayedScaling with its defaults")
+        read.note("assumed", "a plugin without a recipe: Transformer Engine's DelayedScaling with its defaults")
 
 
 def _plugin(read: Reader) -> tuple[str, Mapping[str, Any]]:
@@ -214,158 +183,126 @@ def _plugin(read: Reader) -> tuple[str, Mapping[str, Any]]:
     return "", {}
 
 
-def _transformer_engine(said: _TrainerSettings, read: Reader) -> None:
+def _transformer_engine(said: _Settings, read: Reader) -> None:
     """TransformerEnginePrecision: weights in one dtype, the rest under autocast, linears by DelayedScaling with the recipe's arguments."""
     said.base = read.dtype("weights_dtype", DType.BF16) or DType.BF16
     said.compute = read.dtype("fallback_compute_dtype", said.base) or said.base
     if read.at("weights_dtype") is None:
         read.faults.append("plugins: TransformerEnginePrecision without weights_dtype: Lightning refuses it")
-    form = read.text("recipe.fp8_format", "HYBRID").lower()
-    if form not in ("hybrid", "e4m3"):
-        said.cannot.append(
-            f"recipe.fp8_format={form}: Transformer Engine trains in HYBRID or E4M3; described as HYBRID"
-        )
-    override = read.at("recipe.override_linear_precision")
-    algorithm = read.text("recipe.amax_compute_algo", "max")
-    if algorithm not in ("max", "most_recent"):
-        said.cannot.append(f"recipe.amax_compute_algo={cut(algorithm)}: a function; described as max")
+    form, algorithm = read.text("recipe.fp8_format", "HYBRID").lower(), read.text("recipe.amax_compute_algo", "max")
+    override, whole = read.at("recipe.override_linear_precision"), read.at("replace_layers") is False
+    read.note_rows(
+        ("cannot_express", form not in ("hybrid", "e4m3"), f"recipe.fp8_format={form}: Transformer Engine trains in HYBRID or E4M3; described as HYBRID"),
+        ("cannot_express", algorithm not in ("max", "most_recent"), f"recipe.amax_compute_algo={cut(algorithm)}: a function; described as max"),
+        ("cannot_express", whole, "replace_layers: false: only the model's own Transformer Engine modules are quantized"),
+    )  # fmt: skip
     said.quant = Quant(
-        format="e4m3" if form == "e4m3" else "hybrid",
-        scaling="delayed",
-        amax_history=int(read.number("recipe.amax_history_len", 1024)),
-        amax_algo="most_recent" if algorithm == "most_recent" else "max",
-        margin=int(read.number("recipe.margin", 0)),
+        format="e4m3" if form == "e4m3" else "hybrid", scaling="delayed", amax_history=int(read.number("recipe.amax_history_len", 1024)),
+        amax_algo="most_recent" if algorithm == "most_recent" else "max", margin=int(read.number("recipe.margin", 0)),
         wgrad=not (isinstance(override, (list, tuple)) and list(override)[-1:] == [True]),
-        attention="multi_head"
-        if read.flag("recipe.fp8_mha")
-        else "dot_product"
-        if read.flag("recipe.fp8_dpa")
-        else "none",
-    )
-    if read.at("replace_layers") is False:
-        said.cannot.append("replace_layers: false: only the model's own Transformer Engine modules are quantized")
+        attention="multi_head" if read.flag("recipe.fp8_mha") else "dot_product" if read.flag("recipe.fp8_dpa") else "none",
+    )  # fmt: skip
 
 
-def _on_a_cpu(said: _TrainerSettings) -> None:
+def _on_a_cpu(said: _Settings) -> None:
     """Applies what Trainer does on a CPU: it refuses GPU-only settings, and trains BF16 under 16-mixed."""
     given = said.read.at("accelerator", "auto")
     name = _class_of("auto" if given is None else given)[0].rpartition(".")[2].lower().removesuffix("accelerator")
     said.read.whole |= {"accelerator"} if isinstance(given, Mapping) else set()
-    mixed = said.base is DType.FP16 and not said.cast
-    if name != "cpu":
-        if mixed and name == "auto":
-            said.assumed.append("a GPU: on a CPU Lightning trains BF16 under 16")
-        return
+    mixed, cpu = said.base is DType.FP16 and not said.cast, name == "cpu"
     gpus = next((name for name in ("fsdp", "deepspeed") if said.strategy.startswith(name)), None)
-    if gpus is not None:
-        said.contradicts.append(f"strategy={gpus} with accelerator=cpu: Lightning refuses it, since it needs a GPU")
-    elif said.quant is not None:
-        said.contradicts.append("transformer-engine with accelerator=cpu: Transformer Engine runs only on GPUs")
-    elif isinstance(given, Mapping) and not said.cast and not said.plugin:
-        # Trainer compares with the string, not with an object, so its autocast is for CUDA
-        said.inert.append(
-            "the precision: with a CPUAccelerator object (unlike the string accelerator=cpu) Lightning trains in FP32"
-        )
+    free = cpu and gpus is None and said.quant is None and not said.plugin
+    # Trainer compares with the string, not with an object, so its autocast is for CUDA
+    by_object = free and isinstance(given, Mapping) and not said.cast
+    said.read.note_rows(
+        ("assumed", mixed and name == "auto", "a GPU: on a CPU Lightning trains BF16 under 16"),
+        ("contradicts", cpu and gpus, f"strategy={gpus} with accelerator=cpu: Lightning refuses it, since it needs a GPU"),
+        ("contradicts", cpu and not gpus and said.quant, "transformer-engine with accelerator=cpu: Transformer Engine runs only on GPUs"),
+        ("inert", by_object, "the precision: with a CPUAccelerator object (unlike the string accelerator=cpu) Lightning trains in FP32"),
+        ("inert", free and mixed and not by_object, "precision=16-mixed: with accelerator=cpu Lightning warns and trains bf16-mixed"),
+    )  # fmt: skip
+    if by_object:
         said.base, said.cast = DType.FP32, True
-    elif mixed and not said.plugin:
+    elif free and mixed:
         said.base = DType.BF16
-        said.inert.append("precision=16-mixed: with accelerator=cpu Lightning warns and trains bf16-mixed")
 
 
-def _refused(said: _TrainerSettings) -> None:
-    """Applies what ModelParallelStrategy does with a precision: no loss scaler, and FSDP2's dtypes are set by the author."""
-    if said.strategy.startswith(("fsdp", "deepspeed")) and (said.quant is not None or said.base is DType.FP64):
-        word = "64-true" if said.quant is None else "transformer-engine"
-        said.contradicts.append(
-            f"{word} with strategy={cut(said.strategy)}: Lightning refuses it; described as if it ran"
-        )
-    if "modelparallel" in said.strategy:
-        said.assumed.append(
-            "ModelParallelStrategy leaves FSDP2's MixedPrecisionPolicy to configure_model: read as FSDP's"
-        )
-        if said.base is DType.FP16 and not said.cast:
-            said.contradicts.append("16-mixed: ModelParallelStrategy refuses it")
+def _refused(said: _Settings) -> None:
+    """Notes what a strategy refuses, and that FSDP2's dtypes are set by the author under ModelParallelStrategy."""
+    word, refuses = "64-true" if said.quant is None else "transformer-engine", said.strategy.startswith(("fsdp", "deepspeed"))  # fmt: skip
+    parallel = "modelparallel" in said.strategy
+    said.read.note_rows(
+        ("contradicts", refuses and (said.quant is not None or said.base is DType.FP64),
+         f"{word} with strategy={cut(said.strategy)}: Lightning refuses it; described as if it ran"),
+        ("assumed", parallel, "ModelParallelStrategy leaves FSDP2's MixedPrecisionPolicy to configure_model: read as FSDP's"),
+        ("contradicts", parallel and said.base is DType.FP16 and not said.cast, "16-mixed: ModelParallelStrategy refuses it"),
+    )  # fmt: skip
 
 
-def _meaning(said: _TrainerSettings) -> Meaning:
+def _meaning(said: _Settings) -> tuple[Meaning, dict[str, Any]]:
+    """(the meaning, the fields that say it)."""
     base = said.base
     if "deepspeed" in said.strategy and said.arguments.get("config") is not None:
         return _by_deepspeeds_file(said, said.arguments["config"])
     if "deepspeed" in said.strategy and base is not DType.FP32:
-        said.assumed.append("under DeepSpeed, mixed and true are the same")
-        return Meaning(
-            storage=base,
-            compute=base,
-            main=DType.FP32,
-            wire=base,
-            accumulator=base,
-            optimizer_reads=DType.FP32,
-            sharded=_zero(said),
-            loss_scale=scale_of(said.read.inner(said.arguments, "strategy")) if base is DType.FP16 else None,
-        )
+        said.read.note("assumed", "under DeepSpeed, mixed and true are the same")
+        scale = scale_of(said.read.inner(said.arguments, "strategy")) if base is DType.FP16 else None
+        meaning = Meaning(
+            storage=base, compute=base, main=DType.FP32, wire=base, accumulator=base, optimizer_reads=DType.FP32, sharded=_zero(said), loss_scale=scale
+        )  # fmt: skip
+        fields = {base.short: True, "grad_reduce_in_fp32": False} | ({} if scale is None else scale_fields(scale))
+        return _with_quant(said, meaning), fields
     sharded: Sharded = "everything" if said.fsdp else "nothing"
     if said.cast:
-        return Meaning(
-            storage=base,
-            compute=base,
-            wire=_hooked(said) if sharded == "nothing" else base,
-            accumulator=base,
-            exp_avg=base,
-            exp_avg_sq=base,
-            sharded=sharded,
-        )
-    wire = _hooked(said) if sharded == "nothing" else _reduce(said)
-    meaning = Meaning(
-        storage=DType.FP32, compute=base, autocast=base, wire=wire, accumulator=DType.FP32, sharded=sharded
-    )
-    if base is DType.FP16:
-        return dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
-    return meaning
+        meaning = updated_itself(base, wire=base if said.fsdp else _hooked(said), sharded=sharded)
+    else:
+        wire, scale = _reduce(said) if said.fsdp else _hooked(said), TORCH_SCALER if base is DType.FP16 else None
+        meaning = updated_itself(DType.FP32, base, wire, autocast=base, sharded=sharded, loss_scale=scale)
+    meaning = _with_quant(said, meaning)
+    return meaning, {} if base is DType.FP64 else fields_of(meaning, said.read)
 
 
-def _by_deepspeeds_file(said: _TrainerSettings, config: Any) -> Meaning:
+def _with_quant(said: _Settings, meaning: Meaning) -> Meaning:
+    """`meaning` with the linears of the FP8 plugin, which computes everything else under autocast."""
+    compute = said.compute or said.base
+    quantized = dataclasses.replace(meaning, compute=compute, autocast=compute)
+    return meaning if said.quant is None else with_quant(quantized, said.quant)
+
+
+def _by_deepspeeds_file(said: _Settings, config: Any) -> tuple[Meaning, dict[str, Any]]:
     """DeepSpeedStrategy(config=...): its own settings decide; the precision's section is the fallback."""
-    if not isinstance(config, Mapping):
-        said.undecided.append(f"config={cut(config)} decides: pass that file (--from deepspeed)")
-    data = dict(config) if isinstance(config, Mapping) else {"zero_optimization": {"stage": 2}}
+    whole = isinstance(config, Mapping)
+    said.read.note("undecided", f"config={cut(config)} decides: pass that file (--from deepspeed)", not whole)
+    data = dict(config) if whole else {"zero_optimization": {"stage": 2}}
     section = {DType.BF16: "bf16", DType.FP16: "fp16"}.get(said.base)
     if section is not None and section not in data:
         data[section] = {"enabled": True}
-    inner = deepspeed.read_data(data, version=DEEPSPEED)
-    said.contradicts += inner.contradicts
-    said.cannot += inner.cannot_express
-    said.undecided += inner.undecided
-    said.settings, said.in_force = inner.fields, inner.in_force
-    return inner.meaning
+    meaning, fields = deepspeed.meaning_and_fields(said.read.inner(data, "strategy.config"))
+    return _with_quant(said, meaning), fields
 
 
-def _hooked(said: _TrainerSettings) -> DType:
+def _hooked(said: _Settings) -> DType:
     """The wire dtype under DDP: the stored dtype, unless a communication hook casts gradients."""
     stored = said.base if said.cast else DType.FP32
     hook = said.arguments.get("ddp_comm_hook")
     if hook is None or not said.strategy.startswith("ddp"):
         return stored
     name = str(hook).rpartition(".")[2]
-    if name in _HOOKS:
-        return _HOOKS[name]
-    said.cannot.append(f"ddp_comm_hook={cut(name)}: its effect on gradients on the wire is unknown")
-    return stored
+    said.read.cannot(f"ddp_comm_hook={cut(name)}: its effect on gradients on the wire is unknown", name not in _HOOKS)
+    return _HOOKS.get(name, stored)
 
 
-def _zero(said: _TrainerSettings) -> Sharded:
+def _zero(said: _Settings) -> Sharded:
     """What ZeRO shards: by the stage in the strategy's name or arguments; DeepSpeedStrategy's default is 2."""
     stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])
     if not stage:
         stage = "2"
         said.read.default("strategy.stage", stage)
-    stages: Mapping[str, Sharded] = {"0": "nothing", "1": "optimizer", "2": "gradients", "3": "everything"}
-    return stages.get(stage, "everything")
+    return {str(number): sharded for number, sharded in deepspeed.SHARDED.items()}.get(stage, "everything")
 
 
-def _reduce(said: _TrainerSettings) -> DType:
+def _reduce(said: _Settings) -> DType:
     """FSDPStrategy reduces in the precision's dtype unless it has a MixedPrecision."""
     policy = said.arguments.get("mixed_precision")
-    inner = said.read.inner(
-        policy.get("init_args", policy) if isinstance(policy, Mapping) else {}, "strategy.mixed_precision"
-    )
-    return inner.dtype("reduce_dtype", said.base) or said.base
+    given = policy.get("init_args", policy) if isinstance(policy, Mapping) else {}
+    return said.read.inner(given, "strategy.mixed_precision").dtype("reduce_dtype", said.base) or said.base

@@ -6,100 +6,101 @@ Read at d98e8a64 (core 0.20.0): validate_args, get_megatron_optimizer_config and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import BadValue, DataError, cut, nearest
-from mpbridge.common.formats import DType, dtype
+from mpbridge.common.formats import DType, dtype, say
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks.base import Imported, engine_with, updated_by
+from mpbridge.interop.stacks.base import Imported, engine_with
 from mpbridge.interop.stacks.described import described
-from mpbridge.interop.stacks.known_keys import PRECISION
+from mpbridge.interop.stacks.known_keys import PRECISION, imported
 from mpbridge.interop.stacks.meaning import Sharded
-from mpbridge.interop.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, in_force, inert
 from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME, options
 from mpbridge.interop.stacks.megatron_modules import rules_of
-from mpbridge.interop.stacks.reading import MOST_SUGGESTED, stray
+from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, raise_faults, stray
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.versions import SINCE_017
+from mpbridge.precision.scalings import SCALINGS
 
 MODULES_FILE = "--te-precision-config-file"
-_VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType(
-    {
-        # option -> (name, its default)
-        "--loss-scale": ("loss_scale", None),
-        "--initial-loss-scale": ("initial_loss_scale", 2.0**32),
-        "--min-loss-scale": ("min_loss_scale", 1.0),
-        "--loss-scale-window": ("loss_scale_window", 1000.0),
-        "--hysteresis": ("hysteresis", 2),
-        "--fp8-format": ("fp8", None),
-        "--fp8-recipe": ("fp8_recipe", "delayed"),
-        "--fp8-margin": ("fp8_margin", 0),
-        "--fp8-interval": ("fp8_interval", 1),
-        "--fp8-amax-history-len": ("fp8_amax_history_len", 1),
-        "--fp8-amax-compute-algo": ("fp8_amax_compute_algo", "most_recent"),
-        "--fp8-quantizer-factory": ("fp8_quantizer_factory", None),
-        "--fp4-format": ("fp4", None),
-        "--fp4-recipe": ("fp4_recipe", "nvfp4"),
-        "--fp4-quantizer-factory": ("fp4_quantizer_factory", None),
-        "--num-layers-at-start-in-bf16": ("first", 1),
-        "--num-layers-at-end-in-bf16": ("last", 1),
-        MODULES_FILE: ("modules_file", None),
-        "--main-grads-dtype": ("main_grads", "fp32"),
-        "--main-params-dtype": ("main_params", "fp32"),
-        "--exp-avg-dtype": ("exp_avg", "fp32"),
-        "--exp-avg-sq-dtype": ("exp_avg_sq", "fp32"),
-        "--megatron-fsdp-main-params-dtype": ("fsdp_main_params", "fp32"),
-        "--megatron-fsdp-main-grads-dtype": ("fsdp_main_grads", "auto"),
-        "--megatron-fsdp-grad-comm-dtype": ("fsdp_grad_comm", "auto"),
-        "--moe-router-dtype": ("router", None),
-        "--output-logit-dtype": ("logits", None),
-        "--transformer-impl": ("transformer_impl", "transformer_engine"),
-        "--data-parallel-sharding-strategy": ("strategy", None),
-        "--optimizer": ("optimizer", "adam"),
-        "--sgd-momentum": ("sgd_momentum", 0.9),
-        "--yaml-cfg": ("yaml", None),
-    }
-)
-_SWITCHES: Mapping[str, str] = MappingProxyType(
-    {
-        "--bf16": "bf16",
-        "--fp16": "fp16",
-        "--accumulate-allreduce-grads-in-fp32": "accumulate",
-        "--grad-reduce-in-bf16": "reduce_bf16",
-        "--no-fp8-wgrad": "no_wgrad",
-        "--disable-fp8-wgrad": "no_wgrad",
-        "--fp8-param-gather": "fp8_stored",
-        "--fp4-param-gather": "fp4_stored",
-        "--first-last-layers-bf16": "edges",
-        "--use-precision-aware-optimizer": "aware",
-        "--use-distributed-optimizer": "distributed",
-        "--use-megatron-fsdp": "megatron_fsdp",
-        "--use-torch-fsdp2": "fsdp2",
-        "--use-custom-fsdp": "megatron_fsdp",
-        "--fp32-residual-connection": "residual",
-        "--attention-softmax-in-fp32": "softmax",
-        "--apply-query-key-layer-scaling": "scaled_by_layer",
-        "--reuse-grad-buf-for-mxfp8-param-ag": "reuse",
-        "--fp8-output-proj": "fp8_output_proj",
-        "--fp16-lm-cross-entropy": "fp16_loss",
-    }
-)
+_VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType({
+    # option -> (name, its default, whose type it takes), by subject
+    "--loss-scale": ("loss_scale", None), "--initial-loss-scale": ("initial_loss_scale", 2.0**32), "--min-loss-scale": ("min_loss_scale", 1.0),
+    "--loss-scale-window": ("loss_scale_window", 1000.0), "--hysteresis": ("hysteresis", 2),
+    "--fp8-format": ("fp8", None), "--fp8-recipe": ("fp8_recipe", "delayed"), "--fp8-margin": ("fp8_margin", 0), "--fp8-interval": ("fp8_interval", 1),
+    "--fp8-amax-history-len": ("fp8_amax_history_len", 1), "--fp8-amax-compute-algo": ("fp8_amax_compute_algo", "most_recent"),
+    "--fp8-quantizer-factory": ("fp8_quantizer_factory", None), "--fp4-format": ("fp4", None), "--fp4-recipe": ("fp4_recipe", "nvfp4"),
+    "--fp4-quantizer-factory": ("fp4_quantizer_factory", None),
+    "--num-layers-at-start-in-bf16": ("first", 1), "--num-layers-at-end-in-bf16": ("last", 1), MODULES_FILE: ("modules_file", None),
+    "--main-grads-dtype": ("main_grads", "fp32"), "--main-params-dtype": ("main_params", "fp32"), "--exp-avg-dtype": ("exp_avg", "fp32"),
+    "--exp-avg-sq-dtype": ("exp_avg_sq", "fp32"),
+    "--megatron-fsdp-main-params-dtype": ("fsdp_main_params", "fp32"), "--megatron-fsdp-main-grads-dtype": ("fsdp_main_grads", "auto"),
+    "--megatron-fsdp-grad-comm-dtype": ("fsdp_grad_comm", "auto"), "--data-parallel-sharding-strategy": ("strategy", None),
+    "--moe-router-dtype": ("router", None), "--output-logit-dtype": ("logits", None), "--transformer-impl": ("transformer_impl", "transformer_engine"),
+    "--optimizer": ("optimizer", "adam"), "--sgd-momentum": ("sgd_momentum", 0.9), "--yaml-cfg": ("yaml", None),
+})  # fmt: skip
+_SWITCHES: Mapping[str, str] = MappingProxyType({
+    "--bf16": "bf16", "--fp16": "fp16", "--accumulate-allreduce-grads-in-fp32": "accumulate", "--grad-reduce-in-bf16": "reduce_bf16",
+    "--no-fp8-wgrad": "no_wgrad", "--disable-fp8-wgrad": "no_wgrad", "--fp8-param-gather": "fp8_stored", "--fp4-param-gather": "fp4_stored",
+    "--first-last-layers-bf16": "edges", "--reuse-grad-buf-for-mxfp8-param-ag": "reuse", "--fp8-output-proj": "fp8_output_proj",
+    "--use-precision-aware-optimizer": "aware", "--use-distributed-optimizer": "distributed",
+    "--use-megatron-fsdp": "megatron_fsdp", "--use-custom-fsdp": "megatron_fsdp", "--use-torch-fsdp2": "fsdp2",
+    "--fp32-residual-connection": "residual", "--attention-softmax-in-fp32": "softmax", "--apply-query-key-layer-scaling": "scaled_by_layer",
+    "--fp16-lm-cross-entropy": "fp16_loss",
+})  # fmt: skip
 _STRATEGIES: Mapping[str, Sharded] = MappingProxyType(
     {"no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "everything"}
 )
 """Megatron-FSDP's --data-parallel-sharding-strategy -> what is divided."""
-_INTEGERS = ("hysteresis", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "first", "last")
-_FLOATS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "sgd_momentum")
+_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+_STATES = ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
+_WRAPPED = ("fsdp_main_params", "fsdp_main_grads", "fsdp_grad_comm")
 
 
-def read(words: Iterable[str], *, version: str, assumed: tuple[str, ...] = (), rules: Any = None) -> Imported:
+@dataclass
+class _Arguments:
+    """A parsed command line, with the parser's defaults."""
+
+    version: str
+    values: dict[str, Any] = field(default_factory=lambda: dict(_VALUES.values()))
+    said: set[str] = field(default_factory=set)
+    other: list[str] = field(default_factory=list)
+    read: Reader = field(default_factory=lambda: Reader({}))
+    """What is to be said of it."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def on(self, *names: str) -> bool:
+        """Whether one of the switches was given."""
+        return any(name in self.said for name in names)
+
+    @property
+    def base(self) -> str:
+        """The compute dtype."""
+        return "bf16" if self.on("bf16") else "fp16" if self.on("fp16") else "fp32"
+
+    @property
+    def dtypes(self) -> bool:
+        """Whether Megatron-FSDP has its own dtype flags in that version."""
+        return SINCE_017.holds(CORE[self.version])
+
+    @property
+    def strategy(self) -> str:
+        """Megatron-FSDP's; its default divides everything since its flags for dtypes, nothing before."""
+        return self["strategy"] or ("optim_grads_params" if self.dtypes else "no_shard")
+
+
+def read(words: Iterable[str], *, version: str, rules: Any = None) -> Imported:
     """The meaning of a command line. rules: the data of --te-precision-config-file. Raises BadValue naming every option whose value cannot be read."""
-    parsed = _parse(list(words), version)
-    if parsed.faults:
-        raise BadValue("\n".join(["these arguments cannot be read:", *(f"  - {fault}" for fault in parsed.faults)]))
-    return _meaning(parsed, version=version, assumed=assumed, rules=rules)
+    given = _parse(list(words), version)
+    raise_faults(given.read.faults, "these arguments")
+    given.values["loss_scale"] = given["loss_scale"] or None  # 0 is a dynamic scale there
+    return _meaning(given, rules)
 
 
 def read_data(data: Any, *, version: str) -> Imported:
@@ -119,11 +120,9 @@ def read_data(data: Any, *, version: str) -> Imported:
     return read(words, version=version)
 
 
-def read_values(given: Mapping[str, Any], *, version: str, assumed: tuple[str, ...] = ()) -> Imported:
+def read_values(given: Mapping[str, Any], *, version: str) -> Imported:
     """The meaning of a checkpoint's namespace: Megatron-LM's `args`, by its own names, after validate_args."""
-    by_dest = _by_dest()
-    words: list[str] = []
-    faults: list[str] = []
+    by_dest, words, faults = _by_dest(), list[str](), list[str]()
     stated = {option for name, option in by_dest.items() if name in given}
     for name, value in given.items():
         option = by_dest.get(name)
@@ -135,9 +134,8 @@ def read_values(given: Mapping[str, Any], *, version: str, assumed: tuple[str, .
         text = _spelled(value)
         if value is True or text != str(_VALUES[option][1]):
             words += [option] if value is True else [option, text]
-    if faults:
-        raise BadValue("\n".join(["these arguments cannot be read:", *(f"  - {fault}" for fault in faults)]))
-    found = read(words, version=version, assumed=assumed)
+    raise_faults(faults, "these arguments")
+    found = read(words, version=version)
     # what a namespace holds is said, also where it is the parser's own value
     rest = tuple(line for line in found.in_force if stated.isdisjoint(word.rstrip(":") for word in line.split()))
     return dataclasses.replace(found, in_force=rest)
@@ -160,197 +158,235 @@ def _by_dest() -> Mapping[str, str]:
     return {name: option for option, name in (known | special).items() if option not in dropped}
 
 
-def _parse(words: list[str], version: str) -> Parsed:
-    read, known = Parsed(dtypes=SINCE_017.holds(CORE[version])), options(version)
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
-        if not word.startswith("--"):
-            if word.strip() and not word.endswith(".py"):
-                read.unknown.append(stray(word, known if len(read.unknown) < MOST_SUGGESTED else ()))
-            continue
+def _parse(words: list[str], version: str) -> _Arguments:
+    given, known, unknown = _Arguments(version), options(version), 0
+    while words:
+        word = words.pop(0)
         name, equals, attached = word.partition("=")
-        values: list[str] = [attached] if equals else []
-        if name not in known:
-            near = nearest(name, known, most=1) if len(read.unknown) < MOST_SUGGESTED else ()
-            whole = (
-                f" (quoted as one word: its parser needs {cut(name.split()[0])} and its value as separate words)"
-                if " " in name
-                else ""
-            )
-            read.unknown.append(cut(name) + (whole or (f" (nearest: {near[0]})" if near else "")))
-            continue
-        arity = known[name]
-        while not equals and position < len(words) and not _is_option(words[position]):
-            if arity == 0 or (isinstance(arity, int) and len(values) >= arity):
-                break
-            values.append(words[position])
-            position += 1
-        _store(read, name, values)
-    return read
+        if word.startswith("--") and name in known:
+            values, arity = [attached] if equals else list[str](), known[name]
+            while (
+                not equals
+                and words
+                and not _is_option(words[0])
+                and not (isinstance(arity, int) and len(values) >= arity)
+            ):
+                values.append(words.pop(0))
+            _store(given, name, values)
+        elif word.startswith("--") or (word.strip() and not word.endswith(".py")):
+            given.read.note("unknown", _unknown(word, known if unknown < MOST_SUGGESTED else ()))
+            unknown += 1
+    return given
+
+
+def _unknown(word: str, known: Iterable[str]) -> str:
+    """The note about a word that is no option of the parser. known: those that may be meant."""
+    name = word.partition("=")[0]
+    if not word.startswith("--"):
+        return stray(word, known)
+    if " " in name:
+        return (
+            f"{cut(name)} (quoted as one word: its parser needs {cut(name.split()[0])} and its value as separate words)"
+        )
+    near = nearest(name, known, most=1)
+    return cut(name) + (f" (nearest: {near[0]})" if near else "")
 
 
 def _is_option(word: str) -> bool:
-    return word.startswith("--") or (
-        word.startswith("-") and not word[1:2].isdigit() and len(word) > 1 and word[1] != "."
-    )
+    return word.startswith("-") and not word[1:2].isdigit() and len(word) > 1 and word[1] != "."
 
 
-def _store(read: Parsed, option: str, values: list[str]) -> None:
+def _store(given: _Arguments, option: str, values: list[str]) -> None:
+    name, default = _VALUES.get(option, (_SWITCHES.get(option, ""), None))
+    faults = given.read.faults
+    if not name:
+        given.other.append(option)
+        return
     if option in _SWITCHES:
-        if values:
-            read.faults.append(f"{option}={cut(values[0])}: it takes no value")
-        read.values[_SWITCHES[option]] = True
-        read.said.add(_SWITCHES[option])
-    elif option in _VALUES:
-        name = _VALUES[option][0]
-        if not values or values[0] == "":
-            read.faults.append(f"{option} has no value: pass the script's variables with --env NAME=VALUE")
-            return
-        try:
-            convert = int if name in _INTEGERS else float if name in _FLOATS else str
-            read.values[name] = convert(values[0])
-        except ValueError:
-            read.faults.append(f"{option} {cut(values[0])}: expected a {'whole ' if name in _INTEGERS else ''}number")
-        if name == "strategy" and values[0] not in _STRATEGIES:
-            read.faults.append(f"{option} {cut(values[0])}: expected {', '.join(_STRATEGIES)}")
-        read.said.add(name)
+        faults += [f"{option}={cut(values[0])}: it takes no value"] if values else []
+    elif not values or values[0] == "":
+        faults.append(f"{option} has no value: pass the script's variables with --env NAME=VALUE")
+        return
     else:
-        read.other.append(option)
+        convert = float if name == "loss_scale" else str if default is None else type(default)
+        try:
+            given.values[name] = convert(values[0])
+        except ValueError:
+            faults.append(f"{option} {cut(values[0])}: expected a {'whole ' if convert is int else ''}number")
+        if name == "strategy" and values[0] not in _STRATEGIES:
+            faults.append(f"{option} {cut(values[0])}: expected {', '.join(_STRATEGIES)}")
+    given.said.add(name)
 
 
-def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...], rules: Any = None) -> Imported:
-    values = dict(_VALUES.values()) | read.values
-    values["loss_scale"] = values["loss_scale"] or None  # 0 is a dynamic scale there
-    inert_, contradicts, more = inert(read, values), contradictions(read, values), []
-    fields, undecided = _fields(read, values), list(_yaml(values["yaml"]))
-    if values["modules_file"] is not None:
-        modules, open_ = _modules(
-            values, rules, base="bf16" if read.on("bf16") else "fp16" if read.on("fp16") else "fp32"
-        )
-        fields |= modules
-        undecided += open_
+def _meaning(given: _Arguments, rules: Any) -> Imported:
+    read_ = given.read
+    read_.note_rows(*_notes(given))
+    fields = _fields(given) | _modules(given, rules)
     engine = DEFAULT
-    if read.on("megatron_fsdp") or read.on("fsdp2"):
-        engine = engine_with("wrapper" if read.on("megatron_fsdp") else "optimizer")
-    sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if read.on("distributed") else "nothing"
-    # Megatron-FSDP's default: everything since its flags for dtypes, nothing before
-    strategy = values["strategy"] or ("optim_grads_params" if read.dtypes else "no_shard")
-    if read.on("megatron_fsdp"):
-        sharded = _STRATEGIES[strategy]
+    if given.on("megatron_fsdp", "fsdp2"):
+        engine = engine_with("wrapper" if given.on("megatron_fsdp") else "optimizer")
+    sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if given.on("distributed") else "nothing"
+    if given.on("megatron_fsdp"):
+        sharded = _STRATEGIES[given.strategy]
     # under torch's FSDP2 it keeps its layout: 16-bit parameters and FP32 main weights
-    kind = engine if read.on("megatron_fsdp") else DEFAULT
-    meaning = described(fields, contradicts, engine=kind, sharded=sharded)
-    if not (read.on("bf16") or read.on("fp16")):
-        more.append("neither --bf16 nor --fp16: everything in FP32")
-    precise = [one for one in read.other if PRECISION.search(one.replace("-", "_"))]
-    open_ = [f"{one}: concerns precision, but decides nothing that is read here" for one in precise]
-    found = Imported(
-        stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, inert=tuple(inert_),
-        contradicts=tuple(contradicts), cannot_express=tuple(cannot_express(read, values)), unknown=tuple(read.unknown),
-        other=tuple(one for one in read.other if one not in precise), undecided=tuple(undecided), assumed=(*assumed, *more, *open_),
-        in_force=in_force(read, values, _VALUES, strategy=strategy),
+    kind = engine if given.on("megatron_fsdp") else DEFAULT
+    meaning = described(fields, read_.notes["contradicts"], engine=kind, sharded=sharded)
+    precise = [one for one in given.other if PRECISION.search(one.replace("-", "_"))]
+    read_.notes["assumed"] += [f"{one}: concerns precision, but decides nothing that is read here" for one in precise]
+    found = imported(
+        read_, NAME, given.version, meaning, fields, engine=engine, optimizer=given["optimizer"], where="--optimizer", momentum=given["sgd_momentum"]
     )  # fmt: skip
-    return updated_by(found, values["optimizer"], "--optimizer", momentum=values["sgd_momentum"])
+    other = tuple(one for one in given.other if one not in precise)
+    return dataclasses.replace(found, other=other, in_force=tuple(_in_force(given)))
 
 
-def _modules(values: Mapping[str, Any], rules: Any, *, base: str) -> tuple[dict[str, Any], list[str]]:
-    """`modules` by the file that the arguments name, and what is undecided."""
-    told = f"{MODULES_FILE} {cut(values['modules_file'])}"
+def _modules(given: _Arguments, rules: Any) -> dict[str, Any]:
+    """`modules` by the file that the arguments name; what is undecided is noted."""
+    told = f"{MODULES_FILE} {cut(given['modules_file'])}"
+    if given["modules_file"] is not None and rules is None:
+        text = f"{told}: rules by module are in that file: put it where the script, or --args, names it"
+        given.read.note("undecided", text)
     if rules is None:
-        return {}, [f"{told}: rules by module are in that file: put it where the script, or --args, names it"]
+        return {}
     try:
-        made = rules_of(rules, base=base, outside=not (values["fp8"] or values["fp4"]))
+        made = rules_of(rules, base=given.base, outside=not (given["fp8"] or given["fp4"]))
     except BadValue as error:
-        return {}, [f"{told}: {error}"]
-    return ({"modules": made} if made else {}), []
+        given.read.note("undecided", f"{told}: {error}")
+        return {}
+    return {"modules": made} if made else {}
 
 
-def _yaml(file: Any) -> tuple[str, ...]:
-    return (
-        ()
-        if file is None
-        else (
-            f"--yaml-cfg {cut(file)}: that file decides: pass the arguments that Megatron-LM prints at start (--args)",
-        )
-    )
-
-
-def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    base = "bf16" if read.on("bf16") else "fp16" if read.on("fp16") else "fp32"
-    fields[base] = True
-    fields["grad_reduce_in_fp32"] = _reduces_in_fp32(read, values)
-    fields |= _quantized(read, values)
-    if read.on("fp16") or values["loss_scale"] is not None:
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-            if values[name] != MixedPrecisionConfig.__dataclass_fields__[name].default:
-                fields[name] = values[name]
-    fields |= _states(read, values, base)
-    if read.on("residual"):
-        fields["fp32_residual_connection"] = True
-    wide = read.on("softmax") or read.on("scaled_by_layer")  # validate_args switches it on with the latter
+def _fields(given: _Arguments) -> dict[str, Any]:
+    fields: dict[str, Any] = {given.base: True, "grad_reduce_in_fp32": _reduces_in_fp32(given)}
+    fields |= _quantized(given)
+    if given.on("fp16") or given["loss_scale"] is not None:
+        defaults = MixedPrecisionConfig.__dataclass_fields__
+        fields |= {name: given[name] for name in ("loss_scale", *_SCALE) if given[name] != defaults[name].default}
+    fields |= _states(given)
+    wide = given.on("softmax", "scaled_by_layer")  # validate_args switches it on with the latter
     # Transformer Engine's attention does not read it; the local implementation's does, and no flag means off, where megatron-core's class has it on
-    if values["transformer_impl"] == "local" and base != "fp32" and not wide:
-        fields["attention_softmax_in_fp32"] = False
-    if values["router"] is not None:
-        fields["moe_router_dtype"] = values["router"]
-    if values["logits"] is not None:
-        fields["logit_dtype"] = values["logits"]
-    return fields
+    narrow = given["transformer_impl"] == "local" and given.base != "fp32" and not wide
+    model = {
+        "fp32_residual_connection": True if given.on("residual") else None,
+        "attention_softmax_in_fp32": False if narrow else None,
+        "moe_router_dtype": given["router"],
+        "logit_dtype": given["logits"],
+    }
+    return fields | {name: value for name, value in model.items() if value is not None}
 
 
-def _states(read: Parsed, values: Mapping[str, Any], base: str) -> dict[str, Any]:
+def _states(given: _Arguments) -> dict[str, Any]:
     """The states that the optimizer or the sharding wrapper keeps."""
     fields: dict[str, Any] = {}
-    if read.on("aware"):
+    if given.on("aware"):
         fields["use_precision_aware_optimizer"] = True
-        for name in ("main_params", "exp_avg", "exp_avg_sq"):
-            fields[f"{name}_dtype"] = values[name]
-        if values["main_grads"] != "fp32":
-            fields["main_grads_dtype"] = values["main_grads"]
-    main, wire = values["fsdp_main_grads"], values["fsdp_grad_comm"]
-    if read.on("megatron_fsdp") and wire not in ("auto", main):
-        fields["grad_accumulation_dtype"] = base if main == "auto" else main
-    if read.on("megatron_fsdp") and base != "fp32":  # its flag replaces --main-params-dtype
-        asked = values["fsdp_main_params"]
-        fields["main_params_dtype"] = base if asked == "auto" else asked
+        fields |= {f"{name}_dtype": given[name] for name in _STATES if name != "main_grads" or given[name] != "fp32"}
+    main, wire, asked = given["fsdp_main_grads"], given["fsdp_grad_comm"], given["fsdp_main_params"]
+    if given.on("megatron_fsdp") and wire not in ("auto", main):
+        fields["grad_accumulation_dtype"] = given.base if main == "auto" else main
+    if given.on("megatron_fsdp") and given.base != "fp32":  # its flag replaces --main-params-dtype
+        fields["main_params_dtype"] = given.base if asked == "auto" else asked
     return fields
 
 
-def _reduces_in_fp32(read: Parsed, values: Mapping[str, Any]) -> bool:
+def _reduces_in_fp32(given: _Arguments) -> bool:
     """ddp.grad_reduce_in_fp32 after validate_args, or what the sharding engine does instead."""
-    if read.on("megatron_fsdp") and read.dtypes:
-        main = values["fsdp_main_grads"]
-        wire = values["fsdp_grad_comm"] if values["fsdp_grad_comm"] != "auto" else main
-        return bool(wire == "fp32") or not (read.on("bf16") or read.on("fp16"))
-    if read.on("fsdp2"):
-        return not (read.on("bf16") or read.on("fp16"))
-    if read.on("bf16"):
-        if read.on("reduce_bf16"):
-            return False
-        return read.on("accumulate") or values["main_grads"] == "fp32"
-    return read.on("accumulate")
+    if given.on("megatron_fsdp") and given.dtypes:
+        main, wire = given["fsdp_main_grads"], given["fsdp_grad_comm"]
+        return bool((main if wire == "auto" else wire) == "fp32") or given.base == "fp32"
+    if given.on("fsdp2"):
+        return given.base == "fp32"
+    if given.on("bf16"):
+        return not given.on("reduce_bf16") and (given.on("accumulate") or given["main_grads"] == "fp32")
+    return given.on("accumulate")
 
 
-def _quantized(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
+def _quantized(given: _Arguments) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if values["fp8"] is not None:
-        fields |= {"fp8": values["fp8"], "fp8_recipe": values["fp8_recipe"], "fp8_param": read.on("fp8_stored")}
-        if values["fp8_quantizer_factory"]:
-            fields["fp8_quantizer_factory"] = values["fp8_quantizer_factory"]
-        if values["fp8_recipe"] == "delayed":
-            fields |= {name: values[name] for name in ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")}
-            fields["fp8_wgrad"] = not read.on("no_wgrad")
-        if read.on("reuse"):
-            fields["reuse_grad_buf_for_mxfp8_param_ag"] = not read.on("megatron_fsdp")
-    if values["fp4"] is not None:
-        fields |= {"fp4": values["fp4"], "fp4_recipe": values["fp4_recipe"], "fp4_param": read.on("fp4_stored")}
-        if values["fp4_quantizer_factory"]:
-            fields["fp4_quantizer_factory"] = values["fp4_quantizer_factory"]
-    if (values["fp8"] or values["fp4"]) and read.on("edges"):
+    for low in ("fp8", "fp4"):
+        if given[low] is not None:
+            fields |= {low: given[low], f"{low}_recipe": given[f"{low}_recipe"], f"{low}_param": given.on(f"{low}_stored")}  # fmt: skip
+            factory = f"{low}_quantizer_factory"
+            fields |= {factory: given[factory]} if given[factory] else {}
+    if given["fp8"] is not None and given["fp8_recipe"] == "delayed":
+        fields |= {name: given[name] for name in _DELAYED} | {"fp8_wgrad": not given.on("no_wgrad")}
+    if given["fp8"] is not None and given.on("reuse"):
+        fields["reuse_grad_buf_for_mxfp8_param_ag"] = not given.on("megatron_fsdp")
+    if (given["fp8"] or given["fp4"]) and given.on("edges"):
         fields["first_last_layers_bf16"] = True
-        fields["num_layers_at_start_in_bf16"] = values["first"]
-        fields["num_layers_at_end_in_bf16"] = values["last"]
+        fields |= {"num_layers_at_start_in_bf16": given["first"], "num_layers_at_end_in_bf16": given["last"]}
     return fields
+
+
+def _notes(given: _Arguments) -> Iterator[tuple[str, Any, str]]:
+    """(kind, whether it applies, text): what the parser refuses, accepts without effect, or leaves to a file; and what mpbridge cannot express."""
+    said, on, fp8, fp4, recipe = given.said, given.on, given["fp8"], given["fp4"], given["fp8_recipe"]
+    aware, wide, low, edges = on("aware"), on("accumulate"), on("reduce_bf16"), on("edges")
+    alone, moves, stored = "fp8_recipe" in said and fp8 is None, aware and recipe != "delayed", on("fp8_stored")
+    fsdp, divided = on("megatron_fsdp"), on("distributed", "megatron_fsdp", "fsdp2")
+    narrow = any(given[name] != "fp32" for name in _STATES)
+    local = given["transformer_impl"] == "local"
+    yield from (
+        ("inert", alone and not moves, "--fp8-recipe without --fp8-format: nothing is quantized"),
+        ("inert", alone and moves, f"--fp8-recipe {recipe} without --fp8-format quantizes nothing, but moves the main weights from FusedAdam to megatron-core"),
+        ("inert", {*_DELAYED} & said and (fp8 is None or recipe != "delayed"), "--fp8-amax-* and --fp8-margin have an effect only under delayed scaling"),
+        ("inert", "fp8_interval" in said, "--fp8-interval: Transformer Engine no longer reads it"),
+        ("inert", {"first", "last"} & said and not edges, "--num-layers-at-*-in-bf16 without --first-last-layers-bf16"),
+        ("inert", edges and fp8 is None and fp4 is None, "--first-last-layers-bf16 without a quantization"),
+        ("inert", on("softmax") and not local, "--attention-softmax-in-fp32: Transformer Engine's attention does not read it"),
+        ("inert", wide and low, "--accumulate-allreduce-grads-in-fp32 with --grad-reduce-in-bf16: BF16 wins"),
+        ("inert", wide and (on("fsdp2") or (fsdp and given.dtypes)), "--accumulate-allreduce-grads-in-fp32: the sharding engine does not read it"),
+        ("inert", low and on("fp16"), "--grad-reduce-in-bf16 under --fp16: gradients are reduced in FP16"),
+        ("inert", {*_STATES} & said and not aware and all(given[name] == "fp32" for name in {*_STATES} & said),
+         "--main-*-dtype and --exp-avg-*-dtype have an effect only with --use-precision-aware-optimizer"),
+        ("inert", {*_SCALE} & said and not on("fp16"), "details of dynamic loss scaling without --fp16"),
+        ("inert", {*_WRAPPED} & said and not fsdp, "--megatron-fsdp-*-dtype without --use-megatron-fsdp"),
+        ("contradicts", on("bf16") and on("fp16"), "--bf16 and --fp16: the parser refuses both together"),
+        ("contradicts", aware and not divided, "--use-precision-aware-optimizer without --use-distributed-optimizer: megatron-core refuses it"),
+        ("contradicts", aware and given["optimizer"] != "adam",
+         f"--use-precision-aware-optimizer with --optimizer {cut(given['optimizer'])}: megatron-core takes only adam"),
+        ("contradicts", narrow and not aware, "16-bit optimizer states without --use-precision-aware-optimizer: the parser refuses them"),
+        ("contradicts", wide and given["main_grads"] == "bf16", "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32: the parser refuses it"),
+        ("contradicts", fp8 and fp4, "--fp8-format and --fp4-format: megatron-core refuses both together"),
+        *(("contradicts", given[f"{one}_recipe"] != "custom" and all(row.core != given[f"{one}_recipe"] for row in SCALINGS.values()),
+           f"--{one}-recipe {cut(given[f'{one}_recipe'])}: the parser has no such recipe") for one in ("fp8", "fp4")),
+        ("contradicts", on("fsdp2") and fsdp, "--use-torch-fsdp2 with --use-megatron-fsdp: described as Megatron-FSDP"),
+        ("contradicts", fp8 == "hybrid" and recipe == "mxfp8",
+         "--fp8-format hybrid with --fp8-recipe mxfp8: gradients are quantized to E5M2, which diverged and was withdrawn (Megatron-Bridge#638)"),
+        ("contradicts", edges and fp8 and recipe == "delayed", "--first-last-layers-bf16 with delayed scaling: megatron-core refuses it"),
+        ("contradicts", stored and fp8 is None, "--fp8-param-gather without --fp8-format"),
+        ("contradicts", stored and not divided, "--fp8-param-gather needs --use-distributed-optimizer or an FSDP engine"),
+        ("contradicts", local and (fp8 or fp4), "--transformer-impl local with FP8: accepted, but nothing is quantized"),
+        ("cannot_express", on("fp8_output_proj"), "--fp8-output-proj: the output layer in MXFP8"),
+        ("cannot_express", on("fp16_loss"), "--fp16-lm-cross-entropy: model.fp16_lm_cross_entropy, not a precision field of a recipe"),
+        ("assumed", given.base == "fp32", "neither --bf16 nor --fp16: everything in FP32"),
+        ("undecided", given["yaml"] is not None,
+         f"--yaml-cfg {cut(given['yaml'])}: that file decides: pass the arguments that Megatron-LM prints at start (--args)"),
+    )  # fmt: skip
+
+
+def _in_force(given: _Arguments) -> Iterator[str]:
+    """'--option value' of each option that is read beside what is said, then what validate_args or an engine settles where no flag of its own is given."""
+    said, on, fp8 = given.said, given.on, given["fp8"] is not None
+    engine = on("megatron_fsdp", "fsdp2")
+    read_beside = (
+        (("optimizer", "transformer_impl"), True), (("sgd_momentum",), given["optimizer"] == "sgd"), (_SCALE, on("fp16") and given["loss_scale"] is None),
+        (("fp8_recipe",), fp8), (_DELAYED, fp8 and given["fp8_recipe"] == "delayed"), (("fp4_recipe",), given["fp4"] is not None),
+        (("first", "last"), (given["fp8"] or given["fp4"]) and on("edges")), (_STATES, on("aware")), (_WRAPPED, on("megatron_fsdp") and given.dtypes),
+    )  # fmt: skip
+    asked = {name for names, applies in read_beside if applies for name in names} - said
+    for option, (name, _) in _VALUES.items():
+        value = given[name]
+        if name in asked:  # whole numbers as they are typed
+            yield f"{option} {say(int(value) if isinstance(value, float) and value.is_integer() else value)}"
+    reduction = not engine and not on("accumulate", "reduce_bf16")
+    if reduction and on("bf16") and given["main_grads"] == "fp32":
+        yield "--accumulate-allreduce-grads-in-fp32 (its parser switches it on under --bf16)"
+    elif reduction and on("fp16"):
+        yield "no --accumulate-allreduce-grads-in-fp32: gradients are reduced in FP16"
+    if given.base != "fp32" and not on("aware") and not engine:
+        yield "no --use-precision-aware-optimizer: main weights and moments are FP32"
+    if on("megatron_fsdp") and "strategy" not in said:
+        yield f"--data-parallel-sharding-strategy {given.strategy}"
+    if not engine and not on("distributed"):
+        yield "no --use-distributed-optimizer: every rank keeps all states"

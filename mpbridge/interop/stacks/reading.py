@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpbridge.common.errors import BadValue, brief, cut, nearest
+from mpbridge.common.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.common.formats import DType, dtype, say
 
 _ABSENT = object()
@@ -13,23 +13,48 @@ MOST_SUGGESTED = 20
 """Unknown names of a file that are said with the nearest known one: a comparison with all of them takes milliseconds."""
 
 
-class Reader:
-    """A tree of plain data that records which keys were read."""
+KINDS = ("inert", "contradicts", "cannot_express", "unknown", "undecided", "assumed")
+"""Kinds of notes: fields of base.Imported."""
 
-    def __init__(self, data: Mapping[str, Any], faults: list[str] | None = None) -> None:
-        """faults: a list that is shared with other readers; None: one of its own."""
+
+class Reader:
+    """A tree of plain data that records which keys were read, and what is to be said of them."""
+
+    def __init__(self, data: Mapping[str, Any], outer: Reader | None = None, under: str = "") -> None:
+        """outer: a reader in whose data these stand `under` a path: faults, defaults and notes are its."""
         self.data = data
-        self.faults: list[str] = [] if faults is None else faults
         self.asked: set[str] = set()
         """Paths that were read."""
         self.whole: set[str] = set()
         """Paths below which everything was read."""
-        self.autos: list[tuple[str, str]] = []
+        self.autos: list[tuple[str, str]] = [] if outer is None else outer.autos
         """Values 'auto', and the assumed values."""
-        self.silent: dict[str, str] = {}
+        self.faults: list[str] = [] if outer is None else outer.faults
+        self.silent: dict[str, str] = {} if outer is None else outer.silent
         """Paths of settings that were asked for and are not said -> the stack's own value, which decides then."""
-        self.under = ""
-        """The path below which the data stands in a whole whose `silent` this is, with a dot behind it."""
+        self.notes: dict[str, list[str]] = {kind: [] for kind in KINDS} if outer is None else outer.notes
+        self.under: str = "" if outer is None else f"{outer.under}{under}." if under else outer.under
+
+    @classmethod
+    def of(cls, data: Any, what: str) -> Reader:
+        """A reader of a stack's file. Raises DataError for anything but a mapping."""
+        if not isinstance(data, Mapping):
+            raise DataError(f"{what} is a mapping, found {type(data).__name__}")
+        return cls(data)
+
+    def note(self, kind: str, text: str, when: Any = True) -> None:
+        """Says something of the data, where it applies."""
+        if when:
+            self.notes[kind].append(text)
+
+    def note_rows(self, *rows: tuple[str, Any, str]) -> None:
+        """(kind, whether it applies, text) each."""
+        for kind, applies, text in rows:
+            self.note(kind, text, applies)
+
+    def cannot(self, text: str, when: Any = True) -> None:
+        """Says what mpbridge has no setting for."""
+        self.note("cannot_express", text, when)
 
     def at(self, path: str, default: Any = None) -> Any:
         """The value at 'a.b.c'; keys that contain dots work too. Records a fault if something on the path is not a section."""
@@ -57,10 +82,8 @@ class Reader:
         self.silent.setdefault(self.under + path, "off" if value is False else "on" if value is True else say(value))
 
     def inner(self, data: Any, under: str) -> Reader:
-        """A reader of a mapping that stands under a path of this one: faults and defaults are noted here. Anything else is read as an empty one."""
-        made = Reader(data if isinstance(data, Mapping) else {}, self.faults)
-        made.silent, made.under = self.silent, f"{self.under}{under}."
-        return made
+        """A reader of a mapping that stands under a path of this one. Anything else is read as an empty one."""
+        return Reader(data if isinstance(data, Mapping) else {}, self, under)
 
     def section(self, path: str) -> Mapping[str, Any]:
         """The mapping at a path; empty if there is none."""
@@ -74,7 +97,7 @@ class Reader:
             self.default(path, default)
             return default
         if value == "auto":
-            self.autos.append((path, "on" if default else "off"))
+            self.autos.append((self.under + path, "on" if default else "off"))
             return default
         word = value.strip().lower() if isinstance(value, str) else value
         for truth, words in ((True, _TRUE), (False, _FALSE)):
@@ -116,7 +139,7 @@ class Reader:
             self.default(path, default)
             return default
         if value == "auto":
-            self.autos.append((path, f"{default:g}"))
+            self.autos.append((self.under + path, f"{default:g}"))
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             try:

@@ -11,10 +11,18 @@ from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType, say
 from mpbridge.interop.stacks.base import Fragment, Line
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.reading import base_field
+from mpbridge.interop.stacks.reading import Reader, base_field
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 from mpbridge.precision.wording import quant_text
+
+TORCHAO: Mapping[str, Quant] = {
+    "tensorwise": Quant(format="hybrid", scaling="tensorwise"),
+    "rowwise": Quant(format="e4m3", scaling="rowwise"),
+    "rowwise_with_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
+}
+"""Name of a recipe of torchao 0.18 -> what it runs (float8/config.py)."""
+BY_TORCHAO: Mapping[str, tuple[str, Quant]] = {quant.scaling: (name, quant) for name, quant in TORCHAO.items()}
 
 
 def torch_meaning(
@@ -141,14 +149,13 @@ def process_wide(quants: Sequence[Quant]) -> tuple[Line, ...]:
 SPELL: Mapping[DType, str] = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.FP16: "float16"}
 
 
-def fields_of(
-    meaning: Meaning, cannot: list[str], quant: Quant | None = None, ends: tuple[int, int] | None = None
-) -> dict[str, Any]:
-    """MixedPrecisionConfig fields that express `meaning` on one of mpbridge's FSDP engines; what they cannot express is added to `cannot`."""
+def fields_of(meaning: Meaning, read: Reader) -> dict[str, Any]:
+    """MixedPrecisionConfig fields that express `meaning` on one of mpbridge's FSDP engines; what they cannot express is noted."""
+    storage, compute, wire, added = (
+        one.short for one in (meaning.storage, meaning.compute, meaning.wire, meaning.accumulator)
+    )
     if meaning.storage.bytes < meaning.compute.bytes:
-        cannot.append(
-            f"storage in {meaning.storage.short} with compute in {meaning.compute.short}: storage is narrower than the arithmetic"
-        )
+        read.cannot(f"storage in {storage} with compute in {compute}: storage is narrower than the arithmetic")
         return {}
     fields: dict[str, Any] = {
         **base_field(meaning.compute),
@@ -170,9 +177,10 @@ def fields_of(
         fields["output_dtype"] = meaning.output.short
     if meaning.autocast is not None:
         fields |= {"autocast_enabled": True, "autocast_dtype": meaning.autocast.short}
-    fields |= quant_fields(quant, ends)
-    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
-        cannot.append(f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    fields |= quant_fields(meaning.regions)
+    # torch FSDP2 accumulates in the stored dtype
+    apart = meaning.accumulator not in (meaning.wire, meaning.storage)
+    read.cannot(f"gradients are reduced in {wire} and accumulate in {added}", apart)
     return fields if meaning.loss_scale is None else fields | scale_fields(meaning.loss_scale)
 
 
@@ -184,28 +192,24 @@ def scale_fields(scale: LossScale) -> dict[str, Any]:
     return fields | ({} if scale.static is None else {"loss_scale": scale.static})
 
 
-def left_out(names: Any, who: str, cannot: list[str], assumed: list[str]) -> tuple[int, int] | None:
+def left_out(names: Any, who: str, read: Reader) -> tuple[int, int] | None:
     """Layers at the start and end that a substring filter leaves in high precision; None if it names no layers that way.
 
-    Everything else that the filter excludes is added to `cannot`: in mpbridge only linears of layers are quantized, never the output layer.
+    Everything else that the filter excludes is noted: in mpbridge only linears of layers are quantized, never the output layer.
     """
     listed = [str(one) for one in names] if isinstance(names, (list, tuple)) else []
-    if "lm_head" not in listed and not any("lm_head" in one or one in "lm_head" for one in listed if one):
-        cannot.append(f"{who}: the output layer (lm_head) is quantized too; here it never is")
+    covered = not any("lm_head" in one or one in "lm_head" for one in listed if one)
     numbers = sorted({int(found[1]) for one in listed if (found := _LAYER.fullmatch(one))})
     others = [one for one in listed if one != "lm_head" and not _LAYER.fullmatch(one)]
-    if others:
-        cannot.append(f"{who}: left out by substring: {', '.join(map(cut, others))}")
-    if not numbers:
-        return None
     first = next((at for at, number in enumerate(numbers) if number != at), len(numbers))
     rest = numbers[first:]
-    if rest != list(range(rest[0], rest[0] + len(rest))) if rest else False:
-        cannot.append(f"{who}: excludes layers {', '.join(map(str, rest))}, which are not at one end")
-        return None
-    if rest:
-        assumed.append(f"{who}: layers {rest[0]} to {rest[-1]} are assumed to be the model's last")
-    return first, len(rest)
+    inside = bool(rest) and rest != list(range(rest[0], rest[0] + len(rest)))
+    read.cannot(f"{who}: the output layer (lm_head) is quantized too; here it never is", covered)
+    read.cannot(f"{who}: left out by substring: {', '.join(map(cut, others))}", others)
+    read.cannot(f"{who}: excludes layers {', '.join(map(str, rest))}, which are not at one end", inside)
+    if rest and not inside:
+        read.note("assumed", f"{who}: layers {rest[0]} to {rest[-1]} are assumed to be the model's last")
+    return (first, len(rest)) if numbers and not inside else None
 
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
@@ -216,8 +220,10 @@ def _state(dtype: DType) -> str:
     return "fp8" if dtype is DType.UINT8 else dtype.short
 
 
-def quant_fields(quant: Quant | None, ends: tuple[int, int] | None = None) -> dict[str, Any]:
-    """The fields of one quantization. ends: layers at the start and end that are excluded."""
+def quant_fields(regions: tuple[Region, ...]) -> dict[str, Any]:
+    """The fields of one quantization, and of layers at the start and end that it leaves out."""
+    *edges, last = regions
+    quant = last.quant
     if quant is None:
         return {}
     low = f"fp{quant.bits}"
@@ -226,7 +232,7 @@ def quant_fields(quant: Quant | None, ends: tuple[int, int] | None = None) -> di
         fields |= {"fp8_amax_history_len": quant.amax_history, "fp8_amax_compute_algo": quant.amax_algo}
         fields |= {"fp8_margin": quant.margin} if quant.margin else {}
         fields |= {} if quant.wgrad else {"fp8_wgrad": False}
-    if ends is not None:
+    for edge in edges:
         fields |= {"first_last_layers_bf16": True}
-        fields |= {"num_layers_at_start_in_bf16": ends[0], "num_layers_at_end_in_bf16": ends[1]}
+        fields |= {"num_layers_at_start_in_bf16": edge.first, "num_layers_at_end_in_bf16": edge.last}
     return fields

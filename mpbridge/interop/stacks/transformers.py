@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from mpbridge.common.errors import DataError, cut
+from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, compared, engine_with, updated_by
+from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
 from mpbridge.interop.stacks.data_comment import commented
-from mpbridge.interop.stacks.known_keys import known, with_rest
-from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults, stray
+from mpbridge.interop.stacks.known_keys import imported, known
+from mpbridge.interop.stacks.meaning import Meaning, updated_itself
+from mpbridge.interop.stacks.reading import Reader, options_of, stray
 from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, fields_of, torch_meaning
 
 NAME = "transformers"
@@ -46,9 +46,7 @@ def export(request: Request) -> Export:
             f'arguments = TrainingArguments(output_dir="out", optim="{said["optim"]}"{flag})',
         ]
     )
-    lines = compared(request.ours, theirs, NAME)
-    piece = Fragment(name="python", text=commented(NAME, theirs, code))
-    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=lines)
+    return exported(request, NAME, theirs, [Fragment(name="python", text=commented(NAME, theirs, code))])
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
@@ -64,119 +62,69 @@ def _options() -> list[str]:
 
 def read_data(data: Any, *, version: str) -> Imported:
     """The arguments' meaning. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
-    if not isinstance(data, Mapping):
-        raise DataError(f"TrainingArguments are a mapping, found {type(data).__name__}")
-    read_ = Reader(data)
-    contradicts: list[str] = []
-    cannot: list[str] = []
-    inert: list[str] = []
-    assumed: list[str] = []
-    bf16, fp16 = read_.flag("bf16"), read_.flag("fp16")
-    if bf16 and fp16:
-        contradicts.append("bf16 and fp16: TrainingArguments refuses both together")
-    storage = read_.dtype("dtype", read_.dtype("torch_dtype"))
-    if storage is None:
-        assumed.append(
-            "since version 5 the loading dtype is the checkpoint's ('auto'): assumed to be float32 (dtype=...)"
-        )
-        storage = DType.FP32
-    cpu = read_.flag("use_cpu")
-    if cpu and fp16:
-        inert.append("fp16: on a CPU (use_cpu) accelerate, which runs the training, silently trains in FP32")
-        fp16 = False
-    base = DType.BF16 if bf16 else DType.FP16 if fp16 else None
-    sharded = _sharded(read_, assumed)
-    if sharded and cpu:
-        contradicts.append("fsdp with use_cpu: accelerate shards only over devices; described as DDP")
-        sharded = None
-    sharded, whole = _by_strategy(read_, sharded, contradicts)
-    cannot += [] if cpu else _tf32(read_)
-    raise_faults(read_.faults, "these TrainingArguments")
-    meaning = _meaning(storage, base, sharded)
-    meaning = dataclasses.replace(meaning, sharded="nothing") if whole else meaning
-    if fp16:
-        meaning = dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
-    inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.at(name) and read_.flag(name)]
-    file = read_.at("deepspeed")
-    undecided = (f"deepspeed={cut(file)} decides: pass that file (--from deepspeed)",) if file else ()
-    fields = fields_of(meaning, cannot)
-    found = Imported(
-        stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded is not None else DEFAULT, meaning=meaning, inert=tuple(inert),
-        contradicts=tuple(contradicts), cannot_express=tuple(cannot), undecided=undecided, assumed=tuple(assumed),
+    read_ = Reader.of(data, "TrainingArguments")
+    bf16, fp16, cpu = read_.flag("bf16"), read_.flag("fp16"), read_.flag("use_cpu")
+    storage, file = read_.dtype("dtype", read_.dtype("torch_dtype")), read_.at("deepspeed")
+    version_, whole = _sharded(read_, cpu)
+    read_.note_rows(
+        ("contradicts", bf16 and fp16, "bf16 and fp16: TrainingArguments refuses both together"),
+        ("assumed", storage is None, "since version 5 the loading dtype is the checkpoint's ('auto'): assumed to be float32 (dtype=...)"),
+        ("inert", cpu and fp16, "fp16: on a CPU (use_cpu) accelerate, which runs the training, silently trains in FP32"),
+        ("undecided", file, f"deepspeed={cut(file)} decides: pass that file (--from deepspeed)"),
+        *(("inert", read_.at(name) and read_.flag(name), f"{name}: evaluation only") for name in _EVALUATION),
     )  # fmt: skip
-    return with_rest(_updated(found, read_), read_, own=" unless the script itself reads it")
+    fp16 = fp16 and not cpu
+    if not cpu:
+        _tf32(read_)
+    base = DType.BF16 if bf16 else DType.FP16 if fp16 else None
+    meaning = _meaning(storage or DType.FP32, base, version_)
+    scale = TORCH_SCALER if fp16 else None
+    meaning = dataclasses.replace(meaning, sharded="nothing" if whole else meaning.sharded, loss_scale=scale)
+    momentum = re.search(r"\bmomentum\s*=\s*([^,\s]+)", read_.text("optim_args"))
+    return imported(
+        read_, NAME, version, meaning, fields_of(meaning, read_), engine=DEFAULT if version_ is None else engine_with("optimizer"),
+        optimizer=read_.text("optim", "adamw_torch_fused"), where="optim", momentum=momentum and momentum[1], own=" unless the script itself reads it",
+    )  # fmt: skip
 
 
-def _updated(found: Imported, read: Reader) -> Imported:
-    """`found` under the optimizer of `optim`."""
-    momentum = re.search(r"\bmomentum\s*=\s*([^,\s]+)", read.text("optim_args"))
-    return updated_by(found, read.text("optim", "adamw_torch_fused"), "optim", momentum=momentum and momentum[1])
-
-
-def _sharded(read: Reader, assumed: list[str]) -> int | None:
-    """The FSDP version, enabled by `fsdp` and named by `fsdp_config`; None: nothing is sharded."""
-    if not read.at("fsdp"):
-        return None
-    config = read.at("fsdp_config")
-    if isinstance(config, str):
-        assumed.append(
-            f"fsdp_config={cut(config)}: a file that is not read; assumed to be FSDP2, the default since version 5"
-        )
-        return 2
-    said = [read.at(f"fsdp_config.{name}") for name in ("version", "fsdp_version")]
-    if said == [None, None]:
-        read.default("fsdp_config.version", 2)
-    return 1 if "1" in map(str, said) else 2
-
-
-def _by_strategy(read: Reader, sharded: int | None, contradicts: list[str]) -> tuple[int | None, bool]:
-    """(the FSDP version, whether nothing is divided) under the strategies in `fsdp`; FSDP2 refuses those of FSDP1."""
+def _sharded(read: Reader, cpu: bool) -> tuple[int | None, bool]:
+    """(the FSDP version, enabled by `fsdp` and named by `fsdp_config`; None: nothing is sharded, whether a strategy of FSDP1 divides nothing)."""
     given = read.at("fsdp")
-    words = given if isinstance(given, (list, tuple)) else str(given or "").split()
+    if not given:
+        return None, False
+    config = read.at("fsdp_config")
+    said = [None, None] if isinstance(config, str) else [read.at(f"fsdp_config.{name}") for name in ("version", "fsdp_version")]  # fmt: skip
+    if isinstance(config, str):
+        text = f"fsdp_config={cut(config)}: a file that is not read; assumed to be FSDP2, the default since version 5"
+        read.note("assumed", text)
+    elif said == [None, None]:
+        read.default("fsdp_config.version", 2)
+    words = given if isinstance(given, (list, tuple)) else str(given).split()
     first = [word for word in (str(one).lower() for one in words) if word in _FSDP1]
-    if sharded == 2 and first:
-        contradicts.append(
-            f"fsdp={first[0]} under FSDP2: Transformers refuses it; described as FSDP1 (fsdp_config.version=1)"
-        )
-        sharded = 1
-    return sharded, sharded is not None and "no_shard" in first
+    second = "1" not in map(str, said)
+    read.note_rows(
+        ("contradicts", cpu, "fsdp with use_cpu: accelerate shards only over devices; described as DDP"),
+        ("contradicts", second and first and not cpu,
+         f"fsdp={''.join(first[:1])} under FSDP2: Transformers refuses it; described as FSDP1 (fsdp_config.version=1)"),
+    )  # fmt: skip
+    return None if cpu else 2 if second and not first else 1, not cpu and "no_shard" in first
 
 
-def _tf32(read: Reader) -> list[str]:
-    """A line if TF32 is switched on, by its own argument or by torch_compile."""
+def _tf32(read: Reader) -> None:
+    """Notes TF32 where it is switched on, by its own argument or by torch_compile."""
     asked = read.at("tf32") is not None
-    on = asked and read.flag("tf32")
     compiled = any([read.at("torch_compile_backend"), read.at("torch_compile_mode")])
     compiled = compiled or (read.at("torch_compile") is not None and read.flag("torch_compile"))
     effect = "FP32 matrix multiplications run in TF32 on CUDA (10-bit mantissas)"
-    if on:
-        return [f"tf32: {effect}"]
-    return (
-        [f"torch_compile switches TF32 on: {effect}; tf32=false keeps it off"]
-        if compiled and not asked and not read.flag("fp16")
-        else []
-    )
+    read.cannot(f"tf32: {effect}", asked and read.flag("tf32"))
+    alone = compiled and not asked and not read.flag("fp16")
+    read.cannot(f"torch_compile switches TF32 on: {effect}; tf32=false keeps it off", alone)
 
 
-def _meaning(storage: DType, base: DType | None, sharded: int | None) -> Meaning:
+def _meaning(storage: DType, base: DType | None, fsdp: int | None) -> Meaning:
+    """Without a 16-bit dtype everything is as stored; FSDP upcasts what is stored and reduces in 16 bits, and has autocast over FSDP1 alone."""
     if base is None:
-        return Meaning(
-            storage=storage, compute=storage, wire=storage, accumulator=storage, exp_avg=storage, exp_avg_sq=storage,
-            sharded="nothing" if sharded is None else "everything",
-        )  # fmt: skip
-    if (
-        sharded is not None
-    ):  # accelerate upcasts the stored parameters and reduces in the 16-bit dtype; autocast stays on over FSDP1 alone
-        return Meaning(
-            storage=DType.FP32, compute=base, autocast=base if sharded == 1 else None, wire=base, accumulator=DType.FP32,
-            sharded="everything",
-        )  # fmt: skip
-    return Meaning(
-        storage=storage,
-        compute=base,
-        autocast=base,
-        wire=storage,
-        accumulator=storage,
-        exp_avg=storage,
-        exp_avg_sq=storage,
-    )
+        return updated_itself(storage, sharded="nothing" if fsdp is None else "everything")
+    if fsdp is not None:
+        return updated_itself(DType.FP32, base, base, autocast=base if fsdp == 1 else None, sharded="everything")
+    return updated_itself(storage, base, autocast=base)

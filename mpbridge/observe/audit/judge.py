@@ -147,6 +147,12 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
         if count:
             cure = "main weights do not reach what the forward pass reads"
             findings.append(judged(subject, promised, bad, cure=cure, count=count))
+    if not stepped and any(rank.coded for rank in ranks):
+        found = "values of 8-bit codes in FP32, before any update"
+        cure = "make main weights from the values before quantization; only weights that were published in FP8 or FP4 begin like this"
+        findings.append(
+            judged("bits of main weights", "as wide as their dtype", [r.coded for r in ranks], found=found, cure=cure)
+        )
     return findings + ([_moved_finding(ranks), _bits_finding(ranks)] if stepped else [])
 
 

@@ -187,6 +187,8 @@ def look(
     if not getattr(engine, "foreign", False):
         seen.fixed = fixed(engine, promises, {} if before is None else before.fixed)
     seen.copies = copies(engine, None if watch is None else watch.read)
+    if before is not None:
+        seen.copies.whole |= before.states
     if watch is not None:
         seen.computed = computed(engine, promises, watch)
         # a stage without a loss does not see where backward starts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import Parallel, RunFacts
@@ -44,6 +44,24 @@ def families(
     stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not.
     Of the numbers of virtual stages none, the run's own and the most; `virtuals` has the others.
     """
+    for outline in outlines(run, machine, stated=stated):
+        family = members(policy, run, machine, outline)
+        if family:
+            yield family
+
+
+class Outline(NamedTuple):
+    """What the members of a family share."""
+
+    sizes: Parallel
+    placed: Mapping[str, Any]
+    """Settings that place layers on stages."""
+    distributed: bool
+    """The optimizer."""
+
+
+def outlines(run: RunFacts, machine: Machine, *, stated: bool) -> Iterator[Outline]:
+    """Every family of `families`, before batches and memory are looked at."""
     world = run.parallel.world_size
     sharded = "params" in run.traits.shards
     for tensor in (1,) if sharded else _powers(min(8, machine.domain)):
@@ -64,9 +82,7 @@ def families(
                             sequence=tensor > 1,
                         )
                         for distributed in _distributed(run, sizes, stated=stated):
-                            family = tuple(_family(policy, run, machine, sizes, placed, distributed))
-                            if family:
-                                yield family
+                            yield Outline(sizes, placed, distributed)
 
 
 def _distributed(run: RunFacts, sizes: Parallel, *, stated: bool) -> tuple[bool, ...]:
@@ -77,7 +93,12 @@ def _distributed(run: RunFacts, sizes: Parallel, *, stated: bool) -> tuple[bool,
     return (True, False) if sizes.data * sizes.context > 1 else (False,)
 
 
-def _family(
+def members(policy: PrecisionPolicy, run: RunFacts, machine: Machine, outline: Outline) -> tuple[RunFacts, ...]:
+    """A family's layouts; none if batches or layers cannot be divided so, or states exceed the memory."""
+    return tuple(_members(policy, run, machine, *outline))
+
+
+def _members(
     policy: PrecisionPolicy,
     run: RunFacts,
     machine: Machine,

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpbridge.common.errors import BadValue, MpbridgeError
-from mpbridge.common.facts import RunFacts
+from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.build import Standing
-from mpbridge.planning.estimate.candidates import FULL, NONE, families, virtuals
+from mpbridge.planning.estimate.candidates import FULL, NONE, families, members, outlines, virtuals
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.step import ideal, seconds, standing_work
 from mpbridge.planning.memory.activations import activations, uncertainty
@@ -107,10 +107,14 @@ def search(
         raise BadValue(f"{most} layouts: expected at least 1")
     tally = Counter[str]() if refused is None else refused
     priced: list[_Priced] = []
-    every = families(policy, run, machine, stated=stated)
     using = using or constants()
-    for members in every if among is None else _closest(run, every, among):
-        priced += _price(policy, _Family(policy, members), members, machine, using, tally)
+    every = (
+        families(policy, run, machine, stated=stated)
+        if among is None
+        else _closest(policy, run, machine, among, stated=stated)
+    )
+    for family in every:
+        priced += _price(policy, _Family(policy, family), family, machine, using, tally)
     priced = sorted((one for one in priced if below is None or one.seconds < below), key=lambda one: one.order)
     found: dict[tuple[object, ...], Layout] = {}
     # other numbers of virtual stages may change the order
@@ -169,14 +173,22 @@ def why_none(
     return f"sizes must divide {run.parallel.world_size} GPUs, layers, heads and the global batch of {run.global_batch_size}"
 
 
-def _closest(run: RunFacts, every: Iterator[tuple[RunFacts, ...]], most: int) -> list[tuple[RunFacts, ...]]:
-    """The `most` members with the fewest changes from the run, by family."""
-    ranked = sorted(
-        ((_distance(run, one), place, one) for place, members in enumerate(every) for one in members),
-        key=lambda row: row[:2],
+def _closest(
+    policy: PrecisionPolicy, run: RunFacts, machine: Machine, most: int, *, stated: bool
+) -> list[tuple[RunFacts, ...]]:
+    """The `most` members with the fewest changes from the run, by family. Families are looked into in the order of the fewest changes that a member may have."""
+    ranked: list[tuple[tuple[tuple[int, int, int], int], RunFacts]] = []
+    every = (
+        (_changed(run, one.sizes, one.distributed), place, one)
+        for place, one in enumerate(outlines(run, machine, stated=stated))
     )
+    for least, place, outline in sorted(every, key=lambda row: row[:2]):
+        if len(ranked) >= most and ranked[most - 1][0] < (least, place):
+            break
+        ranked += [((_distance(run, one), place), one) for one in members(policy, run, machine, outline)]
+        ranked.sort(key=lambda row: row[0])
     found: dict[int, tuple[RunFacts, ...]] = {}
-    for _, place, one in ranked[:most]:
+    for (_, place), one in ranked[:most]:
         found[place] = (*found.get(place, ()), one)
     return list(found.values())
 
@@ -287,9 +299,9 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated:
             wider = dataclasses.replace(wider, global_batch_size=run.global_batch_size * factor)
         every = [
             (candidate, shared)
-            for members in families(policy, wider, machine, stated=stated)
-            for shared in (_Family(policy, members),)
-            for candidate in members
+            for family in families(policy, wider, machine, stated=stated)
+            for shared in (_Family(policy, family),)
+            for candidate in family
         ]
         for candidate, shared in sorted(every, key=lambda one: _distance(run, one[0])):
             with contextlib.suppress(MpbridgeError):
@@ -300,12 +312,18 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated:
 
 
 def _distance(run: RunFacts, other: RunFacts) -> tuple[int, int, int]:
-    a, b = run.parallel, other.parallel
+    changed, sizes, virtual = _changed(run, other.parallel, other.optimizer.distributed)
+    again = run.model.get("recompute_granularity") != other.model.get("recompute_granularity")
+    return changed + 2 * again, sizes, abs(run.micro_batch_size - other.micro_batch_size) + virtual
+
+
+def _changed(run: RunFacts, b: Parallel, distributed: bool) -> tuple[int, int, int]:
+    """The part of `_distance` that the members of a family share: no member has less."""
+    a = run.parallel
     pairs = ((a.tensor, b.tensor), (a.pipeline, b.pipeline), (a.context, b.context), (a.expert, b.expert))
     changed = sum(x != y for x, y in pairs)
-    again = run.model.get("recompute_granularity") != other.model.get("recompute_granularity")
     return (
-        changed + 2 * again + (run.optimizer.distributed != other.optimizer.distributed),
+        changed + (run.optimizer.distributed != distributed),
         sum(max(x, y) // min(x, y) for x, y in pairs),
-        abs(run.micro_batch_size - other.micro_batch_size) + (a.virtual_pipeline != b.virtual_pipeline),
+        int(a.virtual_pipeline != b.virtual_pipeline),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,7 +17,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 Split = Literal["column", "row"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weight:
     """One parameter of one layer as a rank holds it: a template that `parameters` instantiates."""
 
@@ -31,15 +32,12 @@ class Weight:
     twin: bool = False
     """Whether it is one of the two copies of a tied embedding on different pipeline stages, which get separate buckets under the distributed optimizer."""
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def module(self) -> str:
         """The module's path below its layer, as regions name it: 'mlp.linear_fc1'."""
         return self.path.rpartition(".")[0]

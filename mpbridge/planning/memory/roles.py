@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpbridge.common.facts import RunFacts
+from mpbridge.common.facts import MUONS, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
 from mpbridge.planning.memory.buckets import Buffer, buffers
@@ -72,7 +72,7 @@ def _module(parameter: Parameter) -> str:
 
 def resting(policy: PrecisionPolicy, run: RunFacts) -> Callable[[Parameter], tuple[DType, Quant | None]]:
     """`dtype_at_rest` for a run: evaluated once per linear, not once per expert weight."""
-    known: dict[str, tuple[DType, Quant | None]] = {}
+    known = _known(policy, run.shape.num_layers, run.realization)
 
     def of(parameter: Parameter) -> tuple[DType, Quant | None]:
         if policy.keep_fp32:  # may name individual parameters
@@ -87,6 +87,12 @@ def resting(policy: PrecisionPolicy, run: RunFacts) -> Callable[[Parameter], tup
     return of
 
 
+@functools.lru_cache(maxsize=32)  # asked again for each stage, chunk and layout
+def _known(policy: PrecisionPolicy, layers: int, realization: str) -> dict[str, tuple[DType, Quant | None]]:
+    """What is known of linears under a policy, by path: `dtype_at_rest` depends on nothing else."""
+    return {}
+
+
 def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[str, Holding]]:
     """`keeps` of a settled policy in a run, by the dtype in which a parameter is stored, and by the parameter where its states are asked for; results are
     cached.
@@ -98,8 +104,9 @@ def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[st
         return keeps(policy, engine, run.optimizer, at_rest=at_rest, ddp=run.ddp, trained=trained)
 
     def of(at_rest: DType, parameter: Parameter | None = None) -> Mapping[str, Holding]:
-        own = name if parameter is None else trained_by(name, parameter.name, len(parameter.weight.shape), policy)
-        return kept(at_rest, own)
+        if parameter is None or (name not in MUONS and not policy.frozen):
+            return kept(at_rest, name)
+        return kept(at_rest, trained_by(name, parameter.name, len(parameter.weight.shape), policy))
 
     return of
 

@@ -15,8 +15,8 @@ from mpbridge.precision.regions import Quant
 from mpbridge.settings.huggingface.tensors import Mapped, mapped
 from mpbridge.settings.huggingface.written import family_for
 
-Layout = Literal["channel", "blocks", "lines"]
-"""Extent of a weight_scale: an output row; 128 x 128 elements; a piece of a row."""
+Layout = Literal["tensor", "channel", "blocks", "lines"]
+"""Extent of a weight_scale: the tensor; an output row; 128 x 128 elements; a piece of a row."""
 METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp8")
 """quant_method in config.json, which is also what vLLM and SGLang take as --quantization."""
 
@@ -36,7 +36,7 @@ class ServedFormat:
     scale_dtype: str
     """In safetensors' spelling. U8: E8M0 bytes."""
     scale_axes: int = 2
-    """1: [rows]; 2: [rows or row blocks, blocks]; 4: [row blocks, 1, blocks, 1]."""
+    """0: []; 1: [rows]; 2: [rows or row blocks, blocks]; 4: [row blocks, 1, blocks, 1]."""
     second: str = ""
     """Name of the second-level scale of NVFP4; '': none."""
     divides: bool = False
@@ -55,8 +55,13 @@ class ServedFormat:
     @property
     def name(self) -> str:
         """For messages: 'compressed-tensors MXFP8'."""
-        algorithm = {"channel": "FP8 by channel", "blocks": "FP8 by 128 x 128 blocks", "lines": "MXFP8"}[self.layout]
-        return f"{self.method} {'NVFP4' if self.second else algorithm}"
+        fp8 = {"tensor": "FP8 by tensor", "channel": "FP8 by channel", "blocks": "FP8 by 128 x 128 blocks"}
+        return f"{self.method} {'NVFP4' if self.second else fp8.get(self.layout, 'MXFP8')}"
+
+    @property
+    def single(self) -> str:
+        """Name of the scale that a tensor has one of and fused linears share; '': none."""
+        return self.scale if self.layout == "tensor" else self.second
 
     def read_by(self, quantized: Iterable[str]) -> tuple[str, ...]:
         """The engines that read a folder with those quantized modules."""
@@ -69,7 +74,7 @@ class ServedFormat:
         packed = bool(self.second)
         tall = -(-rows // 128) if self.layout == "blocks" else rows
         wide = -(-columns // self.along) if self.along else 1
-        scale = {1: (tall,), 2: (tall, wide), 4: (tall, 1, wide, 1)}[self.scale_axes]
+        scale = {0: (), 1: (tall,), 2: (tall, wide), 4: (tall, 1, wide, 1)}[self.scale_axes]
         found = {
             self.codes: ("U8" if packed else "F8_E4M3", (rows, columns // 2 if packed else columns)),
             self.scale: (self.scale_dtype, scale),
@@ -155,6 +160,18 @@ FORMATS: tuple[ServedFormat, ...] = (
 """Sources: compressed-tensors 0.20 quantization/quant_scheme.py, vLLM 0.33 model_executor/layers/quantization, SGLang 0.5.23 layers/quantization,
 TensorRT-LLM at 008e0af, _torch/models/modeling_utils.py, ModelOpt 0.47 torch/export. vLLM's ModelOptFp8MoEMethod gives a set of experts one scale per
 tensor whatever the algorithm."""
+
+FOREIGN: tuple[ServedFormat, ...] = (
+    ServedFormat(
+        **_CT, scalings=(), layout="tensor", scale_axes=0, scale_dtype="F32", activations="one scale per tensor", engines=("vllm", "sglang", "trtllm"),
+        config=_group("float-quantized", {"num_bits": 8, "strategy": "tensor"}, {"num_bits": 8, "strategy": "tensor"}),
+    ),
+    ServedFormat(
+        **_MO, scalings=(), layout="tensor", scale_axes=0, scale_dtype="F32", config=_algorithm("FP8", None),
+        activations="static, one scale per tensor", engines=("vllm", "sglang", "trtllm"),
+    ),
+)  # fmt: skip
+"""Formats of other tools' folders that are read and never written: their scales of activations are static, or tensorwise training's scales fit another row."""
 
 FUSED: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -318,11 +335,11 @@ def quantization_config(
 
 def row_of(config: Mapping[str, Any]) -> ServedFormat:
     """The row of a folder's quantization_config. Raises BadValue for one that no row describes."""
-    found = next((row for row in FORMATS if _identity(row.config) == _identity(config)), None)
+    found = next((row for row in (*FORMATS, *FOREIGN) if _identity(row.config) == _identity(config)), None)
     if found is None:
         said = " ".join(str(part)[:80] for part in _identity(config) if part)
         raise BadValue(
-            f"quantization_config says {said or 'nothing known'}: expected one of {', '.join(row.name for row in FORMATS)}"
+            f"quantization_config says {said or 'nothing known'}: expected one of {', '.join(row.name for row in (*FORMATS, *FOREIGN))}"
         )
     return found
 
@@ -341,6 +358,24 @@ def _identity(config: Mapping[str, Any]) -> tuple[Any, ...]:
         config.get("format"),
         strategy,
         tuple(block) if isinstance(block, list) else block,
+    )
+
+
+INPUT_SCALES = ("input_scale", "input_global_scale")
+"""Names of a linear's static scale of activations, which training does not record."""
+STATIC = (*INPUT_SCALES, "output_scale", "q_scale", "k_scale", "v_scale")
+"""The same with those of the key-value cache."""
+
+
+def scales_are_static(config: Mapping[str, Any]) -> bool:
+    """Whether engines quantize activations by scales that a folder with that quantization_config holds."""
+    groups = config.get("config_groups")
+    members = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    inputs = [one for group in members if isinstance(one := group.get("input_activations"), dict)]
+    return (
+        config.get("quant_algo") in ("NVFP4", "FP8")
+        or config.get("activation_scheme") == "static"
+        or any(one.get("dynamic") is not True for one in inputs)
     )
 
 

@@ -40,7 +40,7 @@ class TrainedWith:
     recipe: str
     policy: PrecisionPolicy
     given: bool
-    """Whether the recipe was named by the user and is not the run's."""
+    """Whether the user named a recipe by which weights are quantized otherwise than by the run's."""
     release: tuple[int, int]
     """The Transformer Engine release whose rules apply."""
     stores: bool
@@ -52,13 +52,17 @@ class TrainedWith:
         """The run of the checkpoint in `path`. recipe: another recipe than the run's, by name or file."""
         saved = read_fingerprint(path) if (path / FILE).is_file() else None
         policy, name = (saved.policy, saved.recipe) if saved is not None else (run.policy, run.recipe)
+        found, given = casts(policy, run.facts, wanted), False
         if recipe is not None:
-            policy, name = resolve(get_mixed_precision_config(recipe)), recipe
+            other = resolve(get_mixed_precision_config(recipe))
+            cast = casts(other, run.facts, wanted)
+            given = (cast, other.gather) != (found, policy.gather)
+            if given:
+                policy, name, found = other, recipe, cast
         versions = saved.versions if saved is not None else {}
         release = release_of(run.te or versions.get("transformer_engine") or run.facts.versions.transformer_engine)
-        stores = saved is not None and saved.realization == "native" and recipe is None
-        found = casts(policy, run.facts, wanted)
-        return cls(run, name, policy, recipe is not None, release, stores, found)
+        stores = saved is not None and saved.realization == "native" and not given
+        return cls(run, name, policy, given, release, stores, found)
 
     def quantizer(self, quant: Quant) -> Quantizer:
         """The quantizer of a rule."""

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from mpbridge.settings.huggingface.served import ServedFormat, group_of, misfits, row_of
+from mpbridge.settings.huggingface.served import STATIC, ServedFormat, group_of, misfits, quantization_config, row_of
 from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith, values
 from mpbridge.training.serving.causes import Source, explanations
@@ -75,7 +75,9 @@ class Comparison:
 
     def see(self, name: str, tensor: torch.Tensor) -> list[Difference]:
         """Takes one tensor; returns the differences of the parameter that it completes."""
-        module = name.rpartition(".")[0]
+        module, _, last = name.rpartition(".")
+        if last in STATIC:
+            return []
         one = self._owner.get(name) or self._owner.get(f"{module}.weight")
         if one is None:
             again = name in self.export.copies or name.endswith("rotary_emb.inv_freq")
@@ -99,6 +101,18 @@ class Comparison:
             absent = sorted(self._expected(one, held) - held.keys())
             found += [Difference(name, "missing", "is missing") for name in absent]
         return found
+
+    def settings(self) -> Iterator[Difference]:
+        """What the config says of activations that is not as training has it."""
+        if self.row is None or not self.same_scaling or self.misfits:
+            return
+        quants = list(dict.fromkeys(self.served.rules.values()))
+        made = quantization_config(self.row, quants, (), self.served.facts.environment)
+        for key in ("scale_fmt", "activation_scheme"):
+            if self.config.get(key) != made.get(key):
+                now, own = (config.get(key, "absent") for config in (self.config, made))
+                text = f"is {now}, expected {own}: an engine scales activations otherwise than training"
+                yield Difference(key, "scales", text)
 
     def _expected(self, one: Mapped, held: Mapping[str, torch.Tensor]) -> set[str]:
         names = set()
@@ -153,7 +167,9 @@ class Comparison:
                 yield Difference(module, "bytes", "stored quantized; training kept it in high precision", error)
             elif tensor.shape != wanted.shape:
                 yield Difference(name, "shape", f"is {list(tensor.shape)}, expected {list(wanted.shape)}")
-            elif not torch.equal(tensor, wanted.to(tensor.dtype)):
+            elif not torch.equal(tensor, wanted.to(tensor.dtype)) or (
+                one.wide and not torch.equal(tensor.to(wanted.dtype), wanted)
+            ):
                 yield Difference(name, "bytes", "has other values than the run", _error(tensor.float(), wanted.float()))
 
     def _cause(
@@ -280,7 +296,7 @@ def shape_faults(
     for suffix, (dtype, shape) in row.shapes(*size).items():
         tensor = held[f"{module}.{suffix}"]
         scale = suffix != row.codes
-        if tensor.numel() == 1 and len(shape) < 2 and suffix == row.second:
+        if tensor.numel() == 1 and len(shape) < 2 and suffix == row.single:
             shape = tuple(tensor.shape)  # [] and [1] are both read
         if tuple(tensor.shape) != shape:
             yield Difference(f"{module}.{suffix}", "shape", f"is {list(tensor.shape)}, expected {list(shape)}")
@@ -311,7 +327,7 @@ def read_values(module: str, held: Mapping[str, torch.Tensor], row: ServedFormat
         return held[f"{module}.weight"].float()
     assert row is not None
     codes, scales = held[f"{module}.{row.codes}"], held[f"{module}.{row.scale}"]
-    scales = scales[:, 0, :, 0] if scales.dim() == 4 else scales.reshape(scales.shape[0], -1)
+    scales = scales[:, 0, :, 0] if scales.dim() == 4 else scales.reshape(scales.shape[0] if scales.dim() else 1, -1)
     if row.layout == "blocks":
         scales = scales.repeat_interleave(128, 0)[: codes.shape[0]]
     if not row.second:
@@ -321,7 +337,7 @@ def read_values(module: str, held: Mapping[str, torch.Tensor], row: ServedFormat
 
 
 def group_faults(seconds: Mapping[str, float]) -> Iterator[Difference]:
-    """Fused linears with different second-level scales. seconds: module -> its scale."""
+    """Fused linears with different scales, of which an engine takes one. seconds: module -> its scale."""
     groups: dict[str, dict[str, float]] = {}
     for module, value in seconds.items():
         groups.setdefault(group_of(module), {})[module.rpartition(".")[2]] = value
@@ -332,7 +348,7 @@ def group_faults(seconds: Mapping[str, float]) -> Iterator[Difference]:
             yield Difference(
                 name,
                 "group",
-                f"second-level scales differ among fused linears ({said}): an engine takes one for all",
+                f"scales of the tensor differ among fused linears ({said}): an engine takes one for all",
                 high / low - 1 if low else float("inf"),
             )
 
@@ -354,10 +370,10 @@ def differences(
     with Comparison(run, config, recipe) as comparison:
         row = comparison.row
         for name, tensor in stream:
-            if row is not None and row.second and name.endswith(row.second) and tensor.numel() == 1:
+            if row is not None and row.single and name.endswith(f".{row.single}") and tensor.numel() == 1:
                 seconds[name.rpartition(".")[0]] = float(tensor)
             found += comparison.see(name, tensor)
-        found += comparison.end()
+        found += [*comparison.end(), *comparison.settings()]
         if comparison.misfits:
             found.append(
                 Difference(

@@ -14,7 +14,7 @@ from mpbridge.common.files import ProgressCallback
 from mpbridge.common.machines import Machine
 from mpbridge.settings.huggingface.folder import FolderTensor, read_config, read_json_file, tensors
 from mpbridge.settings.huggingface.kept import list_faults
-from mpbridge.settings.huggingface.served import LEGACY, ServedFormat, row_of
+from mpbridge.settings.huggingface.served import INPUT_SCALES, LEGACY, STATIC, ServedFormat, row_of, scales_are_static
 from mpbridge.training.serving.differences import NO_CONFIG, Comparison, Difference, bad_scales, group_faults
 from mpbridge.training.serving.document import FILE, SCHEMA, is_module
 from mpbridge.training.weights.shards import facts_of
@@ -68,6 +68,7 @@ def examine(
     report.quantized, report.high = sum(modules.values()), len(modules) - sum(modules.values())
     if row is not None:
         report.found += _from_headers(held, modules, row) if run is None else []
+        report.found += _input_scales(held, modules, quantization)
         entries = quantization.get(row.kept) or []
         listed = entries if isinstance(entries, list) else [entries]
         kept = modules | ({} if "lm_head" in modules else {"lm_head": False})
@@ -155,10 +156,25 @@ def _from_headers(
             tensor = held.get(f"{module}.{suffix}")
             if tensor is None:
                 yield Difference(f"{module}.{suffix}", "missing", "is missing")
-            elif tensor.shape != shape and not (suffix == row.second and tensor.shape in ((), (1,))):
+            elif tensor.shape != shape and not (suffix == row.single and tensor.shape in ((), (1,))):
                 yield Difference(f"{module}.{suffix}", "shape", f"is {list(tensor.shape)}, expected {list(shape)}")
             elif tensor.dtype != dtype and (tensor.dtype, dtype) != ("BF16", "F32"):
                 yield Difference(f"{module}.{suffix}", "shape", f"is {tensor.dtype}, expected {dtype}")
+
+
+def _input_scales(
+    held: Mapping[str, FolderTensor], modules: Mapping[str, bool], quantization: Mapping[str, Any]
+) -> Iterator[Difference]:
+    """Static scales of activations that only some linears have, or none although the config asks for them."""
+    low = [module for module, quantized in modules.items() if quantized]
+    has = {name: {module for module in low if f"{module}.{name}" in held} for name in INPUT_SCALES}
+    name = max(has, key=lambda one: len(has[one]))
+    if has[name] or scales_are_static(quantization):
+        for module in low:
+            if module not in has[name]:
+                yield Difference(
+                    f"{module}.{name}", "missing", "is missing: an engine multiplies with what its memory held"
+                )
 
 
 def _read(
@@ -182,14 +198,15 @@ def _read(
         if comparison is not None:
             _about_run(report, comparison, contract)
         for name in sorted(reader.held, key=lambda one: (reader.held[one].file, one)):
-            scale = row is not None and name.endswith((f".{row.scale}", f".{row.second or row.scale}"))
-            if scale or comparison is not None or name in recorded:
+            scale = row is not None and name.endswith((f".{row.scale}", f".{row.single or row.scale}"))
+            static = row is not None and name.rpartition(".")[2] in STATIC
+            if scale or static or comparison is not None or name in recorded:
                 tensor = reader.raw(name)
                 if name in recorded and facts_of(tensor)["sha256"] != recorded[name]["sha256"]:
                     report.found.append(Difference(name, "bytes", f"is not what {FILE} recorded: changed since"))
-                if scale and comparison is None and (bad := bad_scales(tensor)):
+                if (static or (scale and comparison is None)) and (bad := bad_scales(tensor)):
                     report.found.append(Difference(name, "invalid", bad, float("inf")))
-                if row is not None and row.second and name.endswith(f".{row.second}") and tensor.numel() == 1:
+                if row is not None and row.single and name.endswith(f".{row.single}") and tensor.numel() == 1:
                     seconds[name.rpartition(".")[0]] = float(tensor)
                 if scale and row is not None and row.layout == "blocks":
                     powers = powers and bool((torch.frexp(tensor.float()).mantissa == 0.5).all())
@@ -200,6 +217,9 @@ def _read(
     finally:
         if comparison is not None:
             comparison.__exit__(None, None, None)
+    if contract is not None and comparison is None:
+        added = [name for name in reader.held if name not in recorded]
+        report.found += [Difference(name, "extra", f"is not in {FILE}: added since") for name in added]
     report.found += [
         Difference(name, "missing", f"is missing; {FILE} records it")
         for name in recorded
@@ -225,6 +245,7 @@ def _read(
 def _about_run(report: Report, comparison: Comparison, contract: Mapping[str, Any] | None) -> None:
     training = comparison.training
     report.recipe = training.recipe
+    report.found += comparison.settings()
     if contract is not None and contract.get("fingerprint") != training.policy.fingerprint():
         report.found.append(
             Difference(

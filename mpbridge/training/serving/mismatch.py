@@ -23,7 +23,7 @@ from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.precision.regions import Quant
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.folder import read_config, tensors
-from mpbridge.settings.huggingface.served import ServedFormat, row_of
+from mpbridge.settings.huggingface.served import ServedFormat, row_of, scales_are_static
 from mpbridge.training.base import Training
 from mpbridge.training.checkpoint.io import CONFIG, load
 from mpbridge.training.data.tokenizer import tokenizer
@@ -79,7 +79,7 @@ def mismatch(path: Path, folder: Path, text: str, *, sequences: int = 8) -> Mism
     row = row_of(quantization) if quantization else None
     with _model(path) as engine:
         tokens = _tokens(engine.run, text, sequences)
-        weights = _served_weights(path, folder, row)
+        weights, others = _served_weights(path, folder, row)
         served = {
             name: (weight, activation_of(row, quantization) if low else _plain)
             for name, (weight, low) in weights.items()
@@ -89,9 +89,10 @@ def mismatch(path: Path, folder: Path, text: str, *, sequences: int = 8) -> Mism
         with _observed(engine, served, squares):
             trained = _logits(engine, tokens)
         result.loss = -float(_chosen(trained, tokens).mean())
-        plain = {name: (linear.weight.detach().float(), _plain) for name, linear in _linears(engine)}
-        for name, numerics in ((row.name if row is not None else "the folder", served), ("plain BF16", plain)):
-            with _replaced(engine, numerics):
+        plain = {name: (linear.weight.detach().bfloat16().float(), _plain) for name, linear in _linears(engine)}
+        ways: Any = ((row.name if row is not None else "the folder", served, others), ("plain BF16", plain, {}))
+        for name, numerics, values in ways:
+            with _replaced(engine, numerics, values):
                 result.distances.append(_distance(name, trained, _logits(engine, tokens), tokens))
     errors = {name: (wrong / right) ** 0.5 if right else 0.0 for name, (wrong, right) in squares.items()}
     result.linears = dict(sorted(errors.items(), key=lambda one: -one[1]))
@@ -145,27 +146,36 @@ def _tokens(run: Any, text: str, sequences: int) -> torch.Tensor:
     return found
 
 
-def _served_weights(path: Path, folder: Path, row: ServedFormat | None) -> dict[str, tuple[torch.Tensor, bool]]:
-    """Linear of training -> (fp32 values in the folder [rows, columns], whether they are stored quantized)."""
-    held, found = tensors(folder), {}
+def _served_weights(
+    path: Path, folder: Path, row: ServedFormat | None
+) -> tuple[dict[str, tuple[torch.Tensor, bool]], dict[str, torch.Tensor]]:
+    """Linear of training -> (fp32 values in the folder [rows, columns], whether they are stored quantized); any other parameter -> its values in the folder."""
+    found: dict[str, tuple[torch.Tensor, bool]] = {}
+    others: dict[str, torch.Tensor] = {}
+    held = tensors(folder)
     with opened(path) as export, FolderReader(folder, held, {}) as reader:
         for one in export.wanted:
-            if not one.linear:
-                continue
-            modules = [name.removesuffix(".weight") for name, _ in one.parts]
             low, values = False, []
-            for module, (_, size) in zip(modules, one.parts, strict=True):
-                names = [name for name in held if name.rpartition(".")[0] == module and not name.endswith(".bias")]
-                loaded = {name: reader.raw(name) for name in names}
+            for name, size in one.parts:
+                module = name.removesuffix(".weight")
+                loaded = {
+                    at: reader.raw(at) for at in held if at.rpartition(".")[0] == module and at != f"{module}.bias"
+                }
                 try:
-                    values.append(read_values(module, loaded, row))
+                    values.append(read_values(module, loaded, row) if module != name else reader.raw(name))
                 except (KeyError, AssertionError, RuntimeError):
-                    raise BadValue(f"{folder}: {module} cannot be read (mpbridge contract {folder} says why)") from None
-                if values[-1].shape != size:
-                    raise BadValue(f"{folder}: {module} is {list(values[-1].shape)}, expected {list(size)}")
-                low = low or not is_plain(module, loaded)
-            found[one.name.removesuffix(".weight")] = joined(values, one.layout, export.shape), low
-    return found
+                    raise BadValue(f"{folder}: {name} cannot be read (mpbridge contract {folder} says why)") from None
+                got = tuple(values[-1].shape)
+                # a folder's embedding is without the rows that pad the vocabulary
+                if got != size and (one.linear or got[1:] != size[1:] or got[0] > size[0]):
+                    raise BadValue(f"{folder}: {name} is {list(got)}, expected {list(size)}")
+                low = low or (module != name and not is_plain(module, loaded))
+            whole = joined(values, one.layout, export.shape)
+            if one.linear:
+                found[one.name.removesuffix(".weight")] = whole, low
+            else:
+                others[one.name] = whole
+    return found, others
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
@@ -176,15 +186,9 @@ def activation_of(row: ServedFormat | None, config: Mapping[str, Any]) -> Activa
     """How an engine quantizes the input of a linear in that format. Raises BadValue for static scales."""
     if row is None:
         return _plain
-    groups = config.get("config_groups") or {}
+    if scales_are_static(config):
+        raise BadValue(f"{row.name}: activations are quantized with static scales of the folder, which is not emulated")
     if row.second:
-        quantizes = config.get("quant_algo") == "NVFP4" or any(
-            group.get("input_activations") for group in groups.values()
-        )
-        if quantizes:
-            raise BadValue(
-                f"{row.name}: activations are quantized with static scales of the folder, which is not emulated"
-            )
         return _plain
     if row.layout == "channel":
         return _by_token
@@ -215,15 +219,23 @@ def _product(weight: torch.Tensor, activation: Activation, x: torch.Tensor, bias
 
 
 @contextmanager
-def _replaced(engine: Any, numerics: Numerics) -> Iterator[None]:
-    """Every linear computes with those weights and activations, summed in fp32."""
+def _replaced(engine: Any, numerics: Numerics, others: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Every linear computes with those weights and activations, summed in fp32. others: the values of other parameters; an embedding may have more rows."""
 
     def product(name: str) -> Callable[..., torch.Tensor]:
         weight, activation = numerics[name]
         return lambda plain, x, own, *args, **kwargs: _product(weight, activation, x, kwargs.get("bias"))
 
-    with _with_products(engine, {name: product(name) for name, _ in _linears(engine)}):
-        yield
+    own = [(data, data.clone()) for name, one in engine.named_parameters() if name in others for data in [one.data]]
+    for name, parameter in engine.named_parameters():
+        if name in others:
+            parameter.data[: len(others[name])] = others[name]
+    try:
+        with _with_products(engine, {name: product(name) for name, _ in _linears(engine)}):
+            yield
+    finally:
+        for data, before in own:
+            data.copy_(before)
 
 
 @contextmanager

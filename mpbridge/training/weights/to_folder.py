@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from mpbridge import __version__
-from mpbridge.common.errors import BadValue, CheckpointError
+from mpbridge.common.errors import BadValue, CheckpointError, MpbridgeError
 from mpbridge.common.files import ProgressCallback, folder_inside, read_json
 from mpbridge.settings.huggingface import folder as layout
 from mpbridge.settings.huggingface.folder import FolderTensor
@@ -129,6 +129,10 @@ def to_folder(
             if target.exists():
                 target.rmdir()
             partial.rename(target)
+        except MpbridgeError:
+            with suppress(OSError):
+                partial.rmdir()  # empty: refused before anything was written
+            raise
         except (OSError, KeyboardInterrupt) as error:
             complete = list(partial.glob("[!.]*.safetensors"))
             said = f"{len(complete)} of its files are complete in {partial}, and the same command goes on from there"

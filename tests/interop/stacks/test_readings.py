@@ -16,7 +16,7 @@ from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.importers import read_args, read_python, read_text
-from mpbridge.interop.stacks.nearest import answer, apart
+from mpbridge.interop.stacks.nearest import Answer, answer, apart
 
 LM, MB, TT, AM, AC, LI, DS, TR = "megatron-lm", "megatron-bridge", "torchtitan", "automodel", "accelerate", "lightning", "deepspeed", "transformers"  # fmt: skip
 PYTHON = (
@@ -34,6 +34,10 @@ def read(stack: str, text: str) -> Imported:
     return read_args(text, stack=stack)
 
 
+def nearest(found: Imported) -> Answer:
+    return answer(found.fields, engine=found.engine, meaning=found.meaning)
+
+
 def shown(value: Any) -> str:
     return value.short if isinstance(value, DType) else str(value).lower() if value is None or isinstance(value, bool) else str(value)  # fmt: skip
 
@@ -43,8 +47,7 @@ def holds(found: Imported, stack: str, claim: str) -> bool:
     if kind == "same":
         return found.meaning == read(stack, words).meaning
     if kind in KINDS or kind == "apart":
-        told = answer(found.fields, engine=found.engine, meaning=found.meaning)
-        lines = apart(told, found.meaning, engine=found.engine) if kind == "apart" else getattr(found, kind)
+        lines = getattr(found, kind) if kind in KINDS else apart(nearest(found), found.meaning, engine=found.engine)
         there = any(all(word in line for word in words.split(" & ")) for line in lines) if colon else bool(lines)
         return there is not claim.startswith("!")
     at = min(at for at in (claim.find("="), claim.find("~")) if at > 0)
@@ -52,7 +55,7 @@ def holds(found: Imported, stack: str, claim: str) -> bool:
     if path.startswith("fields."):
         value = shown(found.fields[path[7:]]) if path[7:] in found.fields else "-"
     elif path == "recipe":
-        value = str(answer(found.fields, engine=found.engine, meaning=found.meaning))
+        value = str(nearest(found))
     elif path == "ends":
         value = f"{found.meaning.regions[0].first},{found.meaning.regions[0].last}"
     else:
@@ -248,8 +251,7 @@ ROWS: list[tuple[str, ...]] = [
     (AC, "{distributed_type: FSDP, mixed_precision: fp8, fp8_config: {backend: AO}}", "quantization~tensorwise", "cannot_express: are gathered in FP8", "wire=bf16", "compute=bf16"),
     (AC, "{distributed_type: FSDP, mixed_precision: fp8, fp8_config: {backend: AO, enable_fsdp_float8_all_gather: false}}", "!cannot_express: are gathered in FP8"),
     (AC, "{distributed_type: DEEPSPEED, mixed_precision: fp8}", "storage=bf16", "main=fp32", "quantization~delayed", "fields.fp8_recipe=delayed"),
-    (AC, "{distributed_type: MEGATRON_LM, mixed_precision: bf16, megatron_lm_config: {megatron_lm_use_distributed_optimizer: true}}", "recipe=bf16_mixed", "autocast=none", "bytes_text=6 + 12/N"),
-    (AC, "{distributed_type: MEGATRON_LM, mixed_precision: bf16, megatron_lm_config: {megatron_lm_use_distributed_optimizer: false}}", "sharded=nothing"),
+    (AC, "{distributed_type: MEGATRON_LM, mixed_precision: bf16}", "error: Megatron-LM trains, and its own arguments decide"),
     (AC, "distributed_type: MULTI_GPUS", "contradicts: MULTI_GPUS & nearest: MULTI_GPU"),
     (AC, "{mixed_precision: no, dynamo_config: {dynamo_backend: INDUCTOR}}", "cannot_express: TF32"),
     (AC, "{mixed_precision: no, dynamo_config: {dynamo_backend: 'NO'}}", "!cannot_express"),
@@ -257,7 +259,7 @@ ROWS: list[tuple[str, ...]] = [
     *((AC, f"{{distributed_type: {kind}, use_cpu: true, mixed_precision: fp16}}", "compute=fp32", "autocast=none", "loss_scale=none",
        "inert: on a CPU (use_cpu) accelerate silently trains in FP32", "!assumed: a GPU:") for kind in ("'NO'", "MULTI_CPU")),
     *((AC, f"{{distributed_type: {kind}, use_cpu: true, mixed_precision: bf16}}", "autocast=bf16", "!inert") for kind in ("'NO'", "MULTI_CPU")),
-    *((AC, f"{{distributed_type: {kind}, use_cpu: true, mixed_precision: fp16}}", "compute=fp16", "inert: use_cpu:") for kind in ("FSDP", "MULTI_GPU", "DEEPSPEED", "MEGATRON_LM")),
+    *((AC, f"{{distributed_type: {kind}, use_cpu: true, mixed_precision: fp16}}", "compute=fp16", "inert: use_cpu:") for kind in ("FSDP", "MULTI_GPU", "DEEPSPEED")),
     (AC, "distributed_type: MULTI_CPU", "inert: uses a GPU"),
     (AC, "{distributed_type: 'NO', use_cpu: true, mixed_precision: fp8}", "contradicts: runs only on GPUs"),
     (AC, "{distributed_type: 'NO', use_cpu: true, mixed_precision: fp8, fp8_config: {backend: AO}}", "!contradicts", "cannot_express: the first and the last linear"),

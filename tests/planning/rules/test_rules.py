@@ -132,6 +132,7 @@ TABLE = {
     "delayed-scaling-with-selective-recompute": ({"recipe": "fp8_ds", "model": SELECTIVE}, {"recipe": "fp8_cs", "model": SELECTIVE}),
     "fp8-recompute-needs-newer-engine": ({"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.5")}, {"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.6")}),
     "nvfp4-recompute-needs-newer-engine": ({"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.11")}, {"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.12")}),
+    "recompute-outside-autocast": ({"config": {"autocast_enabled": True}, "model": WHOLE}, {"config": {"autocast_enabled": True}}),
     "interval-has-no-effect": ({"recipe": "fp8_cs", "model": {"fp8_interval": 4}}, {"recipe": "fp8_cs", "model": {"fp8_interval": 1}}),
     "amax-group-has-no-effect": ({"recipe": "fp8_cs", "model": {"tp_only_amax_red": True}}, {"recipe": "fp8_ds", "model": {"tp_only_amax_red": True}}),
     "parameter-gather-without-distributed-optimizer": ({"recipe": "fp8_ds", "optimizer": OptimizerFacts()}, {"recipe": "fp8_ds"}),

@@ -217,7 +217,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(f"{M}#2055, {M}#2112", "untied output layer in BF16, and not listed", MO, "mxfp8", listing(drop="lm_head"), "lm_head",
         "is stored in high precision, and not listed"),
     Bug(f"{M}#1411, {M}#1033, {V}#54974, {V}#54150", "gate and up scaled apart", CT, "nvfp4", apart, "layers.0.mlp.gate_proj",
-        "second-level scales differ among fused linears"),
+        "scales of the tensor differ among fused linears"),
     Bug("", "NVFP4 in blocks of one row", CT, "nvfp4", one_dimensional, "layers.0.mlp.down_proj", "1-D blocks of 16 instead of 16 x 16"),
     Bug(f"{V}#45212", "a scale is NaN", MO, "nvfp4", multiplied(f"{L0}mlp.up_proj.weight_scale_2", lambda t: t * float("nan")), "up_proj.weight_scale_2",
         "has values that are not finite"),

@@ -107,6 +107,73 @@ def test_a_stream_is_compared_in_any_order(path: Path) -> None:
     assert found[1].text.startswith("97") or "% of codes and 100.00% of scales differ" in found[1].text
 
 
+def test_scales_of_activations_come_in_any_order_and_whole(path: Path, tmp_path: Path) -> None:
+    held, config = served(path, MO, models.RECIPES["nvfp4"])
+    recipe, quantization = models.RECIPES["nvfp4"], config["quantization_config"]
+    modules = [name.removesuffix(".weight_scale_2") for name in held if name.endswith(".weight_scale_2")]
+    held |= {f"{module}.input_scale": torch.tensor(0.5) for module in modules}
+    for stream in (held, dict(reversed(held.items()))):
+        assert differences(path, stream.items(), quantization, recipe=recipe) == []
+    del held[f"{L0}mlp.up_proj.input_scale"]
+    held[f"{L0}mlp.down_proj.input_scale"] = torch.tensor(0.0)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(held, tmp_path / "model.safetensors")
+    for run in (None, path):
+        found = examine(tmp_path, run, recipe=recipe if run else None).found
+        assert [(one.name, one.kind) for one in found] == [
+            (f"{L0}mlp.up_proj.input_scale", "missing"),
+            (f"{L0}mlp.down_proj.input_scale", "invalid"),
+        ]
+    quantization["quant_algo"] = "NVFP4"  # which quantizes activations
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: held[name] for name in held if "input" not in name or "norm" in name}, tmp_path / "model.safetensors"
+    )
+    assert len(examine(tmp_path).found) == len(modules)
+
+
+def test_the_rule_of_activations_is_trainings(path: Path, tmp_path: Path) -> None:
+    held, config = served(path, "fp8", models.RECIPES["blockwise"])
+    quantization = config["quantization_config"]
+    assert quantization.pop("scale_fmt") == "ue8m0"
+    (one,) = differences(path, held.items(), quantization, recipe=models.RECIPES["blockwise"])
+    assert (one.name, one.kind) == ("scale_fmt", "scales")
+    assert "is absent, expected ue8m0: an engine scales activations otherwise" in one.text
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(held, tmp_path / "model.safetensors")
+    assert examine(tmp_path, path, recipe=models.RECIPES["blockwise"]).found == [one]
+
+
+@pytest.mark.parametrize("method", [CT, MO])
+def test_another_tools_scales_of_whole_tensors_are_read(method: str, path: Path, tmp_path: Path) -> None:
+    held, config = served(path, MO, models.RECIPES["tensorwise"])
+    mine = {name: one for name, one in config["quantization_config"].items() if name == "ignore"}
+    group = {
+        name: {"strategy": "tensor", "dynamic": name == "input_activations"}
+        for name in ("weights", "input_activations")
+    }
+    theirs = (
+        {"quant_algo": "FP8"} if method == MO else {"format": "float-quantized", "config_groups": {"group_0": group}}
+    )
+    config["quantization_config"] = {"quant_method": method, **theirs, **mine}
+    for name in [name for name in held if name.endswith("weight_scale")]:
+        held[name] = held[name][:1] if method == CT else held[name][0]
+        if method == MO:
+            held[name.replace("weight", "input")] = torch.tensor(1.0)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(held, tmp_path / "model.safetensors")
+    assert examine(tmp_path, engines=("vllm",)).found == []
+    found = examine(tmp_path, path, recipe=models.RECIPES["tensorwise"]).found
+    assert {one.text for one in found} == {
+        f"trained in FP8 with current (tensorwise) scaling, served as {method} FP8 by tensor"
+    }
+    assert [one.error for one in found] == [0.0] * 7  # the same values under another name
+    held["model.layers.1.mlp.up_proj.weight_scale"] *= 2
+    save_file(held, tmp_path / "model.safetensors")
+    (one,) = examine(tmp_path).found
+    assert (one.name, one.kind, one.error) == ("model.layers.1.mlp.gate_proj", "group", 1.0)
+
+
 def test_powers_of_two_are_checked_against_the_gpu(path: Path, tmp_path: Path) -> None:
     held, config = served(path, CT, models.RECIPES["blockwise"])
     held[f"{L0}self_attn.o_proj.weight_scale"] *= 1.5
@@ -122,6 +189,9 @@ def test_the_verb_exits_with_1_and_the_worst_first(path: Path, tmp_path: Path, c
     assert main(["contract", str(folder)]) == 0
     assert "nothing contradicts itself" in capsys.readouterr().out
     held = load_file(folder / "model.safetensors")
+    save_file(held | {"model.new.weight": torch.zeros(2)}, folder / "model.safetensors")
+    assert main(["contract", str(folder)]) == 1
+    assert "is not in contract.json: added since" in capsys.readouterr().out
     held[f"{L0}mlp.down_proj.weight"].view(torch.uint8)[0, 0] ^= 1
     del held[f"{L0}mlp.up_proj.weight_scale"]
     save_file(held, folder / "model.safetensors")

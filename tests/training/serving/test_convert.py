@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from mpbridge.cli.main import main
-from mpbridge.common.errors import BadValue
+from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.facts import Parallel
 from mpbridge.settings.huggingface.served import FORMATS, misfits
 from mpbridge.training.serving.document import Served
@@ -138,6 +138,25 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(path: P
         "--quantization", "modelopt", "--recipe", delayed
     )
     assert "only with --quantization" in convert("--recipe", mxfp8)
+
+
+def test_a_refusal_on_the_way_leaves_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Served, "from_main", lambda self, one: True
+    )  # as for a native run, whose main weights are missing
+    with pytest.raises(CheckpointError, match="has no FP32 main weight"):
+        models.serve(path, tmp_path / "out", "modelopt", models.RECIPES["mxfp8"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_runs_own_recipe_by_name_is_not_another(tmp_path: Path) -> None:
+    path = models.checkpoint(tmp_path, f"mixed_precision={models.RECIPES['mxfp8']}")
+    named = [None, models.RECIPES["mxfp8"], models.RECIPES["blockwise"]]
+    folders_ = [
+        models.serve(path, tmp_path / str(n), "fp8" if n == 2 else "mxfp8", recipe) for n, recipe in enumerate(named)
+    ]
+    said = [json.loads((folder / "contract.json").read_text())["requantized"] for folder in folders_]
+    assert said == [False, False, True]
 
 
 def test_heads_of_64_rows_do_not_fit_blocks_of_128(tmp_path: Path) -> None:

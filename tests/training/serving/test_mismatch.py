@@ -38,6 +38,17 @@ def test_a_folder_in_high_precision_is_plain_bf16(path: Path) -> None:
     assert (served.mean, served.k3, served.loss) == (plain.mean, plain.k3, plain.loss)
 
 
+def test_parameters_that_are_no_linears_are_the_folders(path: Path, tmp_path: Path) -> None:
+    folder = models.serve(path, tmp_path / "out", "modelopt")
+    same = mismatch(path, folder, TEXT, sequences=1)
+    held = load_file(folder / "model.safetensors")
+    held["model.layers.1.input_layernorm.weight"] *= 2
+    save_file(held, folder / "model.safetensors")
+    found = mismatch(path, folder, TEXT, sequences=1)
+    assert found.distances[0].mean > 100 * same.distances[0].mean
+    assert found.distances[1] == same.distances[1]  # plain BF16 has the run's own again
+
+
 def test_the_linear_that_differs_comes_first(path: Path, tmp_path: Path, capsys) -> None:
     folder = models.serve(path, tmp_path / "out", "compressed-tensors")
     held = load_file(folder / "model.safetensors")
@@ -58,5 +69,5 @@ def test_what_cannot_be_measured_is_refused(path: Path, tmp_path: Path) -> None:
     held = load_file(folder / "model.safetensors")
     del held["model.layers.1.mlp.down_proj.weight_scale"]
     save_file(held, folder / "model.safetensors")
-    with pytest.raises(BadValue, match=r"model.layers.1.mlp.down_proj cannot be read \(mpbridge contract"):
+    with pytest.raises(BadValue, match=r"model.layers.1.mlp.down_proj.weight cannot be read \(mpbridge contract"):
         mismatch(path, folder, TEXT)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mpbridge.settings.huggingface.kept import ENGINES
 from mpbridge.settings.huggingface.section import family_of
@@ -70,6 +71,13 @@ def test_latent_attention_and_further_tokens(tmp_path: Path) -> None:
     folder = models.serve(path, tmp_path / "fp8", "fp8", models.RECIPES["blockwise"])
     report = examine(folder, path, recipe=models.RECIPES["blockwise"], engines=ENGINES)
     assert report.found == []
+    held = load_file(folder / "model.safetensors")
+    (bias,) = (name for name in held if name.endswith("layers.1.mlp.gate.e_score_correction_bias"))
+    held[bias] = held[bias].bfloat16()
+    save_file(held, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (one,) = examine(tmp_path, path, recipe=models.RECIPES["blockwise"]).found
+    assert (one.name, one.text) == (bias, "has other values than the run")
     kept = json.loads((folder / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     assert "model.layers.1.mlp.gate" in kept
     assert not any("proj" in name and "eh_proj" not in name for name in kept)
