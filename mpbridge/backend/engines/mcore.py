@@ -11,8 +11,16 @@ from mpbridge.backend.engines import full_bf16
 from mpbridge.backend.engines.base import BaseEngine
 from mpbridge.backend.engines.contract import Batch, Live, StepResult
 from mpbridge.backend.engines.mcore_traits import TRAITS
-from mpbridge.backend.megatron.inside_optimizer import gather_mxfp8, gather_now, in_order, number_states, refresh_mxfp8
+from mpbridge.backend.megatron.inside_optimizer import (
+    core_muon,
+    gather_mxfp8,
+    gather_now,
+    in_order,
+    number_states,
+    refresh_mxfp8,
+)
 from mpbridge.backend.megatron.sharded import layer_by_layer
+from mpbridge.common.facts import MUONS
 from mpbridge.planning.memory.layers import frozen_apart
 
 if TYPE_CHECKING:
@@ -43,7 +51,8 @@ class McoreEngine(BaseEngine):
             DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
         ]
-        self.optimizer = get_megatron_optimizer(targets.optimizer, self.model)
+        made = core_muon if self.run.facts.optimizer.name in MUONS else get_megatron_optimizer
+        self.optimizer = made(targets.optimizer, self.model)
         number_states(self.optimizer)
         full_bf16.prepare(self.optimizer, self.run.policy)
         self.configs = targets

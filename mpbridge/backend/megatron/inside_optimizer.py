@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mpbridge.common.errors import Refused
+
 
 def parts(optimizer: Any) -> list[Any]:
     """The optimizers of a ChainedOptimizer that hold anything, or the optimizer itself if it is not chained; a rank without parameters has stubs."""
@@ -32,6 +34,23 @@ def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for models, mains in groups:
         for model_group, main_group in zip(models, mains, strict=True):
             yield from zip(model_group, main_group, strict=True)
+
+
+def core_muon(config: Any, chunks: list[Any]) -> Any:
+    """megatron-core's own Muon beside its Adam. Raises Refused without Emerging-Optimizers, whose absence megatron-core only asserts."""
+    from megatron.core.optimizer import muon
+
+    if not muon.HAVE_EMERGING_OPTIMIZERS:
+        raise Refused(
+            "optimizer.optimizer=muon: megatron-core's Muon needs Emerging-Optimizers v0.1.0, which is not on PyPI, and triton, which it imports: pip install triton "
+            "absl-py 'git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0' (or its folder on PYTHONPATH); torch's Muon needs nothing: engine=fsdp2 with "
+            "fp32_params_bf16_compute"
+        )
+    name = config.optimizer
+    try:
+        return muon.get_megatron_muon_optimizer(config, chunks)
+    finally:
+        config.optimizer = name  # it writes "adam"
 
 
 def number_states(optimizer: Any) -> None:
