@@ -21,6 +21,7 @@ from mpbridge import __version__
 from mpbridge.cli.text import columns_here, complain, print_line
 from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
+from mpbridge.common.files import NO_ROOM
 from mpbridge.common.shipped import install
 from mpbridge.common.tables.prose import hanging, prose
 
@@ -65,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(arguments)
         code = _flushed(code)
     except MpbridgeError as error:
-        _complain(error, as_json)
-        code = error.exit_code
+        code = Refused.exit_code if _without_room(error) else error.exit_code
+        _complain(error, as_json, code)
     except ModuleNotFoundError as error:
         needed, asker = NEEDED.get((error.name or "").partition(".")[0]), _importer(error)
         ours = asker.startswith("mpbridge.")
@@ -87,9 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["on-cpu"] and "torch" in sys.modules:
             raise  # the script's own, a network that is not there for example
         # errors while writing: a full disk, a file in place of a folder
-        _complain(BadValue(f"{error.filename or 'standard output'}: {error.strerror or error}"), as_json)
+        code = Refused.exit_code if _without_room(error) else BadValue.exit_code
+        _complain(BadValue(f"{error.filename or 'standard output'}: {error.strerror or error}"), as_json, code)
         _stop_printing()
-        code = 2
     except KeyboardInterrupt as stop:
         _complain(Interrupted(str(stop) or "interrupted"), as_json)
         code = Interrupted.exit_code
@@ -107,6 +108,14 @@ def _importer(error: ModuleNotFoundError) -> str:
     ]
     frame, line = frames[-1]
     return f"{frame.f_globals.get('__name__', '?')} ({frame.f_code.co_filename}, line {line})"
+
+
+def _without_room(error: BaseException) -> bool:
+    """Whether a full disk is behind the error: the call was right, so that the same one may succeed later."""
+    chain: BaseException | None = error
+    while chain is not None and not (isinstance(chain, OSError) and chain.errno in NO_ROOM):
+        chain = chain.__cause__ or chain.__context__
+    return chain is not None
 
 
 def _flushed(code: int) -> int:
@@ -284,12 +293,12 @@ def _help(known: dict[str, str], *, every: bool = False) -> str:
     )
 
 
-def _complain(error: MpbridgeError, as_json: bool) -> None:
+def _complain(error: MpbridgeError, as_json: bool, code: int | None = None) -> None:
     """Prints the error on stderr: a line for each fault, or as JSON, one object on one line."""
     text, rank = str(error), os.environ.get("RANK", "0")
     if as_json:
         said = {"message": error.subject, "faults": list(error.faults)} if isinstance(error, Contradiction) else {}
-        data = {"error": type(error).__name__, "exit_code": error.exit_code, "message": text} | said
+        data = {"error": type(error).__name__, "exit_code": code or error.exit_code, "message": text} | said
         text = json.dumps(data | ({"rank": rank} if rank != "0" else {}))
     elif (
         rank != "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -122,10 +123,28 @@ def _reserve(handle: int, there: int, wanted: int) -> None:
     try:
         os.posix_fallocate(handle, there, wanted - there)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             raise
     finally:
         os.ftruncate(handle, there)
+
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
+"""The disk, the limit on a file's size or the quota is exhausted: nothing is wrong with what was asked for."""
+
+
+@contextlib.contextmanager
+def folder_for(folder: Path) -> Iterator[None]:
+    """Creates the folder with its parents; if the body fails, those that did not exist and are empty again are removed. Raises OSError."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for one in made:
+                one.rmdir()
+        raise
 
 
 def folder_inside(folder: Path, name: str) -> Path:

@@ -22,11 +22,11 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("redirection", "said"), [(">&-", "standard output is closed"), (">/dev/full", "No space left")]
+    ("redirection", "code", "said"), [(">&-", 2, "standard output is closed"), (">/dev/full", 1, "No space left")]
 )
-def test_an_output_that_takes_nothing_is_one_line_and_not_success(redirection: str, said: str) -> None:
+def test_an_output_that_takes_nothing_is_one_line_and_not_success(redirection: str, code: int, said: str) -> None:
     done = shell(f"mpbridge list {redirection}")
-    assert done.returncode == 2
+    assert done.returncode == code
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -207,7 +207,7 @@ def test_a_page_without_room_is_named_and_costs_the_page_only(
 ) -> None:
     rows = [{"iteration": step, "loss": 3.0, "grad_norm": 1.0, "lr": 1e-3} for step in range(1, 20)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert main([verb, str(tmp_path), "--out", "/dev/full"]) == 2
+    assert main([verb, str(tmp_path), "--out", "/dev/full"]) == 1
     out, err = capsys.readouterr()
     assert {"diagnose": "nothing is out of line", "precision": "no precision.json"}[verb] in out
     assert err == "--out /dev/full cannot be written: No space left on device\n"
@@ -224,19 +224,23 @@ sys.exit(main(json.loads(sys.argv[1])))
 
 @pytest.mark.parametrize(
     ("arguments", "limit"),
-    [(["init", "new"], 100), (["init", "new"], 900), (["import", "--args", "--bf16", "--write", "r.yaml"], 10), (["report", "run", "--out", "p.html"], 100), (["report", "run", "--out", "old.html"], 100)],
+    [(["init", "new"], 100), (["init", "new"], 900), (["import", "--args", "--bf16", "--write", "r.yaml"], 10), (["report", "run", "--out", "p.html"], 100), (["report", "run", "--out", "old.html"], 100),
+     (["data", "prepare", "long.txt", "--cache", "new/cache"], 20_000), (["convert", "hf:hf", "ckpt:new/in"], 20_000)],
     ids=str,
 )  # fmt: skip
-def test_a_full_disk_is_misuse_with_a_message_and_leaves_nothing(
-    arguments: list[str], limit: int, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_no_misuse_and_leaves_nothing(arguments: list[str], limit: int, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text('{"iteration": 1, "loss": 3.0}\n')
     (tmp_path / "old.html").write_text("kept")
+    (tmp_path / "long.txt").write_text("word " * 20_000)
+    if arguments[0] == "convert":
+        from tests.training.weights.folders import LLAMA, llama_tensors, write
+
+        write(tmp_path / "hf", LLAMA, llama_tensors())
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     command = [sys.executable, "-c", WITHOUT_ROOM, json.dumps(arguments), str(limit)]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before

@@ -25,20 +25,18 @@ class Box:
         self.value = value
 
 def ask(box, answers):
-    answers["name"] = torch.cuda.get_device_name()
-    answers["weight"] = str(te.Linear(16, 16, device="cuda").weight.device)
-    answers["value"] = box.value
+    device = te.Linear(16, 16, device="cuda").weight.device
+    answers.put({"name": torch.cuda.get_device_name(), "weight": str(device), "value": box.value})
 
 if __name__ == "__main__":
     assert sys.argv[1:] == ["--flag", "x"], sys.argv
     context = multiprocessing.get_context(sys.argv[0].split("-")[-1].removesuffix(".py"))
-    with context.Manager() as manager:
-        answers = manager.dict()
-        child = context.Process(target=ask, args=(Box(7), answers))
-        child.start()
-        child.join()
-        assert child.exitcode == 0
-        print(dict(answers))
+    answers = context.SimpleQueue()
+    child = context.Process(target=ask, args=(Box(7), answers))
+    child.start()
+    print(answers.get())
+    child.join()
+    assert child.exitcode == 0
 '''
 
 

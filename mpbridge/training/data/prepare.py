@@ -5,6 +5,7 @@ A long preparation is divided into shares, each finished separately: after an in
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import DataError
-from mpbridge.common.files import ProgressCallback, text_of
+from mpbridge.common.files import ProgressCallback, folder_for, text_of
 from mpbridge.common.locks import lock
 from mpbridge.settings.huggingface.tokenizers import BYTE
 from mpbridge.training.data.encode import RecordCounts, encode, merge
@@ -62,19 +63,10 @@ class Prepared:
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
-    """The folder for prepared data: `given`, else mpbridge/ under the user's cache folder."""
-    base = (
-        Path(given).expanduser()
-        if given
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpbridge"
-    )
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the data cache {base} ({error.strerror}); name another folder with data.cache_dir=..."
-        ) from error
-    return base
+    """The folder for prepared data: `given`, else mpbridge/ under the user's cache folder. `prepare` creates it."""
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpbridge"
 
 
 def prepare(
@@ -105,13 +97,15 @@ def prepare(
 
 def write_pairs(prepared: Prepared, prefix: Path) -> None:
     """Copies the pairs to `prefix`_<key>_document.bin and .idx; each appears complete or not at all, the index last."""
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    for key in prepared.keys:
-        for end in (".bin", ".idx"):
-            target = prefix.with_name(f"{prefix.name}_{key}_document{end}")
-            part = target.with_name(f".{target.name}.{os.getpid()}")
-            shutil.copyfile(prepared.folder / f"{key}{end}", part)
-            part.replace(target)
+    names = [(f"{key}{end}", f"{prefix.name}_{key}_document{end}") for key in prepared.keys for end in (".bin", ".idx")]
+    with folder_for(prefix.parent):
+        for source, name in names:
+            part = prefix.with_name(f".{name}.{os.getpid()}")
+            try:
+                shutil.copyfile(prepared.folder / source, part)
+                part.replace(prefix.with_name(name))
+            finally:
+                part.unlink(missing_ok=True)
 
 
 def _key(files: Sequence[Path], tok: Any, keys: Sequence[str]) -> str:
@@ -140,10 +134,17 @@ def _read(home: Path, *, cached: bool) -> Prepared:
 @contextmanager
 def _finished_or_nothing(home: Path) -> Iterator[Path]:
     """A folder beside `home` that becomes `home` in one rename, or is removed if the body fails."""
-    home.parent.mkdir(parents=True, exist_ok=True)
-    folder = home.with_name(f".{home.name}.{uuid.uuid4().hex[:8]}")
-    folder.mkdir()
-    try:
+    folder, cache = home.with_name(f".{home.name}.{uuid.uuid4().hex[:8]}"), home.parent
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(folder_for(cache))
+            folder.mkdir()
+        except OSError as error:
+            text = (
+                f"cannot write the data cache {cache} ({error.strerror}); name another folder with data.cache_dir=..."
+            )
+            raise DataError(text) from error
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
         try:
             folder.rename(home)
@@ -151,8 +152,6 @@ def _finished_or_nothing(home: Path) -> Iterator[Path]:
             # another process finished the same content first; its result is equivalent
             if not (home / "prepared.json").is_file():
                 raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Finished(Exception):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpbridge.common.errors import BadValue, CheckpointError
-from mpbridge.common.files import ProgressCallback
+from mpbridge.common.files import ProgressCallback, folder_for
 from mpbridge.settings.huggingface.folder import PREFIX, read_config, tensors
 from mpbridge.settings.huggingface.section import family_of
 from mpbridge.settings.huggingface.tensors import Mapped, copies, mapped
@@ -65,16 +65,15 @@ def to_checkpoint(source: Path, folder: Path, run: Run, told: ProgressCallback =
         check(held, wanted, copied, reader.block)
         _check_copies(reader, copied)
         try:
-            partial = store.begin(folder, 0)
+            with folder_for(folder):
+                partial = store.begin(folder, 0)
+                try:
+                    return _written(partial, wanted, reader, run, told, config, copied)
+                except BaseException:
+                    store.discard(partial)
+                    raise
         except OSError as error:
-            raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from None
-        try:
-            return _written(partial, wanted, reader, run, told, config, copied)
-        except BaseException as error:
-            store.discard(partial)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
-            raise
+            raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 def _written(

@@ -63,7 +63,7 @@ def test_a_picture_without_room_costs_the_picture_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
-    assert main(["estimate", *RUN, "--plot", "/dev/full"]) == 2
+    assert main(["estimate", *RUN, "--plot", "/dev/full"]) == 1
     out, err = capsys.readouterr()
     assert "where the time goes" in out
     assert "/dev/full cannot be written" in err

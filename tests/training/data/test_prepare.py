@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from mpbridge.training.data.prepare import prepare
 from mpbridge.training.data.records import RecordRange, Skip, Text, records
 from mpbridge.training.data.sources import find, stdlib_files
 from mpbridge.training.data.tokenizer import tokenizer
+from tests import forked
 
 DIRTY = [
     '{"text": "good"}',
@@ -105,6 +107,7 @@ def test_same_content_is_prepared_once_and_other_content_again(tmp_path: Path) -
 
 def test_workers_do_not_change_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpbridge.training.data.records.CHUNK", 64)
+    monkeypatch.setattr(prepare_module, "get_context", lambda _: forked._context())
     rows = [json.dumps({"text": f"record {n} " + "x" * (n % 50)}) for n in range(60)]
     source = _lines(tmp_path / "a.jsonl", [*rows, *DIRTY])
     one = prepare([source], cache=tmp_path / "one", workers=1)
@@ -124,7 +127,7 @@ def test_a_failing_worker_ends_with_an_error_and_leaves_nothing(
     command = ["data", "prepare", *map(str, files), "--workers", "2", "--cache", str(tmp_path / "cache")]
     assert main([*command, "--tokenizer", f"{Path(__file__).stem}:_broken"]) == 2
     assert "no tokens today" in capsys.readouterr().err
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_failure_while_writing_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +135,23 @@ def test_a_failure_while_writing_leaves_no_folder_behind(tmp_path: Path, monkeyp
     source.write_text("text")
     monkeypatch.setattr(prepare_module, "encode", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(DataError, match="disk full"):
-        prepare([source], cache=tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+        prepare([source], cache=tmp_path / "new" / "cache")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_copy_without_room_leaves_nothing_and_is_no_misuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def copied(source: Path, part: Path) -> None:
+        part.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(part))
+
+    source = _lines(tmp_path / "a.txt", ["text"])
+    monkeypatch.setattr(prepare_module.shutil, "copyfile", copied)
+    places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "new/folder/out")]
+    assert main(["data", "prepare", str(source), *places]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_pieces_are_the_text_and_end_behind_lines() -> None:
