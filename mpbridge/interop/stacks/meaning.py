@@ -56,6 +56,7 @@ class Meaning:
     pipeline: DType | None = None
     """Activations between pipeline stages; None: as computed."""
     keep_fp32: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     """Globs over parameters that stay FP32."""
     logits: DType | None = None
     """Here and in the facts below, None means that the model's own code decides."""
@@ -152,6 +153,7 @@ STATED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "output": ("returned by a wrapped module", "output_dtype"),
         "pipeline": ("activations between pipeline stages", "pipeline_dtype"),
         "keep_fp32": ("parameters kept in FP32", "keep_fp32"),
+        "frozen": ("parameters that are not trained", "frozen"),
         "logits": ("logits", "logit_dtype"),
         "router": ("experts' router", "moe_router_dtype"),
         "residual_fp32": ("residual stream in FP32", "fp32_residual_connection"),
@@ -233,7 +235,7 @@ def label(row: str, *meanings: Meaning) -> str:
 def stated_text(meaning: Meaning, name: str) -> str:
     """The effective value of a row of STATED as text."""
     value = meaning.in_force(name)
-    if name == "keep_fp32":
+    if name in ("keep_fp32", "frozen"):
         return ", ".join(value) or "none"
     return say(value) if value is not None else "as computed" if name in ("output", "pipeline") else "the model's own"
 

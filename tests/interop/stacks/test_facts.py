@@ -80,6 +80,7 @@ CHANGES: dict[str, tuple[Change, ...]] = {
     ),
     "reuse_grad_buffer": (({"fp8_param": True}, {"reuse_grad_buf_for_mxfp8_param_ag": False}),),
     "keep_fp32": (({}, {"keep_fp32": ("*norm*",)}),),
+    "frozen": (({}, {"frozen": ("embedding.*",)}),),
     "logits": (({}, {"logit_dtype": "fp32"}),),
     "router": (({}, {"moe_router_dtype": "fp32"}), ({}, {"moe_router_dtype": "fp64"})),
     "residual_fp32": (({}, {"fp32_residual_connection": True}), ({}, {"fp32_residual_connection": False})),
