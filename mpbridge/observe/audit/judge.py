@@ -35,7 +35,9 @@ def tensor_findings(ranks: Sequence[Observed], promises: Promises, *, live: bool
             if named:
                 findings.append(_unpromised(named))
     if live:
-        findings += _missing({key[0] for key in together}, promises)
+        trained = {name for rank in ranks for name in rank.weights.trainable}
+        apart = {name for name in trained if promises.of("main_params", name) != ABSENT}
+        findings += _missing({key[0] for key in together}, promises, own=bool(trained) and not apart)
     return findings
 
 
@@ -71,9 +73,9 @@ def _unpromised(tallies: dict[tuple[str, str], Tally]) -> Finding:
     )
 
 
-def _missing(roles: set[str], promises: Promises) -> list[Finding]:
-    """Roles that must exist after an update but do not. An optimizer without moments (SGD) has none to check."""
-    owner = promises.owner
+def _missing(roles: set[str], promises: Promises, *, own: bool) -> list[Finding]:
+    """Roles that must exist after an update but do not. An optimizer without moments (SGD) has none to check. own: all that trains is its own main weight."""
+    owner = "params" if own else promises.owner
     if owner != "params" and "main_params" not in roles:
         wide = promises.policy.main_params
         wanted = f"{wide.short if wide else 'fp32'}, held by the {owner}"

@@ -67,6 +67,7 @@ PATTERN = {
     "model": {**HYBRID, "hybrid_override_pattern": "M-*M"},
     "shape": dataclasses.replace(SHAPE, hybrid=True, pattern="M-*M", mamba=MAMBA),
 }
+LORA = dataclasses.replace(SHAPE, lora_rank=8, lora_targets=("mlp.linear_fc1",))
 NANO = {**PATTERN, "parallel": Parallel(world_size=4, tensor=4)}
 AWARE = {"use_precision_aware_optimizer": True}
 PP2 = Parallel(world_size=2, pipeline=2)
@@ -246,6 +247,17 @@ TABLE = {
     "mamba-projection-rows": ({**MX, **NANO}, {"recipe": "fp8_cs", **NANO}),
     "hybrid-without-a-pattern": ({"model": HYBRID}, PATTERN),
     "hybrids-do-not-follow": ({**PATTERN, "model": {**PATTERN["model"], **WHOLE}}, {**PATTERN, "model": {**PATTERN["model"], **SELECTIVE}}),
+    "nothing-is-trained": ({"config": {"frozen": ["*"]}}, {"config": {"frozen": ["*"]}, "shape": LORA}),
+    "adapters-do-not-follow": (
+        {"config": {"frozen": ["*"]}, "shape": LORA, "parallel": Parallel(world_size=2, tensor=2)}, {"config": {"frozen": ["*"]}, "shape": LORA, "parallel": PP2},
+    ),
+    "frozen-on-one-engine": (
+        {"config": {"frozen": ["*"]}, "shape": LORA, "engine": "fsdp2", "optimizer": OptimizerFacts()}, {"config": {"frozen": ["*"]}, "shape": LORA},
+    ),
+    "adapters-beside-a-trained-base": ({"shape": LORA}, {"config": {"frozen": ["*"]}, "shape": LORA}),
+    "stored-base-is-kept-twice": (
+        {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}}, {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}, **B200},
+    ),
     "hybrids-on-one-engine": ({**PATTERN, "engine": "fsdp2", "optimizer": OptimizerFacts()}, PATTERN),
     "hybrid-in-fp16": ({"recipe": "fp16", "model": HYBRID}, {"recipe": "bf16", "model": HYBRID}),
     "muon-cannot": ({"recipe": "fp16", "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
