@@ -29,7 +29,7 @@ READERS: Mapping[str, tuple[str, str, tuple[bytes, ...]]] = {
         b'{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "intermediate_size": 128}',
         b'{"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 2, "rope_scaling": {"type": "yarn", "factor": 4}, "n_routed_experts": 8}')),
     "pickle": ("data.pkl", "safe_unpickler.read(file.read_bytes(), safe_unpickler.any_call)", (b"\x80\x02}q\x00X\x01\x00\x00\x00aq\x01K\x01s.",)),
-    "archive": ("common.pt", "archive.spelled(archive.load(file.open('rb'), 0, file.stat().st_size))", ()),
+    "archive": ("common.pt", "archive.spelled(archive.load(archive.BytesIO(file.read_bytes()), 0, file.stat().st_size))", ()),
     "metadata": (".metadata", "converter_process._metadata(file)", (b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x13\x00\x00\x00state_dict_metadata}X\x0c\x00\x00\x00storage_data}ub.",)),
     "arguments": ("model_optim_rng.pt", "importers.read_file(file)", ()),
     "index": ("index.json", "index.read_index(file.parent, {'a': {'bytes': 64}})", (b'{"schema": 1, "files": ["a"], "tensors": {"w": {"dtype": "float32", "shape": [4], "pieces": [[0, 0, [0], [4]]]}}, "objects": {"o": [0, 16, 8]}}',)),
@@ -70,24 +70,30 @@ def archives() -> tuple[bytes, bytes]:
     return made[0], made[1]
 
 
+def reader_of(name: str) -> Callable[[Path], object]:
+    """The call of a reader, on a file of its name. Imports what it calls."""
+    from mpbridge.common import safe_unpickler
+    from mpbridge.common.report import curves, history
+    from mpbridge.interop.stacks import importers
+    from mpbridge.precision import registry
+    from mpbridge.settings import container
+    from mpbridge.settings.huggingface import folder, section
+    from mpbridge.training.checkpoint import archive, continuation, converter_process, index, store
+
+    modules = (safe_unpickler, curves, history, importers, registry, container, folder, section, archive, continuation, converter_process, index, store)  # fmt: skip
+    found: Callable[[Path], object] = eval(f"lambda file: {READERS[name][1]}", {one.__name__.rpartition(".")[2]: one for one in modules})  # fmt: skip
+    return found
+
+
 def fuzz(name: str, seconds: int, out: Path) -> None:
     """One reader in this process; ends it."""
     import atheris
 
     with atheris.instrument_imports(include=["mpbridge"]):
-        from mpbridge.common import safe_unpickler
         from mpbridge.common.errors import MpbridgeError
-        from mpbridge.common.report import curves, history
-        from mpbridge.interop.stacks import importers
-        from mpbridge.precision import registry
-        from mpbridge.settings import container
-        from mpbridge.settings.huggingface import folder, section
-        from mpbridge.training.checkpoint import archive, continuation, converter_process, index, store
-    scope = {one.__name__.rpartition(".")[2]: one for one in (
-        safe_unpickler, curves, history, importers, registry, container, folder, section, archive, continuation, converter_process, index, store,
-    )}  # fmt: skip
-    file_name, call, seeds = READERS[name]
-    reader: Callable[[Path], object] = eval(f"lambda file: {call}", scope)
+
+        reader = reader_of(name)
+    file_name, _, seeds = READERS[name]
     corpus = out / "corpus" / name.replace(" ", "-")
     corpus.mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(seeds or archives()):

@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+from mpbridge.common.errors import Refused
 from mpbridge.common.transformer_engine import VARIABLE, choose
+from mpbridge.te_cpu.foreign import _Triton
 from tests.te_cpu.wheels import FOLDERS, OLDEST, ROOT, environment, release_or_skip
 
 SCRIPT = '''
@@ -195,3 +197,17 @@ def test_an_operating_systems_error_of_the_script_keeps_its_traceback(tmp_path) 
     assert done.returncode == 1
     assert "fetches.py" in done.stderr
     assert done.stderr.rstrip().endswith("ConnectionError: the network is unreachable")
+
+
+def test_a_triton_kernel_under_several_decorators_is_refused_by_name() -> None:
+    """Megatron-LM's are autotuned; one that nothing launches would leave its output as it was."""
+    triton = _Triton("triton")
+
+    @triton.autotune(configs=[triton.Config({"BLOCK": 1})], key=["n"])
+    @triton.heuristics({"EVEN": lambda args: True})
+    @triton.jit
+    def rotate(x: int) -> None: ...
+
+    for launch in (lambda: rotate[(1,)](0), lambda: rotate.run(0, grid=(1,)), lambda: rotate(0)):
+        with pytest.raises(Refused, match=r"the Triton kernel .*rotate runs on a GPU only"):
+            launch()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge import __version__
+from mpbridge.common.shipped import VERSION
 from mpbridge.common.tables.table import Column
 
 GLOSSARY: Mapping[str, str] = {
@@ -53,7 +53,7 @@ def made_now(**facts: Any) -> dict[str, str]:
     )
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     found = {name.replace("_", " "): str(value) for name, value in facts.items() if value not in (None, "", {})}
-    return {**found, **({"command": command} if command else {}), "date": now, "mpbridge": __version__}
+    return {**found, **({"command": command} if command else {}), "date": now, "mpbridge": VERSION}
 
 
 def model_text(config: Mapping[str, Any]) -> str:

@@ -71,7 +71,7 @@ _WORDS = (
 """Precision options that take a word."""
 OPAQUE = frozenset({"model_registry", "nvfp4_bf16_tail_fqns"})
 """Functions of which the arguments are read, not the body."""
-_LINEARS = {row.linears: row.quant for row in reversed([*CONVERTERS.values()])}
+LINEARS = {row.linears: row.quant for row in reversed([*CONVERTERS.values()])}
 """Converter -> what it runs by default."""
 _EXPERTS = {row.experts: scaling for scaling, row in CONVERTERS.items() if row.experts}
 """Converter of experts -> the scaling of their grouped GEMMs."""
@@ -117,13 +117,13 @@ def _converted(converters: list[Any], read: Reader) -> Quant | None:
         word = one.callee.removesuffix(".Config").rpartition(".")[2] if isinstance(one, SourceObject) else ""
         if word in _EXPERTS:
             experts = _EXPERTS[word]
-        elif word not in _LINEARS:
+        elif word not in LINEARS:
             lost = f"a converter that its text does not determine: {getattr(one, 'text', one)}"
             read.cannot(f"{word}: no setting of a recipe" if word else lost)
         else:
             said = one.attributes
             high = said.get("recipe_name") == "rowwise_with_gw_hp"
-            quant = CONVERTERS["rowwise_gw_hp"].quant if high else _LINEARS[word]
+            quant = CONVERTERS["rowwise_gw_hp"].quant if high else LINEARS[word]
             gate = word if _covers_gate(said) else ""
             _filters(word, said, read)
     linears = "the linears are not quantized" if quant is None else f"the linears have {quant.scaling}"
