@@ -1,4 +1,4 @@
-"""Parameters that the recipe freezes: that they, and only they, do not train, and that no bit of them changes."""
+"""Frozen parameters: those that the recipe freezes, and only they, do not train; no bit of any changes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ def _stored(held: Any) -> Iterator[torch.Tensor]:
 
 
 def fixed(engine: Any, promises: Promises, first: Mapping[str, int]) -> Fixed:
-    """What this rank sees. first: `digests` when the run was first observed; empty: unknown."""
-    seen = Fixed()
+    """What this rank sees. first: `digests` when the run was first observed; empty: unknown.
+
+    Of a recipe without `frozen`, a script may freeze what it likes; no bit of that may change either.
+    """
+    seen, declared = Fixed(), bool(promises.policy.frozen)
     for name, parameter in engine.named_parameters():
         wanted = promises.trained(name) == FROZEN
         seen.promised += wanted
-        if wanted is parameter.requires_grad:
+        if wanted is parameter.requires_grad and declared:
             seen.wrong.append(f"{name} ({'trains' if wanted else 'frozen, though the recipe trains it'})")
         elif wanted and getattr(parameter, "main_grad", None) is not None:
             seen.wrong.append(f"{name} (has a gradient)")
