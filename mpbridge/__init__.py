@@ -23,10 +23,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common import incomplete_te
+from mpbridge.common.shipped import VERSION as __version__
 
 incomplete_te.install()
-
-__version__ = "0.1.0"
 
 _HOME = {
     "ConfigContainer": "settings.container",

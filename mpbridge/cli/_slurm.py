@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mpbridge import __version__
+from mpbridge.common.shipped import VERSION
 from mpbridge.settings.training import ANNOUNCED
 
 NOTICE = "USR1"
@@ -91,7 +91,7 @@ def _header(job: Job) -> list[str]:
         "open-mode": "append",
         "output": "slurm-%j.out",
     }
-    lines = ["#!/bin/bash", f"# written by mpbridge {__version__}"]
+    lines = ["#!/bin/bash", f"# written by mpbridge {VERSION}"]
     lines += [f"#SBATCH --{name}={value}" for name, value in options.items()]
     return [*lines, "#SBATCH --requeue", *(f"#SBATCH {_spelled(option)}" for option in job.options)]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli.options import container
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
+from mpbridge.common.transformer_engine import tried
 from mpbridge.planning.certificates.variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def _certificate(args: argparse.Namespace, recipe: str | None, variant: str | No
         raise BadValue(
             f"variant {variant} of {made.recipe}: variants are of NVFP4 (expected a recipe with nvfp4 scaling, such as bf16_with_nvfp4_mixed)"
         )
+    if args.te is not None and release_of(args.te):  # names a text that is none first
+        tried(args.te)
     own = OwnTensors(linears={}) if args.tensors is None else own_tensors(args.tensors)
     return certificate(
         made.recipe,

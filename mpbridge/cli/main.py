@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpbridge import __version__
 from mpbridge.cli.text import columns_here, complain, print_line
 from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
 from mpbridge.common.files import NO_ROOM
-from mpbridge.common.shipped import install
+from mpbridge.common.shipped import VERSION, install
 from mpbridge.common.tables.prose import hanging, prose
 
 NOT_VERBS = frozenset({"main", "options", "text"})
@@ -159,7 +158,7 @@ def _dispatch(arguments: list[str]) -> int:
         print_line(_help(known))
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        print_line(f"mpbridge {__version__}")
+        print_line(f"mpbridge {VERSION}")
         return 0
     if arguments[0] == "--json" and len(arguments) > 1:  # before the verb too
         arguments = [arguments[1], "--json", *arguments[2:]]
@@ -274,7 +273,7 @@ def _help(known: dict[str, str], *, every: bool = False) -> str:
     others = [verb for verb in known if verb not in DAY and not any(verb in group for group in PARTS.values())]
     groups = {"": DAY} | ({**PARTS, "also": tuple(others)} if every else {})
     lines = [
-        f"mpbridge {__version__}: one name decides every precision fact of a megatron-core training run",
+        f"mpbridge {VERSION}: one name decides every precision fact of a megatron-core training run",
         "",
         "usage: mpbridge COMMAND ...",
     ]

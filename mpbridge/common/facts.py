@@ -75,6 +75,10 @@ class ModelShape:
     """mamba_num_heads, mamba_head_dim, mamba_num_groups and mamba_state_dim of a hybrid."""
     sinks: bool = False
     """softmax_type "learnable": one parameter per head in the denominator of its softmax."""
+    lora_rank: int = 0
+    """Rank of the adapters; 0: none."""
+    lora_targets: tuple[str, ...] = ()
+    """Globs over the linears, below their layer, that have one."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "experts", "mtp_layers"):

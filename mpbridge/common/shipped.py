@@ -57,6 +57,8 @@ def label(path: Path) -> str:
     return f"mpbridge's {path.stem}" if path.is_absolute() and path.is_relative_to(folder()) else str(path)
 
 
+VERSION = "0.1.0"
+"""mpbridge's own release. pyproject.toml's [project] has the same."""
 DISTRIBUTION = "mpbridge-precision"
 """The project's name on a package index; `mpbridge` there is another project's program. pyproject.toml's [project] has the same."""
 PUBLISHED = False

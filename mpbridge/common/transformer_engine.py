@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.common.errors import Refused
+from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.facts import Versions
 from mpbridge.common.incomplete_te import has_libraries
 from mpbridge.common.shipped import install
@@ -39,6 +39,8 @@ RELEASES: Mapping[tuple[int, int], str] = MappingProxyType(
     }
 )
 """Release (major, minor) -> what it changed. Releases without a row are refused."""
+OLDEST = (2, 9)
+"""The first release whose rules of rounding are known; those before the table's are emulated without its Python."""
 GEMM_ENTRIES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "generic_gemm": (2, 11),
@@ -118,6 +120,17 @@ def _refuse_unknown(version: str, release: tuple[int, ...]) -> None:
             f"Transformer Engine {version} is not in the table of releases (expected {low[0]}.{low[1]} to {high[0]}.{high[1]}): "
             f"install one of those alongside it, in a folder named by {VARIABLE}"
         )
+
+
+def tried(text: str) -> tuple[int, ...]:
+    """The numbers of a release whose rules are asked for. Raises BadValue for one that mpbridge has not been tried with: its rules are not known."""
+    asked, newest = numbers(text), max(RELEASES)
+    if not OLDEST <= asked[:2] <= newest:
+        raise BadValue(
+            f"te={text}: that release of Transformer Engine has not been tried (expected {OLDEST[0]}.{OLDEST[1]} to {newest[0]}.{newest[1]}): "
+            "its rules of rounding are not known; name the nearest one"
+        )
+    return asked
 
 
 def played_versions(here: Versions, package: Package) -> Versions:

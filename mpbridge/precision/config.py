@@ -48,6 +48,8 @@ TWINS = (("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather"))
 _MOMENTS = (DType.FP32, DType.FP16, DType.BF16, DType.UINT8)
 _DYNAMIC = "fp16 and no static loss_scale"
 _EDGES = "first_last_layers_bf16=true"
+GLOBS = ("keep_fp32", "frozen")
+"""Fields that are globs over parameter names."""
 _TWIN_OF = dict(TWINS) | {b: a for a, b in TWINS}
 
 
@@ -122,6 +124,10 @@ class MixedPrecisionConfig:
     exp_avg_sq_dtype: DTypeField = DTypeField(legal=_MOMENTS, fact="exp_avg_sq", state=True, fused=True)
     keep_fp32: tuple[str, ...] | None = option(None, state=True)
     """Globs over parameter names that stay FP32 in storage and compute; one that matches nothing is an error."""
+    frozen: tuple[str, ...] | None = option(None, state=True)
+    """Globs over parameter names that are not trained: no gradient, main weight or optimizer state. Adapters (model.lora_rank) are never among them."""
+    lora_dtype: DTypeField = DTypeField(state=True)
+    """Storage and compute of adapters: params_dtype, or fp32; None: params_dtype."""
     modules: Mapping[str, Any] | None = None
     """Glob over linears, below their layer ('mlp.linear_fc2') or with their full path ('decoder.layers.3.*', 'mtp.*') -> a rule, or a list of rules.
 
@@ -212,7 +218,7 @@ class MixedPrecisionConfig:
         # None for one of two duplicate fields is ignored if the other is given
         for name, value in changes.items():
             if value is not None or changes.get(_TWIN_OF.get(name, "")) is None:
-                setattr(new, name, tuple(value) if name == "keep_fp32" and isinstance(value, list) else value)
+                setattr(new, name, tuple(value) if name in GLOBS and isinstance(value, list) else value)
         return new
 
     def __eq__(self, other: object) -> bool:

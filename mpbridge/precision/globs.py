@@ -15,10 +15,19 @@ MTP = ("mtp.layers.{}.transformer_layer.", "mtp.layers.{}.mtp_model_layer.")
 MTP_PROJECTION = "eh_proj"
 """The only quantized linear of such a depth outside its layer."""
 
+ADAPTERS = ("*.adapter.*",)
+"""Globs over the parameters of low-rank adapters, which hang below the linear that they belong to."""
+_LORA = re.compile(r"\.(?:adapter|lora_[ABab])\b")
+
 _WHOLE = tuple(dict.fromkeys(f"{stem.partition('.')[0]}." for stem in (DECODER, *MTP)))
 """Prefixes of full paths, which no linear's name below its layer has."""
 _DECODER_PATH = re.compile(r"(?:^|\.)(?:decoder\.)?layers\.(\d+)\.(.+)$")
 _MTP_PATH = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)$")
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a module or parameter belongs to a low-rank adapter: mpbridge's and Megatron Bridge's word for it, or peft's."""
+    return _LORA.search(path) is not None
 
 
 @functools.lru_cache(maxsize=16384)  # asked again for each recipe and layout

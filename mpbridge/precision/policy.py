@@ -13,7 +13,7 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType, dtype
-from mpbridge.precision.globs import DECODER, place
+from mpbridge.precision.globs import DECODER, is_adapter, place
 from mpbridge.precision.regions import Gemms, Quant, Region, as_plain, region_from, uses_later_fields
 
 __all__ = ["SCHEMA", "Gemms", "LossScale", "PrecisionPolicy", "Quant", "Region"]
@@ -24,7 +24,7 @@ SCHEMA = 2
 GEMM and options in regions, and an accumulator separate from the wire; a policy without these is written as schema 1, byte for byte as before."""
 
 
-_LATER = ("accumulate",)
+_LATER = ("accumulate", "frozen")
 """Facts that schema 1 does not have: written only where they are stated."""
 
 
@@ -92,6 +92,8 @@ class PrecisionPolicy:
     """MXFP8 parameter gather through the gradient buffer."""
     keep_fp32: tuple[str, ...] = ()
     """Globs over parameter names that stay FP32."""
+    frozen: tuple[str, ...] = ()
+    """Globs over parameter names that are not trained; adapters always are."""
     logits: DType | None = None
     """None: the model's own."""
     router: DType | None = None
@@ -176,9 +178,9 @@ class PrecisionPolicy:
         return self.gemms_at(module, layer, layers, path).first
 
     def of_path(self, path: str, layers: int) -> Gemms:
-        """The rules of the linear at a full path ('decoder.layers.3.mlp.linear_fc1'); high precision outside the layers."""
+        """The rules of the linear at a full path ('decoder.layers.3.mlp.linear_fc1'); high precision outside the layers and in adapters."""
         where = place(path)
-        if where is None:
+        if where is None or is_adapter(path):
             return Gemms(fprop=None, dgrad=None, wgrad=None)
         return self.gemms_at(*where, layers, path)
 
@@ -210,7 +212,7 @@ class PrecisionPolicy:
 
     def as_data(self) -> dict[str, Any]:
         """Every field as JSON types, {"schema": ..., ...}. Defaults are included, so that a fingerprint does not change meaning with a default."""
-        data = {name: value for name, value in as_plain(self).items() if value is not None or name not in _LATER}
+        data = {name: value for name, value in as_plain(self).items() if value or name not in _LATER}
         later = uses_later_fields(self.regions) or any(name in data for name in _LATER)
         return {"schema": SCHEMA if later else 1, **data}
 
@@ -223,9 +225,8 @@ class PrecisionPolicy:
         dtypes = {k: dtype(v) for k, v in fields.items() if isinstance(v, str)}
         regions = tuple(region_from(region) for region in fields["regions"])
         scale = LossScale(**fields["loss_scale"]) if fields["loss_scale"] else None
-        return cls(
-            **(fields | dtypes | {"regions": regions, "loss_scale": scale, "keep_fp32": tuple(fields["keep_fp32"])})
-        )
+        globs = {name: tuple(fields.get(name, ())) for name in ("keep_fp32", "frozen")}
+        return cls(**(fields | dtypes | {"regions": regions, "loss_scale": scale} | globs))
 
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON of `as_data`."""

@@ -10,6 +10,7 @@ from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.common.formats import DType, dtype
 from mpbridge.precision.config import FUSED, ROWS, MixedPrecisionConfig
 from mpbridge.precision.field_values import choice_faults, type_faults
+from mpbridge.precision.globs import ADAPTERS
 from mpbridge.precision.modules import module_regions
 from mpbridge.precision.policy import LossScale, PrecisionPolicy, Region, updates_parameters
 from mpbridge.precision.quants import quant_faults, quant_of
@@ -111,6 +112,10 @@ def _state_faults(v: Mapping[str, Any]) -> list[str]:
         low = [f"{name}={v[name].short}" for name in FUSED if v[name] not in (None, DType.FP32)]
         if low:
             faults.append(f"{', '.join(low)} needs use_precision_aware_optimizer=true, or fp32")
+    if v["lora_dtype"] not in (None, params, DType.FP32):
+        faults.append(
+            f"lora_dtype={v['lora_dtype'].short} with params_dtype={params.short}: adapters are stored as the parameters are, or in fp32"
+        )
     if v["store_param_remainders"] and params is not DType.BF16:
         faults.append(
             f"store_param_remainders=true extends BF16 parameters by 16 bits; params_dtype is {params.short}: set it to false"
@@ -183,6 +188,7 @@ def _policy(v: Mapping[str, Any], modules: tuple[Region, ...]) -> PrecisionPolic
         autocast=(v["autocast_dtype"] or base) if v["autocast_enabled"] else None,
         loss_scale=_loss_scale(v),
         regions=(*edges, *modules, Region(quant=quant)),
-        keep_fp32=tuple(v["keep_fp32"] or ()),
+        keep_fp32=(*(v["keep_fp32"] or ()), *(ADAPTERS if v["lora_dtype"] not in (None, params) else ())),
+        frozen=tuple(v["frozen"] or ()),
         **stated,
     )

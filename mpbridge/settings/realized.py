@@ -9,8 +9,7 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.facts import Versions
 from mpbridge.common.machines import Machine, machine
 from mpbridge.common.probe import installed
-from mpbridge.common.transformer_engine import Package, choose, played_versions
-from mpbridge.common.versions import release
+from mpbridge.common.transformer_engine import Package, choose, played_versions, tried
 
 WAYS = (False, True, "fast", "te")
 DEFAULT_TARGET = "h100"
@@ -45,7 +44,7 @@ def emulation_faults(emulate: Any, target: Any, te: Any) -> list[str]:
                 f"te={te}: expected a string, because 2.20 and 2.2 are the same number: write it in quotes, as in te=\"'2.20'\""
             )
         if te is not None:
-            release(te)
+            tried(te)
         if target is not None and machine(str(target)).arch is None:
             raise BadValue(f"target={target}: expected a GPU, as in h100 or b200")
     except MpbridgeError as error:

@@ -39,10 +39,21 @@ class GPT:
     fp16_lm_cross_entropy: bool = False
     hybrid_override_pattern: str | None = None
     """A hybrid's layers, one symbol each (megatron-core's MambaModel): M a Mamba layer, * attention, - an MLP, E a mixture of experts, as in 'M-M*-'."""
+    lora_rank: int | None = None
+    """Rank of low-rank adapters (LoRA) beside the linears of lora_targets; None: there are none. mixed_precision.frozen says what is not trained."""
+    lora_alpha: float | None = None
+    """An adapter's result is multiplied by lora_alpha / lora_rank; None: by 1."""
+    lora_targets: list[str] | None = None
+    """Globs over linears below their layer ('self_attention.*'); None: attention's and the MLP's."""
 
 
 YARN = tuple(name for name in GPT.__dataclass_fields__ if name.startswith("yarn_"))
 """YaRN settings of attention that is not latent. They are neither arguments of GPTModel, which reads them from the config object, nor fields of the config class."""
+
+LORA = tuple(name for name in GPT.__dataclass_fields__ if name.startswith("lora_"))
+"""Settings of adapters, which no class of megatron-core has."""
+LORA_TARGETS = ("self_attention.linear_*", "mlp.linear_fc*")
+"""The linears with adapters where lora_targets is None: attention's and the MLP's; Mamba's projections and experts by name only."""
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import PARTS, ModelShape, Parallel
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
-from mpbridge.settings.sections import GPT, YARN
+from mpbridge.settings.sections import GPT, LORA, LORA_TARGETS, YARN
 
 BYTE_VOCABULARY = 259
 """The built-in tokenizer's: 256 bytes, end of document, padding, begin of sequence."""
@@ -71,7 +71,7 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"model.window_size={model['window_size']}: expected two numbers, the tokens seen to the left and to the right"
         )
-    faults += _hybrid_faults(model)
+    faults += [*_hybrid_faults(model), *_lora_faults(model)]
     faults += _yarn_faults(model)
     faults += _expert_faults(model)
     return faults
@@ -80,6 +80,13 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
 def pattern_of(model: Mapping[str, Any]) -> str:
     """A hybrid's pattern of layers; empty if the section describes none."""
     return model.get("hybrid_override_pattern") or ""
+
+
+def _lora_faults(model: Mapping[str, Any]) -> list[str]:
+    given = [f"model.{name}={model[name]}" for name in LORA if model[name] is not None]
+    if given and not model["lora_rank"]:
+        return [f"{', '.join(given)}: only read with a rank: model.lora_rank=8"]
+    return [f"model.lora_rank={model['lora_rank']}: expected at least 1"] if (model["lora_rank"] or 1) < 1 else []
 
 
 def mamba_sizes(model: Mapping[str, Any], hidden: int) -> dict[str, int]:
@@ -213,6 +220,8 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
         pattern=pattern_of(model),
         mamba=mamba_sizes(model, hidden) if pattern_of(model) else None,
         sinks=str(model["softmax_type"]) == "learnable",
+        lora_rank=model["lora_rank"] or 0,
+        lora_targets=tuple(model["lora_targets"] or LORA_TARGETS) if model["lora_rank"] else (),
     )
 
 

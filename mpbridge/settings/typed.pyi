@@ -45,6 +45,9 @@ class ModelSettings(TypedDict, total=False):
     share_embeddings_and_output_weights: bool
     fp16_lm_cross_entropy: bool
     hybrid_override_pattern: str | None
+    lora_rank: int | None
+    lora_alpha: float | None
+    lora_targets: list[str] | None
     tensor_model_parallel_size: int
     tensor_parallel_num_weight_shards: int | None
     gtp_weight_remat_size: int
@@ -402,6 +405,9 @@ class ModelSection(Section):
     share_embeddings_and_output_weights: bool
     fp16_lm_cross_entropy: bool
     hybrid_override_pattern: str | None
+    lora_rank: int | None
+    lora_alpha: float | None
+    lora_targets: list[str] | None
     tensor_model_parallel_size: int
     tensor_parallel_num_weight_shards: int | None
     gtp_weight_remat_size: int

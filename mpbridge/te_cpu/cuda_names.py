@@ -185,6 +185,8 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield DeviceMesh, "from_group", staticmethod(_on_a_cpus_mesh(DeviceMesh.from_group))
     for owner in (dist, device_mesh):
         yield owner, "init_device_mesh", _on_a_cpus_mesh(device_mesh.init_device_mesh)
+    data_parallel = torch.nn.parallel.DistributedDataParallel
+    yield data_parallel, "__init__", _on_no_device(data_parallel.__init__)
     yield torch, "set_default_device", _default_device(torch.set_default_device)
     movers = {name: _bytes_moved(getattr(dist, name)) for name in _MOVERS if hasattr(dist, name)}
     for owner in (dist, distributed_c10d):
@@ -255,6 +257,16 @@ def _without_devices(original: Any) -> Any:
         return original(*args, **kwargs)
 
     return barrier
+
+
+def _on_no_device(original: Any) -> Any:
+    @functools.wraps(original)
+    def make(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        original(self, module, None, None, *args, **kwargs)
+
+    return make
 
 
 def _default_device(original: Any) -> Any:

@@ -44,9 +44,9 @@ class _Name:
         return _Name(f"{self.name}.{attribute}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # a decorator, with or without arguments, turns the function into a kernel that cannot be launched
-        if len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType):
-            return _Kernel(args[0])
+        # a decorator, with or without arguments, turns the function into a kernel that cannot be launched, and so does one above another
+        if len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType | _Kernel):
+            return args[0] if isinstance(args[0], _Kernel) else _Kernel(args[0])
         return self
 
     def __getitem__(self, key: Any) -> Any:
@@ -77,6 +77,12 @@ class _Kernel(_Name):
         from mpbridge.common.errors import Refused
 
         raise Refused(f"the Triton kernel {self.name} runs on a GPU only (launched from {caller()})")
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Another way of launching it."""
+        return self[None]
+
+    warmup = __call__ = run
 
 
 class _Triton(types.ModuleType):

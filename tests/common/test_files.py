@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import base64
+import contextlib
+import importlib
+import json
 from pathlib import Path
 
 import pytest
 
 import mpbridge
 from mpbridge.common import safe_unpickler
-from mpbridge.common.errors import CheckpointError
+from mpbridge.common.errors import CheckpointError, MpbridgeError
 from mpbridge.common.files import LIMITS, bytes_of, lines_of, text_of
 
 ROOT = Path(mpbridge.__file__).parent
@@ -76,3 +80,21 @@ def test_a_file_above_its_limit_is_refused_with_its_size(tmp_path: Path, kind: s
 def test_a_pickle_without_a_mark_is_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError):
         safe_unpickler.read(data, safe_unpickler.any_call)
+
+
+FUZZED = [json.loads(line) for line in (ROOT.parent / "tests/golden/fuzzed.jsonl").read_text().splitlines()]
+"""Inputs that scripts/evidence/fuzz_readers.py kept because each reached code that the others do not."""
+
+
+@pytest.mark.parametrize("name", sorted({row["reader"] for row in FUZZED}))
+def test_a_reader_accepts_or_refuses_what_the_fuzzer_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT.parent / "scripts/evidence"))
+    script = importlib.import_module("fuzz_readers")
+    reader, file = script.reader_of(name), tmp_path / script.READERS[name][0]
+    for row in FUZZED:
+        if row["reader"] == name:
+            file.write_bytes(base64.b64decode(row["bytes"]))
+            with contextlib.suppress(MpbridgeError):
+                reader(file)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
+from tests.forked import python
 from tests.guide.test_docs import FENCE, ROOT
 
 SCRIPT = """
@@ -41,7 +41,7 @@ def of_the_reader():
                 ddp_config=DistributedDataParallelConfig(), build_model=build_model, model=net, optimizer=optimizer, step=step)
 
 out = io.StringIO()
-for number, code in enumerate(json.load(sys.stdin)):
+for number, code in enumerate(json.loads(sys.argv[1])):
     names = of_the_reader()
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(out):
         if "wrap(" in code:  # a loop on megatron-core has its process groups
@@ -65,10 +65,10 @@ def test_every_python_block_runs_as_it_stands(page, tmp_path):
     ]
     assert len(found) >= 3
     assert all(ast.parse(code).body for code in found)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT], input=json.dumps(found), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    (tmp_path / "blocks.py").write_text(SCRIPT, encoding="utf-8")
+    done = python(
+        ["blocks.py", json.dumps(found)], cwd=tmp_path, env={name: os.environ[name] for name in ("PATH", "HOME")}
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "step 5/5" in done.stdout, "the first example trains"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import mpbridge
 from mpbridge.common import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +23,7 @@ OTHERS = re.compile(
 def test_pyproject_and_its_extras_have_the_name_of_the_constant() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == shipped.DISTRIBUTION != "mpbridge"
+    assert project["version"] == shipped.VERSION == mpbridge.__version__
     extras = project["optional-dependencies"]
     own = [need for needs in extras.values() for need in needs if need.startswith("mpbridge")]
     assert own

@@ -400,6 +400,7 @@ def test_a_file_of_weights_is_certified_with_inputs_and_gradients_that_differ(tm
         (["bf16_mixed", "--tensors", "{nan}"], "dy has 1 values that are not finite"),
         (["bf16_mixed", "--tensors", "{zero}"], "x has nothing but zeros"),
         (["bf16_mixed", "--te", "two"], "not a Transformer Engine release"),
+        (["bf16_mixed", "--te", "9.9"], "has not been tried"),
         (["optimizer.rate=1"], "no setting in optimizer"),
     ],
 )

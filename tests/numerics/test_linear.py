@@ -185,9 +185,16 @@ def test_three_steps_of_torchaos_emulated_mxfp8_linear_and_ours_give_identical_l
             grads[name] += [p.grad.clone() for p in net.parameters() if p.grad is not None]
             optimizer.step()
             losses[name].append(float(loss))
-    assert losses["ours"] == losses["theirs"]
-    # a loss forgives much in three steps
-    assert all(torch.equal(a, b) for a, b in zip(*grads.values(), strict=True))
+    assert losses["ours"][0] == pytest.approx(losses["theirs"][0], rel=2**-8)
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":
+        assert losses["ours"] == losses["theirs"]
+        # a loss forgives much in three steps
+        assert all(torch.equal(a, b) for a, b in zip(*grads.values(), strict=True))
+    else:
+        # without vector instructions torch sums a BF16 product in another order than an FP32 one: an element may round to its neighbour, 2^-8 of it, in
+        # each of the two products on its way, and later steps begin from other weights
+        for a, b in zip(grads["ours"][:2], grads["theirs"][:2], strict=True):
+            assert (a.float() - b.float()).norm() <= 2**-7 * b.float().norm()
     assert len(grads["ours"]) == 6
     assert losses["ours"][0] != losses["ours"][-1]
 
@@ -382,6 +389,9 @@ def test_a_kernel_is_compiled_in_an_observed_step_too_and_uncompiled_where_tenso
     """The audit watches the first step at dispatch level; torch.compile gives up for good on code that it meets there."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("torch's compiler writes for vector instructions: without them kernels run uncompiled, and say so")
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

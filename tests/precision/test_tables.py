@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -19,6 +20,7 @@ def tables() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.TABLES.update({name: functools.cache(make) for name, make in module.TABLES.items()})
     return module
 
 

@@ -21,6 +21,8 @@ PARAMETERS = {
     "moe_tiny": (1.9e6, 2.1e6),
     "nemotron_h_tiny": (1.2e6, 1.3e6),
     "nemotron_h_8b": (8.05e9, 8.15e9),
+    "nemotron_nano_v2_12b": (12.3e9, 12.32e9),
+    "nemotron_3_nano": (31.5e9, 31.65e9),
 }
 
 
@@ -52,7 +54,10 @@ def parameters(shape) -> int:
             2 * shape.mamba["mamba_num_groups"] * shape.mamba["mamba_state_dim"],
         )
         mamba = hidden * (2 * inner + states + heads) + 5 * (inner + states) + 3 * heads + inner + inner * hidden
-        count += hidden + {"M": mamba, "*": attention, "-": 2 * hidden * shape.ffn_hidden_size}[kind]
+        # experts, their router, and one that all tokens share
+        width = (shape.experts or 0) * shape.expert_ffn_hidden_size + shape.shared_expert_size
+        mixture = 2 * hidden * width + hidden * (shape.experts or 0)
+        count += hidden + {"M": mamba, "*": attention, "-": 2 * hidden * shape.ffn_hidden_size, "E": mixture}[kind]
     for layer in range(0 if shape.pattern else shape.num_layers):
         count += attention + 2 * hidden
         if shape.is_expert_layer(layer):

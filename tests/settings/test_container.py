@@ -19,6 +19,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.container import ConfigContainer, Run
+from mpbridge.settings.realized import emulation_faults
 from mpbridge.settings.sections import Train
 
 MODEL = {
@@ -247,6 +248,14 @@ def test_facts_with_two_homes_are_said_in_both():
 def test_null_micro_batch_is_a_ranks_whole_share():
     c = container(train={"micro_batch_size": None, "global_batch_size": 8})
     assert [c.resolved(n).train["micro_batch_size"] for n in (1, 2, 4)] == [8, 4, 2]
+
+
+@pytest.mark.parametrize(("te", "tried"), [("9.9", False), ("2.8", False), ("2.9", True), ("2.20.1", True)])
+def test_a_release_that_has_not_been_tried_is_not_taken_for_another(te, tried):
+    found = [
+        fault for fault in emulation_faults(True, None, te) if "has not been tried (expected 2.9 to 2.20)" in fault
+    ]
+    assert bool(found) is not tried
 
 
 def test_emulation_shows_in_the_facts_only_where_something_is_quantized():

@@ -33,15 +33,16 @@ FAULTS = ("training.py", "audited.py", "witnessed.py", "agreement.py")
 """Runs of the engine, faults planted into them, and the agreement with the emulation."""
 BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
 """Runs of the engine, of grouped experts, and runs that stop and go on."""
-OWN = {"h100": "hopper.py", "b200": "blackwell.py"}
-PARTS = {"what trains": (OLDEST, MATRIX), "functions and faults": (OLDEST, (*KERNELS, *FAULTS)), NEWEST: (NEWEST, (*KERNELS, *BRIEF))}  # fmt: skip
+OWN = {"h100": ("hopper.py", "resumed.py"), "b200": ("blackwell.py",)}
+"""Delayed scaling's histories are kept beside every module under the oldest release, and beside its own alone later."""
+PARTS = {OLDEST: (OLDEST, (*KERNELS, *FAULTS, *MATRIX)), NEWEST: (NEWEST, (*KERNELS, *BRIEF))}
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("machine", OWN)
 def test_functions_layers_and_runs(machine: str, part: str) -> None:
     te, files = PARTS[part]
-    inside(release_or_skip(te), machine, *files, *([OWN[machine]] if files != MATRIX else []))
+    inside(release_or_skip(te), machine, *dict.fromkeys((*files, *OWN[machine])))
 
 
 @pytest.mark.slow
@@ -68,4 +69,6 @@ def test_what_is_redirected_is_given_back() -> None:
 def test_every_release_between(package, machine: str) -> None:
     """Its kernels, and every scaling of the machine in audited runs, dense (training.py) and with grouped experts (matrix.py)."""
     options = ("-k", "not test_it_trains and not registry", "-m", "not slow")
-    inside(package.version, machine, *KERNELS, OWN[machine], "training.py", "matrix.py", options=options, timeout=900)
+    inside(
+        package.version, machine, *KERNELS, OWN[machine][0], "training.py", "matrix.py", options=options, timeout=900
+    )

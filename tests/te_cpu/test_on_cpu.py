@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+from mpbridge.common.errors import Refused
 from mpbridge.common.transformer_engine import VARIABLE, choose
+from mpbridge.te_cpu.foreign import _Triton
 from tests.te_cpu.wheels import FOLDERS, OLDEST, ROOT, environment, release_or_skip
 
 SCRIPT = '''
@@ -23,20 +25,18 @@ class Box:
         self.value = value
 
 def ask(box, answers):
-    answers["name"] = torch.cuda.get_device_name()
-    answers["weight"] = str(te.Linear(16, 16, device="cuda").weight.device)
-    answers["value"] = box.value
+    device = te.Linear(16, 16, device="cuda").weight.device
+    answers.put({"name": torch.cuda.get_device_name(), "weight": str(device), "value": box.value})
 
 if __name__ == "__main__":
     assert sys.argv[1:] == ["--flag", "x"], sys.argv
     context = multiprocessing.get_context(sys.argv[0].split("-")[-1].removesuffix(".py"))
-    with context.Manager() as manager:
-        answers = manager.dict()
-        child = context.Process(target=ask, args=(Box(7), answers))
-        child.start()
-        child.join()
-        assert child.exitcode == 0
-        print(dict(answers))
+    answers = context.SimpleQueue()
+    child = context.Process(target=ask, args=(Box(7), answers))
+    child.start()
+    print(answers.get())
+    child.join()
+    assert child.exitcode == 0
 '''
 
 
@@ -197,3 +197,17 @@ def test_an_operating_systems_error_of_the_script_keeps_its_traceback(tmp_path) 
     assert done.returncode == 1
     assert "fetches.py" in done.stderr
     assert done.stderr.rstrip().endswith("ConnectionError: the network is unreachable")
+
+
+def test_a_triton_kernel_under_several_decorators_is_refused_by_name() -> None:
+    """Megatron-LM's are autotuned; one that nothing launches would leave its output as it was."""
+    triton = _Triton("triton")
+
+    @triton.autotune(configs=[triton.Config({"BLOCK": 1})], key=["n"])
+    @triton.heuristics({"EVEN": lambda args: True})
+    @triton.jit
+    def rotate(x: int) -> None: ...
+
+    for launch in (lambda: rotate[(1,)](0), lambda: rotate.run(0, grid=(1,)), lambda: rotate(0)):
+        with pytest.raises(Refused, match=r"the Triton kernel .*rotate runs on a GPU only"):
+            launch()

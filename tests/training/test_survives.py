@@ -8,12 +8,13 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from mpbridge.cli.main import main
+from mpbridge.cli.main import entry, main
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.report.metrics import read
 from mpbridge.training.checkpoint import store
@@ -160,16 +161,6 @@ def test_a_launcher_that_is_killed_takes_its_ranks_with_it_after_they_saved(tmp_
 # --- exit codes --------------------------------------------------------------------------------------------------------------------------
 
 
-def train(folder, *settings, **options):
-    """`mpbridge train` as a user starts it."""
-    config = folder / "tiny.yaml"
-    tiny(folder).dump(config)
-    command = [sys.executable, "-W", "ignore", "-m", "mpbridge.cli.main", "train", "--config", str(config), *settings]
-    command[3:5] = ["-c", "import mpbridge.cli.main as m; m.entry()"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, text=True, **options)
-
-
 def test_a_run_that_stopped_early_exits_with_3_and_a_whole_one_with_0(tmp_path):
     tiny(tmp_path).dump(tmp_path / "tiny.yaml")
     kept = [f"checkpoint.{way}={tmp_path / 'kept'}" for way in ("save", "load")]
@@ -180,44 +171,62 @@ def test_a_run_that_stopped_early_exits_with_3_and_a_whole_one_with_0(tmp_path):
 # --- readers, closed streams, full disks -------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
-    process = train(
-        tmp_path, f"checkpoint.save={tmp_path / 'kept'}", "train.train_iters=12", "train.log_interval=1", "train.eval_interval=null",
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout.readline()
-    process.stdout.close()
-    _, said = process.communicate(timeout=200)
-    assert process.returncode == 0, said
-    assert said == "standard output was closed (Broken pipe); the run continues without it\n"
-    assert store.saved(tmp_path / "kept")[0].step == 12
-    assert [row["iteration"] for row in read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 13))
+@pytest.fixture
+def config(tmp_path):
+    tiny(tmp_path, train={"train_iters": 3, "log_interval": 1, "eval_interval": None}).dump(tmp_path / "tiny.yaml")
+    return tmp_path / "tiny.yaml"
 
 
-@pytest.mark.parametrize("close", [">&-", ">&- 2>&-", ">/dev/full"])
-def test_a_closed_or_full_stdout_does_not_end_the_run(tmp_path, close):
-    config = tmp_path / "tiny.yaml"
-    tiny(tmp_path, train={"train_iters": 3}).dump(config)
-    command = (
-        f"exec {sys.executable} -W ignore -c 'import mpbridge.cli.main as m; m.entry()' train --config {config} {close}"
-    )
+def test_a_closed_stdout_does_not_end_the_run(config):
+    start = f"exec {sys.executable} -W ignore -c 'import mpbridge.cli.main as m; m.entry()' train --config {config} >&-"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["sh", "-c", command],
-        cwd=tmp_path,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 4
-    assert done.stderr == (
-        "standard output was closed (No space left on device); the run continues without it\n"
-        if "full" in close
-        else ""
-    )
+    done = subprocess.run(["sh", "-c", start], cwd=config.parent, env=environment, stderr=subprocess.PIPE, text=True, timeout=200, check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [row["iteration"] for row in read(config.parent / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def no_streams():
+    """As an interpreter finds them that starts with both closed."""
+    os.close(1)
+    os.close(2)
+    sys.stdout = sys.stderr = None
+
+
+def full():
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+def reader_of_one_line():
+    ours, theirs = os.pipe()
+    os.dup2(theirs, 1)
+    os.close(theirs)
+
+    def read_one():
+        with open(ours) as lines:
+            lines.readline()
+
+    threading.Thread(target=read_one).start()
+
+
+def command(change, config):
+    change()
+    sys.argv = ["mpbridge", "train", "--config", str(config)]
+    entry()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (no_streams, ""),
+        (full, "standard output was closed (No space left on device); the run continues without it\n"),
+        (reader_of_one_line, "standard output was closed (Broken pipe); the run continues without it\n"),
+    ],
+)
+def test_a_stdout_that_takes_nothing_does_not_end_the_run(config, change, said):
+    with forked(command, change, config, apart=True) as process:
+        assert process.wait() == 0, process.errors
+    assert process.errors == said
+    assert [row["iteration"] for row in read(config.parent / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
 class Shrink(Hook):

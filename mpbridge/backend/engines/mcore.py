@@ -11,7 +11,17 @@ from mpbridge.backend.engines import full_bf16
 from mpbridge.backend.engines.base import BaseEngine
 from mpbridge.backend.engines.contract import Batch, Live, StepResult
 from mpbridge.backend.engines.mcore_traits import TRAITS
-from mpbridge.backend.megatron.inside_optimizer import gather_mxfp8, gather_now, refresh_mxfp8
+from mpbridge.backend.megatron.inside_optimizer import (
+    core_muon,
+    gather_mxfp8,
+    gather_now,
+    in_order,
+    number_states,
+    refresh_mxfp8,
+)
+from mpbridge.backend.megatron.sharded import layer_by_layer
+from mpbridge.common.facts import MUONS
+from mpbridge.planning.memory.layers import frozen_apart
 
 if TYPE_CHECKING:
     pass
@@ -35,12 +45,15 @@ class McoreEngine(BaseEngine):
         self._parallel = ModelParallel(
             self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)), optimizer_instances=instances
         )
-        chunks = build_chunks(targets.model, targets.gpt, self.run.policy, cuda=self.cuda, backend=backend)
+        shape = self.run.facts.shape
+        chunks = build_chunks(targets.model, targets.gpt, self.run.policy, cuda=self.cuda, backend=backend, shape=shape)
         self.model = [
             DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(chunks)
         ]
-        self.optimizer = get_megatron_optimizer(targets.optimizer, self.model)
+        made = core_muon if self.run.facts.optimizer.name in MUONS else get_megatron_optimizer
+        self.optimizer = made(targets.optimizer, self.model)
+        number_states(self.optimizer)
         full_bf16.prepare(self.optimizer, self.run.policy)
         self.configs = targets
         self._hook_up()
@@ -137,7 +150,9 @@ class McoreEngine(BaseEngine):
                 for key, chunk in zip(keys, self.model, strict=True)
             }
             parts = state["model"] if len(self.model) == 1 else dict(state)
-            state["optimizer"] = self.optimizer.sharded_state_dict(parts, is_loading=loading, metadata=metadata)
+            with in_order(self.optimizer):
+                own = self.optimizer.sharded_state_dict(parts, is_loading=loading, metadata=metadata)
+            state["optimizer"] = layer_by_layer(own) if frozen_apart(self.run.policy, self.run.facts) else own
             return state
 
     def _metadata(self) -> dict[str, Any]:
@@ -158,7 +173,8 @@ class McoreEngine(BaseEngine):
             for i, chunk in enumerate(self.model):
                 bare(chunk).load_state_dict(state["model" if len(self.model) == 1 else f"model{i}"], strict=True)
             if optimizer:
-                self.optimizer.load_state_dict(state["optimizer"])
+                with in_order(self.optimizer):
+                    self.optimizer.load_state_dict(state["optimizer"])
             else:
                 self.optimizer.reload_model_params()
                 forget_main_weights(self.optimizer)

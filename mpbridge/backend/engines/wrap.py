@@ -21,7 +21,8 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     """
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.transformer.module import Float16Module
+
+    from mpbridge.backend.models.gpt import in_precision
 
     if not isinstance(plan, Plan) or plan.policy is None:
         raise BadValue(
@@ -32,8 +33,7 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     if ddp is None or isinstance(ddp, dict):
         raise BadValue("the plan was made without a live DDP config: pass it to plan(ddp=...), or here as ddp_config=")
     _require_applied(chunks, plan)
-    if config.bf16 or config.fp16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    chunks = [in_precision(config, chunk, plan.policy) for chunk in chunks]
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     optimizer = get_megatron_optimizer(optimizer_config, wrapped)
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads

@@ -42,8 +42,13 @@ def patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any, co
     """Replacements for as long as CUDA calls are redirected; the arguments replace its random states, its copies of split
     sizes, its streams and torch's manager of coalesced collectives."""
     random = _core("tensor_parallel.random")
-    yield from aliases({"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state})
-    yield from aliases({"_coalescing_manager": coalescing})
+    yield from aliases(
+        {
+            "_get_cuda_rng_state": get_state,
+            "_set_cuda_rng_state": set_state,
+            "_coalescing_manager": coalescing,
+        }
+    )
     moe_utils, dispatcher = _core("transformer.moe.moe_utils"), _core("transformer.moe.token_dispatcher")
     # 0.16.1 uses it without importing it if Transformer Engine is missing: NameError in the router; if present, it is a CUDA kernel
     yield moe_utils, "te_general_gemm", None
@@ -67,8 +72,9 @@ def patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any, co
 
 def aliases(replacements: Mapping[str, Any]) -> Iterator[Patch]:
     """The same names in every megatron-core module that imported them with "from ... import"."""
-    for module in list(sys.modules.values()):
-        if is_core(module):
+    # by the names in sys.modules: entered with every step, and thousands of modules that are not megatron-core's need not be looked at
+    for place, module in list(sys.modules.items()):
+        if place.startswith("megatron.") and module is not None:
             yield from ((module, name, new) for name, new in replacements.items() if name in vars(module))
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from mpbridge.common.errors import Refused
 
 
 def parts(optimizer: Any) -> list[Any]:
@@ -31,6 +34,59 @@ def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for models, mains in groups:
         for model_group, main_group in zip(models, mains, strict=True):
             yield from zip(model_group, main_group, strict=True)
+
+
+def core_muon(config: Any, chunks: list[Any]) -> Any:
+    """megatron-core's own Muon beside its Adam. Raises Refused without Emerging-Optimizers, whose absence megatron-core only asserts."""
+    from megatron.core.optimizer import muon
+
+    if not muon.HAVE_EMERGING_OPTIMIZERS:
+        raise Refused(
+            "optimizer.optimizer=muon: megatron-core's Muon needs Emerging-Optimizers v0.1.0, which is not on PyPI, and triton, which it imports: pip install triton "
+            "absl-py 'git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0' (or its folder on PYTHONPATH); torch's Muon needs nothing: engine=fsdp2 with "
+            "fp32_params_bf16_compute"
+        )
+    name = config.optimizer
+    try:
+        return muon.get_megatron_muon_optimizer(config, chunks)
+    finally:
+        config.optimizer = name  # it writes "adam"
+
+
+def number_states(optimizer: Any) -> None:
+    """Corrects where distributed optimizers look for a parameter's states: megatron-core (0.16.1 to 0.20) counts 16-bit and FP32 parameters of a group in
+    one order and hands them to the inner optimizer in another, so checkpoints of a group with both had states under other parameters' names."""
+    for part in parts(optimizer):
+        known = getattr(part, "model_param_group_index_map", None)
+        if not known:
+            continue
+        places = {
+            id(updated): (at, order)
+            for at, group in enumerate(part.optimizer.param_groups)
+            for order, updated in enumerate(group["params"])
+        }
+        known |= {parameter: places[id(updated)] for parameter, updated in main_weights(part) if id(updated) in places}
+
+
+@contextmanager
+def in_order(optimizer: Any) -> Iterator[None]:
+    """Context in which megatron-core saves and loads plain optimizers that hold FP32 parameters beside 16-bit ones.
+
+    Its `Float16OptimizerWithFloat16Params.sharded_state_dict` (0.16.1 to 0.20) numbers only the 16-bit ones, so it fails for FP32 parameters, or names
+    states after other parameters. Here its lists have all of them, in the order of the inner optimizer's groups; FP32 ones are their own main weights.
+    """
+    mixed = [part for part in parts(optimizer) if any(getattr(part, "fp32_from_fp32_groups", ()))]
+    kept = [(part, part.float16_groups, part.fp32_from_float16_groups) for part in mixed]
+    for part in mixed:
+        models = {id(updated): parameter for parameter, updated in main_weights(part)}
+        groups = [list(group["params"]) for group in part.optimizer.param_groups]
+        part.float16_groups = [[models[id(updated)] for updated in group] for group in groups]
+        part.fp32_from_float16_groups = groups
+    try:
+        yield
+    finally:
+        for part, models, mains in kept:
+            part.float16_groups, part.fp32_from_float16_groups = models, mains
 
 
 def shard_of(part: Any, parameter: Any) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 _LEAF = object()
@@ -70,6 +71,36 @@ def entries(tree: Any) -> Iterator[Any]:
             yield from entries(item)
     elif is_tensor(tree) or is_object(tree):
         yield tree
+
+
+def layer_by_layer(tree: Any) -> Any:
+    """The state with every tensor that is stacked over layers under a key of its own: where some layers have none (they are frozen), the stack has gaps."""
+
+    def leaf(item: Any) -> Any:
+        if not _is_factory(item):
+            return replace(_unstacked(item), key=_of_layer(item.key, item)) if _is_stacked(item) else item
+        made, build = copy.copy(item), item.build_fn
+        first = next(entries(item), None)
+        if _is_stacked(first):
+            made.key = _of_layer(item.key, first)
+            made.build_fn = lambda *given: _kept(build(*given), _unstacked)
+        return made
+
+    return _kept(tree, leaf)
+
+
+def _is_stacked(leaf: Any) -> bool:
+    return is_tensor(leaf) and ".layers." in leaf.key and leaf.prepend_axis_num > 0
+
+
+def _of_layer(key: str, leaf: Any) -> str:
+    return key.replace(".layers.", f".layers.{leaf.global_offset[0]}.", 1)
+
+
+def _unstacked(leaf: Any) -> Any:
+    """A ShardedTensor without the axis of layers."""
+    axes = {name: getattr(leaf, name)[1:] for name in ("global_shape", "global_offset", "axis_fragmentations")}
+    return replace(leaf, prepend_axis_num=leaf.prepend_axis_num - 1, **axes)
 
 
 def common(tree: Any) -> Any:

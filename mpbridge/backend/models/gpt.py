@@ -34,11 +34,14 @@ from megatron.core.transformer.transformer_layer import (
 
 from mpbridge.backend.megatron.inside_model import latent_attention_takes, multiply_in, router_biases_in_fp32
 from mpbridge.backend.megatron.quant_recipe import enter_chunk
+from mpbridge.backend.models.adapters import add_adapters, freeze
 from mpbridge.backend.models.hybrid import hybrid_model, is_mamba
 from mpbridge.backend.models.local_spec import CpuSpecProvider
 from mpbridge.backend.models.residual import keep_wide
 from mpbridge.common.errors import BadValue
+from mpbridge.common.facts import ModelShape
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.settings.sections import LORA
 
 Backend = Callable[[Any], Any]
 """Makes megatron-core's BackendSpecProvider from a TransformerConfig."""
@@ -136,18 +139,26 @@ def transformer_engine_spec(config: Any, *, chunk: int | None) -> Any:
 
 
 def build_chunks(
-    config: Any, arguments: Mapping[str, Any], policy: PrecisionPolicy, *, cuda: bool, backend: Backend | None = None
+    config: Any,
+    arguments: Mapping[str, Any],
+    policy: PrecisionPolicy,
+    *,
+    cuda: bool,
+    backend: Backend | None = None,
+    shape: ModelShape | None = None,
 ) -> list[torch.nn.Module]:
     """The model chunks of this rank, without wrappers except Float16Module: one, or as many as its pipeline stage interleaves.
 
     arguments: GPTModel's own (`megatron.targets.GPT_ARGUMENTS`). backend: makes the linears' provider; None: Transformer Engine on CUDA, `CpuSpecProvider` on a CPU.
+    shape: which linears have adapters; None: none.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for chunk in range(virtual) if virtual else (None,):
-        chunks.append(
-            _in_precision(config, gpt_model(config, arguments, policy, cuda=cuda, backend=backend, chunk=chunk), policy)
-        )
+        model = gpt_model(config, arguments, policy, cuda=cuda, backend=backend, chunk=chunk)
+        if shape is not None and shape.lora_rank:
+            add_adapters(model, shape, arguments)
+        chunks.append(in_precision(config, model, policy))
         if cuda:
             chunks[-1].cuda(torch.cuda.current_device())
     return chunks
@@ -180,8 +191,9 @@ def gpt_model(
     keep_wide(config, spec)
     ahead = multi_token_spec(config, spec, provider, chunk=chunk)
     stage = {"pre_process": first, "post_process": last, "vp_stage": chunk, "mtp_block_spec": ahead}
+    own = {name: value for name, value in arguments.items() if name not in LORA}
     with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):
-        model = GPTModel(config=config, transformer_layer_spec=spec, **stage, **arguments)
+        model = GPTModel(config=config, transformer_layer_spec=spec, **stage, **own)
     return _with_logits(model, policy, last)
 
 
@@ -196,8 +208,12 @@ def _with_logits(model: Any, policy: PrecisionPolicy, last: bool) -> Any:
     return model
 
 
-def _in_precision(config: Any, model: torch.nn.Module, policy: PrecisionPolicy) -> torch.nn.Module:
-    """The model wrapped in Float16Module if the config is 16-bit, with the parameters that `policy.keep_fp32` names left in FP32."""
+def in_precision(config: Any, model: torch.nn.Module, policy: PrecisionPolicy) -> torch.nn.Module:
+    """The model wrapped in Float16Module if the config is 16-bit, with the parameters that `policy.keep_fp32` names left in FP32, and without gradients
+    of those that it freezes."""
+    if policy.frozen:
+        again = config.recompute_granularity == "full" or config.pipeline_model_parallel_size > 1
+        freeze(model, global_names(model), policy, recomputed=again)
     if not (config.bf16 or config.fp16):
         return model
     kept = fp32_modules(model, policy.keep_fp32)
@@ -208,8 +224,8 @@ def _in_precision(config: Any, model: torch.nn.Module, policy: PrecisionPolicy) 
     for parameter, values in wide.items():
         parameter.data = values
     for module in kept:
-        # the scan converts its own parameters; its projection stays in the compute dtype
-        if type(module).__name__ != "MambaMixer":
+        # the scan converts its own parameters, and an adapter its input; a Mamba layer's projection stays in the compute dtype
+        if type(module).__name__ not in ("MambaMixer", "AdapterLinear"):
             _computes_in_fp32(module, policy.compute.torch())
     return wrapped
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge import __version__
+from mpbridge.common.shipped import VERSION
 from mpbridge.common.tables.table import Column
 
 GLOSSARY: Mapping[str, str] = {
@@ -48,10 +48,12 @@ def glossary(*terms: str) -> dict[str, str]:
 
 def made_now(**facts: Any) -> dict[str, str]:
     """Facts at the top of a page, then the command, the date and the version."""
-    command = shlex.join(["mpbridge", *sys.argv[1:]]) if sys.argv[0].endswith(("mpbridge", "__main__.py")) else ""
+    command = (
+        shlex.join(["mpbridge", *sys.argv[1:]]) if sys.argv[0].endswith(("mpbridge", "mpbridge/__main__.py")) else ""
+    )
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     found = {name.replace("_", " "): str(value) for name, value in facts.items() if value not in (None, "", {})}
-    return {**found, **({"command": command} if command else {}), "date": now, "mpbridge": __version__}
+    return {**found, **({"command": command} if command else {}), "date": now, "mpbridge": VERSION}
 
 
 def model_text(config: Mapping[str, Any]) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
+from mpbridge.interop.stacks.base import Export, Fragment, Request, exported
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
     SPELL,
+    TORCHAO,
     environment,
     filter_lines,
     noted,
@@ -41,20 +42,16 @@ def export(request: Request) -> Export:
     theirs = _meaning(policy)
     quant = theirs.regions[-1].quant
     by_te = quant is not None and SCALINGS[quant.scaling] == "TERecipeKwargs"
-    lines = [*output_layer(quant if by_te else None, "accelerate's convert_model")]
+    lines = output_layer(quant if by_te else None, "accelerate's convert_model")
     theirs = noted(theirs, lines)
     more = {"quantization": DELAYED} if quant is not None and quant.row.history else {}
-    lines += compared(request.ours, theirs, NAME, more)
-    pieces = (
-        Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs))),
-        *environment([quant] if quant else ()),
-    )
-    return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
+    code = Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs)))
+    return exported(request, NAME, theirs, [code, *environment([quant] if quant else ())], lines, more)
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
     quant = policy.quant
-    words = {"tensorwise": Quant(format="hybrid", scaling="tensorwise")}
+    words = {"tensorwise": TORCHAO["tensorwise"]}
     if quant is not None and quant.scaling == "mxfp8":
         words["mxfp8"] = Quant(format="e4m3", scaling="mxfp8", options=quant.options)
     if quant is not None and quant.scaling == "delayed":
@@ -93,44 +90,26 @@ def _mode(theirs: Meaning) -> str:
 
 
 def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
-    quant = theirs.regions[-1].quant
-    sharded = theirs.sharded != "nothing"
-    lines = [
-        "import torch",
-        "from accelerate import Accelerator" + (", FullyShardedDataParallelPlugin" if sharded else ""),
-    ]
-    lines += ["from torch.distributed.fsdp import MixedPrecisionPolicy"] if sharded else []
-    handlers = []
-    before: list[str] = []
-    if quant is not None:
-        lines.append(f"from accelerate.utils import {SCALINGS[quant.scaling]}")
-        handlers = [_handler(quant)]
-        if SCALINGS[quant.scaling] == "AORecipeKwargs":
-            lines.append("from torchao.float8 import Float8LinearConfig")
-            before = filter_lines(policy, "model.config.num_hidden_layers")
-    if theirs.loss_scale is not None:
-        lines.append("from accelerate.utils import GradScalerKwargs")
-        handlers.append(f"GradScalerKwargs({scaler_arguments(theirs.loss_scale)})")
+    quant, scale, sharded = theirs.regions[-1].quant, theirs.loss_scale, theirs.sharded != "nothing"
+    used = () if quant is None else (SCALINGS[quant.scaling],)
+    handlers = [] if quant is None else [_handler(quant)]
+    handlers += [] if scale is None else [f"GradScalerKwargs({scaler_arguments(scale)})"]
+    ao = used == ("AORecipeKwargs",)
     plugin = [
-        "plugin = FullyShardedDataParallelPlugin(",
-        "    fsdp_version=2,",
-        "    mixed_precision_policy=MixedPrecisionPolicy(",
+        "plugin = FullyShardedDataParallelPlugin(", "    fsdp_version=2,", "    mixed_precision_policy=MixedPrecisionPolicy(",
         f"        param_dtype=torch.{SPELL[theirs.compute]}, reduce_dtype=torch.{SPELL[theirs.wire]},"
-        f" output_dtype=torch.{SPELL[theirs.output or theirs.compute]},",
-        "    ),",
-        ")",
-    ]
-    lines += [
-        "",
-        *before,
-        f"model.to(torch.{SPELL[theirs.storage]})",
-        *(plugin if sharded else ()),
-        f'accelerator = Accelerator(mixed_precision="{_mode(theirs)}"'
-        + (", fsdp_plugin=plugin" if sharded else "")
-        + (f", kwargs_handlers=[{', '.join(handlers)}]" if handlers else "")
-        + ")",
-    ]
-    return "\n".join(lines)
+        f" output_dtype=torch.{SPELL[theirs.output or theirs.compute]},", "    ),", ")",
+    ]  # fmt: skip
+    arguments = [f'mixed_precision="{_mode(theirs)}"', *(["fsdp_plugin=plugin"] if sharded else ())]
+    arguments += [f"kwargs_handlers=[{', '.join(handlers)}]"] if handlers else []
+    return "\n".join([
+        "import torch", "from accelerate import Accelerator" + (", FullyShardedDataParallelPlugin" if sharded else ""),
+        *(["from torch.distributed.fsdp import MixedPrecisionPolicy"] if sharded else ()),
+        *(f"from accelerate.utils import {name}" for name in used), *(["from torchao.float8 import Float8LinearConfig"] if ao else ()),
+        *(["from accelerate.utils import GradScalerKwargs"] if scale is not None else ()), "",
+        *(filter_lines(policy, "model.config.num_hidden_layers") if ao else ()),
+        f"model.to(torch.{SPELL[theirs.storage]})", *(plugin if sharded else ()), f"accelerator = Accelerator({', '.join(arguments)})",
+    ])  # fmt: skip
 
 
 def _handler(quant: Quant) -> str:

@@ -12,12 +12,14 @@ from typing import Any
 from mpbridge.common.errors import brief, cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, compared, engine_with
+from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
 from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
 from mpbridge.interop.stacks.reading import Reader
 from mpbridge.interop.stacks.sharded_torch import (
+    BY_TORCHAO,
     SPELL,
+    TORCHAO,
     environment,
     fields_of,
     left_out,
@@ -37,12 +39,6 @@ TE_FP8 = {
     "current": Quant(format="hybrid", scaling="tensorwise"),
 }
 """Value of model.backend.te_fp8.recipe -> Transformer Engine's recipe with its defaults; every linear is converted, including the output layer."""
-TORCHAO = {
-    "tensorwise": Quant(format="hybrid", scaling="tensorwise"),
-    "rowwise": Quant(format="e4m3", scaling="rowwise"),
-    "rowwise_with_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
-}
-"""Value of fp8.recipe_name -> torchao's quantization; fp8.filter_fqns excludes modules."""
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 EXPERTS = "neither te_fp8 with model.backend.linear nor fp8 covers them; model.backend.experts decides their GEMMs"
 """What happens to the experts of a mixture."""
@@ -53,7 +49,7 @@ def export(request: Request) -> Export:
     import yaml
 
     policy = request.policy
-    by_torchao = {quant.scaling: quant for quant in TORCHAO.values()}
+    by_torchao = {quant.scaling: quant for quant in TORCHAO.values()}  # fp8.recipe_name
     by_te = {quant.scaling: quant for quant in TE_FP8.values() if quant.scaling not in by_torchao}
     theirs = torch_meaning(policy, fused_adam=True, hands_on=True, regions=regions_there(policy, by_te | by_torchao))
     if request.main_weights == "wrapper":  # which keeps whole FP32 weights itself
@@ -79,10 +75,8 @@ def export(request: Request) -> Export:
     if theirs.router is not None:
         text = "model.backend.gate_precision is read by AutoModel's own implementations of models, not by those of transformers"
         lines.append(Line(fidelity="exact", fact="router", text=text))
-    lines += compared(request.ours, theirs, NAME, more)
-    text = yaml.safe_dump(sections, sort_keys=False).rstrip()
-    pieces = (Fragment(name="recipe.yaml", text=text), *environment([quant] if quant else ()))
-    return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
+    piece = Fragment(name="recipe.yaml", text=yaml.safe_dump(sections, sort_keys=False).rstrip())
+    return exported(request, NAME, theirs, [piece, *environment([quant] if quant else ())], lines, more)
 
 
 def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, ...], list[str]]:
@@ -97,29 +91,24 @@ def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, 
 
 
 def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, Any]:
-    sections: dict[str, Any] = {
-        "model": {"torch_dtype": SPELL[theirs.storage]},
-        "optimizer": _optimizer_section(theirs),
-    }
+    storage = {"torch_dtype": SPELL[theirs.storage]}
+    sections: dict[str, Any] = {"model": storage, "optimizer": _optimizer_section(theirs)}
     if request.main_weights == "wrapper":
-        sections["distributed"] = {"strategy": "megatron_fsdp", "grad_reduce_in_fp32": theirs.wire is DType.FP32}
-        sections["distributed"]["preserve_fp32_weights"] = True
-    else:
-        # all four keys are written: a policy that names some of them replaces the whole default
+        reduces = theirs.wire is DType.FP32
         sections["distributed"] = {
-            "strategy": "fsdp2",
-            "mp_policy": {
-                "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
-                "param_dtype": SPELL[theirs.compute],
-                "reduce_dtype": SPELL[theirs.wire],
-                "output_dtype": SPELL[theirs.output or theirs.compute],
-                "cast_forward_inputs": True,
-            },
+            "strategy": "megatron_fsdp",
+            "grad_reduce_in_fp32": reduces,
+            "preserve_fp32_weights": True,
         }
+    else:  # all four keys are written: a policy that names some of them replaces the whole default
+        policy = {
+            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": SPELL[theirs.compute], "reduce_dtype": SPELL[theirs.wire],
+            "output_dtype": SPELL[theirs.output or theirs.compute], "cast_forward_inputs": True,
+        }  # fmt: skip
+        sections["distributed"] = {"strategy": "fsdp2", "mp_policy": policy}
     quant = theirs.regions[-1].quant
     if quant is not None and left:
-        word = next(word for word, one in TORCHAO.items() if one.scaling == quant.scaling)
-        sections["fp8"] = {"enabled": True, "recipe_name": word, "filter_fqns": left}
+        sections["fp8"] = {"enabled": True, "recipe_name": BY_TORCHAO[quant.scaling][0], "filter_fqns": left}
     elif quant is not None:
         word = next(word for word, one in TE_FP8.items() if one.scaling == quant.scaling)
         sections["model"]["backend"] = {"linear": "te", "te_fp8": {"recipe": word}}
@@ -132,13 +121,9 @@ def _optimizer_section(theirs: Meaning) -> dict[str, Any]:
     if theirs.main is None:
         return {"_target_": "torch.optim.AdamW"}
     return {
-        "_target_": FUSED_ADAM,
-        "master_weights": True,
-        "store_param_remainders": theirs.remainders,
-        "exp_avg_dtype": theirs.exp_avg.value,
-        "exp_avg_sq_dtype": theirs.exp_avg_sq.value,
-        "adam_w_mode": True,
-    }
+        "_target_": FUSED_ADAM, "master_weights": True, "store_param_remainders": theirs.remainders, "exp_avg_dtype": theirs.exp_avg.value,
+        "exp_avg_sq_dtype": theirs.exp_avg_sq.value, "adam_w_mode": True,
+    }  # fmt: skip
 
 
 def read_data(data: Any, *, version: str) -> Imported:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -105,6 +105,14 @@ class Export:
         return max((line.fidelity for line in self.lines), key=ORDER.index, default="exact")
 
 
+def exported(
+    request: Request, stack: str, theirs: Meaning, pieces: Iterable[Fragment], lines: Iterable[Line] = (), more: Mapping[str, str] = MappingProxyType({})
+) -> Export:  # fmt: skip
+    """The export of a request in a stack where the pieces mean `theirs`. lines: beside those of `compared`. more: see there."""
+    found = (*lines, *compared(request.ours, theirs, stack, more))
+    return Export(stack=stack, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
     """The meaning of a stack's configuration."""
@@ -167,12 +175,8 @@ def compared(
     found = list(_regions_lost(ours, theirs, costs))
     for row, (mine, there) in differences(ours, theirs).items():
         if row not in ("bytes", "quantization", "stored", *ignore):
-            price = cost(row, ours, theirs)
-            text = (
-                f"{mine} here, {there} there"
-                + (f" ({price})" if price else "")
-                + (f": {costs[row]}" if row in costs else "")
-            )
+            price, why = cost(row, ours, theirs), costs.get(row)
+            text = f"{mine} here, {there} there" + (f" ({price})" if price else "") + (f": {why}" if why else "")
             fact = STATED[row][1] if row in STATED else "autocast_enabled" if row == "autocast" else row
             found.append(Line(fidelity=_fidelity(row, ours, theirs), fact=fact, text=text))
     if found and ours.bytes != theirs.bytes:
@@ -197,9 +201,8 @@ def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> I
     mine, there = arithmetic_regions(ours.regions), arithmetic_regions(theirs.regions)
     base, other = mine[-1], there[-1]
     for region in mine[:-1]:
-        if region in there or (
-            region.ends and not any(one.rules.distinct for one in there)
-        ):  # nothing is quantized there anyway
+        # without quantization there is nothing that layers at the ends could be left out of
+        if region in there or (region.ends and not any(one.rules.distinct for one in there)):
             continue
         fact, kind = ("edge layers", "different") if region.ends else ("modules", "impossible")
         text = f"{region_text(region)}: {region_rule(region)} here, {_instead(region, there)} there"

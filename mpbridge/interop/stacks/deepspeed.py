@@ -13,7 +13,7 @@ from typing import Any
 
 from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, compared
+from mpbridge.interop.stacks.base import Export, Fidelity, Fragment, Imported, Line, Request, exported
 from mpbridge.interop.stacks.known_keys import imported, known
 from mpbridge.interop.stacks.meaning import Meaning, Sharded
 from mpbridge.interop.stacks.reading import Reader, base_field
@@ -34,19 +34,16 @@ def export(request: Request) -> Export:
     policy = request.policy.settled()
     config = _config(policy)
     theirs = read_data(config, version=request.version).meaning
-    lines = []
     low = {policy.exp_avg, policy.exp_avg_sq} - {None, DType.FP32}
-    if low and theirs.exp_avg is DType.FP32:
-        text = "bf16_optimizer_states requires bf16_master_weights_and_grads: BF16 moments imply BF16 weights"
-        lines.append(Line(fidelity="different", fact="moments", text=text))
-    if theirs.autocast is not None:
-        text = "torch_autocast reduces in its own dtype regardless of communication_data_type"
-        lines.append(Line(fidelity="exact", fact="wire", text=text))
-    if policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None:
-        lines.append(Line(fidelity="exact", fact="non-finite gradients", text=OVERFLOW))
-    lines += compared(request.ours, theirs, NAME)
+    skips = policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None
+    rows: tuple[tuple[Any, Fidelity, str, str], ...] = (
+        (low and theirs.exp_avg is DType.FP32, "different", "moments", "bf16_optimizer_states requires bf16_master_weights_and_grads: BF16 moments imply BF16 weights"),
+        (theirs.autocast is not None, "exact", "wire", "torch_autocast reduces in its own dtype regardless of communication_data_type"),
+        (skips, "exact", "non-finite gradients", OVERFLOW),
+    )  # fmt: skip
+    lines = [Line(fidelity=kind, fact=fact, text=text) for applies, kind, fact, text in rows if applies]
     piece = Fragment(name="ds_config.json", text=json.dumps(config, indent=2))
-    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
+    return exported(request, NAME, theirs, [piece], lines)
 
 
 def _config(policy: PrecisionPolicy) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from mpbridge.common.errors import UnknownName
@@ -23,28 +22,17 @@ from mpbridge.precision.regions import Region
 from mpbridge.precision.registry import describe, get_mixed_precision_config, key, model_of
 from mpbridge.precision.resolve import resolve
 
-_MODULES: Mapping[str, str] = MappingProxyType(
-    {
-        "megatron-lm": "megatron_lm",
-        "megatron-bridge": "megatron_bridge",
-        "automodel": "automodel",
-        "torchtitan": "torchtitan",
-        "fsdp2": "fsdp2",
-        "accelerate": "accelerate",
-        "lightning": "lightning",
-        "deepspeed": "deepspeed",
-        "transformers": "transformers",
-    }
-)
-STACKS: tuple[str, ...] = tuple(_MODULES)
+STACKS: tuple[str, ...] = (
+    "megatron-lm", "megatron-bridge", "automodel", "torchtitan", "fsdp2", "accelerate", "lightning", "deepspeed", "transformers",
+)  # fmt: skip
 
 
 def stack_module(name: str) -> ModuleType:
     """The module of a stack: NAME, VERSIONS, DEFAULT_VERSION, export. Raises UnknownName."""
     wanted = name.strip().lower().replace("_", "-")
-    if wanted not in _MODULES:
-        raise UnknownName("stack", name, _MODULES)
-    return importlib.import_module(f"mpbridge.interop.stacks.{_MODULES[wanted]}")
+    if wanted not in STACKS:
+        raise UnknownName("stack", name, STACKS)
+    return importlib.import_module(f"mpbridge.interop.stacks.{wanted.replace('-', '_')}")
 
 
 def export(
@@ -70,14 +58,9 @@ def export(
     name = recipe if isinstance(recipe, str) else str(recipe) if isinstance(recipe, Path) else "this config"
     own = describe(name).engine if isinstance(recipe, str) else None
     request = Request(
-        name=name,
-        config=config,
-        policy=policy,
-        engine=run.facts.engine if run is not None else engine or own or DEFAULT,
-        version=words,
-        run=run,
-        unnamed=_of_another_model(str(recipe), policy),
-    )
+        name=name, config=config, policy=policy, engine=run.facts.engine if run is not None else engine or own or DEFAULT, version=words,
+        run=run, unnamed=_of_another_model(str(recipe), policy),
+    )  # fmt: skip
     made: Export = module.export(request)
     others = _other_stages(run, stage)
     experts, dense = _experts(module, request, made)
@@ -88,16 +71,11 @@ def export(
 
 def _without_words(policy: PrecisionPolicy) -> tuple[Line, ...]:
     """A line for each fact that the recipe states and that `Meaning`, in which stacks are compared, has no row for."""
-    known = {field.name for field in dataclasses.fields(Meaning)} | {
-        "main_params",
-        "main_grads",
-    }  # main, optimizer_reads
+    # main, optimizer_reads are Meaning's names of these two
+    known = {field.name for field in dataclasses.fields(Meaning)} | {"main_params", "main_grads"}
     facts = {name: getattr(policy, row.fact) for name, row in ROWS.items() if row.fact and row.fact not in known}
-    return tuple(
-        Line(fidelity="impossible", fact=name, text=f"{say(value)} here, no words for it there")
-        for name, value in facts.items()
-        if value is not None
-    )
+    words = {name: f"{say(value)} here, no words for it there" for name, value in facts.items() if value is not None}
+    return tuple(Line(fidelity="impossible", fact=name, text=text) for name, text in words.items())
 
 
 def _experts(module: ModuleType, request: Request, made: Export) -> tuple[tuple[Line, ...], tuple[str, ...]]:
@@ -105,21 +83,17 @@ def _experts(module: ModuleType, request: Request, made: Export) -> tuple[tuple[
 
     What it does with the experts is its module's EXPERTS, or is told by its `experts` of a policy.
     """
-    if made.meaning.regions[-1].quant is None:
-        return (), ()
     text = getattr(module, "EXPERTS", "")
-    there = (
-        module.experts(request.policy)
-        if hasattr(module, "experts")
-        else text and f"in {made.meaning.compute.short.upper()} there: {text}"
-    )
-    if not there:
-        return (), ()
-    if request.run is None:
-        return (), (
-            f"a dense model; the experts of a mixture are quantized here, {there} (--config FILE: judged for that model)",
-        )
-    if not request.run.facts.shape.experts:
+    if made.meaning.regions[-1].quant is None:
+        there = ""
+    elif hasattr(module, "experts"):
+        there = module.experts(request.policy)
+    else:
+        there = text and f"in {made.meaning.compute.short.upper()} there: {text}"
+    if there and request.run is None:
+        dense = f"a dense model; the experts of a mixture are quantized here, {there} (--config FILE: judged for that model)"
+        return (), (dense,)
+    if not there or not request.run.facts.shape.experts:
         return (), ()
     return (Line(fidelity="different", fact="experts", text=f"quantized here, {there}"),), ()
 

@@ -12,30 +12,19 @@ from mpbridge.interop.stacks.meaning import Meaning, arithmetic_differs, differe
 OURS = "mpbridge"
 """Stands for a recipe that runs in mpbridge, in place of a stack."""
 _MEGATRON = ("megatron-lm", "megatron-bridge")
-_TO_FOLDER: Mapping[str, str] = MappingProxyType(
-    {
-        OURS: "mpbridge convert ckpt:DIR hf:DIR",
-        "megatron-lm": "Megatron Bridge's AutoBridge.export_ckpt",
-        "megatron-bridge": "AutoBridge.export_ckpt",
-        "automodel": "checkpoint.save_consolidated",
-        "torchtitan": "checkpoint.last_save_in_hf",
-        "fsdp2": "a full state dict and the model's save_pretrained",
-        "accelerate": "unwrap_model and save_pretrained",
-        "transformers": "save_model",
-        "lightning": "the module's own save_pretrained",
-        "deepspeed": "zero_to_fp32.py and save_pretrained",
-    }
-)
-"""Stack -> how its weights are exported to a Hugging Face folder."""
-_FROM_FOLDER: Mapping[str, str] = MappingProxyType(
-    {
-        OURS: "mpbridge convert hf:DIR ckpt:DIR",
-        "megatron-lm": "Megatron Bridge's AutoBridge.import_ckpt",
-        "megatron-bridge": "AutoBridge.import_ckpt",
-        "torchtitan": "checkpoint.initial_load_in_hf",
-    }
-)
-"""Stack -> how it loads such a folder; the others use from_pretrained."""
+_FOLDERS: Mapping[str, tuple[str, str]] = MappingProxyType({
+    OURS: ("mpbridge convert ckpt:DIR hf:DIR", "mpbridge convert hf:DIR ckpt:DIR"),
+    "megatron-lm": ("Megatron Bridge's AutoBridge.export_ckpt", "Megatron Bridge's AutoBridge.import_ckpt"),
+    "megatron-bridge": ("AutoBridge.export_ckpt", "AutoBridge.import_ckpt"),
+    "torchtitan": ("checkpoint.last_save_in_hf", "checkpoint.initial_load_in_hf"),
+    "automodel": ("checkpoint.save_consolidated", "from_pretrained"),
+    "fsdp2": ("a full state dict and the model's save_pretrained", "from_pretrained"),
+    "accelerate": ("unwrap_model and save_pretrained", "from_pretrained"),
+    "transformers": ("save_model", "from_pretrained"),
+    "lightning": ("the module's own save_pretrained", "from_pretrained"),
+    "deepspeed": ("zero_to_fp32.py and save_pretrained", "from_pretrained"),
+})  # fmt: skip
+"""Stack -> how its weights are exported to a Hugging Face folder, and how it loads such a folder."""
 _MEGATRON_WAYS: Mapping[str, str] = MappingProxyType(
     {
         "megatron-bridge": "Bridge can read Megatron-LM's, using the arguments stored in it; which optimizer states its loader restores is not verified",
@@ -67,17 +56,14 @@ def handover(a: Setup, b: Setup) -> str:
 
 
 def _arithmetic(a: Setup, b: Setup) -> str:
-    if not differences(a.meaning, b.meaning):
-        beyond = _beyond(a, b)
-        return (
-            f"What mpbridge can express of both is the same, but not all of it: {beyond}"
-            if beyond
-            else "They mean the same"
-        )
+    beyond = _beyond(a, b)
+    if differences(a.meaning, b.meaning):
+        other = arithmetic_differs(a.meaning, b.meaning)
+        return "They compute differently" if other else "The same arithmetic, with a different layout of tensors"
     return (
-        "They compute differently"
-        if arithmetic_differs(a.meaning, b.meaning)
-        else "The same arithmetic, with a different layout of tensors"
+        f"What mpbridge can express of both is the same, but not all of it: {beyond}"
+        if beyond
+        else "They mean the same"
     )
 
 
@@ -95,8 +81,8 @@ def _way(a: Setup, b: Setup) -> str:
         return f"Both write megatron-core's distributed checkpoints. {_MEGATRON_WAYS[b.stack]}"
     if a.stack in _MEGATRON and b.stack == OURS and traits(b.engine).checkpoints == "mcore":
         return f"A's checkpoints cannot be continued in B. checkpoint.load of A's torch_dist folder with --reset-optimizer works, but only {ALONE}"
-    take = _FROM_FOLDER.get(b.stack, "from_pretrained")
-    return f"A's checkpoints cannot be continued in B. Through a Hugging Face folder ({_TO_FOLDER[a.stack]}, then {take}), only {ALONE}"
+    ways = f"{_FOLDERS[a.stack][0]}, then {_FOLDERS[b.stack][1]}"
+    return f"A's checkpoints cannot be continued in B. Through a Hugging Face folder ({ways}), only {ALONE}"
 
 
 def _here(a: Setup, b: Setup) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import re
@@ -82,6 +83,7 @@ def read_python(
 def _read_python(text: str, path: Path | None, function: str, stack: str | None, version: str | None) -> Imported:
     from mpbridge.interop.stacks import data_comment
     from mpbridge.interop.stacks.python_text import Reading
+    from mpbridge.interop.stacks.python_values import Module
 
     name = path.name if path is not None else "the file"
     if not function and data_comment.has_comment(text):
@@ -96,7 +98,7 @@ def _read_python(text: str, path: Path | None, function: str, stack: str | None,
         )
     module = _importer(stack)
     reading = Reading(opaque=module.OPAQUE)
-    source = reading.module(text, path, name)
+    source = Module(text, path, name)
     if not function:
         public = [one for one in source.functions if not one.startswith("_")]
         if len(public) != 1:
@@ -138,14 +140,11 @@ def _read_words(
     if not hasattr(module, "read"):
         raise BadValue(f"{told.stack} is configured by files, not by arguments: pass the file")
     words, notes = script.words, (*told.assumed, *script.notes)
-    undecided: tuple[str, ...] = tuple(note for note in notes if "not decided" in note and _DECIDES.search(note))
-    if NO_PROGRAM in script.notes:
-        undecided += (
-            "no command here starts a Python program: what it is started with decides: pass its arguments (--args)",
-        )
-    undecided += (
-        () if file is None else (f"--deepspeed_config: {cut(file)} decides: pass that file (--from deepspeed)",)
-    )
+    undecided = tuple(note for note in notes if "not decided" in note and _DECIDES.search(note))
+    alone = "no command here starts a Python program: what it is started with decides: pass its arguments (--args)"
+    undecided += (alone,) if NO_PROGRAM in script.notes else ()
+    decides = f"--deepspeed_config: {cut(file or '')} decides: pass that file (--from deepspeed)"
+    undecided += () if file is None else (decides,)
     if told.stack == "accelerate" and script.program:
         words, more = launch_options(script.program, script.words)
         notes = (*notes, *more)
@@ -219,7 +218,7 @@ def load(text: str, name: str) -> Any:
         if name.endswith(".json") and "\t" in text:  # which JSON allows, and YAML does not
             text = text.replace("\t", " ")
         # a TOML file without keys counts as an empty file, not as an empty mapping
-        return (tomllib.loads(text) or None) if name.endswith(".toml") else yaml.load(text, Loader=_Plain)
+        return (tomllib.loads(text) or None) if name.endswith(".toml") else yaml.load(text, Loader=_plain_loader())
     except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
         first = str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__
         raise DataError(f"{name or 'the file'}: cannot be read: {first}") from None
@@ -310,12 +309,12 @@ def _never_read(found: Imported, asked: str | None) -> Imported:
     return dataclasses.replace(found, **(lines | {"assumed": (*assumed, *lines["assumed"])}))
 
 
+@functools.cache
 def _plain_loader() -> Any:
+    """A safe loader of yaml's that keeps foreign tags as plain values, made on first use: yaml is not needed for shell scripts."""
     import yaml
 
     class Plain(yaml.SafeLoader):
-        """A safe loader that keeps foreign tags as plain values."""
-
         def get_single_node(self) -> Any:
             return of_bounded_size(super().get_single_node())
 
@@ -329,17 +328,3 @@ def _plain_loader() -> Any:
     Plain.add_multi_constructor("!", plain)
     Plain.add_multi_constructor("tag:", plain)
     return Plain
-
-
-class _Lazy:
-    """yaml's loader class, made on first use: yaml is not needed for shell scripts."""
-
-    made: Any = None
-
-    def __call__(self, stream: Any) -> Any:
-        if self.made is None:
-            self.made = _plain_loader()
-        return self.made(stream)
-
-
-_Plain: Any = _Lazy()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpbridge.common.errors import BadValue, cut
-from mpbridge.interop.stacks.shell_words import ASSIGNMENT, GAP, LIMIT, Command, Expansions, Value, Word
+from mpbridge.interop.stacks.shell_words import ASSIGNMENT, GAP, LIMIT, Command, Expansions, Value
 
 _OPTIONS = "\0\0"
 """Stands for options of which only running tells whether they are given: no option's value."""
@@ -57,10 +57,8 @@ def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> 
         documents=script.documents,
     )
     last = text.rstrip().rpartition("\n")[2].strip()
-    if (len(last) - len(last.rstrip("\\"))) % 2 and not last.startswith("#"):
-        found.notes.append(
-            "the last line ends in a line continuation: read as whole, but the arguments after it are missing"
-        )
+    half = "the last line ends in a line continuation: read as whole, but the arguments after it are missing"
+    found.notes += [half] if (len(last) - len(last.rstrip("\\"))) % 2 and not last.startswith("#") else []
     return found
 
 
@@ -98,21 +96,21 @@ class _Blocks:
         self.open: list[tuple[str, int]] = []
         self.function = False
 
-    def enter(self, command: Command) -> list[Word]:
+    def enter(self, command: Command) -> list[str]:
         """The words of a command without the keywords around it; none for what only opens or closes a block."""
         words = list(command.words)
-        while words and words[0].text in (*_OPENS, *_CLOSES, *_GOES_ON, "function"):
+        while words and words[0] in (*_OPENS, *_CLOSES, *_GOES_ON, "function"):
             word = words.pop(0)
-            if word.text == "function":
+            if word == "function":
                 words, self.function = words[1:], True
-            elif word.text in _OPENS:
-                self.open.append(("a function" if self.function else f"`{word.text}`", word.line))
+            elif word in _OPENS:
+                self.open.append(("a function" if self.function else f"`{word}`", command.line))
                 self.function = False
-                words = [] if word.text in ("for", "case", "select") else words
-            elif word.text in _CLOSES and self.open:
+                words = [] if word in ("for", "case", "select") else words
+            elif word in _CLOSES and self.open:
                 self.open.pop()
         if command.after == "(":
-            if words and not ASSIGNMENT.match(words[0].text):
+            if words and not ASSIGNMENT.match(words[0]):
                 self.function, words = True, []
             else:
                 self.open.append(("`(`", command.line))
@@ -167,16 +165,16 @@ class _Script(Expansions):
         self.depth -= 1
         self.notes += [f"{kind} of line {line} is never closed" for kind, line in blocks.open if kind != "`(`"]
 
-    def run(self, words: list[Word], where: str, line: int) -> str:
+    def run(self, words: list[str], where: str, line: int) -> str:
         """Follows one command. where: the reason why it may not be run; empty: it is run. Returns its name."""
-        name = words[0].text
-        while words and (ASSIGNMENT.match(words[0].text) or words[0].text in _DECLARES):
-            if words[0].text in _DECLARES:
-                words = [word for word in words[1:] if not word.text.startswith("-")]
-                if words and not ASSIGNMENT.match(words[0].text):
+        name = words[0]
+        while words and (ASSIGNMENT.match(words[0]) or words[0] in _DECLARES):
+            if words[0] in _DECLARES:
+                words = [word for word in words[1:] if not word.startswith("-")]
+                if words and not ASSIGNMENT.match(words[0]):
                     return name
                 continue
-            rest = [word for word in words if not ASSIGNMENT.match(word.text)]
+            rest = [word for word in words if not ASSIGNMENT.match(word)]
             if rest and name not in _DECLARES:
                 words = rest  # variables of that command alone
                 break
@@ -209,11 +207,11 @@ class _Script(Expansions):
         self.follow(text)
         self.started[before:] = [(program, words, [*notes, *more]) for program, words, more in self.started[before:]]
 
-    def assign(self, word: Word, where: str, line: int) -> None:
+    def assign(self, word: str, where: str, line: int) -> None:
         """NAME=value, NAME+=value, NAME=(words)."""
-        found = ASSIGNMENT.match(word.text)
+        found = ASSIGNMENT.match(word)
         assert found is not None
-        name, adds, written = found[1], bool(found[2]), word.text[found.end() :]
+        name, adds, written = found[1], bool(found[2]), word[found.end() :]
         old = self.values.get(name, Value(("",)))
         array = written.startswith("(")
         if array:
@@ -247,11 +245,8 @@ class _Script(Expansions):
         if self.started:
             program, words, notes = max(reversed(self.started), key=lambda one: _options(one[1]))
             others = {tuple(rest) for _, rest, _ in self.started if _options(rest)} - {tuple(words)}
-            if others:
-                notes = [
-                    f"{len(others) + 1} commands start a program with options: the one with the most options is read",
-                    *notes,
-                ]
+            several = f"{len(others) + 1} commands start a program with options: the one with the most options is read"
+            notes = [several, *notes] if others else notes
         else:
             program, notes = [], [NO_PROGRAM]
             held = [value for name, value in self.values.items() if name not in ("PWD", "0")]
@@ -281,18 +276,10 @@ def _decided(words: list[str]) -> tuple[list[str], list[str]]:
             continue
         if _OPTIONS in word:
             continue
-        option = (
-            word.partition("=")[0]
-            if word.startswith("--")
-            else kept.pop()
-            if kept and kept[-1].startswith("--") and "=" not in kept[-1]
-            else ""
-        )
-        notes += (
-            [f"{cut(option)}: its value is known only when the script runs: not decided"]
-            if option and GAP not in option
-            else []
-        )
+        before = bool(kept) and kept[-1].startswith("--") and "=" not in kept[-1]
+        option = word.partition("=")[0] if word.startswith("--") else kept.pop() if before else ""
+        if option and GAP not in option:
+            notes.append(f"{cut(option)}: its value is known only when the script runs: not decided")
     return kept, notes
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Request, compared
+from mpbridge.interop.stacks.base import Export, Fragment, Request, exported
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.lightning_import import NAME, read_data
 from mpbridge.interop.stacks.sharded_torch import SPELL, environment, noted, output_layer, torch_meaning
@@ -37,14 +37,10 @@ def export(request: Request) -> Export:
     if "plugins" in said and policy.quant is not None:  # options that only the environment tells
         theirs = dataclasses.replace(theirs, regions=(Region(quant=dataclasses.replace(policy.quant, stored=False)),))
     quant = theirs.regions[-1].quant
-    lines = [*output_layer(quant, "the plugin")]
+    lines = output_layer(quant, "the plugin")
     theirs = noted(theirs, lines)
-    lines += compared(request.ours, theirs, NAME)
-    pieces = (
-        Fragment(name="python", text=commented(NAME, theirs, _code(said))),
-        *environment([quant] if quant else ()),
-    )
-    return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
+    code = Fragment(name="python", text=commented(NAME, theirs, _code(said)))
+    return exported(request, NAME, theirs, [code, *environment([quant] if quant else ())], lines)
 
 
 def _trainer(policy: PrecisionPolicy) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Meaning:
     pipeline: DType | None = None
     """Activations between pipeline stages; None: as computed."""
     keep_fp32: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     """Globs over parameters that stay FP32."""
     logits: DType | None = None
     """Here and in the facts below, None means that the model's own code decides."""
@@ -111,13 +112,10 @@ class Meaning:
         """(a, b) of a + b/N bytes per parameter of a dense model: what every rank keeps, and what N ranks share."""
         held = dict(self.held)
         parts = {"params": held.pop("storage"), "grads": held.pop("accumulator"), "states": sum(held.values())}
-        divided: Mapping[Sharded, tuple[str, ...]] = {
-            "nothing": (),
-            "optimizer": ("states",),
-            "gradients": ("states", "grads"),
-            "everything": ("states", "grads", "params"),
-        }
-        shared = sum(size for name, size in parts.items() if name in divided[self.sharded])
+        divided = ("states", "grads", "params")[
+            : ("nothing", "optimizer", "gradients", "everything").index(self.sharded)
+        ]
+        shared = sum(parts[name] for name in divided)
         return sum(parts.values()) - shared, shared
 
     @property
@@ -140,23 +138,12 @@ def with_quant(meaning: Meaning, quant: Quant | None, ends: tuple[int, int] | No
     return dataclasses.replace(meaning, regions=(*edges, Region(quant=quant)))
 
 
-LABELS: Mapping[str, str] = MappingProxyType(
-    {
-        "storage": "stored parameters",
-        "compute": "weights in the forward pass",
-        "autocast": "torch autocast",
-        "main": "main weights",
-        "wire": "gradients on the wire",
-        "accumulator": "gradient accumulator",
-        "optimizer_reads": "gradients that the optimizer reads",
-        "exp_avg": "first moment",
-        "exp_avg_sq": "second moment",
-        "quantization": "quantized linears",
-        "loss_scale": "loss scale",
-        "sharded": "sharded over data parallelism",
-        "bytes": "bytes per parameter (dense, Adam)",
-    }
-)
+LABELS: Mapping[str, str] = MappingProxyType({
+    "storage": "stored parameters", "compute": "weights in the forward pass", "autocast": "torch autocast", "main": "main weights",
+    "wire": "gradients on the wire", "accumulator": "gradient accumulator", "optimizer_reads": "gradients that the optimizer reads",
+    "exp_avg": "first moment", "exp_avg_sq": "second moment", "quantization": "quantized linears", "loss_scale": "loss scale",
+    "sharded": "sharded over data parallelism", "bytes": "bytes per parameter (dense, Adam)",
+})  # fmt: skip
 """Row of a comparison -> its label."""
 
 
@@ -166,6 +153,7 @@ STATED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "output": ("returned by a wrapped module", "output_dtype"),
         "pipeline": ("activations between pipeline stages", "pipeline_dtype"),
         "keep_fp32": ("parameters kept in FP32", "keep_fp32"),
+        "frozen": ("parameters that are not trained", "frozen"),
         "logits": ("logits", "logit_dtype"),
         "router": ("experts' router", "moe_router_dtype"),
         "residual_fp32": ("residual stream in FP32", "fp32_residual_connection"),
@@ -197,35 +185,19 @@ def of_policy(policy: PrecisionPolicy, *, engine: str = DEFAULT, sharded: Sharde
     grads, main = settled.accumulate or kept["grads"].dtype, kept.get("main_params")
     read = kept["main_grads"].dtype if "main_grads" in kept else grads
     return Meaning(
-        storage=settled.params,
-        compute=settled.compute,
-        autocast=settled.autocast,
+        storage=settled.params, compute=settled.compute, autocast=settled.autocast,
         main=None if main is None else DType.FP32 if main.dtype is DType.INT16 else main.dtype,
         remainders=main is not None and main.dtype is DType.INT16,
-        wire=wires(settled)["gradients"],
-        accumulator=grads,
-        optimizer_reads=None if read is grads else read,
-        exp_avg=kept["exp_avg"].dtype,
-        exp_avg_sq=kept["exp_avg_sq"].dtype,
-        sharded=divided,
-        loss_scale=settled.loss_scale,
-        regions=settled.regions,
-        reuse_grad_buffer=settled.reuse_grad_buffer,
-        **stated(settled),
-    )
+        wire=wires(settled)["gradients"], accumulator=grads, optimizer_reads=None if read is grads else read,
+        exp_avg=kept["exp_avg"].dtype, exp_avg_sq=kept["exp_avg_sq"].dtype, sharded=divided, loss_scale=settled.loss_scale,
+        regions=settled.regions, reuse_grad_buffer=settled.reuse_grad_buffer, **stated(settled),
+    )  # fmt: skip
 
 
 def stated(policy: PrecisionPolicy) -> dict[str, Any]:
     """The facts that a Meaning has only if the policy states them: dtypes of activations, and those of the model."""
-    return {
-        "output": None if policy.output is policy.compute else policy.output,
-        "pipeline": None if policy.pipeline is policy.compute else policy.pipeline,
-        "keep_fp32": policy.keep_fp32,
-        "logits": policy.logits,
-        "router": policy.router,
-        "residual_fp32": policy.residual_fp32,
-        "softmax_fp32": policy.softmax_fp32,
-    }
+    found = {name: getattr(policy, name) for name in STATED if name != "reuse_grad_buffer"}
+    return found | {name: None for name in ("output", "pipeline") if found[name] is policy.compute}
 
 
 def quantization_text(regions: tuple[Region, ...]) -> str:
@@ -263,7 +235,7 @@ def label(row: str, *meanings: Meaning) -> str:
 def stated_text(meaning: Meaning, name: str) -> str:
     """The effective value of a row of STATED as text."""
     value = meaning.in_force(name)
-    if name == "keep_fp32":
+    if name in ("keep_fp32", "frozen"):
         return ", ".join(value) or "none"
     return say(value) if value is not None else "as computed" if name in ("output", "pipeline") else "the model's own"
 

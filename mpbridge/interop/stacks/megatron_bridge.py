@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
-from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.megatron_bridge_fields import CORE, FIELDS, NAME, TARGET
 from mpbridge.interop.stacks.megatron_bridge_import import read_data
 from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of
@@ -29,28 +28,18 @@ def export(request: Request) -> Export:
     import yaml
 
     policy, fsdp = request.policy, request.main_weights == "wrapper"
-    sections: dict[str, Any] = {"mixed_precision": _section(request.config, policy)}
-    sections["optimizer"] = _optimizer(policy)
-    sections["ddp"] = _ddp(policy, fsdp)
-    sections["model"] = _model(policy, softmax_of(request, core=CORE))
+    sections = {
+        "mixed_precision": _section(request.config, policy), "optimizer": _optimizer(policy), "ddp": _ddp(policy, fsdp),
+        "model": _model(policy, softmax_of(request, core=CORE)),
+    }  # fmt: skip
     text = yaml.safe_dump({name: values for name, values in sections.items() if values}, sort_keys=False)
-    theirs = _meaning(request, sections)
-    lines = [*_unsayable(request), *compared(request.ours, theirs, NAME, {**reasons(request), **_moved(policy)})]
-    return Export(
-        stack=NAME,
-        version=request.version,
-        pieces=(Fragment(name="run_config.yaml", text=text.rstrip()), *environment(policy.quants)),
-        meaning=theirs,
-        lines=tuple(lines),
-    )
-
-
-def _meaning(request: Request, sections: dict[str, Any]) -> Meaning:
-    """The sections' meaning in Bridge, with the options that only the environment tells, and the softmax that is its default too."""
-    found, policy = read_data(sections, version=request.version).meaning, request.policy
+    # its meaning, with the options that only the environment tells, and the softmax that is its default too
     quant = in_core(policy.quant)
     regions = (*(region for region in policy.regions[:-1] if region.ends and quant), Region(quant=quant))
-    return dataclasses.replace(found, regions=regions, softmax_fp32=policy.softmax_fp32)
+    found = read_data(sections, version=request.version).meaning
+    theirs = dataclasses.replace(found, regions=regions, softmax_fp32=policy.softmax_fp32)
+    pieces = [Fragment(name="run_config.yaml", text=text.rstrip()), *environment(policy.quants)]
+    return exported(request, NAME, theirs, pieces, _unsayable(request), {**reasons(request), **_moved(policy)})
 
 
 def torch_dtype(dtype: DType) -> dict[str, Any]:
@@ -60,39 +49,26 @@ def torch_dtype(dtype: DType) -> dict[str, Any]:
 
 def _section(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> dict[str, Any]:
     values: dict[str, Any] = {"_target_": TARGET}
-    said = config.stored()
-    always = _differing(config, policy)
+    said, quant = config.stored(), in_core(policy.quant)
+    # effective fields whose defaults differ between stacks are always written
+    always = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} if policy.loss_scale else set()
+    if quant is not None and config.first_last_layers_bf16:
+        always |= {"num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"}
+    if quant is not None and quant.row.history:
+        always |= {"fp8_amax_history_len", "fp8_amax_compute_algo"}
     for name, default in FIELDS.items():
-        value = said[name]
-        if isinstance(value, DType):
-            value = torch_dtype(value)
+        value = torch_dtype(said[name]) if isinstance(said[name], DType) else said[name]
         if name.startswith("num_layers_at") and config.first_last_layers_bf16:
             value = 1 if value is None else value  # None means one layer here and is not a valid value there
         if value is not None and (value != default or name in always):
             values[name] = value
-    quant = in_core(policy.quant)
     if policy.quant is not None and quant is None:
         values = {name: value for name, value in values.items() if not name.startswith(("fp8", "fp4"))}
     if quant is not None:
-        # the default differs between stacks, so it is always written
         values[f"fp{quant.bits}_recipe"] = quant.scaling
     values["grad_reduce_in_fp32"] = policy.reduce is DType.FP32
-    values["params_dtype"] = torch_dtype(policy.compute)
-    values["pipeline_dtype"] = torch_dtype(policy.pipeline)
-    values.pop("fp8_param", None)
-    values.pop("fp4_param", None)
-    return values
-
-
-def _differing(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> frozenset[str]:
-    """Effective fields whose defaults differ between stacks: they are always written."""
-    quant = in_core(policy.quant)
-    found = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} if policy.loss_scale else set()
-    if quant is not None and config.first_last_layers_bf16:
-        found |= {"num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"}
-    if quant is not None and quant.row.history:
-        found |= {"fp8_amax_history_len", "fp8_amax_compute_algo"}
-    return frozenset(found)
+    values |= {"params_dtype": torch_dtype(policy.compute), "pipeline_dtype": torch_dtype(policy.pipeline)}
+    return {name: value for name, value in values.items() if name not in ("fp8_param", "fp4_param")}
 
 
 def _optimizer(policy: PrecisionPolicy) -> dict[str, Any]:
@@ -131,15 +107,11 @@ def _model(policy: PrecisionPolicy, softmax: bool) -> dict[str, Any]:
 
 
 def _unsayable(request: Request) -> Iterator[Line]:
-    policy = request.policy
-    own = policy.params is policy.settled().main_params and policy.params is not DType.FP32
-    if own and request.main_weights != "wrapper":
-        yield Line(
-            fidelity="impossible",
-            fact="main_params_dtype",
-            text="its optimizers always create FP32 main weights for 16-bit parameters; nearest: those, as written here",
-        )
-    if request.main_weights == "wrapper" and _moved(policy):
+    policy, wrapper = request.policy, request.main_weights == "wrapper"
+    if policy.params is policy.settled().main_params and policy.params is not DType.FP32 and not wrapper:
+        text = "its optimizers always create FP32 main weights for 16-bit parameters; nearest: those, as written here"
+        yield Line(fidelity="impossible", fact="main_params_dtype", text=text)
+    if wrapper and _moved(policy):
         yield Line(fidelity="different", fact="main weights", text=_moved(policy)["main"])
 
 

@@ -18,7 +18,7 @@ from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import imported, unknown_of
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.interop.stacks.megatron_bridge_fields import CORE, DIFFERS, FIELDS, NAME, TARGET
-from mpbridge.interop.stacks.python_values import SourceObject, Unknown, plain, without_unknown
+from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields
 from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.precision_field import Target
@@ -124,8 +124,7 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
             value = _named_recipe(value, name)
         if isinstance(value, SourceObject):
             unknown += unknown_of(NAME, section, value.attributes)
-            kept = {field: plain(inner) for field, inner in value.attributes.items() if field in wanted}
-            data[section] = without_unknown(kept, not_known, section)
+            data[section] = known_fields(value, wanted, not_known, section)
         elif isinstance(value, str):
             data[section] = value
     found = read_data(data, version=version)

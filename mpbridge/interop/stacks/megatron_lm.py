@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
-from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
-from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.megatron_lm_import import read
 from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME
 from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as DEFAULT_VERSION
@@ -26,43 +25,23 @@ Flags = Iterator[str]
 
 def export(request: Request) -> Export:
     """The precision part of a Megatron-LM command line."""
-    policy, lines = request.policy, list(_unsayable(request))
-    wrapped = _has_dtypes(request)
-    softmax = megatron_modules.softmax_of(request, core=_core(request))
-    words = [
-        *_base(policy),
-        *_gradients(policy, wrapped),
-        *_scale(policy),
-        *_quantization(policy),
-        *(("--te-precision-config-file precision.yaml",) if megatron_modules.rules_there(request) else ()),
-        *_model(policy, softmax, policy.logits if SINCE_017.holds(_core(request)) else None),
-    ]
-    words += [*_optimizer(policy, request), *_megatron_fsdp(request)]
-    pieces = [Fragment(name="arguments", text=_wrapped(words))]
-    if megatron_modules.rules_there(request):
-        pieces.append(Fragment(name="precision.yaml", text=megatron_modules.rules_file(request, core=_core(request))))
-        lines += megatron_modules.notes(request)
-    pieces += environment(policy.quants)
-    lines += process_wide(policy.quants)
-    theirs = _meaning(request, words)
-    lines += compared(request.ours, theirs, NAME, megatron_modules.reasons(request))
-    return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
-
-
-def _core(request: Request) -> str:
-    return CORE[request.version]
-
-
-def _meaning(request: Request, words: list[str]) -> Meaning:
-    """The flags' meaning in Megatron-LM, with the rules of the file beside them, and the softmax of an implementation that reads its flag."""
-    found = read(shlex.split(" ".join(words)), version=request.version).meaning
-    regions = tuple(megatron_modules.regions_said(request, core=_core(request)))
-    return dataclasses.replace(found, regions=regions, softmax_fp32=request.policy.softmax_fp32)
+    policy, core = request.policy, CORE[request.version]
+    rules = megatron_modules.rules_there(request)
+    words = [*_flags(request, core), *(("--te-precision-config-file precision.yaml",) if rules else ()), *_model(request, core), *_optimizer(request)]  # fmt: skip
+    pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
+    if rules:
+        pieces.append(Fragment(name="precision.yaml", text=megatron_modules.rules_file(request, core=core)))
+    lines = [*_unsayable(request), *(megatron_modules.notes(request) if rules else ()), *process_wide(policy.quants)]
+    # the flags' meaning, with the rules of the file beside them, and the softmax of an implementation that reads its flag
+    theirs = read(shlex.split(" ".join(words)), version=request.version).meaning
+    regions = tuple(megatron_modules.regions_said(request, core=core))
+    theirs = dataclasses.replace(theirs, regions=regions, softmax_fp32=policy.softmax_fp32)
+    return exported(request, NAME, theirs, [*pieces, *environment(policy.quants)], lines, megatron_modules.reasons(request))  # fmt: skip
 
 
 def _has_dtypes(request: Request) -> bool:
-    """Whether Megatron-FSDP shards and its three dtype flags exist."""
-    return request.main_weights == "wrapper" and SINCE_017.holds(_core(request))
+    """Whether Megatron-FSDP shards and its three dtype flags exist: it reads neither of the two about the reduction."""
+    return request.main_weights == "wrapper" and SINCE_017.holds(CORE[request.version])
 
 
 def _narrow_main(policy: PrecisionPolicy) -> bool:
@@ -70,43 +49,25 @@ def _narrow_main(policy: PrecisionPolicy) -> bool:
     return bool(policy.precision_aware) and policy.main_params is DType.FP16
 
 
-def _distributed(request: Request) -> bool:
-    """Whether --use-distributed-optimizer is written: if states are sharded, or other flags require it."""
-    policy = request.policy
-    asked = bool(policy.precision_aware or policy.stored or request.main_weights == "optimizer")
-    return asked or request.ours.sharded != "nothing"
-
-
-def _base(policy: PrecisionPolicy) -> Flags:
+def _flags(request: Request, core: str) -> Flags:
+    policy, wrapped = request.policy, _has_dtypes(request)
     if policy.compute is not DType.FP32:
         yield f"--{policy.compute.short}"
-
-
-def _gradients(policy: PrecisionPolicy, wrapped: bool) -> Flags:
-    """wrapped: Megatron-FSDP has its own flags and reads neither of these."""
     if policy.reduce is DType.FP32 and not wrapped:
         yield "--accumulate-allreduce-grads-in-fp32"
     elif policy.compute is DType.BF16 and not wrapped:
         yield "--grad-reduce-in-bf16"
-
-
-def _scale(policy: PrecisionPolicy) -> Flags:
     scale = policy.loss_scale
-    if scale is None:
-        return
-    if scale.static is not None:
+    if scale is not None and scale.static is not None:
         yield f"--loss-scale {number(scale.static)}"
-        return
-    yield f"--initial-loss-scale {number(scale.initial)}"
-    yield f"--min-loss-scale {number(scale.minimum)}"
-    yield f"--loss-scale-window {number(scale.window)}"
-    yield f"--hysteresis {scale.hysteresis}"
-
-
-def _quantization(policy: PrecisionPolicy) -> Flags:
+    elif scale is not None:
+        yield f"--initial-loss-scale {number(scale.initial)}"
+        yield f"--min-loss-scale {number(scale.minimum)}"
+        yield f"--loss-scale-window {number(scale.window)}"
+        yield f"--hysteresis {scale.hysteresis}"
     quant = megatron_modules.in_core(policy.quant)
     if quant is not None:
-        yield from _one(quant)
+        yield from _quantization(quant)
         if policy.reuse_grad_buffer:
             yield "--reuse-grad-buf-for-mxfp8-param-ag"
         if policy.ends is not None:
@@ -114,8 +75,8 @@ def _quantization(policy: PrecisionPolicy) -> Flags:
             yield f"--first-last-layers-bf16 --num-layers-at-start-in-bf16 {first} --num-layers-at-end-in-bf16 {last}"
 
 
-def _one(quant: Quant) -> Flags:
-    low = "fp4" if quant.bits == 4 else "fp8"
+def _quantization(quant: Quant) -> Flags:
+    low = f"fp{quant.bits}"
     # the recipe is always written: alone, --fp8-format means delayed scaling here and tensorwise in Megatron Bridge
     yield f"--{low}-format {quant.format} --{low}-recipe {quant.scaling}"
     if quant.factory:
@@ -130,61 +91,54 @@ def _one(quant: Quant) -> Flags:
         yield f"--{low}-param-gather"
 
 
-def _model(policy: PrecisionPolicy, softmax: bool, logits: DType | None) -> Flags:
+def _model(request: Request, core: str) -> Flags:
+    policy = request.policy
     if policy.residual_fp32:
         yield "--fp32-residual-connection"
-    if softmax:
+    if megatron_modules.softmax_of(request, core=core):
         yield "--attention-softmax-in-fp32"
     if policy.router is not None:
         yield f"--moe-router-dtype {policy.router.short}"
-    if logits is not None:
-        yield f"--output-logit-dtype {logits.short}"
+    if policy.logits is not None and SINCE_017.holds(core):
+        yield f"--output-logit-dtype {policy.logits.short}"
 
 
-def _optimizer(policy: PrecisionPolicy, request: Request) -> Flags:
-    aware = bool(policy.precision_aware)
-    if request.main_weights != "wrapper" and _distributed(request):
+def _optimizer(request: Request) -> Flags:
+    policy, wrapper = request.policy, request.main_weights == "wrapper"
+    needed = policy.precision_aware or policy.stored or request.main_weights == "optimizer"
+    if not wrapper and (needed or request.ours.sharded != "nothing"):
         yield "--use-distributed-optimizer"
-    if aware:
+    if policy.precision_aware:
         yield "--use-precision-aware-optimizer"
         yield f"--main-grads-dtype {(policy.main_grads or DType.FP32).short}"
         yield f"--main-params-dtype {'fp16' if _narrow_main(policy) else 'fp32'}"
         yield f"--exp-avg-dtype {_state(policy.exp_avg)} --exp-avg-sq-dtype {_state(policy.exp_avg_sq)}"
+    if wrapper:
+        yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
+        yield "--ckpt-format fsdp_dtensor"
+    if _has_dtypes(request):
+        reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
+        yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
+        yield f"--megatron-fsdp-main-grads-dtype {add} --megatron-fsdp-grad-comm-dtype {reduce}"
 
 
 def _state(dtype: DType | None) -> str:
     return "fp8" if dtype is DType.UINT8 else (dtype or DType.FP32).short
 
 
-def _megatron_fsdp(request: Request) -> Flags:
-    policy = request.policy
-    if request.main_weights != "wrapper":
-        return
-    yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
-    yield "--ckpt-format fsdp_dtensor"
-    if not _has_dtypes(request):
-        return
-    reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
-    # --accumulate-allreduce-grads-in-fp32 reaches a field that this engine does not read
-    yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
-    yield f"--megatron-fsdp-main-grads-dtype {add} --megatron-fsdp-grad-comm-dtype {reduce}"
-
-
 def _unsayable(request: Request) -> Iterator[Line]:
     """Facts that no Megatron-LM flag expresses."""
     policy = request.policy
     main = policy.settled().main_params
-    if main not in (None, DType.FP32) and not _has_dtypes(request) and not _narrow_main(policy):
-        yield _impossible(
-            "main_params_dtype", f"--{policy.compute.short} always creates FP32 main weights; {_NEAREST[main]}"
-        )
-    if policy.remainders is False and policy.precision_aware and main is DType.FP32:
-        yield _impossible(
-            "store_param_remainders", "no flag, it is always on: the same FP32 value in 2 bytes less per parameter"
-        )
-    for quant in policy.quants:
-        if quant.attention != "none":
-            yield _impossible("fp8_dot_product_attention", "no flag; attention stays in 16 bits")
+    attention = any(quant.attention != "none" for quant in policy.quants)
+    other = main not in (None, DType.FP32) and not _has_dtypes(request) and not _narrow_main(policy)
+    rows = (
+        (other, "main_params_dtype", f"--{policy.compute.short} always creates FP32 main weights; {_NEAREST.get(main or DType.FP32)}"),
+        (policy.remainders is False and policy.precision_aware and main is DType.FP32,
+         "store_param_remainders", "no flag, it is always on: the same FP32 value in 2 bytes less per parameter"),
+        (attention, "fp8_dot_product_attention", "no flag; attention stays in 16 bits"),
+    )  # fmt: skip
+    yield from (Line(fidelity="impossible", fact=fact, text=text) for applies, fact, text in rows if applies)
 
 
 _NEAREST = {
@@ -195,14 +149,6 @@ _NEAREST = {
 """Main weights that no flag expresses -> the nearest alternative."""
 
 
-def _impossible(fact: str, text: str) -> Line:
-    return Line(fidelity="impossible", fact=fact, text=text)
-
-
 def number(value: float) -> str:
     """A number in full: 4294967296, 0.5."""
     return str(int(value)) if value == int(value) else repr(value)
-
-
-def _wrapped(words: list[str]) -> str:
-    return " \\\n".join(words)

@@ -82,7 +82,7 @@ def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[s
 
 def _policy_free(policy: PrecisionPolicy) -> bool:
     """Whether a Meaning has everything that the policy states."""
-    facts = (policy.keep_fp32, policy.logits, policy.router, policy.residual_fp32, policy.softmax_fp32)
+    facts = (policy.keep_fp32, policy.frozen, policy.logits, policy.router, policy.residual_fp32, policy.softmax_fp32)
     return not any(facts)
 
 

@@ -46,10 +46,16 @@ REASONS: Mapping[str, Mapping[str, str]] = MappingProxyType({
     },
     "keep_fp32": {
         "": "one dtype for every parameter",
+        "megatron-bridge": "one dtype for every parameter: FP32 adapters end in BF16 too (ParallelLinearAdapter, then Float16Module)",
         "automodel": "a module keeps the dtype of its checkpoint: store them in FP32 there",
         "fsdp2 accelerate": "pass them as ignored_params: neither cast nor sharded",
         "transformers": "the model's own _keep_in_fp32_modules",
         "deepspeed": "data_types.keep_in_fp32_modules keeps buffers of named modules, no parameters",
+    },
+    "frozen": {
+        "": "no setting of precision: the script sets requires_grad",
+        "megatron-bridge": "its peft section freezes the base",
+        "automodel": "its peft section freezes the base",
     },
     "output": {"": "no setting: as computed"},
     "pipeline": {

@@ -47,7 +47,13 @@ def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recogn
         text = f"read as {TITLES[best]}'s arguments: the options of accelerate launch before them are not read (--from accelerate reads only those)"
         return Recognized(best, (text,))
     if started == "deepspeed":
-        return _under_deepspeed(words, best if clear else None)
+        if clear:
+            return Recognized(best)
+        file = deepspeed_file(words)  # it holds the precision, unless the arguments are clearly another stack's
+        where = cut(file) if file else "the file of --deepspeed_config"
+        raise DataError(
+            f"this command starts its program with DeepSpeed, whose settings stand in {where}: pass that file (or name the stack, --from STACK)"
+        )
     if started is not None:
         return Recognized(started)
     if clear:
@@ -68,17 +74,6 @@ def started_by(program: Sequence[str]) -> str | None:
     if any(pair == ("accelerate", "launch") for pair in pairs) or "accelerate.commands.launch" in program:
         return "accelerate"
     return "deepspeed" if "deepspeed" in names[:-1] else None
-
-
-def _under_deepspeed(words: Sequence[str], best: str | None) -> Recognized:
-    """A program that DeepSpeed's launcher starts: its file holds the precision, unless the arguments are clearly another stack's."""
-    if best is None:
-        file = deepspeed_file(words)
-        shown = cut(file) if file else "the file of --deepspeed_config"
-        raise DataError(
-            f"this command starts its program with DeepSpeed, whose settings stand in {shown}: pass that file (or name the stack, --from STACK)"
-        )
-    return Recognized(best)
 
 
 def deepspeed_file(words: Sequence[str]) -> str | None:

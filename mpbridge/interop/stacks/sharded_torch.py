@@ -16,6 +16,14 @@ from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 from mpbridge.precision.wording import quant_text
 
+TORCHAO: Mapping[str, Quant] = {
+    "tensorwise": Quant(format="hybrid", scaling="tensorwise"),
+    "rowwise": Quant(format="e4m3", scaling="rowwise"),
+    "rowwise_with_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
+}
+"""Name of a recipe of torchao 0.18 -> what it runs (float8/config.py)."""
+BY_TORCHAO: Mapping[str, tuple[str, Quant]] = {quant.scaling: (name, quant) for name, quant in TORCHAO.items()}
+
 
 def torch_meaning(
     policy: PrecisionPolicy,

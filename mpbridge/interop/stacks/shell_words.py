@@ -24,14 +24,6 @@ _REDIRECTION = re.compile(r"\d*(<<<|<<-?|&>>?|>>|[<>]&|>\||[<>])")
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """A word as written: quoted parts are (text, True)."""
-
-    text: str
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
 class Value:
     """What a variable holds."""
 
@@ -45,7 +37,8 @@ class Value:
 class Command:
     """One simple command."""
 
-    words: list[Word] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    """As written: quoted parts with their quotes."""
     before: str = ""
     """The operator in front of it."""
     after: str = ""
@@ -81,7 +74,7 @@ class Expansions:
         target = ""
         for kind, written, line in _tokens(text, self.notes):
             if kind == "word":
-                command.words.append(Word(written, line))
+                command.words.append(written)
                 target = ""
             elif kind == "target":
                 target = written
@@ -96,13 +89,13 @@ class Expansions:
                 yield command
             command = Command(before=written, line=line + (written == "\n"))
 
-    def expanded(self, words: list[Word]) -> tuple[list[str], list[str]]:
+    def expanded(self, words: list[str]) -> tuple[list[str], list[str]]:
         """The words that a command gets, and what they depend on."""
         made, notes = list[str](), list[str]()
         for word in words:
-            found, more = self.one(word.text, split=True)
-            if _has_braces(word.text):
-                found, more = [GAP], [f"{cut(word.text)} is not expanded: not decided"]
+            found, more = self.one(word, split=True)
+            if _has_braces(word):
+                found, more = [GAP], [f"{cut(word)} is not expanded: not decided"]
             made += found
             notes += more
         return made, list(dict.fromkeys(notes))

@@ -6,9 +6,12 @@ Read at b5bcd76c: config/configs.py, components/quantization/{float8,mx,nvfp4}.p
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import SPELL, regions_there, torch_meaning
@@ -18,21 +21,30 @@ from mpbridge.precision.regions import Quant
 NAME = "torchtitan"
 VERSIONS = {"main": "b5bcd76c"}
 DEFAULT_VERSION = "main"
-SCALINGS = {
-    "mxfp8": "MXFP8LinearConverter",
-    "nvfp4": "NVFP4LinearConverter",
-    "rowwise": "Float8LinearConverter",
-    "rowwise_gw_hp": "Float8LinearConverter",
-}
-CONVERTED = {
-    "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
-    "nvfp4": Quant(format="e2m1", scaling="nvfp4"),
-    "rowwise": Quant(format="e4m3", scaling="rowwise"),
-    "rowwise_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
-}
-"""Scaling -> what its converter runs."""
-EXPERT_CONVERTERS = {"mxfp8": "MXFP8GroupedExpertsConverter", "rowwise": "Float8GroupedExpertsConverter"}
-"""Scaling -> what quantizes the grouped GEMMs of experts likewise. It finds nothing in a dense model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converters:
+    """What quantizes to one scaling there."""
+
+    linears: str
+    quant: Quant
+    """What it runs."""
+    experts: str = ""
+    """What quantizes the grouped GEMMs of experts likewise, which finds nothing in a dense model; '' for none."""
+    lacks: str = ""
+    """Why none."""
+
+
+CONVERTERS: Mapping[str, Converters] = MappingProxyType({
+    "mxfp8": Converters("MXFP8LinearConverter", Quant(format="e4m3", scaling="mxfp8"), "MXFP8GroupedExpertsConverter"),
+    "nvfp4": Converters("NVFP4LinearConverter", Quant(format="e2m1", scaling="nvfp4"), lacks="it has no converter of experts to NVFP4"),
+    "rowwise": Converters("Float8LinearConverter", Quant(format="e4m3", scaling="rowwise"), "Float8GroupedExpertsConverter"),
+    "rowwise_gw_hp": Converters(
+        "Float8LinearConverter", Quant(format="e4m3", scaling="rowwise_gw_hp"), lacks="its Float8GroupedExpertsConverter quantizes the weight gradients' GEMM too"
+    ),
+})  # fmt: skip
+"""Scaling -> its converters, of those with one name the default first; written and read."""
 GATE = "router.gate"
 """The experts' router in its models: a Linear, which no recipe quantizes."""
 PARTS = ("attention", "feed_forward", "moe.shared_experts.w")
@@ -43,31 +55,26 @@ def experts(policy: PrecisionPolicy) -> str:
     """What happens there to the experts of a mixture, if it is not what happens here; '' if it is."""
     quant = policy.quant
     assert quant is not None  # called only for quantized recipes
-    if quant.scaling not in EXPERT_CONVERTERS:
-        return f"in {policy.compute.short.upper()} there: {_NO_CONVERTER[quant.scaling]}"
+    row = CONVERTERS[quant.scaling]
+    if not row.experts:
+        return f"in {policy.compute.short.upper()} there: {row.lacks}"
     if policy.ends is None:
         return ""
     first, last = policy.ends
-    return f"except in the first {first} and the last {last} layers, in every layer there: {EXPERT_CONVERTERS[quant.scaling]} selects no layers"
-
-
-_NO_CONVERTER = {
-    "nvfp4": "it has no converter of experts to NVFP4",
-    "rowwise_gw_hp": "its Float8GroupedExpertsConverter quantizes the weight gradients' GEMM too",
-}
-"""Scaling without a converter of experts -> why."""
+    return (
+        f"except in the first {first} and the last {last} layers, in every layer there: {row.experts} selects no layers"
+    )
 
 
 def export(request: Request) -> Export:
     """Arguments, and Python for converters, since quantization has no command-line options."""
     policy = request.policy
     lines = []
-    if policy.compute is DType.FP16:
+    if policy.compute is DType.FP16:  # its parser does not accept float16: the nearest dtype is written
         text = (
             "training.dtype and mixed_precision_param accept only bfloat16 and float32; nearest: BF16, as written here"
         )
         lines.append(Line(fidelity="impossible", fact="fp16", text=text))
-        # its parser does not accept float16: the nearest dtype is written
         policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)
     theirs = _meaning(policy)
     moments = policy.settled()
@@ -79,16 +86,18 @@ def export(request: Request) -> Export:
     words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if theirs.regions[-1].quant is not None:
-        if policy.ends is not None and theirs.regions[-1].quant.scaling in EXPERT_CONVERTERS:
+        if policy.ends is not None and CONVERTERS[theirs.regions[-1].quant.scaling].experts:
             theirs = dataclasses.replace(theirs, note=f"experts: {experts(policy)}")
         pieces.append(Fragment(name="config_registry.py", text=commented(NAME, theirs, _python(policy))))
-    lines += compared(request.ours, theirs, NAME)
-    return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
+    return exported(request, NAME, theirs, pieces, lines)
+
+
+_QUANTS = {scaling: row.quant for scaling, row in CONVERTERS.items()}
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
     # mixed_precision_reduce takes float32 only
-    found = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, CONVERTED, edges=True))
+    found = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, _QUANTS, edges=True))
     return dataclasses.replace(found, router=DType.FP32)
 
 
@@ -96,32 +105,19 @@ def _python(policy: PrecisionPolicy) -> str:
     """A function for a model's config_registry: a converter of linears, which are chosen by substrings of their names, and one of experts."""
     quant = policy.quant
     assert quant is not None  # called only for quantized recipes
-    given = {SCALINGS[quant.scaling]: _chosen(quant, policy.ends)}
-    if quant.scaling in EXPERT_CONVERTERS:
-        # 128 rows per expert: what its kernel needs on SM100
-        given[EXPERT_CONVERTERS[quant.scaling]] = ["pad_multiple=128"] if quant.scaling == "mxfp8" else []
-    lines = [
-        line
-        for converter, arguments in given.items()
-        for line in (
-            f"        {converter}.Config(",
-            *(f"            {argument}," for argument in (*arguments, "model_compile_enabled=config.compile.enable")),
-            "        ),",
-        )
-    ]
-    return "\n".join(
-        [
-            f"from torchtitan.components.quantization import {', '.join(sorted(given))}",
-            "",
-            "",
-            "def quantized(config, registry, flavor):",
-            "    converters = [",
-            *lines,
-            "    ]",
-            "    config.model_spec = registry(flavor, converters=converters)",
-            "    return config",
-        ]
-    )
+    row = CONVERTERS[quant.scaling]
+    given = {row.linears: _chosen(quant, policy.ends)}
+    if row.experts:  # 128 rows per expert: what its kernel needs on SM100
+        given[row.experts] = ["pad_multiple=128"] if quant.scaling == "mxfp8" else []
+    lines: list[str] = []
+    for converter, arguments in given.items():
+        written = [f"            {one}," for one in (*arguments, "model_compile_enabled=config.compile.enable")]
+        lines += [f"        {converter}.Config(", *written, "        ),"]
+    return "\n".join([
+        f"from torchtitan.components.quantization import {', '.join(sorted(given))}", "", "",
+        "def quantized(config, registry, flavor):", "    converters = [", *lines, "    ]",
+        "    config.model_spec = registry(flavor, converters=converters)", "    return config",
+    ])  # fmt: skip
 
 
 def _chosen(quant: Quant, ends: tuple[int, int] | None) -> list[str]:

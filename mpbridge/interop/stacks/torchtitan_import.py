@@ -6,7 +6,6 @@ A config_registry function is never run: it is read as text (`read_made`), or on
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import DataError, brief, cut
@@ -14,10 +13,10 @@ from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Imported, engine_with
 from mpbridge.interop.stacks.known_keys import imported, unknown_of
 from mpbridge.interop.stacks.meaning import updated_itself, with_quant
-from mpbridge.interop.stacks.python_values import SourceObject, Unknown, plain, without_unknown
+from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields
 from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults
-from mpbridge.interop.stacks.sharded_torch import fields_of, left_out
-from mpbridge.interop.stacks.torchtitan import EXPERT_CONVERTERS, GATE, NAME
+from mpbridge.interop.stacks.sharded_torch import TORCHAO, fields_of, left_out
+from mpbridge.interop.stacks.torchtitan import CONVERTERS, GATE, NAME
 from mpbridge.precision.policy import Quant
 
 _OLD = ("float8", "mx", "quantize", "model.converters")
@@ -72,15 +71,9 @@ _WORDS = (
 """Precision options that take a word."""
 OPAQUE = frozenset({"model_registry", "nvfp4_bf16_tail_fqns"})
 """Functions of which the arguments are read, not the body."""
-_CONVERTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "Float8LinearConverter": ("e4m3", "rowwise"),
-        "MXFP8LinearConverter": ("e4m3", "mxfp8"),
-        "NVFP4LinearConverter": ("e2m1", "nvfp4"),
-    }
-)
-"""Converter -> format and scaling."""
-_OF_EXPERTS: Mapping[str, str] = MappingProxyType({word: scaling for scaling, word in EXPERT_CONVERTERS.items()})
+LINEARS = {row.linears: row.quant for row in reversed([*CONVERTERS.values()])}
+"""Converter -> what it runs by default."""
+_EXPERTS = {row.experts: scaling for scaling, row in CONVERTERS.items() if row.experts}
 """Converter of experts -> the scaling of their grouped GEMMs."""
 
 
@@ -94,8 +87,7 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         value = made.attributes.get(section)
         inside = value.attributes if isinstance(value, SourceObject) else {}
         read_.notes["unknown"] += unknown_of(NAME, section, inside)
-        kept = {n: plain(v) for n, v in inside.items() if n in wanted}
-        read_.data = {**read_.data, section: without_unknown(kept, not_known, section)}
+        read_.data = {**read_.data, section: known_fields(value, wanted, not_known, section)}
     spec = made.attributes.get("model_spec")
     given = spec.attributes.get("converters") if isinstance(spec, SourceObject) else None
     at = {**{one: made.attributes.get(one) for one in ("training", "optimizer")}, "model_spec": spec, "converters": given}  # fmt: skip
@@ -123,23 +115,22 @@ def _converted(converters: list[Any], read: Reader) -> Quant | None:
     quant, gate, experts = None, "", ""
     for one in converters:
         word = one.callee.removesuffix(".Config").rpartition(".")[2] if isinstance(one, SourceObject) else ""
-        if word in _OF_EXPERTS:
-            experts = _OF_EXPERTS[word]
-        elif word not in _CONVERTERS:
+        if word in _EXPERTS:
+            experts = _EXPERTS[word]
+        elif word not in LINEARS:
             lost = f"a converter that its text does not determine: {getattr(one, 'text', one)}"
             read.cannot(f"{word}: no setting of a recipe" if word else lost)
         else:
-            format, scaling = _CONVERTERS[word]
             said = one.attributes
             high = said.get("recipe_name") == "rowwise_with_gw_hp"
-            quant = Quant(format=format, scaling="rowwise_gw_hp" if high else scaling)
+            quant = CONVERTERS["rowwise_gw_hp"].quant if high else LINEARS[word]
             gate = word if _covers_gate(said) else ""
             _filters(word, said, read)
     linears = "the linears are not quantized" if quant is None else f"the linears have {quant.scaling}"
     read.note_rows(
         ("assumed", quant is not None and not experts, "a dense model: no converter covers the experts of a mixture"),
         ("cannot_express", experts and (quant is None or experts != quant.scaling),
-         f"{EXPERT_CONVERTERS.get(experts)}: the experts' grouped GEMMs run in {experts}; {linears}"),
+         f"{CONVERTERS[experts].experts if experts else experts}: the experts' grouped GEMMs run in {experts}; {linears}"),
         ("cannot_express", experts and gate, f"{gate}: the experts' router ({GATE}) is quantized too; here it never is"),
     )  # fmt: skip
     return quant
@@ -220,7 +211,7 @@ def _quant(read_: Reader) -> Quant | None:
     read_.note("assumed", f"quantized linears are what {name or 'model.converters'} names: {word}")
     read_.cannot(f"{name}: {_TAIL}", "pct_layers" in name)
     if word != "float8":
-        return Quant(format="e2m1" if word == "nvfp4" else "e4m3", scaling=word)
+        return CONVERTERS[word].quant
     recipe = read_.at("float8.recipe_name", read_.at("quantize.linear.float8.recipe_name"))
     if recipe is None:
         recipe = "tensorwise" if listed else "rowwise"  # torchao's own, in versions with TOML; the converter's since
@@ -228,5 +219,5 @@ def _quant(read_: Reader) -> Quant | None:
     if listed and recipe == "tensorwise":
         gathers = read_.flag("float8.enable_fsdp_float8_all_gather")
         read_.cannot("float8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage", gathers)
-        return Quant(format="hybrid", scaling="tensorwise")
-    return Quant(format="e4m3", scaling="rowwise_gw_hp" if recipe == "rowwise_with_gw_hp" else "rowwise")
+        return TORCHAO["tensorwise"]
+    return CONVERTERS["rowwise_gw_hp" if recipe == "rowwise_with_gw_hp" else "rowwise"].quant

@@ -13,7 +13,7 @@ from typing import Any
 from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
-from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, compared, engine_with
+from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.known_keys import imported, known
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself
@@ -46,9 +46,7 @@ def export(request: Request) -> Export:
             f'arguments = TrainingArguments(output_dir="out", optim="{said["optim"]}"{flag})',
         ]
     )
-    lines = compared(request.ours, theirs, NAME)
-    piece = Fragment(name="python", text=commented(NAME, theirs, code))
-    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=lines)
+    return exported(request, NAME, theirs, [Fragment(name="python", text=commented(NAME, theirs, code))])
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:

@@ -23,13 +23,14 @@ from mpbridge.numerics.observation.modules import (
 )
 from mpbridge.observe.audit.compute import compute_findings
 from mpbridge.observe.audit.findings import AuditStage, Finding, Report, not_observed
+from mpbridge.observe.audit.fixed import fixed_finding
 from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
 from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings, weight_findings
 from mpbridge.observe.audit.not_observable import FACTOR, why_unseen
 from mpbridge.observe.audit.observe import Observed, look
 from mpbridge.observe.audit.orthogonal import orthogonal_findings
-from mpbridge.observe.audit.promise import ABSENT, Promises
+from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.quantization import quantization_findings
 from mpbridge.observe.audit.replay import declared, replay_findings
 from mpbridge.observe.audit.replicas import replica_findings
@@ -167,6 +168,7 @@ def judge(
     findings = tensor_findings(ranks, promises, live=live)
     findings += rule_findings(ranks, promises, ran=watched) + flag_finding(ranks)
     findings += weight_findings([rank.weights for rank in ranks], stepped=moved)
+    findings += fixed_finding([rank.fixed for rank in ranks])
     findings += replica_findings([rank.copies for rank in ranks])
     if watched:
         findings += _step_findings(engine, promises, ranks, microbatches)
@@ -257,10 +259,10 @@ def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why:
 
 def widths_of(promises: Promises) -> dict[str, str]:
     """The dtypes that a gradient takes between the GEMM and the optimizer."""
-    name = "decoder.layers.0.mlp.linear_fc1.weight"
-    widths = {role: promises.of(role, name) for role in ("grads", "main_grads")}
+    kept = promises.kept(promises.rests("decoder.layers.0.mlp.linear_fc1.weight"))
+    widths: dict[str, str | None] = {role: kept[role].dtype.short for role in ("grads", "main_grads") if role in kept}
     widths["wire"] = wires(promises.policy)["gradients"].short
-    return {role: width for role, width in widths.items() if width and width != ABSENT}
+    return {role: width for role, width in widths.items() if width}
 
 
 def everywhere(seen: Observed) -> list[Observed]:

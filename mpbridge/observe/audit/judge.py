@@ -35,7 +35,9 @@ def tensor_findings(ranks: Sequence[Observed], promises: Promises, *, live: bool
             if named:
                 findings.append(_unpromised(named))
     if live:
-        findings += _missing({key[0] for key in together}, promises)
+        trained = {name for rank in ranks for name in rank.weights.trainable}
+        apart = {name for name in trained if promises.of("main_params", name) != ABSENT}
+        findings += _missing({key[0] for key in together}, promises, own=bool(trained) and not apart)
     return findings
 
 
@@ -71,9 +73,9 @@ def _unpromised(tallies: dict[tuple[str, str], Tally]) -> Finding:
     )
 
 
-def _missing(roles: set[str], promises: Promises) -> list[Finding]:
-    """Roles that must exist after an update but do not. An optimizer without moments (SGD) has none to check."""
-    owner = promises.owner
+def _missing(roles: set[str], promises: Promises, *, own: bool) -> list[Finding]:
+    """Roles that must exist after an update but do not. An optimizer without moments (SGD) has none to check. own: all that trains is its own main weight."""
+    owner = "params" if own else promises.owner
     if owner != "params" and "main_params" not in roles:
         wide = promises.policy.main_params
         wanted = f"{wide.short if wide else 'fp32'}, held by the {owner}"
@@ -145,6 +147,12 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
         if count:
             cure = "main weights do not reach what the forward pass reads"
             findings.append(judged(subject, promised, bad, cure=cure, count=count))
+    if not stepped and any(rank.coded for rank in ranks):
+        found = "values of 8-bit codes in FP32, before any update"
+        cure = "make main weights from the values before quantization; only weights that were published in FP8 or FP4 begin like this"
+        findings.append(
+            judged("bits of main weights", "as wide as their dtype", [r.coded for r in ranks], found=found, cure=cure)
+        )
     return findings + ([_moved_finding(ranks), _bits_finding(ranks)] if stepped else [])
 
 

@@ -14,6 +14,7 @@ from mpbridge.numerics.observation.modules import linears
 from mpbridge.numerics.observation.tensors import elements, size, storage
 from mpbridge.observe.audit.adapter import answer
 from mpbridge.observe.audit.compute import Computed, computed
+from mpbridge.observe.audit.fixed import Fixed, fixed
 from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_faults
 from mpbridge.observe.audit.gradients import Followed, followed
 from mpbridge.observe.audit.orthogonal import Orthogonal, orthogonal
@@ -164,6 +165,7 @@ class Observed:
     traffic: Traffic | None = None
     replayed: Replayed | None = None
     orthogonal: Orthogonal | None = None
+    fixed: Fixed = field(default_factory=Fixed)
 
 
 def look(
@@ -182,7 +184,11 @@ def look(
         seen.rules.setdefault(key, []).append(path)
     lr = 0.0 if result is None else result.lr
     seen.weights = standing(engine) if before is None else moved(engine, before, lr, watch)
+    if not getattr(engine, "foreign", False):
+        seen.fixed = fixed(engine, promises, {} if before is None else before.fixed)
     seen.copies = copies(engine, None if watch is None else watch.read)
+    if before is not None:
+        seen.copies.whole |= before.states
     if watch is not None:
         seen.computed = computed(engine, promises, watch)
         # a stage without a loss does not see where backward starts

@@ -141,7 +141,11 @@ def orthogonal_findings(ranks: Sequence[Orthogonal], precision: str) -> list[Fin
     apart = {name: far for rank in ranks for name, far in rank.apart.items()}
     if not apart:
         least = min((rank.largest for rank in ranks), default=0)
-        why = f"no matrix of at most {LARGEST} elements was updated (the smallest has {least})"
+        why = (
+            f"no matrix of at most {LARGEST} elements was updated (the smallest has {least})"
+            if least
+            else "only torch's Muon on torch FSDP2 is replayed"
+        )
         return [*findings, not_observed("newton-schulz", promised, why)]
     ran = {name: _formats(far) for name, far in apart.items()}
     bad = [name for name, kinds in ran.items() if promised not in kinds]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.planning.memory.keeps import Holding, keeps, kept_fp32
+from mpbridge.planning.memory.keeps import FROZEN, Holding, is_frozen, keeps, kept_fp32
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 
 ROLES = ("grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq")
@@ -63,7 +63,9 @@ class Promises:
         return self._kept[key]
 
     def trained(self, parameter: str) -> str:
-        """OptimizerFacts.name of what is to train a parameter."""
+        """OptimizerFacts.name of what is to train a parameter; FROZEN: nothing."""
+        if is_frozen(self.policy, parameter):
+            return FROZEN
         return self.run.optimizer.name if self.matrices is None or parameter in self.matrices else "adam"
 
     def of(self, role: str, parameter: str) -> str | None:
@@ -74,7 +76,7 @@ class Promises:
             return self._params(parameter)
         if role not in ROLES:
             return None
-        held = self.kept(self._rests(parameter), self.trained(parameter)).get(role)
+        held = self.kept(self.rests(parameter), self.trained(parameter)).get(role)
         return ABSENT if held is None else held.dtype.short
 
     def gemms(self, module: str) -> Gemms:
@@ -89,7 +91,8 @@ class Promises:
         """Whether `keep_fp32` names this parameter."""
         return kept_fp32(self.policy, parameter)
 
-    def _rests(self, parameter: str) -> DType:
+    def rests(self, parameter: str) -> DType:
+        """The dtype that a parameter is stored in; UINT8 in low precision."""
         if self.kept_fp32(parameter):
             return DType.FP32
         linear = is_weight(parameter) and not any(word in parameter for word in NO_LINEARS)
@@ -97,7 +100,7 @@ class Promises:
         return DType.UINT8 if quant is not None and quant.stored else self.policy.params
 
     def _params(self, parameter: str) -> str:
-        rests = self._rests(parameter)
+        rests = self.rests(parameter)
         quant = self.quant(parameter.rpartition(".")[0]) if rests is DType.UINT8 else None
         return rests.short if quant is None else quant.row.stored.tensor
 

@@ -138,10 +138,15 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
     """'' or the first result that Adam's rule does not give."""
     group, settings = held.group or {}, start.settings
     decoupled = is_decoupled(held, group)
+    summed = torch.zeros_like(gradient)
     if settings.weight_decay and not decoupled:
-        gradient = gradient + settings.weight_decay * start.weight
+        decay = settings.weight_decay * start.weight
+        # the sum's roundings, which show where it cancels: a CPU may multiply and add with one rounding or with two
+        summed = 2.0**-23 * (gradient.abs() + decay.abs())
+        gradient = gradient + decay
     wanted, room = {}, {}
-    for name, beta, term in zip(MOMENTS, settings.betas, (gradient, gradient * gradient), strict=True):
+    terms = ((gradient, summed), (gradient * gradient, summed * (2 * gradient.abs() + summed)))
+    for name, beta, (term, spread) in zip(MOMENTS, settings.betas, terms, strict=True):
         stored = held.state.get(name)
         if stored is None:
             return f"{name} is missing"
@@ -151,7 +156,7 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
             return ""
         # torch rounds 1 - beta, Transformer Engine rounds beta first
         ways = [beta * old + keep * term for keep in {_f32(1.0 - beta), _f32(1.0 - _f32(beta))}]
-        room[name] = _ROUNDINGS * ((beta * old).abs() + ((1.0 - beta) * term).abs()) + _TINY
+        room[name] = _ROUNDINGS * ((beta * old).abs() + ((1.0 - beta) * term).abs()) + (1.0 - beta) * spread + _TINY
         wanted[name] = ways[0]
         left = [(_sampled(found) - way).abs() > room[name] + narrow * way.abs() for way in ways]
         wrong = min(int(one.sum()) for one in left)

@@ -90,6 +90,16 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
     return seen
 
 
+def states_before(engine: Any) -> dict[Key, int]:
+    """Digests of main weights and moments before an update, as `copies` has them after it; none on a single rank."""
+    if world_size() == 1 or answer(engine, "audit_copies") is not None:
+        return {}
+    return {
+        (f"{name}, before the update", one, two): found
+        for (name, one, two), found in _states(engine, _slices()).items()
+    }
+
+
 def _states(engine: Any, slices: tuple[int, int, int]) -> dict[Key, int]:
     """Digests of main weights and moments of every parameter that this rank updates as a whole; ranks of one tensor-parallel slice have the same."""
     found: dict[Key, int] = {}

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf16, is_narrow, local, positions
+from mpbridge.observe.audit.fixed import digests
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.orthogonal import matrices_before
 from mpbridge.observe.audit.replay import Start, start_of, undeclared
+from mpbridge.observe.audit.replicas import Key, states_before
 
 
 class Before:
@@ -43,6 +45,10 @@ class Before:
         foreign = bool(getattr(engine, "foreign", False))
         self.whole = {} if foreign else matrices_before(engine)
         """Matrix that Muon trains -> this rank's rows of it."""
+        self.fixed: dict[str, int] = {} if foreign else digests(engine) if since is None else since.fixed
+        """Frozen parameter -> digest when the run was first observed."""
+        self.states: dict[Key, int] = {} if foreign else states_before(engine)
+        """Digests of the states that other ranks have too: one that differs by a bit may be equal again after an update, or not."""
         self.draws = draws_of(engine)
         """The step behind the random bytes of an emulation."""
         self.coarse: list[str] = []

@@ -17,7 +17,7 @@ from mpbridge.planning.estimate.collectives import (
 from mpbridge.planning.estimate.gemms import rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.planning.estimate.work import Collective, Work
-from mpbridge.planning.memory.keeps import moments
+from mpbridge.planning.memory.keeps import is_frozen, moments
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.limitations import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
@@ -102,6 +102,8 @@ def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for chunk in parameters(run, at):
         for parameter in chunk:
+            if is_frozen(policy, parameter.name):
+                continue
             ranks = run.parallel.replicas(expert=parameter.weight.expert)
             own += parameter.weight.elements / (ranks if sharded else 1)
     return own * each

@@ -13,7 +13,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import Collective
-from mpbridge.planning.memory.keeps import kept_fp32, wires
+from mpbridge.planning.memory.keeps import is_frozen, kept_fp32, wires
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches
 from mpbridge.planning.memory.roles import chunk_buffers, resting
@@ -131,7 +131,8 @@ def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         parameter.weight.elements
         for chunk in parameters(run, at)
         for parameter in chunk
-        if "norm" in parameter.weight.path.rpartition(".")[0] or parameter.weight.path.endswith(_WHOLE_BIASES)
+        if not is_frozen(policy, parameter.name)
+        and ("norm" in parameter.weight.path.rpartition(".")[0] or parameter.weight.path.endswith(_WHOLE_BIASES))
     )
     wire = wires(policy)["gradients"]
     yield _collective("all_reduce", "tensor", run.parallel.tensor, wire, size * wire.bytes)
@@ -156,7 +157,8 @@ def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterato
             at_rest, _ = rests(parameter)
             wire = wires(policy, at_rest=at_rest, kept=kept_fp32(policy, parameter.name))
             gathered[wire["parameters"]] += parameter.weight.elements
-            reduced[wire["gradients"]] += parameter.weight.elements
+            if not is_frozen(policy, parameter.name):
+                reduced[wire["gradients"]] += parameter.weight.elements
     for dtype, count in gathered.items():
         yield _collective("all_gather", "data", ranks, dtype, count * dtype.bytes // ranks, 2 * micro)
     for dtype, count in reduced.items():

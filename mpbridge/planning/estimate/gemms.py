@@ -10,6 +10,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.planning.estimate.work import MatrixProduct, Pass
 from mpbridge.planning.memory.activations import recomputed_modules
 from mpbridge.planning.memory.identical_layers import layer_kinds
+from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.layers import Weight, rank_weights, te_layers
 from mpbridge.planning.memory.ranks import Chunk
 from mpbridge.precision.policy import PrecisionPolicy, Quant
@@ -111,6 +112,8 @@ def _linear(
         rows //= run.parallel.tensor
     times = experts if weight.expert else 1
     made = [*linear_gemms(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert)]
+    if is_frozen(policy, f"{prefix}.{weight.path}"):
+        made = [gemm for gemm in made if gemm.step != "wgrad"]
     yield from (quantized(gemm, rules[gemm.step]) for gemm in made)
     if recomputed(run, weight.module, mixture=mixture):
         yield quantized(replace(made[0], step="recompute"), rules["forward"])

@@ -13,6 +13,7 @@ from mpbridge.planning.estimate.flops import attended
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import AttentionWork, MatrixProduct, MemoryTraffic
 from mpbridge.planning.memory.activations import attention_kernel, recomputed_modules
+from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.ranks import Chunk, Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
@@ -144,5 +145,6 @@ def weight_bytes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> flo
                 continue
             quant = policy.at(parameter.weight.module, parameter.layer, run.shape.num_layers)
             stored = policy.compute.bytes if quant is None else quant.bits / 8
-            total += parameter.weight.elements * (2 * stored + 2 * policy.reduce.bytes)
+            own = 0 if is_frozen(policy, parameter.name) else 2 * policy.reduce.bytes
+            total += parameter.weight.elements * (2 * stored + own)
     return total

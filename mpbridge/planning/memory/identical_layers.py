@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.common.facts import ModelShape, RunFacts
-from mpbridge.planning.memory.keeps import kept_fp32
+from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
 from mpbridge.planning.memory.layers import ShapeKey, layer_weights
 from mpbridge.planning.memory.ranks import has_final_norm, stage_chunks
 from mpbridge.precision.globs import DECODER
@@ -64,7 +64,8 @@ def _rules(policy: PrecisionPolicy, key: ShapeKey) -> tuple[object, ...]:
             if policy.quantized
             else ()
         )
-        wide = tuple(kept_fp32(policy, prefix + name) for name in names) if policy.keep_fp32 else ()
+        named = policy.keep_fp32 or policy.frozen
+        wide = tuple((kept_fp32(policy, prefix + name), is_frozen(policy, prefix + name)) for name in names if named)
         # one object per kind, so that callers can compare by identity
         found.append(known.setdefault((parts, rules, wide), len(known)))
     return tuple(found)
@@ -72,7 +73,9 @@ def _rules(policy: PrecisionPolicy, key: ShapeKey) -> tuple[object, ...]:
 
 def _names_experts(policy: PrecisionPolicy) -> bool:
     """Whether a rule may distinguish between experts of a layer."""
-    return bool(policy.keep_fp32) or any("local_experts" in region.modules for region in policy.regions)
+    return bool(policy.keep_fp32 or policy.frozen) or any(
+        "local_experts" in region.modules for region in policy.regions
+    )
 
 
 def _modules(shape: ModelShape, parts: tuple[str, ...], experts: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from mpbridge.common.facts import MUONS, OptimizerFacts, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import EngineTraits, Sharding, attribute
+from mpbridge.precision.globs import ADAPTERS, is_adapter
 from mpbridge.precision.policy import PrecisionPolicy, own_main
 
 Owner = Literal["model", "wrapper", "engine", "optimizer"]
@@ -23,6 +24,8 @@ MOMENTS: Mapping[str, tuple[str, DType | None]] = MappingProxyType(
 """Role of a state of Adam, which is also the policy's fact -> its words, and its dtype where the policy leaves it open (None: then there is none)."""
 STATES = ("main_params", "main_grads", *MOMENTS)
 """Roles held by the rank that updates a parameter."""
+FROZEN = "frozen"
+"""In the place of the optimizer of a parameter that is not trained: it is stored, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,9 @@ def keeps(
     policy: settled. trained: by which optimizer (`trained_by`); None: the run's. at_rest: dtype of the stored parameter, UINT8 in low precision; None: the policy's. ddp: the ddp section, which determines what is sharded.
     """
     rests, optimizer = at_rest or policy.params, replace(optimizer, name=trained or optimizer.name)
+    if trained == FROZEN:
+        sharding = engine.sharded("params", distributed=optimizer.distributed, ddp=ddp)
+        return MappingProxyType({"params": Holding(dtype=rests, owner="model", sharding=sharding)})
     found = (
         attribute(engine.keeps)(policy, optimizer, rests) if engine.keeps else _usual(policy, engine, optimizer, rests)
     )
@@ -67,11 +73,18 @@ def keeps(
     )
 
 
-def trained_by(optimizer: str, parameter: str, dimensions: int) -> str:
-    """OptimizerFacts.name of what trains a parameter with that global name: beside Muon, which takes hidden matrices, Adam trains the rest.
+def is_frozen(policy: PrecisionPolicy, parameter: str) -> bool:
+    """Whether `frozen` covers the parameter with that global name: never an adapter's."""
+    return any(fnmatchcase(parameter, pattern) for pattern in policy.frozen) and not is_adapter(parameter)
+
+
+def trained_by(optimizer: str, parameter: str, dimensions: int, policy: PrecisionPolicy | None = None) -> str:
+    """OptimizerFacts.name of what trains a parameter with that global name: beside Muon, which takes hidden matrices, Adam trains the rest; FROZEN: nothing.
 
     Source: megatron-core 0.16.1 optimizer/muon.py; torch.optim.Muon takes matrices only.
     """
+    if policy is not None and is_frozen(policy, parameter):
+        return FROZEN
     outside = parameter.startswith(("embedding.", "output_layer."))
     return "adam" if optimizer in MUONS and (dimensions != 2 or outside) else optimizer
 
@@ -107,7 +120,10 @@ def keeps_of(policy: PrecisionPolicy, run: RunFacts, at_rest: DType | None = Non
 
 def kept_fp32(policy: PrecisionPolicy, parameter: str) -> bool:
     """Whether `keep_fp32` covers the parameter with that global name."""
-    return any(fnmatchcase(parameter, pattern) for pattern in policy.keep_fp32)
+    return any(
+        fnmatchcase(parameter, pattern) or (pattern in ADAPTERS and is_adapter(parameter))
+        for pattern in policy.keep_fp32
+    )
 
 
 def wires(policy: PrecisionPolicy, *, at_rest: DType | None = None, kept: bool = False) -> Mapping[str, DType]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
+from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, has_final_norm
+from mpbridge.precision.globs import matches, place
+from mpbridge.precision.policy import PrecisionPolicy
 
 Split = Literal["column", "row"]
 
@@ -62,6 +66,15 @@ def model_names(run: RunFacts) -> tuple[str, ...]:
         for chunk in parameters(unsplit(run), Coordinates(tensor=0, stage=0, expert=0, data=0, expert_data=0))
         for p in chunk
     )
+
+
+def frozen_apart(policy: PrecisionPolicy, run: RunFacts) -> bool:
+    """Whether a parameter is frozen in some layers and trained in others."""
+    kinds: dict[str, set[bool]] = {}
+    for name in model_names(run) if policy.frozen else ():
+        where = place(name)
+        kinds.setdefault(name if where is None else where[0], set()).add(is_frozen(policy, name))
+    return any(len(both) > 1 for both in kinds.values())
 
 
 _SPLITS = (
@@ -193,7 +206,19 @@ def _layer_weights(
             found += _experts(shape, tensor, expert_tensor, local_experts, shared_gate, first_expert, grouped)
         else:
             found += _mlp(shape, "mlp.", shape.ffn_hidden_size, tensor)
-    return tuple(found)
+    return tuple(_with_adapters(shape, found) if shape.lora_rank else found)
+
+
+def _with_adapters(shape: ModelShape, weights: list[Weight]) -> Iterator[Weight]:
+    """The weights, with those of an adapter after the linear that it hangs below."""
+    for weight, following in zip(weights, [*weights[1:], None], strict=True):
+        yield weight
+        own = [one for one in weights if one.linear and one.module == weight.module]
+        last = following is None or following.module != weight.module
+        if own and last and any(matches(glob, weight.module) for glob in shape.lora_targets):
+            out, inner = own[0].shape
+            for name, size in (("linear_in", (shape.lora_rank, inner)), ("linear_out", (out, shape.lora_rank))):
+                yield Weight(f"{weight.module}.adapter.{name}.weight", size, expert=weight.expert)
 
 
 def _norm(shape: ModelShape, name: str) -> list[Weight]:

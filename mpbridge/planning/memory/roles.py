@@ -11,7 +11,7 @@ from mpbridge.common.facts import MUONS, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
 from mpbridge.planning.memory.buckets import Buffer, buffers
-from mpbridge.planning.memory.keeps import STATES, Holding, keeps, kept_fp32, trained_by
+from mpbridge.planning.memory.keeps import STATES, Holding, is_frozen, keeps, kept_fp32, trained_by
 from mpbridge.planning.memory.layers import Parameter, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.weight_copies import weight_copies
@@ -104,9 +104,9 @@ def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[st
         return keeps(policy, engine, run.optimizer, at_rest=at_rest, ddp=run.ddp, trained=trained)
 
     def of(at_rest: DType, parameter: Parameter | None = None) -> Mapping[str, Holding]:
-        if parameter is None or name not in MUONS:
+        if parameter is None or (name not in MUONS and not policy.frozen):
             return kept(at_rest, name)
-        return kept(at_rest, trained_by(name, parameter.name, len(parameter.weight.shape)))
+        return kept(at_rest, trained_by(name, parameter.name, len(parameter.weight.shape), policy))
 
     return of
 
@@ -130,7 +130,9 @@ def _in_buffers(
                 if name in own and own[name].view_of is None:
                     yield Role(name, parameter.name, own[name].dtype, size, 0, own[name].owner)
     for parameter in chunk:
-        _, quant = rests(parameter)
+        stored, quant = rests(parameter)
+        if is_frozen(policy, parameter.name) and not (reused and stored is DType.UINT8):
+            yield Role("params", parameter.name, stored, parameter.weight.elements, 0, "model")
         if quant is not None:
             yield from (Role(*copy, 0, "transformer_engine") for copy in weight_copies(parameter, quant, run))
 
@@ -140,7 +142,7 @@ def chunk_buffers(
 ) -> list[Buffer]:
     """The contiguous buffers of the rank's index-th model chunk, under megatron-core's DDP."""
     of, rests = holdings(policy, run), resting(policy, run)
-    at_rest = [(parameter, rests(parameter)[0]) for parameter in chunk]
+    at_rest = [(parameter, rests(parameter)[0]) for parameter in chunk if not is_frozen(policy, parameter.name)]
     rows = [(parameter, dtype, of(dtype)["grads"].dtype) for parameter, dtype in at_rest]
     return buffers(run, rows, stage=at.stage, index=index)
 

@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="optimizer-that-the-engine-does-not-build",
         found=_other_optimizer,
-        expected="an optimizer that the engine builds (muon: torch FSDP2; megatron-core creates its own separately from its other optimizers)",
+        expected="an optimizer that the engine builds (muon: torch's on FSDP2, megatron-core's own on mcore)",
         cure="optimizer.optimizer=adam",
         source="EngineTraits.optimizers",
     ),

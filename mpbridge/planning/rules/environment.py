@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mpbridge import __version__
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import say
+from mpbridge.common.shipped import VERSION
 from mpbridge.common.versions import at_least, release
 from mpbridge.planning.rules.base import Case, Rule
 from mpbridge.precision.megatron_spec.versions import RELEASES
@@ -90,7 +90,7 @@ def _never_tried(case: Case) -> str:
     if core is not None and not any(one.reviewed.holds(core) for one in RELEASES):
         strange.append(("megatron-core", core, (_CORES[0], _CORES[-1])))
     return "; ".join(
-        f"{name} {have} has not been tried with mpbridge {__version__}; the {'newest' if at_least(have, oldest) else 'oldest'} that was is {newest if at_least(have, oldest) else oldest}"
+        f"{name} {have} has not been tried with mpbridge {VERSION}; the {'newest' if at_least(have, oldest) else 'oldest'} that was is {newest if at_least(have, oldest) else oldest}"
         for name, have, (oldest, newest) in strange
     )
 

@@ -163,6 +163,17 @@ def _graph_recompute(case: Case) -> str | None:
     return ", ".join(found) or None
 
 
+def _autocast(case: Case) -> str | None:
+    how = case.model("recompute_granularity") or (case.model("moe_layer_recompute") and "selective")
+    # Transformer Engine's own checkpointing, which megatron-core takes for whole layers in FP8 and FP4, keeps autocast
+    kept = how == "full" and case.native and bool(case.policy.fp8 or case.policy.fp4)
+    return (
+        f"{how} recomputation under autocast_enabled=true"
+        if how and case.policy.autocast is not None and not kept
+        else None
+    )
+
+
 def _graph_overlap(case: Case) -> str | None:
     implementation, parts = _graphs(case), scopes(case)
     wrong = implementation != "none" and (implementation != "transformer_engine" or bool({"moe", "mlp"} & set(parts)))
@@ -183,5 +194,8 @@ RULES: tuple[Rule, ...] = (
     row("graph-scope-words", _graph_words, "parts of a layer that can be captured", "correct model.cuda_graph_scope"),
     row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope"),
     row("graph-with-recomputation", _graph_recompute, "no random numbers in a captured part that is recomputed", "model.cuda_graph_impl=none, or model.recompute_granularity=null"),
+    row("recompute-outside-autocast", _autocast, "neither: autocast is around the forward pass alone, so what backward recomputes is computed in other dtypes",
+        "model.recompute_granularity=null model.moe_layer_recompute=null, or mixed_precision.autocast_enabled=false",
+        "megatron-core 0.16.1 pipeline_parallel/schedules.py forward_step, tensor_parallel/random.py CheckpointFunction"),
     row("graph-with-expert-overlap", _graph_overlap, "graphs by transformer_engine, of other parts", "model.cuda_graph_impl=none"),
 )  # fmt: skip

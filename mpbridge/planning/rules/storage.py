@@ -28,10 +28,11 @@ def _gathers_wide(case: Case) -> str | None:
 def _dead_names(case: Case) -> str | None:
     from mpbridge.planning.memory.layers import model_names
 
-    if not case.policy.keep_fp32:
-        return None
-    dead = dead_patterns(case.policy.keep_fp32, model_names(case.run))
-    return f"keep_fp32 {', '.join(map(repr, dead))} match no parameter" if dead else None
+    asked = {"keep_fp32": case.policy.keep_fp32, "frozen": case.policy.frozen}
+    names = model_names(case.run) if any(asked.values()) else ()
+    dead = {field: dead_patterns(globs, names) for field, globs in asked.items()}
+    found = (f"{field} {', '.join(map(repr, globs))} match no parameter" for field, globs in dead.items() if globs)
+    return ", ".join(found) or None
 
 
 RULES: tuple[Rule, ...] = (

@@ -14,6 +14,7 @@ from mpbridge.planning.rules import (
     engine,
     environment,
     experts,
+    frozen,
     hybrid,
     model,
     muon,
@@ -36,6 +37,7 @@ def rules() -> tuple[Rule, ...]:
         + storage.RULES
         + optimizer.RULES
         + muon.RULES
+        + frozen.RULES
         + model.RULES
         + configs.RULES
         + hybrid.RULES

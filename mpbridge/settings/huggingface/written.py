@@ -29,7 +29,11 @@ _TRAINING = frozenset(
 
 
 def family_for(model: Mapping[str, Any]) -> Family:
-    """The family whose layers a model section describes, the simplest if several do. Raises Refused for a hybrid."""
+    """The family whose layers a model section describes, the simplest if several do. Raises Refused for a hybrid and for adapters."""
+    if model.get("lora_rank"):
+        raise Refused(
+            "folders are neither read nor written with adapters (model.lora_rank): read the base, then add them"
+        )
     if model.get("hybrid_override_pattern"):
         raise Refused(
             "folders of hybrids with Mamba layers are neither read nor written: Megatron Bridge converts them"

@@ -265,6 +265,7 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool, exac
     engine, shelf = training.engine, state.Shelf.of(contents.index)
     state.prime(engine.optimizer)
     contents.delayed_format = extra_state.format_of(engine.run.policy)
+    contents.adapters_begin = weights_only
     wanted = engine.state(loading=not weights_only)
     pairs = [] if weights_only else state.ask_for_whole(wanted, engine.optimizer)
     fresh = wanted.pop("optimizer", {})

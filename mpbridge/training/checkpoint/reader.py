@@ -14,6 +14,7 @@ import torch
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import opened, parsed
+from mpbridge.precision.globs import is_adapter
 from mpbridge.training.checkpoint import extra_state, store
 from mpbridge.training.checkpoint.continuation import read_state
 from mpbridge.training.checkpoint.index import Index, StoredPiece, StoredTensor, read_index
@@ -30,6 +31,8 @@ class Contents:
         self.index: Index = read_index(folder, self.manifest["files"])
         self.delayed_format: str | None = None
         """`extra_state.format_of` the run that takes the states up."""
+        self.adapters_begin = False
+        """Whether adapters that the checkpoint does not have stay as they are initialised."""
         self._open: dict[str, IO[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -76,6 +79,8 @@ class Contents:
     def tensor(self, leaf: Any) -> torch.Tensor:
         """A ShardedTensor's part of its tensor."""
         stored = self.index.tensors.get(leaf.key)
+        if stored is None and self.adapters_begin and is_adapter(leaf.key):
+            return leaf.data  # type: ignore[no-any-return]
         if stored is None:
             raise CheckpointError(f"{self.folder} has no tensor {leaf.key}")
         data = sharded.wide(leaf)

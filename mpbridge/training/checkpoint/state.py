@@ -263,6 +263,8 @@ def _part(
     loaded: dict[str, Any], fresh: Mapping[str, Any], groups: list[dict[str, Any]], scaler: Any, step: dict[str, Any]
 ) -> dict[str, Any]:
     merged = [_group(group, groups) for group in _groups(fresh)]
+    if any("momentum_beta" in group for group in merged):  # megatron-core's Muon counts no steps
+        step = {}
     if "param_groups" in fresh:  # FP32Optimizer: torch's own shape
         return {"state": loaded.get("state", {}) | step, "param_groups": merged}
     inner = dict(fresh["optimizer"]) | {"param_groups": merged}
@@ -288,7 +290,9 @@ def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _group(fresh: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """The saved group with the same identifying keys, with the parameters of the fresh one."""
     marks = [key for key in _GROUP_KEYS if key in fresh]
-    match = next((group for group in saved if all(group.get(key) == fresh[key] for key in marks)), None)
+    # Adam's beside Muon's: one of the same kind
+    alike = [group for group in saved if ("betas" in group) is ("betas" in fresh)] or saved
+    match = next((group for group in alike if all(group.get(key) == fresh[key] for key in marks)), None)
     match = fresh if match is None else match
     # (megatron-core wraps them, so that they stay out of the files)
     params: Any = fresh.get("params")

@@ -213,6 +213,7 @@ def verdict(saved: Fingerprint, wanted: Fingerprint) -> Verdict:
 
 def _other_model(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     ignored = {"seq_length"} if not wanted.shape.get("learned_positions") else set()
+    ignored |= {"lora_rank", "lora_targets"} if not saved.shape.get("lora_rank") else set()
     names = [name for name in saved.shape if name not in ignored and saved.shape[name] != wanted.shape.get(name)]
     return [
         f"another model: {name} is {saved.shape[name]} in the checkpoint and {wanted.shape.get(name)} in the run"
@@ -233,11 +234,17 @@ def _other_names(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
 
 
 def _unusable_states(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    had, gets = (" ".join(one.policy.frozen) or "nothing" for one in (saved, wanted))
+    reset = "resume with only the weights (--reset-optimizer)"
+    if wanted.shape.get("lora_rank") and not saved.shape.get("lora_rank"):
+        return [f"the checkpoint has no adapters, which begin as they are initialised: {reset}"]
+    if had != gets:
+        return [f"other parameters are trained: {had} was frozen in the checkpoint, {gets} in the run: {reset}"]
     if _FAMILY.get(saved.optimizer, saved.optimizer) == _FAMILY.get(wanted.optimizer, wanted.optimizer):
         return []
     return [
         f"{wanted.optimizer} cannot use the states of {saved.optimizer}: keep optimizer.optimizer={saved.optimizer}, "
-        "or resume with only the weights (--reset-optimizer)"
+        f"or {reset}"
     ]
 
 

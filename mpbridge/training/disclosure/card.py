@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpbridge import __version__
+from mpbridge.common.shipped import VERSION
 from mpbridge.common.tables.table import table
 from mpbridge.training.disclosure.evidence import Evidence
 
@@ -28,7 +28,7 @@ def model_card(evidence: Evidence) -> str:
     verdict = f"deviations at step {', '.join(map(str, bad))}" if bad else "everything as the recipe promises"
     unseen = sorted(name for name, row in found.items() if row[2] == "not observed")
     text = (
-        f"Trained with the recipe{'s' if len(recipes) > 1 else ''} {', then '.join(recipes)} (mpbridge {__version__}; {versions}), engine {data['engine']}, {how}, on "
+        f"Trained with the recipe{'s' if len(recipes) > 1 else ''} {', then '.join(recipes)} (mpbridge {VERSION}; {versions}), engine {data['engine']}, {how}, on "
         f"{parallel['world_size']} process{'es' if parallel['world_size'] > 1 else ''}. "
         f"Live tensors were audited at {f'steps {_steps(steps)}' if steps else 'no step'}: {verdict}"
         + (f"; not observed: {', '.join(unseen)}." if unseen else ".")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mpbridge import __version__
 from mpbridge.common.errors import CheckpointError, Refused
 from mpbridge.common.files import ProgressCallback, opened, parsed, read_json
+from mpbridge.common.shipped import VERSION
 from mpbridge.settings.huggingface.served import CONTRACT
 from mpbridge.training.checkpoint.store import MANIFEST, audit_of, read_manifest, step_in, step_of, write_whole
 from mpbridge.training.checkpoint.verdict import Fingerprint, read_fingerprint
@@ -133,7 +133,7 @@ def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: boo
             "resolvedDependencies": [{"uri": _package(name, text)} for name, text in data["versions"].items() if text],
         },
         "runDetails": {
-            "builder": {"id": "tag:mpbridge,2026:cli", "version": {"mpbridge": __version__}},
+            "builder": {"id": "tag:mpbridge,2026:cli", "version": {"mpbridge": VERSION}},
             "metadata": {"invocationId": f"step {step}"},
             "byproducts": byproducts,
         },

@@ -133,7 +133,7 @@ class Folded:
             flat, begin = part.reshape(-1), 0
             squared += _norm2([flat])
             if fold is None:  # a replica counts no gradients
-                fold = torch.zeros(FOLD, device=flat.device)
+                fold = torch.zeros(FOLD if self._sum is None else self._sum.numel(), device=flat.device)
             while begin < flat.numel():
                 lap, at = divmod(place, FOLD)
                 piece = flat[begin : begin + FOLD - at]
@@ -142,6 +142,8 @@ class Folded:
                 )
                 begin, place = begin + piece.numel(), place + piece.numel()
         if fold is not None:
+            if place < fold.numel():  # the vectors are all this long: what is behind them stays zero
+                fold = fold[:place].clone()
             self._own += _norm2([fold])
             self._sum = fold if self._sum is None else self._sum.add_(fold)
         return squared

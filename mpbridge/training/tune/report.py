@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mpbridge import __version__
 from mpbridge.common import files
 from mpbridge.common.errors import BadValue
+from mpbridge.common.shipped import VERSION
 from mpbridge.common.tables.units import size
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
@@ -26,7 +26,7 @@ def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any], library: str 
     library: the library of the model, with its version."""
     asked = result.asked
     said = {
-        "found by": ", ".join(filter(None, (f"mpbridge {__version__} tune, torch {torch.__version__}", library))),
+        "found by": ", ".join(filter(None, (f"mpbridge {VERSION} tune, torch {torch.__version__}", library))),
         **facts,
         "batches": {"scored": asked.batches, "unseen": asked.unseen},
         "budget": str(asked.budget),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mpbridge import __version__
 from mpbridge.common.errors import BadValue, CheckpointError, MpbridgeError
 from mpbridge.common.files import ProgressCallback, folder_inside, read_json
+from mpbridge.common.shipped import VERSION
 from mpbridge.settings.huggingface import folder as layout
 from mpbridge.settings.huggingface.folder import FolderTensor
 from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
@@ -272,7 +272,7 @@ class Export:
         """SHA-256 of what decides every byte of the files."""
         made = {
             "checkpoint": self.contents.manifest["files"], "plan": {name: [one.file, one.dtype, *one.shape] for name, one in plan.items()},
-            "casting": None if self.casting is None else self.casting.identity, "mpbridge": __version__,
+            "casting": None if self.casting is None else self.casting.identity, "mpbridge": VERSION,
         }  # fmt: skip
         return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
 

@@ -3,7 +3,11 @@
     mpbridge on-cpu --target h100 scripts/evidence/stacks/bridge_pretrain.py bf16_with_fp8_current_scaling_mixed --steps 20
     mpbridge on-cpu --target b200 scripts/evidence/stacks/bridge_pretrain.py bf16_with_nvfp4_mixed
 
-RECIPE: a name, a file or module:function. --theirs: by Bridge's own registry instead. --plant: changes a setting between apply and pretrain, as a script could:
+    mpbridge on-cpu --target h100 scripts/evidence/stacks/bridge_pretrain.py bf16_mixed --steps 20 --record seen.pt
+    mpbridge on-cpu --target h100 scripts/evidence/stacks/bridge_pretrain.py bf16_mixed --steps 20 --own seen.pt
+
+RECIPE: a name, a file or module:function. --record: also writes the weights before the first step and every micro-batch that the model was given; --own: mpbridge's own loop
+over Transformer Engine, on those micro-batches and from the same seed; it says whether the weights before the first step are equal. --theirs: by Bridge's own registry instead. --plant: changes a setting between apply and pretrain, as a script could:
 the callback has to end the run. It prints the losses as JSON, one object on the last line. docs/stacks/megatron_bridge.md says what to install.
 """
 
@@ -25,6 +29,20 @@ PLANTS = {
 }
 
 
+MODEL = {
+    "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 512, "num_attention_heads": 4, "vocab_size": 256, "normalization": "RMSNorm",
+    "position_embedding_type": "rope", "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+
+BRIDGES = {
+    "cross_entropy_loss_fusion": True,
+    "gradient_accumulation_fusion": True,
+    "masked_softmax_fusion": True,
+    "attention_softmax_in_fp32": False,
+}
+"""Where Bridge's defaults are not mpbridge's."""
+
+
 def container(
     recipe: str | None, *, steps: int, folder: str | None, load: str | None, seed: int = 1234, evaluate: int = 0
 ) -> Any:
@@ -32,18 +50,7 @@ def container(
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config as bridge
 
-    sizes = {
-        "num_layers": 4,
-        "hidden_size": 128,
-        "ffn_hidden_size": 512,
-        "num_attention_heads": 4,
-        "seq_length": 64,
-        "vocab_size": 256,
-    }
-    model = GPTModelProvider(
-        **sizes, normalization="RMSNorm", position_embedding_type="rope", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-        share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+    model = GPTModelProvider(**MODEL, seq_length=64, share_embeddings_and_output_weights=False)
     data = {
         "reset_attention_mask": False,
         "reset_position_ids": False,
@@ -66,7 +73,15 @@ def container(
     )  # fmt: skip
 
 
-def looks(planted: str | None) -> Any:
+def plain(module: Any) -> dict[str, Any]:
+    """Every parameter of a chunk, in high precision, by its name without wrappers."""
+    return {
+        name.replace("module.", ""): getattr(one, "dequantize", one.detach)().detach().clone()
+        for name, one in module.named_parameters()
+    }
+
+
+def looks(planted: str | None, record: bool = False) -> Any:
     """A callback of the script's own: losses, the classes of the live parameters, and the plants that need live objects."""
     from megatron.bridge.training.callbacks import Callback
 
@@ -74,18 +89,26 @@ def looks(planted: str | None) -> Any:
         def __init__(self) -> None:
             self.losses: dict[int, str] = {}
             self.parameters: dict[str, int] = {}
+            self.seen: dict[str, Any] = {"batches": [], "losses": []}
 
         def on_train_start(self, context: Any) -> None:
             self.model = context.model
             self.parameters = dict(
                 Counter(f"{type(p).__name__} {str(p.dtype)[6:]}" for p in context.model[0].parameters())
             )
+            if record:
+                self.seen["weights"] = plain(context.model[0])
+                self.seen["config"] = {name: repr(value) for name, value in vars(context.model[0].config).items()}
+                context.model[0].register_forward_pre_hook(self._given, with_kwargs=True)
             if planted == "weight":
                 context.optimizer.step = _all_but(next(context.model[0].parameters()), context.optimizer.step)
             if planted == "frozen":
                 context.optimizer.step = lambda: (True, 0.0, 0)
             if planted == "raises":
                 context.optimizer.step = lambda: 1 / 0
+
+        def _given(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.seen["batches"].append({"tokens": named["input_ids"].clone(), "labels": named["labels"].clone()})
 
         def on_eval_start(self, context: Any) -> None:
             if planted == "evaluation":
@@ -94,7 +117,9 @@ def looks(planted: str | None) -> Any:
                         module.config.fp8 = None
 
         def on_train_step_end(self, context: Any) -> None:
-            self.losses[context.state.train_state.step + 1] = f"{float(context.loss_dict['lm loss'].flatten()[0]):.6f}"
+            loss = float(context.loss_dict["lm loss"].flatten()[0])
+            self.losses[context.state.train_state.step + 1] = f"{loss:.6f}"
+            self.seen["losses"].append(loss)
 
     return Looks()
 
@@ -107,6 +132,51 @@ def _all_but(weight: Any, step: Any) -> Any:
         return result
 
     return update
+
+
+def own(recipe: str, steps: int, seen: dict[str, Any], target: str) -> None:
+    """mpbridge's own loop on what Bridge's model was given; prints the losses as JSON."""
+    import torch
+
+    from mpbridge import ConfigContainer, pretrain
+    from mpbridge.training.base import Hook
+
+    losses: list[float] = []
+    same: list[str] = []
+
+    class Compares(Hook):
+        def built(self, training: Any) -> None:
+            mine = plain(training.engine.model[0])
+            same[:] = [name for name, one in seen["weights"].items() if not torch.equal(one, mine[name])]
+            config = {name: repr(value) for name, value in vars(training.engine.model[0].config).items()}
+            for name in sorted(config.keys() & seen["config"]):
+                if config[name] != seen["config"][name] and not name.endswith(("_func", "timers", "init_method")):
+                    print(f"config.{name}: {config[name]} here, {seen['config'][name]} there")
+
+        def stepped(self, training: Any, result: Any) -> None:
+            losses.append(result.loss)
+
+    samples = [
+        {name: part[i] for name, part in batch.items()}
+        for batch in seen["batches"]
+        for i in range(len(batch["tokens"]))
+    ]
+    container = ConfigContainer(
+        mixed_precision=recipe, model=MODEL | BRIDGES, emulate="te", target=target, te="2.11",
+        optimizer={"lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.01},
+        scheduler={"lr_decay_style": "constant"},
+        ddp={"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        train={"train_iters": steps, "global_batch_size": 4, "micro_batch_size": 2, "seed": 1234, "eval_iters": 0},
+        data={"seq_length": 64},
+    )  # fmt: skip
+    pretrain(container.resolved(1), dataset=samples, hooks=[Compares()], quiet=True)
+    equal = [mine == theirs for mine, theirs in zip(losses, seen["losses"], strict=True)]
+    shown = {step: f"{loss:.6f}" for step, loss in enumerate(losses, 1)}
+    print(
+        json.dumps(
+            {"recipe": recipe, "losses": shown, "equal to the bit": sum(equal), "other weights at the start": same}
+        )
+    )
 
 
 def plant(cfg: Any, name: str | None) -> None:
@@ -130,7 +200,15 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print the plan and what the callback saw")
     parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="evaluate after every N steps")
     parser.add_argument("--plant", choices=PLANTS)
+    parser.add_argument("--record", metavar="FILE")
+    parser.add_argument("--own", metavar="FILE")
+    parser.add_argument("--target", default="h100", help="with --own")
     asked = parser.parse_args()
+    if asked.own:
+        import torch
+
+        own(asked.recipe, asked.steps, torch.load(asked.own), asked.target)
+        return
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
@@ -144,7 +222,7 @@ def main() -> None:
         load=asked.load,
         evaluate=asked.evaluate,
     )
-    looking, watching = looks(asked.plant), []
+    looking, watching = looks(asked.plant, bool(asked.record)), []
     if not asked.theirs:
         plan = megatron_bridge.apply(cfg, asked.recipe)
         watching = [bridge_callback(asked.recipe, at={1, 2, asked.steps}, show=print if asked.show else None)]
@@ -161,6 +239,10 @@ def main() -> None:
         ]
         print(json.dumps({"observing": watching[0].witness.observing, "hooks": hooks}))
         return
+    if asked.record:
+        import torch
+
+        torch.save(looking.seen, asked.record)
     print(json.dumps({"recipe": asked.recipe, "losses": looking.losses, "parameters": looking.parameters}))
 
 

@@ -160,7 +160,7 @@ def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], 
         (file, ".".join(file.relative_to(checkout).with_suffix("").parts))
         for file in sorted((checkout / "torchtitan").rglob("config_registry.py"))
     ]
-    from mpbridge.interop.stacks.torchtitan_import import _CONVERTERS
+    from mpbridge.interop.stacks.torchtitan_import import LINEARS
 
     def said(made: Any) -> dict[str, Any] | None:
         training = getattr(made, "training", None)
@@ -169,10 +169,10 @@ def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], 
         spec = made.model_spec
         asked = vars(spec).get("asked") or {}
         words = [one.made_by for one in asked.get("converters", ())]
-        scaling = next((_CONVERTERS[word] for word in words if word in _CONVERTERS), None)
+        quant = next((LINEARS[word] for word in words if word in LINEARS), None)
         return {
             "storage": training.dtype, "compute": training.mixed_precision_param, "wire": training.mixed_precision_reduce,
-            "quantized": scaling,
+            "quantized": quant and (quant.format, quant.scaling),
         }  # fmt: skip
 
     return files, said

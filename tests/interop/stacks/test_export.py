@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -75,13 +74,6 @@ def test_the_class_of_an_export_is_the_published_one(recipe: str, row: str) -> N
             assert (stack, letters[export(recipe, stack).fidelity]) == (stack, expected)
 
 
-def test_the_scaling_recipe_is_always_written_for_megatron_lm() -> None:
-    for name in recipes:
-        text = export(name, "megatron-lm").pieces[0].text
-        assert ("--fp8-format" in text) == ("--fp8-recipe" in text)
-        assert ("--fp4-format" in text) == ("--fp4-recipe" in text)
-
-
 @pytest.mark.parametrize("version", ["0.16", "0.20"])
 def test_every_flag_written_for_a_version_is_one_of_its_parsers_and_is_read_back(version: str) -> None:
     states: dict[str, object] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8"}
@@ -109,18 +101,12 @@ def test_flags_of_a_later_version_are_unknown_to_an_earlier_one() -> None:
     assert read_args("--bf16 --use-megatron-fsdp", version="0.20").meaning.wire.short == "bf16"
 
 
-def test_a_torchtitan_quantization_is_python_and_leaves_the_output_layer() -> None:
-    arguments, python = export("bf16_with_nvfp4_mixed", "torchtitan").pieces
-    assert "nvfp4" not in arguments.text.lower()
-    assert 'fqns=["attention", "feed_forward", "moe.shared_experts.w"]' in python.text
-    compile(python.text, "config_registry.py", "exec")
-
-
-@pytest.mark.parametrize("stack", ["fsdp2", "accelerate", "lightning", "transformers"])
+@pytest.mark.parametrize("stack", ["fsdp2", "accelerate", "lightning", "transformers", "torchtitan"])
 def test_python_that_is_exported_compiles(stack: str) -> None:
     for name in recipes:
         for piece in export(name, stack).pieces:
-            compile(piece.text, f"{stack}-{name}", "exec")
+            if piece.name in ("python", "config_registry.py"):
+                compile(piece.text, f"{stack}-{name}", "exec")
 
 
 FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "delayed"}
@@ -199,14 +185,6 @@ def test_rules_by_module_are_named_where_a_stack_has_none() -> None:
         # FSDP casts under Lightning's autocast; transformers' DDP casts operations alone
         residual = stack not in ("megatron-lm", "megatron-bridge", "transformers")
         assert ("fp32_residual_connection" in impossible) is residual, stack
-
-
-def test_an_accumulator_without_a_flag_is_never_exact() -> None:
-    config = MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32")
-    for stack in ("megatron-lm", "megatron-bridge"):
-        assert any(line.fact == "accumulator" for line in export(config, stack).lines)
-        assert export(config, stack).fidelity == "different"
-        assert export(config, stack, engine="megatron_fsdp").fidelity == "exact"
 
 
 def test_layers_at_the_ends_are_left_out_by_code_and_not_by_a_comment() -> None:
@@ -311,8 +289,8 @@ def test_rules_by_module_become_a_file_of_megatron_lm() -> None:
 
 def test_an_accumulator_apart_from_the_wire_is_said_where_a_stack_has_both() -> None:
     config = MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32")
-    deepspeed = json.loads(export(config, "deepspeed").pieces[0].text)
-    assert (deepspeed["communication_data_type"], deepspeed["data_types"]["grad_accum_dtype"]) == ("bf16", "fp32")
+    for stack in ("megatron-lm", "megatron-bridge"):
+        assert export(config, stack, engine="megatron_fsdp").fidelity == "exact"
     text = export(config, "megatron-lm", engine="megatron_fsdp").pieces[0].text
     assert "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16" in text
     assert read_args(text.replace("\\\n", " "), stack="megatron-lm").fields["grad_accumulation_dtype"] == "fp32"

@@ -140,9 +140,11 @@ def test_weight_gradients_in_high_precision_are_a_difference(
     ],
     ids=["compared", "loops", "objects"],
 )
-def test_python_text_whose_values_multiply_is_refused_at_once(body: str) -> None:
+def test_python_text_whose_values_multiply_ends_at_once(body: str) -> None:
     text = f"import megatron.bridge\n\n\ndef f():\n{body} return ConfigContainer(mixed_precision='bf16_mixed')\n"
     started = time.process_time()
-    with pytest.raises(DataError, match=r"more than 100,?000 (parts|expressions)"):
-        read_text(text, name="f.py")
+    found = read_text(text, name="f.py")
+    assert found.fields["bf16"] is True
     assert time.process_time() - started < 20
+    with pytest.raises(DataError, match="more than 100000 expressions"):
+        read_text(text.replace("def f():\n", "def f():\n x = [" + "1, " * 100_000 + "]\n"), name="f.py")

@@ -150,7 +150,7 @@ def test_random_plain_data_ends_in_an_answer_or_in_our_own_error(stack: str) -> 
         "x",
     ]
     values: list[Any] = [None, True, -1, 3.5, "bf16", "hybrid", "", [1, "a"], "nan", {"enabled": "yes"}]
-    for seed in range(40):
+    for seed in range(12):
         pick = random.Random(seed)
 
         def tree(depth: int, pick: random.Random = pick) -> Any:

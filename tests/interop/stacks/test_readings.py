@@ -16,7 +16,7 @@ from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.importers import read_args, read_python, read_text
-from mpbridge.interop.stacks.nearest import answer, apart
+from mpbridge.interop.stacks.nearest import Answer, answer, apart
 
 LM, MB, TT, AM, AC, LI, DS, TR = "megatron-lm", "megatron-bridge", "torchtitan", "automodel", "accelerate", "lightning", "deepspeed", "transformers"  # fmt: skip
 PYTHON = (
@@ -34,6 +34,10 @@ def read(stack: str, text: str) -> Imported:
     return read_args(text, stack=stack)
 
 
+def nearest(found: Imported) -> Answer:
+    return answer(found.fields, engine=found.engine, meaning=found.meaning)
+
+
 def shown(value: Any) -> str:
     return value.short if isinstance(value, DType) else str(value).lower() if value is None or isinstance(value, bool) else str(value)  # fmt: skip
 
@@ -43,8 +47,7 @@ def holds(found: Imported, stack: str, claim: str) -> bool:
     if kind == "same":
         return found.meaning == read(stack, words).meaning
     if kind in KINDS or kind == "apart":
-        told = answer(found.fields, engine=found.engine, meaning=found.meaning)
-        lines = apart(told, found.meaning, engine=found.engine) if kind == "apart" else getattr(found, kind)
+        lines = getattr(found, kind) if kind in KINDS else apart(nearest(found), found.meaning, engine=found.engine)
         there = any(all(word in line for word in words.split(" & ")) for line in lines) if colon else bool(lines)
         return there is not claim.startswith("!")
     at = min(at for at in (claim.find("="), claim.find("~")) if at > 0)
@@ -52,7 +55,7 @@ def holds(found: Imported, stack: str, claim: str) -> bool:
     if path.startswith("fields."):
         value = shown(found.fields[path[7:]]) if path[7:] in found.fields else "-"
     elif path == "recipe":
-        value = str(answer(found.fields, engine=found.engine, meaning=found.meaning))
+        value = str(nearest(found))
     elif path == "ends":
         value = f"{found.meaning.regions[0].first},{found.meaning.regions[0].last}"
     else:

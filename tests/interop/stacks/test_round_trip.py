@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ UNWRITTEN = {
 }
 
 
+@functools.cache
+def made(name: str, stack: str) -> tuple[Export, Imported]:
+    """A recipe's export, and what is read of it."""
+    one = export(name, stack)
+    return one, back(one)
+
+
 def lost(one: Export) -> dict[str, tuple[str, str]]:
     """Facts of an export that its importer does not give back, those that recipes state of the model among them."""
     unwritten = UNWRITTEN.get(one.stack, ())
@@ -64,8 +72,7 @@ def lost(one: Export) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_what_was_exported_is_what_is_read_back(stack: str) -> None:
-    made = {name: export(name, stack) for name in recipes}
-    table = {name: lost(one) for name, one in made.items()}
+    table = {name: lost(made(name, stack)[0]) for name in recipes}
     assert {name: rows for name, rows in table.items() if rows} == {}
 
 
@@ -93,17 +100,15 @@ FACTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("base", BASES)
 def test_a_fact_that_a_recipe_states_is_read_back_where_the_export_claims_it(stack: str, base: str) -> None:
-    made = {fact: export(MixedPrecisionConfig(**(BASES[base] | said)), stack) for fact, said in FACTS.items()}
-    table = {fact: lost(one) for fact, one in made.items()}
+    table = {fact: lost(export(MixedPrecisionConfig(**(BASES[base] | said)), stack)) for fact, said in FACTS.items()}
     assert {fact: rows for fact, rows in table.items() if rows} == {}
 
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_importing_an_exact_export_gives_the_recipe_back(stack: str) -> None:
-    exact = {name: one for name in recipes if (one := export(name, stack)).fidelity == "exact"}
+    exact = {name: both for name in recipes if (both := made(name, stack))[0].fidelity == "exact"}
     assert exact, "a stack that says no recipe exactly would make this test say nothing"
-    for name, one in exact.items():
-        found = back(one)
+    for name, (one, found) in exact.items():
         told = answer(found.fields, engine=found.engine, meaning=found.meaning)
         # ZeRO 1 is what DeepSpeed's export is written for, and its line about sharding says what reads it back
         divides = any(line.fact == "sharded" and "of the megatron-core engine" in line.text for line in one.lines)

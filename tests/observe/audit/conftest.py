@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
+from tests.backend.engines.conftest import world
+
+__all__ = ["world"]
+
 
 @pytest.fixture
-def build() -> Iterator[Callable[..., Any]]:
+def build(world: None) -> Iterator[Callable[..., Any]]:
     """Makes a tiny megatron-core engine on the CPU, as tests/backend/engines/tiny.py describes it; closed at the end of the test."""
     from mpbridge.backend.devices import device_layer
-    from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
     from mpbridge.backend.engines.registry import build_engine
     from tests.backend.engines import tiny
 
     made: list[Any] = []
-    mine = start_process_group(False)
 
     def make(kind: str = "bf16", **changes: Any) -> Any:
         with device_layer(False):
@@ -29,8 +31,6 @@ def build() -> Iterator[Callable[..., Any]]:
     yield make
     for engine in made:
         engine.close()
-    if mine:
-        stop_process_group()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from mpbridge.common.traits import traits
 from mpbridge.observe.audit.compute import _row_finding
 from mpbridge.observe.audit.not_observable import why_unseen
 from mpbridge.observe.audit.promise import Promises
+from mpbridge.observe.audit.weights import are_codes
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 
@@ -57,3 +58,17 @@ def test_only_weights_of_a_mamba_layers_linears_are_promised_as_stored(parameter
     run: Any = SimpleNamespace(traits=traits("mcore"), optimizer=OptimizerFacts(), ddp={})
     promises = Promises(policy=resolve(config).settled(), run=run, layers=4)
     assert promises.of("params", f"decoder.layers.1.{parameter}") == promised
+
+
+def _drawn(kind: str) -> torch.Tensor:
+    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    scale = 448 / values.abs().amax()
+    return {
+        "ones": torch.ones_like(values), "bf16": values.bfloat16().float(), "fp32": values, "E4M3": (values * scale).to(torch.float8_e4m3fn).float() / scale,
+        "E5M2": values.to(torch.float8_e5m2).float(), "few": values[:3].to(torch.float8_e5m2).float(),
+    }[kind]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ones", "bf16", "fp32", "few", "E4M3", "E5M2"])
+def test_values_of_codes_are_told_from_those_of_sixteen_bits(kind: str) -> None:
+    assert are_codes(_drawn(kind)) is (kind in ("E4M3", "E5M2"))

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forked import ROOT
+from tests.forked import ROOT, python
 
 SCRIPT = str(ROOT / "scripts" / "evidence" / "planted.py")
 
 
 def planted(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPT, *arguments], capture_output=True, text=True, check=False
-    )
+    done = python([SCRIPT, *arguments], timeout=3600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     return done.stdout
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mpbridge.observe.telemetry.records import LINEARS, kept, merged
-from tests.forked import ROOT
+from tests.forked import python
 from tests.worlds import COUNTED, start
 
 
@@ -77,7 +74,7 @@ def test_statistics_of_ten_thousand_ranks_take_as_many_collectives_as_those_of_t
     script.write_text(FAKE, encoding="utf-8")
     said = []
     for world in ("2", "10000"):
-        done = subprocess.run([sys.executable, str(script), world], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False)  # fmt: skip
+        done = python([str(script), world])
         assert done.returncode == 0, done.stderr[-3000:]
         said.append(json.loads(done.stdout.splitlines()[-1]))
     (few, _), (many, received) = said

@@ -46,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "moe": MOE,
     "hybrid": HYBRID,
     "hybrid_moe": MIXED,
+    "lora": LLAMA | {"lora_rank": 3},
 }
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -77,6 +78,9 @@ RECIPES: dict[str, Any] = {
     "kept": {"recipe": "bf16_mixed", "keep_fp32": ["*layernorm*"]},
     "mamba_kept": {"recipe": "bf16_mixed", "keep_fp32": ["*.A_log", "*.D", "*.dt_bias"]},
     "full": "full_bf16",
+    "frozen": {"recipe": "bf16_mixed", "frozen": ["*"]},
+    "frozen_wide": {"recipe": "bf16_mixed", "frozen": ["*"], "lora_dtype": "fp32"},
+    "frozen_layer": {"recipe": "bf16_mixed", "frozen": ["decoder.layers.0.*", "*norm*"]},
 }
 
 

@@ -13,6 +13,7 @@ from mpbridge.planning.memory.compare import against_bf16
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.limitations import left_out_of_memory
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
+from mpbridge.planning.memory.roles import roles
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 
@@ -55,6 +56,28 @@ def test_published_parameter_counts():
     assert (
         total_parameters(facts(shape=DEEPSEEK_V3)) == 671_026_404_352 + 0
     )  # "671B"; without the multi-token prediction module
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "gpu", "expected"),
+    [
+        ("bf16_mixed", {}, "h100", 2.00),
+        ("bf16_with_fp8_current_scaling_mixed", {"first_last_layers_bf16": False}, "h100", 2.00),
+        ("bf16_with_fp8_current_scaling_mixed", {"first_last_layers_bf16": False}, "b200", 1.00),
+        ("bf16_with_mxfp8_mixed", {}, "b200", 2.06),
+        ("fp32", {}, "h100", 4.00),
+    ],
+)
+def test_a_frozen_linear_takes_the_bytes_measured_on_transformer_engines_tensors(name, changes, gpu, expected):
+    """Live tensors of Transformer Engine 2.11's Python: a weight with its scales, and before Blackwell its transposed copy."""
+    shape = dataclasses.replace(LLAMA3_8B, lora_rank=8, lora_targets=("mlp.*",))
+    ddp = {"reuse_grad_buf_for_mxfp8_param_ag": "mxfp8" in name}
+    run, kept = facts(shape=shape, machine=machine(gpu), ddp=ddp), policy(name, frozen=["*"], **changes)
+    held = [role for role in roles(kept, run) if role.parameter.endswith((".linear_fc1.weight", ".linear_qkv.weight"))]
+    elements = sum(p.weight.elements for chunk in parameters(run, Coordinates.of(0, run.parallel)) for p in chunk
+                   if p.name.endswith((".linear_fc1.weight", ".linear_qkv.weight")))  # fmt: skip
+    assert sum(role.bytes for role in held) / elements == pytest.approx(expected, abs=0.005)
+    assert {role.name for role in held} <= {"params", "weight_copies", "weight_transposes", "weight_scales"}
 
 
 def test_published_duplicate_of_the_main_weights():

@@ -44,6 +44,9 @@ ONE = [
         "gpt2/ddp/kept",
         "gpt2/sgd/bf16",
         "gpt2/ddp/full",
+        "lora/ddp/frozen",
+        "lora/sharded/frozen_wide",
+        "moe/sharded/frozen_layer",
     ],
 ]
 TWO = [
@@ -63,6 +66,8 @@ TWO = [
         "llama/pp/bf16",
         "llama_tied/buckets/moments",
         "moe/sharded/remainders",
+        "lora/pp/frozen",
+        "lora/sharded/frozen",
     ],
 ]
 LAYOUTS_ONE, LAYOUTS_TWO = (

@@ -67,6 +67,7 @@ PATTERN = {
     "model": {**HYBRID, "hybrid_override_pattern": "M-*M"},
     "shape": dataclasses.replace(SHAPE, hybrid=True, pattern="M-*M", mamba=MAMBA),
 }
+LORA = dataclasses.replace(SHAPE, lora_rank=8, lora_targets=("mlp.linear_fc1",))
 NANO = {**PATTERN, "parallel": Parallel(world_size=4, tensor=4)}
 AWARE = {"use_precision_aware_optimizer": True}
 PP2 = Parallel(world_size=2, pipeline=2)
@@ -131,6 +132,7 @@ TABLE = {
     "delayed-scaling-with-selective-recompute": ({"recipe": "fp8_ds", "model": SELECTIVE}, {"recipe": "fp8_cs", "model": SELECTIVE}),
     "fp8-recompute-needs-newer-engine": ({"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.5")}, {"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.6")}),
     "nvfp4-recompute-needs-newer-engine": ({"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.11")}, {"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.12")}),
+    "recompute-outside-autocast": ({"config": {"autocast_enabled": True}, "model": WHOLE}, {"config": {"autocast_enabled": True}}),
     "interval-has-no-effect": ({"recipe": "fp8_cs", "model": {"fp8_interval": 4}}, {"recipe": "fp8_cs", "model": {"fp8_interval": 1}}),
     "amax-group-has-no-effect": ({"recipe": "fp8_cs", "model": {"tp_only_amax_red": True}}, {"recipe": "fp8_ds", "model": {"tp_only_amax_red": True}}),
     "parameter-gather-without-distributed-optimizer": ({"recipe": "fp8_ds", "optimizer": OptimizerFacts()}, {"recipe": "fp8_ds"}),
@@ -245,6 +247,17 @@ TABLE = {
     "mamba-projection-rows": ({**MX, **NANO}, {"recipe": "fp8_cs", **NANO}),
     "hybrid-without-a-pattern": ({"model": HYBRID}, PATTERN),
     "hybrids-do-not-follow": ({**PATTERN, "model": {**PATTERN["model"], **WHOLE}}, {**PATTERN, "model": {**PATTERN["model"], **SELECTIVE}}),
+    "nothing-is-trained": ({"config": {"frozen": ["*"]}}, {"config": {"frozen": ["*"]}, "shape": LORA}),
+    "adapters-do-not-follow": (
+        {"config": {"frozen": ["*"]}, "shape": LORA, "parallel": Parallel(world_size=2, tensor=2)}, {"config": {"frozen": ["*"]}, "shape": LORA, "parallel": PP2},
+    ),
+    "frozen-on-one-engine": (
+        {"config": {"frozen": ["*"]}, "shape": LORA, "engine": "fsdp2", "optimizer": OptimizerFacts()}, {"config": {"frozen": ["*"]}, "shape": LORA},
+    ),
+    "adapters-beside-a-trained-base": ({"shape": LORA}, {"config": {"frozen": ["*"]}, "shape": LORA}),
+    "stored-base-is-kept-twice": (
+        {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}}, {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}, **B200},
+    ),
     "hybrids-on-one-engine": ({**PATTERN, "engine": "fsdp2", "optimizer": OptimizerFacts()}, PATTERN),
     "hybrid-in-fp16": ({"recipe": "fp16", "model": HYBRID}, {"recipe": "bf16", "model": HYBRID}),
     "muon-cannot": ({"recipe": "fp16", "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),

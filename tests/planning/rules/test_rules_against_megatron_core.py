@@ -21,6 +21,7 @@ from mpbridge.precision.registry import recipes
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.limits import LIMITS
 from mpbridge.settings.schema import Setting, settings
+from mpbridge.settings.sections import LORA
 
 NOW = Versions(
     torch="2.11.0", megatron_core=installed().megatron_core, transformer_engine="2.11.0", cuda="12.9", cublaslt="12.9.1"
@@ -143,7 +144,9 @@ def drawn(rng: random.Random) -> dict[str, Any]:
     for _ in range(rng.randint(1, 3)):
         section = rng.choice(("model", "model", "model", "model", "optimizer", "ddp"))
         known = sorted(
-            name for name in sections[section] if f"{section}.{name}" not in ("model.num_layers", "optimizer.lr")
+            name
+            for name in sections[section]
+            if f"{section}.{name}" not in ("model.num_layers", "optimizer.lr") and name not in LORA
         )
         first = rng.choice(known)
         group = next((stem for stem in TOGETHER if first.startswith(stem)), None)

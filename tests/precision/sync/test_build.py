@@ -66,10 +66,10 @@ def test_the_models_own_arguments_are_gpt_models() -> None:
     from megatron.core.models.mamba import MambaModel
 
     from mpbridge.backend.megatron.targets import GPT_ARGUMENTS
-    from mpbridge.settings.sections import YARN
+    from mpbridge.settings.sections import LORA, YARN
 
     hybrids = {"hybrid_override_pattern"}
-    assert set(inspect.signature(GPTModel).parameters) >= GPT_ARGUMENTS - set(YARN) - hybrids
+    assert set(inspect.signature(GPTModel).parameters) >= GPT_ARGUMENTS - set(YARN) - set(LORA) - hybrids
     assert set(inspect.signature(MambaModel).parameters) >= hybrids
     # those of YaRN are no fields and no arguments: GPTModel looks for them on the config
     reads = inspect.getsource(inspect.getmodule(GPTModel))

@@ -9,6 +9,7 @@ import pytest
 from mpbridge import pretrain
 from mpbridge.common.report.metrics import read
 from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.json_codec import decoded
 
 from .matrix import BLOCKWISE, DELAYED, MXFP8, NVFP4, TENSORWISE, WHOLE
 from .training import BLACKWELL, OVERLAP, tiny
@@ -35,13 +36,27 @@ def histories(place) -> list[str]:
     return [key for key, (_, _, size) in rows.items() if "_extra_state" in key and size > len("null")]
 
 
+def extra_states(place) -> list[dict]:
+    """Those extra states, as the data that they are."""
+    index, states = json.loads((place / "index.json").read_text()), []
+    for key in histories(place):
+        number, at, size = index["objects"][key]
+        states.append(decoded(json.loads((place / index["files"][number]).read_bytes()[at : at + size])))
+    return [state for state in states if state is not None]
+
+
 @pytest.mark.parametrize("recipe", EACH)
 def test_a_run_that_stops_goes_on_to_the_bit(recipe, tmp_path) -> None:
     whole = losses(tmp_path / "whole", recipe, "train.exit_interval=null")
     parts = [losses(tmp_path / "parts", recipe) for _ in range(3)]
     assert [len(part) for part in parts] == [2, 2, 2]
     assert [loss for part in parts for loss in part] == whole
-    assert histories(store.saved(tmp_path / "parts")[0].path) or recipe != DELAYED
+    if recipe == DELAYED:
+        states = extra_states(store.saved(tmp_path / "parts")[-1].path)
+        assert len(states) >= 8  # four linears in each of two layers
+        fields = {"margin": 0, "amax_history_len": 1024}
+        assert all(state["recipe"] == {"class": "DelayedScaling", "fields": fields} for state in states)
+        assert any(state["amax_history_fwd"].any() for state in states)
 
 
 @pytest.mark.slow

@@ -113,6 +113,9 @@ COSTS: dict[str, tuple[Side, Side, str, str]] = {
     "engine": (BF16, side(engine="fsdp2"), "refused", "keep engine=mcore"),
     "optimizer": (BF16, side(optimizer=updated_by("sgd")), "weights only", "optimizer.optimizer=adam"),
     "muon": (BF16, side(optimizer=updated_by("muon")), "weights only", "muon cannot use the states of adam"),
+    "adapters begin": (BF16, side(shape={"lora_rank": 8, "lora_targets": ("mlp.*",)}), "weights only", "has no adapters"),
+    "adapters left out": (side(shape={"lora_rank": 8}), BF16, "refused", "lora_rank is 8 in the checkpoint and 0"),
+    "other adapters": (side(shape={"lora_rank": 8}), side(shape={"lora_rank": 4}), "refused", "lora_rank is 8"),
     "model": (BF16, side(shape={"hidden_size": 128}), "refused", "hidden_size is 64 in the checkpoint and 128"),
     "sequence length": (BF16, side(shape={"seq_length": 128}), "safe", "sequence length 64 -> 128"),
     "sequence length with learned positions": (side(shape={"learned_positions": True}), side(shape={"learned_positions": True, "seq_length": 128}), "refused", ""),
@@ -286,6 +289,16 @@ def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
         assert [needs in text for text in found] == ([] if needs is None else [True]), found
     assert main(["resume-check", str(folder), "--config", "gpt_tiny"]) == 1  # another model
     assert "num_layers is 1 in the checkpoint and 4" in capsys.readouterr().out
+
+
+def test_states_of_other_parameters_are_not_taken_up() -> None:
+    plain, frozen = (
+        fingerprint("bf16_mixed", resolve(get_mixed_precision_config("bf16_mixed").derive(frozen=globs)), FACTS, {})
+        for globs in (None, ["decoder.layers.0.*"])
+    )
+    answers = verdict(plain, frozen), verdict(frozen, plain), verdict(frozen, frozen)
+    assert [answer.kind for answer in answers] == ["weights only", "weights only", "same"]
+    assert "decoder.layers.0.* in the run" in answers[0].why[0]
 
 
 if __name__ == "__main__":

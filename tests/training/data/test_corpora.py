@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from mpbridge.training.data import prepare as prepare_module
 from mpbridge.training.data.datasets import open_corpus
 from mpbridge.training.data.prepare import prepare
 from mpbridge.training.data.sources import find
+from tests import forked
 
 ROWS = [{"text": f"row {n} " + "x" * n, "title": f"t{n}"} for n in range(40)]
 
@@ -117,28 +117,25 @@ def test_held_out_text_of_its_own_is_not_trained_on(tmp_path: Path) -> None:
     assert {int(valid[n]["tokens"][1]) for n in range(20)} <= set(b"v\n") | {256}
 
 
-class Fussy:
-    """Bytes; fails on the word that a file in the environment holds."""
+FUSSY = '''
+from pathlib import Path
 
+class Fussy:
+    """Bytes; fails on a word while a file is there."""
     eod, vocab_size, unique_identifiers = 256, 300, {"class": "Fussy"}
 
-    def tokenize(self, text: str) -> list[int]:
-        """Raises while the poison is there."""
-        if text.startswith("poison") and Path(os.environ["FUSSY"]).exists():
+    def tokenize(self, text):
+        if text.startswith("poison") and Path(__file__).with_name("switch").exists():
             raise RuntimeError("poisoned")
         return list(text.encode())
-
-
-def fussy() -> Fussy:
-    """A tokenizer factory for workers."""
-    return Fussy()
+'''
 
 
 def test_a_preparation_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "ONE_WORKER", 1000)
-    monkeypatch.setenv("FUSSY", str(tmp_path / "switch"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(prepare_module, "get_context", lambda _: forked._context())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "fussy_for_a_while.py").write_text(FUSSY)
     files = []
     for number, start in enumerate(["fine", "fine", "fine", "poison"]):
         files.append(tmp_path / f"{number}.txt")
@@ -146,7 +143,7 @@ def test_a_preparation_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypa
     (tmp_path / "switch").write_text("")
     settings: dict[str, Any] = {
         "cache": tmp_path / "cache",
-        "tokenizer_name": f"{Path(__file__).stem}:fussy",
+        "tokenizer_name": "fussy_for_a_while:Fussy",
         "workers": 1,
     }
     with pytest.raises(DataError, match="poisoned"):

@@ -17,6 +17,7 @@ from mpbridge.training.data.prepare import prepare
 from mpbridge.training.data.records import RecordRange, Skip, Text, records
 from mpbridge.training.data.sources import find, stdlib_files
 from mpbridge.training.data.tokenizer import tokenizer
+from tests import forked
 
 DIRTY = [
     '{"text": "good"}',
@@ -106,6 +107,7 @@ def test_same_content_is_prepared_once_and_other_content_again(tmp_path: Path) -
 
 def test_workers_do_not_change_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpbridge.training.data.records.CHUNK", 64)
+    monkeypatch.setattr(prepare_module, "get_context", lambda _: forked._context())
     rows = [json.dumps({"text": f"record {n} " + "x" * (n % 50)}) for n in range(60)]
     source = _lines(tmp_path / "a.jsonl", [*rows, *DIRTY])
     one = prepare([source], cache=tmp_path / "one", workers=1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import resource
 from collections import Counter
+from unittest import mock
 
 import pytest
 
@@ -13,9 +15,20 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.planning.estimate.build import work
 from mpbridge.settings.container import ConfigContainer
+from mpbridge.training.simulate import world as worlds
 from mpbridge.training.simulate.recorder import compare_products, compare_wires
 from mpbridge.training.simulate.world import default_ranks, simulate, simulated_run
 from scripts.evidence.check_scale import ROWS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_nursery():
+    """The process that has imported megatron-core and forks a child for each rank: one for all simulations here."""
+    with (
+        worlds._Nursery() as nursery,
+        mock.patch.object(worlds, "_Nursery", return_value=contextlib.nullcontext(nursery)),
+    ):
+        yield
 
 
 def run_of(config, world, *overrides):
