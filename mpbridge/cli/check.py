@@ -124,10 +124,12 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
 
 def _others(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
     """What gains something: layouts with few changes, then recipes in this layout."""
-    found = [
-        _Other(settings=line(one.facts, mine.facts), outlook=one, gains=mine.gain(one))
-        for one in mine.layouts(MOST - 1, stated=says_optimizer(made.container))
-    ]
+    found = []
+    for one in mine.layouts(MOST - 1, stated=says_optimizer(made.container)):
+        world = one.facts.parallel.world_size
+        more = [f"--world-size {world}"] if world != made.world_size else []
+        settings = " ".join([*more, line(one.facts, mine.facts)]).strip()
+        found.append(_Other(settings=settings, outlook=one, gains=mine.gain(one)))
     return [*found, *_recipes(made, where, mine)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -94,9 +95,11 @@ def _search(
 def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> tuple[Run, bool]:
     """The run in the file's sizes, which need not divide this world, since the search uses sizes of its own; (the run with sizes of 1, False) if those of the file are not valid."""
     smallest, valid = box.smallest_world(), True
-    try:
-        made = on_target(box, world if world % smallest == 0 else smallest, where)
-    except MpbridgeError:
+    for tried in dict.fromkeys((world if world % smallest == 0 else smallest, smallest)):
+        with contextlib.suppress(MpbridgeError):
+            made = on_target(box, tried, where)
+            break
+    else:
         given, valid = box.as_data(), False
         alike = {
             "parallel": {},

@@ -11,6 +11,7 @@ from mpbridge.cli.options import add_run_arguments, whole
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables.units import ByteUnit, count, unit_for
+from mpbridge.planning.memory.activations import basis
 from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fullest, memory, total_parameters
 from mpbridge.planning.memory.compare import REFERENCE, Comparison, against_bf16
 from mpbridge.planning.memory.limitations import left_out_of_memory
@@ -134,7 +135,8 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
         if left_out_of_memory(facts)
         else "without its engine's alignment"
     )
-    measured = f"measured on Megatron-LM's test cases, +-{mine.uncertainty:.0%}"
+    known_by, _, why = basis(facts).partition(": ")
+    measured = f"{known_by}, +-{mine.uncertainty:.0%}{f': {why}' if why else ''}"
     return [
         *(
             (name, unit.of(mine.roles.get(name, 0)), unit.of(other.roles.get(name, 0)), _each(mine, name), "")

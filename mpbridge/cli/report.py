@@ -159,6 +159,9 @@ def _print(found: Diagnosis, answer: dict[str, Any]) -> None:
         for name, good in (("audits", answer["audits"]["ok"] is not False), ("diagnosis", found.healthy))
         if not good
     ]
+    if not bad and not run.curves.rows:
+        print_line("verdict    no step was taken, so there is nothing to judge")
+        return
     good = f"{'as promised, ' if answer['audits']['ok'] else 'not proved by an audit; '}nothing is out of line"
     print_line(f"verdict    {'see ' + ' and '.join(bad) if bad else good}")
 

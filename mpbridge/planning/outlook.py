@@ -168,7 +168,11 @@ class Outlook:
             return ""
         if other.answer not in (("fits",) if self.ok else ("fits", "tight")) or other.errors:
             return ""
-        return f"{self.time.seconds / other.time.seconds:.2f} times as fast" if fast else other.answer
+        if fast:
+            return f"{self.time.seconds / other.time.seconds:.2f} times as fast"
+        if not self.errors:  # what may not fit either has to hold less
+            return "" if other.answer == "tight" and other.memory.needed >= self.memory.needed else other.answer
+        return f"valid, {other.answer}"
 
     @cached_property
     def must_be_below(self) -> float:
@@ -200,7 +204,7 @@ class Outlook:
             if not self.ok and not (wanted and wanted[0].answer == "fits"):
                 other = nearest(self.policy, self.facts, self.machine, stated=stated)
                 found = [*([self.on(other)] if other is not None else []), *found]
-            return found[:most]
+            return [one for one in found if self.gain(one)][:most]
         return []
 
     def on(self, facts: RunFacts) -> Outlook:

@@ -55,6 +55,31 @@ def test_no_part_contradicts_another(ask, case):
         assert (row["fit"], row["bytes"]) == (answer["fit"]["answer"], answer["fit"]["needed"])
 
 
+VIRTUAL = "parallel.virtual_pipeline_model_parallel_size=3"
+
+
+@pytest.mark.parametrize(
+    ("words", "gains"),
+    [
+        # full recomputation would fit, but a hybrid does not follow it: on more GPUs
+        (["nemotron_h_8b", "--target", "h100"], ["fits", "fits"]),
+        (["llama3_8b", "--target", "h100", "--world-size", "8", VIRTUAL], ["valid, fits", "valid, tight"]),
+        (["llama3_405b", "--target", "h100"], None),
+    ],
+    ids=["a hybrid", "not valid", "large"],
+)
+def test_what_is_offered_instead_is_valid_and_holds_less_unless_it_fits(ask, words, gains):
+    _, answer = ask("check", "--config", *words)
+    assert answer["others"]
+    assert gains is None or [one["gains"] for one in answer["others"]] == gains
+    for other in answer["others"]:
+        code, then = ask("check", "--config", *words, *shlex.split(other["settings"]))
+        assert code == 0, then
+        assert (then["fit"]["answer"], then["fit"]["needed"]) == (other["fit"]["answer"], other["fit"]["needed"])
+        if "valid" not in answer["objections"] and then["fit"]["answer"] == "tight":
+            assert then["fit"]["needed"] < answer["fit"]["needed"]
+
+
 @pytest.mark.parametrize("case", ["does not fit", "fits"])
 def test_what_it_would_rather_run_is_what_it_says_once_it_is_taken(ask, case):
     config, recipe, target, world = CASES[case]

@@ -56,6 +56,17 @@ def test_its_parts_are_what_the_verbs_of_each_part_say(folder, capsys, run):
     assert ("as promised, nothing is out of line" in text) == (run == RUNS["healthy"])
 
 
+def test_a_run_that_took_no_step_says_what_there_is(folder, capsys):
+    place = str(folder([], [GOOD | {"stage": "static", "step": 0}]))
+    assert main(["report", place]) == 0
+    text = capsys.readouterr().out
+    assert "bf16_mixed, 0 of 20 steps" in text
+    assert "curves     none" in text
+    assert text.endswith("verdict    no step was taken, so there is nothing to judge\n")
+    assert main(["report", place, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["curves"] == {}
+
+
 @pytest.mark.slow
 def test_a_real_run_resumes_from_what_it_names(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

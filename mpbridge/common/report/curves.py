@@ -43,8 +43,8 @@ class Curves:
         return [(row["iteration"], row[number]) for row in self.rows if isinstance(row.get(number), (int, float))]
 
 
-def read_curves(folder: Path) -> Curves:
-    """The run in `folder`, or in a metrics file. Raises BadValue if there is no file, or no complete line in it."""
+def read_curves(folder: Path, *, begun: bool = False) -> Curves:
+    """The run in `folder`, or in a metrics file. Raises BadValue if there is no file, or no complete line in it; begun: an empty file is a run of no step."""
     path = folder / METRICS if folder.is_dir() else folder
     made = Curves((folder if folder.is_dir() else folder.parent).resolve().name)
     rows: dict[int, dict[str, Any]] = {}
@@ -64,7 +64,7 @@ def read_curves(folder: Path) -> Curves:
         raise BadValue(
             f"{path}: {error.strerror or error} (expected the folder of a run: `mpbridge train ... logger.log_dir=DIR`)"
         ) from None
-    if not rows and not evaluations:
+    if not rows and not evaluations and (number or not begun):
         raise BadValue(
             f"{path} has no readable step ({number} lines), expected the {METRICS} of a run: `mpbridge train ... logger.log_dir=DIR`"
         )

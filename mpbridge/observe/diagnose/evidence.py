@@ -119,7 +119,7 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
 
     within: ranges of steps from which more statistics are read than elsewhere, if there are too many to read all.
     """
-    curves = read_curves(folder)
+    curves = read_curves(folder, begun=(folder / PRECISION).is_file())
     made = Evidence(folder, curves, gaps=list(curves.faults))
     if made.short:
         few = "1 step is" if len(curves.rows) == 1 else f"{len(curves.rows)} steps are"

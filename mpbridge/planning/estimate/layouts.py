@@ -55,7 +55,10 @@ class Layout:
 def line(run: RunFacts, than: RunFacts | None = None) -> str:
     """The run's layout as settings to paste after a command; than: only those in which it differs from this run."""
     known = set(_settings(than)) if than is not None else set()
-    return " ".join(setting for setting in _settings(run) if setting not in known)
+    made = [setting for setting in _settings(run) if setting not in known]
+    if than is not None and run.global_batch_size != than.global_batch_size:
+        made.append(f"train.global_batch_size={run.global_batch_size}")
+    return " ".join(made)
 
 
 def _settings(run: RunFacts) -> list[str]:
@@ -291,7 +294,9 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated:
     here = run.parallel
     # the author's own placement of layers on stages, which the search does not consider
     again = dataclasses.replace(run, model={**run.model, **FULL})
-    if verdict(_Family(policy, (again,)).fullest(again), machine.memory_bytes) == "fits":
+    if verdict(_Family(policy, (again,)).fullest(again), machine.memory_bytes) == "fits" and not _forbids(
+        policy, again
+    ):
         return again
     for factor in (1, 2, 4, 8, 16, 32, 64):
         wider = dataclasses.replace(run, parallel=dataclasses.replace(here, world_size=here.world_size * factor))

@@ -94,10 +94,17 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
 
 
 def uncertainty(run: RunFacts) -> float:
-    """Relative error not exceeded in nine of ten measured cases; `scripts/evidence/check_memory_rows.py` prints it."""
-    if run.shape.experts:
+    """Relative error not exceeded in nine of ten measured cases; `scripts/evidence/check_memory_rows.py` prints it. A hybrid's is a judgement: see `basis`."""
+    if run.shape.experts or run.shape.hybrid:
         return 0.15
     return 0.1 if attention_kernel(run) == "fused" else 0.15
+
+
+def basis(run: RunFacts) -> str:
+    """How the bytes and their uncertainty are known."""
+    if run.shape.hybrid:
+        return "estimated: no run of a hybrid on a GPU was compared"
+    return "measured on Megatron-LM's test cases"
 
 
 def attention_kernel(run: RunFacts) -> str:

@@ -369,3 +369,10 @@ def test_a_recipe_of_the_list_that_is_not_there_is_named_and_one_that_is_twice_c
     found = json.loads(capsys.readouterr().out)["layouts"]
     assert {one["recipe"] for one in found} == {"bf16_mixed"}
     assert len(found) == len({one["settings"] for one in found})
+
+
+def test_a_line_names_what_differs_also_where_the_files_batch_does_not_divide_the_world(capsys):
+    assert main(["layouts", "--config", "gpt_oss_120b", "--target", "h100", "--world-size", "4096", "--most", "1"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("1: "))
+    assert "parallel.tensor_model_parallel_size=" in line
+    assert "pipeline_model_parallel_layout" not in line
