@@ -210,13 +210,13 @@ def outcome(number: int) -> dict[str, Any]:
     folder = Path(shared[0])
     try:
         made = container(folder, choice)
-        run = made.resolved(world_size=dist.get_world_size())
-    except (Contradiction, Refused) as error:
-        return {"ran": False, "refused": True, "drawn": choice, "why": str(error)[:300]}
-    try:
+        try:
+            run = made.resolved(world_size=dist.get_world_size())
+        except (Contradiction, Refused) as error:
+            return {"ran": False, "refused": True, "drawn": choice, "why": str(error)[:300]}
         return finished(run, made, choice)
     finally:
-        dist.barrier()
+        dist.barrier()  # the other rank may still read from the folder
         if holder is not None:
             holder.cleanup()
 
