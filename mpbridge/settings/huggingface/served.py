@@ -247,10 +247,12 @@ def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]
         found = casts(policy, facts, list(mapped(family_for(model), shape, model)))
     except (KeyError, MpbridgeError) as error:
         return f"not decided: {error}"
+    scalings = {cast.quant.scaling for cast in found if cast.quant is not None}
+    if not scalings:
+        return "high precision: no weight of this model is quantized"
     rows = fitting(found, facts)
     if rows:
         return f"{', '.join(row.name for row in rows)}, with the codes and scales of training (mpbridge convert --quantization)"
-    scalings = {cast.quant.scaling for cast in found if cast.quant is not None}
     reasons = [next(misfits(row, found, facts)) for row in FORMATS if scalings <= set(row.scalings)]
     other = (
         f"{' and '.join(sorted(scalings))} scaling has no served format"

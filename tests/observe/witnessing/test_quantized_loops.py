@@ -6,7 +6,7 @@ from typing import Any
 
 import mpbridge
 from mpbridge.backend.devices import device_layer
-from tests.observe.audit.conftest import build  # noqa: F401 (a fixture)
+from tests.observe.audit.conftest import build, world  # noqa: F401 (fixtures)
 
 RECIPE = "bf16_with_fp8_delayed_scaling_mixed"
 

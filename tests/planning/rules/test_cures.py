@@ -11,7 +11,7 @@ import yaml
 from mpbridge.common.facts import OptimizerFacts
 from mpbridge.common.traits import traits
 from mpbridge.planning.rules.table import broken
-from tests.planning.rules.test_rules import OVERLAP, SHAPE, TABLE, case, ids, machine
+from tests.planning.rules.test_rules import LORA, OVERLAP, SHAPE, TABLE, case, ids, machine
 
 SETTING = re.compile(r"(?:(mixed_precision|model|optimizer|ddp|parallel)\.)?(\w+)=(\S+)")
 SIZES = {
@@ -63,6 +63,10 @@ def applied(one, settings):
             one["model"] |= {name: value} if name == "moe_router_dtype" else {}
         elif section == "model":
             one["model"][name] = value
+            if name == "lora_rank":
+                one["shape"] = dataclasses.replace(
+                    one.get("shape", SHAPE), lora_rank=value, lora_targets=LORA.lora_targets
+                )
             if name in SHAPED:
                 one["shape"] = dataclasses.replace(one.get("shape", SHAPE), **{SHAPED[name]: value})
         elif (section, name) == ("ddp", "use_distributed_optimizer"):

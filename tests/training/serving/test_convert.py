@@ -179,10 +179,11 @@ def test_heads_of_64_rows_do_not_fit_blocks_of_128(tmp_path: Path) -> None:
             ["parallel.tensor_model_parallel_size=2"],
             "no format without quantizing anew: self_attention.linear_proj: each of 2",
         ),
+        ("nemotron_h_bf16_with_fp8_current_scaling_mixed", [], "high precision: no weight of this model is quantized"),
     ],
 )
 def test_check_says_how_a_run_can_be_served(recipe: str, words: list[str], said: str, capsys) -> None:
-    main(["check", "--recipe", models.RECIPES[recipe], "--emulate", "--config", "gpt_tiny", *words])
+    main(["check", "--recipe", models.RECIPES.get(recipe, recipe), "--emulate", "--config", "gpt_tiny", *words])
     assert f"served as: {said}" in capsys.readouterr().out
     main(["check", "--recipe", "bf16_mixed", "--config", "gpt_tiny"])
     assert "served as" not in capsys.readouterr().out
