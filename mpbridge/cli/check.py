@@ -297,7 +297,7 @@ def _print_sizes(findings: Sequence[Misfit]) -> None:
         (
             f.level,
             f.module,
-            spans(f.layers),
+            _layers(f.layers),
             f.dimension,
             str(f.value or "at run time"),
             str(f.multiple) if f.multiple > 1 else "",
@@ -313,6 +313,12 @@ def _print_sizes(findings: Sequence[Misfit]) -> None:
             title="sizes",
         )
         print_line()
+
+
+def _layers(layers: Sequence[int]) -> str:
+    """As text, counted where a hybrid's layers alternate: '26 of 2-58'. --json has them all."""
+    text = spans(layers)
+    return text if len(text) <= 24 else f"{len(layers)} of {layers[0]}-{layers[-1]}"
 
 
 def _list(as_json: bool) -> int:

@@ -11,7 +11,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.common.files import write
 from mpbridge.common.formats import plain
 from mpbridge.interop.stacks.base import Imported
-from mpbridge.interop.stacks.exporters import STACKS
+from mpbridge.interop.stacks.exporters import STACKS, stack_module
 from mpbridge.interop.stacks.importers import read_args, read_file
 from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.meaning import label, rows
@@ -81,6 +81,8 @@ def _doubtful(found: Imported) -> bool:
 def _read(args: argparse.Namespace) -> Imported:
     if (args.file is None) == (args.args is None):
         raise BadValue("give a FILE, or --args TEXT")
+    if args.stack is not None:
+        stack_module(args.stack)
     env = variables(args.env)
     if args.args is not None:
         return read_args(args.args, stack=args.stack, version=args.stack_version, env=env)

@@ -133,3 +133,21 @@ def test_the_screen_of_the_issues_example(capsys, monkeypatch):
     assert len(lines) <= 40
     for start in ("valid  yes", "fits   no", "time   ", "verdict  no: does not fit on H100"):
         assert any(line.startswith(start) for line in lines), start
+
+
+def test_layers_that_alternate_are_counted_and_listed_in_json(ask, capsys):
+    words = [
+        "check",
+        "--config",
+        "nemotron_nano_v2_12b",
+        "--recipe",
+        "nanov2_bf16_with_fp8_current_scaling_mixed",
+        "--target",
+        "h100",
+        "--world-size",
+        "64",
+    ]
+    _, answer = ask(*words)
+    assert [len(one["layers"]) for one in answer["sizes"]] == [26]
+    main(words)
+    assert "26 of 2-58" in capsys.readouterr().out

@@ -54,6 +54,7 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "check logger.log_dir=text.txt": (2, "is a file", "expected a folder"),
     "check mixed_precision.fp8=e9m9": (2, "'e9m9'", "e4m3, hybrid or null"),
     "check scheduler.lr_warmup_iters=10 scheduler.lr_decay_iters=5": (2, "lr_warmup_iters=10", "does not end before"),
+    "import code.py --from megatron": (2, "'megatron'", "megatron-lm"),
     "plan --on-conflict maybe": (2, "'maybe'", "'warn'"),
     "show": (2, "NAME", "help show"),
     "show gone.yaml": (2, "gone.yaml", "No such file"),

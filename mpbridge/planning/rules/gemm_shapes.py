@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.planning.memory.layers import Weight, layer_weights
 from mpbridge.precision.globs import MTP
+from mpbridge.precision.modules import layers_text
 from mpbridge.precision.policy import PrecisionPolicy, Quant
+from mpbridge.precision.regions import spans_of
 from mpbridge.precision.scalings import Sizes, needs_transpose
 
 Level = Literal["required", "gatherable", "experts", "fast"]
@@ -125,15 +127,9 @@ def vocabulary_multiple(run: RunFacts) -> int:
     return FAST * run.parallel.tensor
 
 
-def spans(layers: tuple[int, ...]) -> str:
-    """'0-3, 7' for (0, 1, 2, 3, 7)."""
-    parts: list[list[int]] = []
-    for layer in layers:
-        if parts and layer == parts[-1][1] + 1:
-            parts[-1][1] = layer
-        else:
-            parts.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+def spans(layers: Iterable[int]) -> str:
+    """Layers in the syntax of `layers:`: '0-3, 7' for (0, 1, 2, 3, 7)."""
+    return layers_text(spans_of(layers))
 
 
 def _linears(run: RunFacts, layer: int) -> tuple[Weight, ...]:

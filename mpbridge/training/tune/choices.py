@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mpbridge.planning.rules.gemm_shapes import spans
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.modules import layers_text
-from mpbridge.precision.regions import spans_of
 from mpbridge.training.tune.costs import Costs
 from mpbridge.training.tune.decision_units import LOW, DecisionUnit, by_kind
 
@@ -153,11 +152,6 @@ def _edges(layers: Mapping[int, set[str]], high: str) -> tuple[int, int]:
     start, end = whole.index(False), whole[::-1].index(False)
     # a layer without linears is in no list, but would be counted
     return (start if order[:start] == list(range(start)) else 0), (end if order[-1] - order[0] + 1 == len(order) else 0)
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Layers in the syntax of `layers:`: '0-3, 7'."""
-    return layers_text(spans_of(numbers))
 
 
 DamageByLevel = Sequence[Mapping[str, float]]
