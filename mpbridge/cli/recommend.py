@@ -147,6 +147,9 @@ def _print(order: list[Advice], price: float | None) -> None:
     print_line(
         "memory: states and estimated activations of the fullest GPU, compared with bf16_mixed on the megatron-core engine"
     )
+    print_line(
+        "status: validated: trained to a known loss (mpbridge show names the source); GEMMs' peak: dense, by the vendor's table, and the end-to-end gain is smaller"
+    )
     others = [(advice.recipe, advice.reason) for advice in order if not advice.legal]
     if others:
         print_line()

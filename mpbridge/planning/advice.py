@@ -168,14 +168,11 @@ def _reason(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, native: str) 
     parts = [entry.summary]
     gain = peak(policy, run)
     if gain is not None and policy.quantized:
-        parts.append(
-            f"its GEMMs' dense peak is {gain:.1f} times BF16's by the vendor's table, the end-to-end gain is smaller"
-        )
+        parts.append(f"GEMMs {gain:.1f} x BF16's peak")
     if policy.quantized:
         depth = run.shape.num_layers
         kept = policy.bf16_layers(depth)
         parts.append(f"{depth - len(kept)} of {depth} layers quantized")
-    parts.append("trained to a known loss" if entry.status == "validated" else f"experimental: {entry.source}")
     if native and ("unproven" in native or "MXFP8" in native):
         parts.append(native)
     return "; ".join(parts)
