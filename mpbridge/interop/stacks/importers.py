@@ -151,11 +151,18 @@ def _read_words(
     if not words and name != "--args":
         why = f": {script.notes[0]}" if script.notes else ""
         raise DataError(f"{name or 'the text'}: it has no {TITLES.get(told.stack, told.stack)} option{why}")
+    undecided += _unset(notes, words)
     rules = {"rules": _rules_beside(script, words, beside)} if told.stack == "megatron-lm" else {}
     found = module.read(words, version=_version(told.stack, version), **rules)
     notes = tuple(note for note in notes if note not in undecided)
     found = dataclasses.replace(found, assumed=(*notes, *found.assumed), undecided=(*undecided, *found.undecided))
     return _never_read(found, version)
+
+
+def _unset(notes: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
+    """Notes on variables without a value, where one is an option's name, or where no word says a precision: what it holds would."""
+    said = any(word.startswith("-") and PRECISION.search(word) for word in words)
+    return () if said and "--" not in words else tuple(note for note in notes if " no value" in note)
 
 
 def _rules_beside(script: LaunchScript, words: Sequence[str], beside: Path | None) -> Any:
