@@ -18,7 +18,7 @@ from mpbridge.planning.estimate.gemms import rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.planning.estimate.work import Collective, Work
 from mpbridge.planning.memory.keeps import is_frozen, moments
-from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.layers import rank_parameters
 from mpbridge.planning.memory.limitations import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
 from mpbridge.precision.policy import PrecisionPolicy
@@ -68,7 +68,6 @@ def work(policy: PrecisionPolicy, run: RunFacts, rank: int, known: Standing | No
         ),
         step=fixed.step,
         optimizer=fixed.optimizer,
-        offloaded=_offloaded(policy, run, layers),
         left_out=left_out_of_time(run),
     )
 
@@ -92,27 +91,11 @@ def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     """Bytes that the optimizer reads and writes: gradients read, main weights and moments read and written, parameters written."""
     settled = policy.settled(dict(run.optimizer.settings))
     sizes = [settled.main_params, *moments(settled).values()]
-    each = (
-        sum(2 * (dtype.bytes if dtype is not None else 4) for dtype in sizes)
-        + 4
-        + policy.params.bytes
-        + policy.reduce.bytes
-    )
-    own = 0.0
+    updated = sum(2 * (dtype.bytes if dtype is not None else 4) for dtype in sizes)
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
-    for chunk in parameters(run, at):
-        for parameter in chunk:
-            if is_frozen(policy, parameter.name):
-                continue
+    own = 0.0
+    for parameter in rank_parameters(run, at):
+        if not is_frozen(policy, parameter.name):
             ranks = run.parallel.replicas(expert=parameter.weight.expert)
             own += parameter.weight.elements / (ranks if sharded else 1)
-    return own * each
-
-
-def _offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
-    """Activations that cpu_offloading moves to the host and back."""
-    if not run.model.get("cpu_offloading"):
-        return 0.0
-    from mpbridge.planning.memory.activations import offloaded
-
-    return 2.0 * offloaded(policy, run, min(layers, int(run.model.get("cpu_offloading_num_layers") or 0)))
+    return own * (updated + 4 + policy.params.bytes + policy.reduce.bytes)
