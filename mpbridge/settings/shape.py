@@ -85,22 +85,28 @@ def mamba_sizes(model: Mapping[str, Any], hidden: int) -> dict[str, int]:
 
 def _hybrid_faults(model: Mapping[str, Any]) -> Iterator[str]:
     pattern = pattern_of(model)
+    if not pattern:
+        return
+    wrong = list(_pattern_faults(pattern, model))
+    yield from wrong
+    sizes = {} if wrong else mamba_sizes(model, model["hidden_size"])
+    heads, groups = sizes.get("mamba_num_heads", 1), sizes.get("mamba_num_groups", 1)
+    if heads < 1 or heads % groups:
+        yield f"model.mamba_num_heads={heads} cannot be divided into model.mamba_num_groups={groups}: change one of them"
+
+
+def _pattern_faults(pattern: str, model: Mapping[str, Any]) -> Iterator[str]:
     name, unknown = f"model.hybrid_override_pattern={pattern}", sorted(set(pattern) - set(PARTS))
     if unknown:
         known = ", ".join(f"{symbol} ({part})" for symbol, part in PARTS.items())
         yield f"{name} has {', '.join(map(repr, unknown))}: expected {known}"
-    if pattern and len(pattern) != model["num_layers"]:
+    if len(pattern) != model["num_layers"]:
         yield f"{name} has {len(pattern)} symbols for model.num_layers={model['num_layers']}: give one for each layer"
     if "E" in pattern and not model["num_moe_experts"]:
         yield f"{name} has mixtures of experts (E): model.num_moe_experts is missing"
-    odd = [size for size in _MAMBA if pattern and (not model[size] or model[size] < 1)]
-    yield from (f"model.{size}={model[size]}: expected at least 1" for size in odd)
-    if not pattern or odd:
-        return
-    sizes = mamba_sizes(model, model["hidden_size"])
-    heads, groups = sizes["mamba_num_heads"], sizes["mamba_num_groups"]
-    if heads < 1 or heads % groups:
-        yield f"model.mamba_num_heads={heads} cannot be divided into model.mamba_num_groups={groups}: change one of them"
+    for size in _MAMBA:
+        if not model[size] or model[size] < 1:
+            yield f"model.{size}={model[size]}: expected at least 1"
 
 
 _NOT_UNDER_YARN = {
