@@ -129,15 +129,17 @@ def _placed(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
 
 def _evenly(split: _Split) -> list[list[str]]:
     """Kinds of layers per (virtual) stage, as `parse_layout` returns them, of layers that are divided by their number."""
-    rows = []
-    for stage, count in enumerate(_counts(split)):
+    whole = _counts(split)
+    for stage, count in enumerate(whole):
         if count % split.virtual:
             raise BadValue(f"{count} layers of stage {stage} cannot be divided into {split.virtual} virtual stages")
-    for _ in range(split.virtual):
-        rows += [["decoder"] * (count // split.virtual) for count in _counts(split)]
+    counts = [count // split.virtual for count in whole] * split.virtual
     # an embedding or a loss that counts as a layer replaces one
-    rows[0] = ["embedding", *rows[0][split.embedding :]]
-    rows[-1] = [*rows[-1][split.loss :], *(["mtp"] if split.mtp else []), "loss"]
+    counts[0] -= split.embedding
+    counts[-1] -= split.loss
+    rows = [["decoder"] * count for count in counts]
+    rows[0].insert(0, "embedding")
+    rows[-1] += ["mtp", "loss"] if split.mtp else ["loss"]
     return rows
 
 
