@@ -192,6 +192,8 @@ def played_patches(played: Played) -> Iterator[Patch]:
         yield owner, "_init_device_handle", _played_handle
     yield _init_utils, "_get_compute_device", lambda *args: CPU
     yield torch, "set_default_device", _default_device(torch.set_default_device)
+    yield dist, "is_nccl_available", lambda: True
+    yield dist, "ProcessGroupNCCL", _Nccl
     movers = {name: _bytes_moved(getattr(dist, name)) for name in _MOVERS if hasattr(dist, name)}
     for owner in (dist, distributed_c10d):
         for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
@@ -239,6 +241,16 @@ def _on_gloo(original: Any) -> Any:
         return original(*args, **kwargs)
 
     return make
+
+
+class _Nccl:
+    """ProcessGroupNCCL's options, which `_on_gloo` drops; torch's CPU build has no such class."""
+
+    NCCL_CTA_POLICY_DEFAULT, NCCL_CTA_POLICY_EFFICIENCY, NCCL_CTA_POLICY_ZERO = range(3)
+
+    class Options(types.SimpleNamespace):
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            super().__init__(is_high_priority_stream=is_high_priority_stream, config=types.SimpleNamespace())
 
 
 def _on_a_cpus_mesh(original: Any) -> Any:

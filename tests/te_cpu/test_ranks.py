@@ -21,7 +21,10 @@ RANK = int(os.environ["RANK"])
 @pytest.fixture(scope="module", autouse=True)
 def world():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    assert dist.is_nccl_available()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 8
+    dist.init_process_group("nccl", pg_options=options)
     yield
     dist.destroy_process_group()
 
