@@ -265,7 +265,8 @@ def collect(out: Path) -> dict[str, Any]:
             counts[0] += caught
             counts[1] += 1
             if not caught:
-                missed.append([name, engine, moment, row.get("error") or WHY.get(name, "not explained")])
+                why = "when first planted; named since" if kind == "outsider" else WHY.get(name, "not explained")
+                missed.append([name, engine, moment, row.get("error") or why])
         figures[kind] = {"engines": engines, "missed": missed, "of": len(possible)}
     rows = done(out, "healthy")
     ran = [row for row in rows if row.get("ran")]

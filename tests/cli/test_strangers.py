@@ -9,11 +9,10 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from rich.console import Console
 
 from mpbridge.cli.main import main
@@ -138,11 +137,19 @@ def commands(folder: Path) -> list[list[str]]:
                 file(f"served{i}/{name}", json.dumps(data))
         found += [["contract", f"served{i}"], ["contract", f"served{i}", "--run", "run", "--engine", "vllm,sglang"], ["convert", f"hf:served{i}", f"ckpt:out/s{i}"], ["mismatch", "run", f"served{i}", "--tokens", "evil.py"]]  # fmt: skip
         found += [["check", "--config", f"hf:served{i}"], ["disclose", f"served{i}", "--run", "run", "--sign", "key.pem"], ["verify", f"served{i}", "--key", "key.pub"], ["tune", "--hf", f"served{i}", "--out", f"out/s{i}.yaml"]]  # fmt: skip
+    with suppress(ImportError):  # the extra disclose
+        write_keys(folder)
+    found += [["tune", "--checkpoint", "run", "--out", "out/t2.yaml"], ["tune", "--hf", "hf", "--out", "out/t3.yaml"]]
+    return found
+
+
+def write_keys(folder: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
     key = ec.generate_private_key(ec.SECP256R1())
     (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     (folder / "key.pub").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    found += [["tune", "--checkpoint", "run", "--out", "out/t2.yaml"], ["tune", "--hf", "hf", "--out", "out/t3.yaml"]]
-    return found
 
 
 WATCH = """

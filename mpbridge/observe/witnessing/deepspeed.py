@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mpbridge.backend.engines.contract import Live
 from mpbridge.common.errors import BadValue
@@ -307,7 +308,8 @@ class Zero3Loop(DeepSpeedLoop):
             if place is None:
                 continue
             size = int(parameter.ds_tensor.ds_numel)
-            begin = size * int(outer._get_param_partition_rank(parameter))
+            ranked = getattr(outer, "_get_param_partition_rank", None)  # releases before 0.19 shard over one group
+            begin = size * int(dist.get_rank(outer.dp_process_group) if ranked is None else ranked(parameter))
             count = max(0, min(size, int(parameter.ds_numel) - begin))
             found[name] = _Part(parameter=parameter, group=place[0], start=place[1], count=count, begin=begin)
         return found
