@@ -88,7 +88,6 @@ CATALOGUE = (
     Fault("model never refreshed", f.model_never_refreshed, (*CORE, "fp16", "moe", "mfsdp"), ("weights as read",), quick=True),
     Fault("one weight never refreshed", f.one_weight_never_refreshed, CORE, ("weights as read",), "linear_fc1.weight"),
     Fault("forward weight disturbed", f.weight_disturbed, CORE, ("weights as read",), "linear_fc1.weight"),
-    Fault("moments halved between two steps", s.moments_times(0.5, "exp_avg"), ("ddp", "fsdp2", "mfsdp", "aware"), ("optimizer step",), "between two steps", early=False, quick=True),
     Fault("optimizer frozen", f.optimizer_frozen, (*ALL, "fsdp2 a", "aware"), ("weights moved",), broad=True),
     Fault("one weight frozen", f.one_weight_frozen, ALL, ("weights moved",), quick=True),
     Fault("dropped from the optimizer", f.dropped_from_the_optimizer, ALL, ("optimizer holds", "invariants"), quick=True),
