@@ -11,7 +11,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.observe.audit.updates import inner_optimizers
 from mpbridge.observe.witnessing.core import CoreLoop
 from mpbridge.observe.witnessing.core_sharded import CoreFsdp2Loop, CoreFsdpLoop
-from mpbridge.observe.witnessing.deepspeed import UnshardedLoop, Zero3Loop, ZeroLoop
+from mpbridge.observe.witnessing.deepspeed import Zero3Loop, ZeroLoop
 from mpbridge.observe.witnessing.loops import Loop, chunks
 from mpbridge.observe.witnessing.plain import TorchLoop
 from mpbridge.observe.witnessing.sharded import Fsdp1Loop, Fsdp2Loop
@@ -39,7 +39,6 @@ KINDS: tuple[tuple[type[Loop], Callable[[Any, Any], bool]], ...] = (
     (CoreFsdp2Loop, lambda model, optimizer: _core(optimizer) and _dtensors(model)),
     (CoreLoop, lambda model, optimizer: _core(optimizer)),
     (Zero3Loop, lambda model, optimizer: _zero(optimizer) and hasattr(optimizer, "fp32_partitioned_groups_flat")),
-    (UnshardedLoop, lambda model, optimizer: _zero(optimizer) and hasattr(optimizer, "fp16_groups")),
     (ZeroLoop, lambda model, optimizer: _zero(optimizer)),
     (Fsdp1Loop, lambda model, optimizer: _fsdp1(model)),
     (Fsdp2Loop, lambda model, optimizer: _dtensors(model)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -52,35 +51,3 @@ def test_what_a_stack_does_is_what_the_table_of_words_says(stack: str, size: int
     lines = done.stdout.splitlines()
     assert sum(line.startswith("ok ") for line in lines) >= CASES[stack], done.stdout
     assert not any(line.startswith("NO ") for line in lines)
-
-
-WITHOUT_ZERO = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import deepspeed, deepspeed.comm.torch, torch.distributed as dist
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # minutes of a compiler
-from scripts.evidence.witness_deepspeed import engine
-deepspeed.init_distributed(dist_backend="gloo")
-found = engine(0, bf16={"enabled": True}).as_data()
-if dist.get_rank() == 0:
-    print("\\n" + json.dumps([deepspeed.__version__, found]), flush=True)
-"""
-
-
-def test_deepspeed_without_zero_has_fp32_copies(tmp_path: Path) -> None:
-    """Its real optimizer for BF16 (0.18.4) divides gradients by a loss scale of 65,536 that no loss was multiplied by (DeepSpeed#7839)."""
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed: its own loop is what this runs")
-    (tmp_path / "loop.py").write_text(WITHOUT_ZERO)
-    done = python(
-        [str(tmp_path / "loop.py"), str(ROOT)], size=2, env=os.environ | {"DS_ACCELERATOR": "cpu"}, timeout=580
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith('["'))
-    release, found = json.loads(line)
-    seen = found["described"]
-    assert (seen["storage"], seen["main"], seen["exp_avg"], seen["sharded"]) == ("bf16", "fp32", "fp32", "nothing")
-    assert "FP16_UnfusedOptimizer" in seen["loop"]
-    if release.startswith("0.18."):
-        assert seen["loss_scale"].startswith("65536")
-        wrong = [one["subject"] for one in found["audit"]["findings"] if not one["ok"] and "not_observed" not in one]
-        assert wrong == ["gradients"]
