@@ -156,7 +156,7 @@ def test_the_number_of_layers_and_of_heads_follow() -> None:
     model = {name: value for name, value in HYBRID.items() if name not in ("num_layers", "mamba_num_heads")}
     base = {name: value for name, value in tiny.MODEL.items() if name != "num_layers"}
     shape = tiny.ConfigContainer(mixed_precision="bf16_mixed", model=base | model).resolved(training=False).facts.shape
-    assert (shape.num_layers, shape.mamba["mamba_num_heads"]) == (5, 2 * 64 // 8)
+    assert (shape.num_layers, shape.sizes["mamba_num_heads"]) == (5, 2 * 64 // 8)
 
 
 def test_the_kernels_names_are_there_inside_only() -> None:
