@@ -1,4 +1,4 @@
 """The command line. Each module here is a verb (`resume_check.py` -> `mpbridge resume-check`), except main, options and text.
 
-A verb has `SUMMARY` (a line of text), `add_arguments(parser)` and `run(args) -> int`, and is imported only when it is called.
+A verb has `SUMMARY` (a line of text), `ARGUMENTS` (rows of `options.arg`) and `run(args) -> int`, and is imported only when it is called.
 """

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.options import resolved
+from mpbridge.cli.options import arg, resolved
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.facts import RunFacts, Versions
 from mpbridge.common.machines import Machine, machine
@@ -103,23 +102,15 @@ def left_out(facts: RunFacts) -> dict[str, None]:
     return dict.fromkeys((*left_out_of_memory(facts), *left_out_of_time(facts), *filter(None, [longer(facts)])))
 
 
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """--target, --cuda, --te, --mcore, --torch, --cublaslt."""
-    parser.add_argument(
-        "--target",
-        metavar="GPU",
-        help="the machine that will run it: h100, b200, rtx4090, sm_90 ... (default: this one)",
-    )
-    parser.add_argument(
-        "--machine-file", metavar="FILE", help="a machine measured by `mpbridge calibrate`, instead of --target"
-    )
-    for option, field in OPTIONS.items():
-        with contextlib.suppress(argparse.ArgumentError):  # --te is shared with --emulate
-            parser.add_argument(
-                f"--{option}",
-                metavar="X.Y",
-                help=f"version of {field.replace('_', ' ')} there (default: as installed; for a --target 'none' means absent)",
-            )
+TARGET = (
+    arg("--target GPU", "the machine that will run it: h100, b200, rtx4090, sm_90 ... (default: this one)"),
+    arg("--machine-file FILE", "a machine measured by `mpbridge calibrate`, instead of --target"),
+    *(
+        arg(f"--{option} X.Y", f"version of {field.replace('_', ' ')} there (default: as installed; for a --target 'none' means absent)")
+        for option, field in OPTIONS.items()
+    ),
+)  # fmt: skip
+"""The machine that a verb is about."""
 
 
 def target(args: argparse.Namespace) -> TargetMachine:

@@ -7,19 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.report.history import changes, read_history
 
 UNPROVED = "no update was ever audited, so main weights and moments are unverified"
 SUMMARY = "show what a run's audits found, when, and what changed between them"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="the run's folder (logger.log_dir), or its precision.json"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (arg("run_dir RUN_DIR", "the run's folder (logger.log_dir), or its precision.json", Path), JSON)
 
 
 def run(args: argparse.Namespace) -> int:

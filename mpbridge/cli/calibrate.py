@@ -5,21 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mpbridge.cli.options import arg
 from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import write
 
 SUMMARY = "measure this machine's GEMMs, copies and collectives, for --machine-file"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "--out", default="machine.yaml", metavar="FILE", help="the machine file (default: machine.yaml)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=20.0, metavar="S", help="approximate duration (default: 20, at most 600)"
-    )
+ARGUMENTS = (
+    arg("--out FILE", "the machine file (default: machine.yaml)", default="machine.yaml"),
+    arg("--seconds S", "approximate duration (default: 20, at most 600)", float, default=20.0),
+)
 
 
 def run(args: argparse.Namespace) -> int:

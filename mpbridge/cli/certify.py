@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.options import container
+from mpbridge.cli.options import JSON, arg, container
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.transformer_engine import tried
@@ -18,21 +18,20 @@ if TYPE_CHECKING:
     from mpbridge.planning.certificates.row import Row
 
 SUMMARY = "compute what a recipe's rounding does to operands, GEMMs and the optimizer, with a bound beside each figure"
+ARGUMENTS = (
+    arg("recipe RECIPE", "a name (mpbridge list), a YAML file, package.module:function or file.py:function (default: the configuration's)", nargs="?"),
+    arg("overrides key=value", "settings that override the file's, such as optimizer.lr=3e-4", nargs="*"),
+    arg("--config FILE", "the run whose learning rates, weights and batches count (default: gpt_tiny)"),
+    arg("--te X.Y", "the Transformer Engine release whose rules to follow (default: 2.11)"),
+    arg("--tensors RUN|FILE", "your own: a safetensors file with x, w and dy, or weights; or a run's folder, whose last measured step counts", Path),
+    arg("--variant VARIANT", f"a change of NVFP4, some of which no stack offers yet: {', '.join(VARIANTS)}", tuple(VARIANTS)),
+    arg("--against OTHER", "another recipe, or a variant of this one, side by side"),
+    arg("--out PAGE", "write a page: a self-contained HTML file", Path),
+    JSON,
+)  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    # fmt: off
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a name (mpbridge list), a YAML file, package.module:function or file.py:function (default: the configuration's)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's, such as optimizer.lr=3e-4")
-    parser.add_argument("--config", metavar="FILE", help="the run whose learning rates, weights and batches count (default: gpt_tiny)")
-    parser.add_argument("--te", metavar="X.Y", help="the Transformer Engine release whose rules to follow (default: 2.11)")
-    parser.add_argument("--tensors", type=Path, metavar="RUN|FILE", help="your own: a safetensors file with x, w and dy, or weights; or a run's folder, whose last measured step counts")
-    parser.add_argument("--variant", choices=tuple(VARIANTS), metavar="VARIANT", help=f"a change of NVFP4, some of which no stack offers yet: {', '.join(VARIANTS)}")
-    parser.add_argument("--against", metavar="OTHER", help="another recipe, or a variant of this one, side by side")
-    parser.add_argument("--out", type=Path, metavar="PAGE", help="write a page: a self-contained HTML file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    # fmt: on
+# fmt: on
 
 
 def run(args: argparse.Namespace) -> int:

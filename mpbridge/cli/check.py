@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.cli._target import OPTIONS, TargetMachine, add_target_arguments, asked, on_target
+from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, on_target
 from mpbridge.cli.layouts import says_optimizer
-from mpbridge.cli.options import DEFAULT_CONFIG, add_run_arguments, wanted_world
+from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg, wanted_world
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.units import GIB
@@ -24,25 +24,17 @@ from mpbridge.planning.rules.gemm_shapes import Misfit, spans, token_multiple
 from mpbridge.planning.rules.table import rules
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipes
-from mpbridge.precision.wording import scale_warmup
 from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface.served import served_as
 from mpbridge.training.admission import Admission, resume_faults
 from mpbridge.training.certified import training_of
-from mpbridge.training.preflight import on_cpu
+from mpbridge.training.preflight import on_cpu, scale_warmup
 
 SUMMARY = "say before a run whether it is valid, fits and how fast it is, what was assumed, and what else would run"
 _BATCHES = ("micro_batch_size", "global_batch_size")
 MOST = 3
 """Other ways to run it that are shown."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_run_arguments(parser)
-    add_target_arguments(parser)
-    parser.add_argument("--rules", action="store_true", help="list every rule with its source and exit")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (*RUN, *TARGET, arg("--rules", "list every rule with its source and exit"), JSON)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.cli.import_ import HEADINGS, variables
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, DataError
 from mpbridge.common.formats import plain, say
@@ -21,37 +22,14 @@ from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precisi
 from mpbridge.precision.resolve import resolve
 
 SUMMARY = "compare what two recipes or files of any stack mean"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    for name in ("a", "b"):
-        parser.add_argument(
-            name, metavar=name.upper(), help="a recipe's name or file, or a configuration of another stack"
-        )
-    parser.add_argument(
-        "--from", dest="stack", metavar="STACK", help="the stack of a file of another stack (default: recognized)"
-    )
-    parser.add_argument(
-        "--stack-version",
-        action="append",
-        default=[],
-        metavar="V",
-        help="of the stack, for files of other stacks (default: the latest supported); given twice: of A, then of B",
-    )
-    parser.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a variable of a launch script; may be repeated",
-    )
-    parser.add_argument(
-        "--execute",
-        action="store_true",
-        help="A and B are recipes: run the function that one names (package.module:function, file.py:function)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    *(arg(f"{name} {name.upper()}", "a recipe's name or file, or a configuration of another stack") for name in "ab"),
+    arg("--from STACK", "the stack of a file of another stack (default: recognized)", dest="stack"),
+    arg("--stack-version V", "of the stack, for files of other stacks (default: the latest supported); given twice: of A, then of B", action="append", default=[]),
+    arg("--env NAME=VALUE", "a variable of a launch script; may be repeated", action="append", default=[]),
+    arg("--execute", "A and B are recipes: run the function that one names (package.module:function, file.py:function)"),
+    JSON,
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
+from mpbridge.cli.options import add_arguments, arg
 from mpbridge.cli.text import print_whole
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.machines import machines
@@ -19,16 +20,11 @@ NOTHING = {
     "preamble": {"zsh": "_mpbridge_nothing() { return 1 }"},
 }
 """For key=value and other free text. zsh prints the help of an argument without an action, and then inserts no option either."""
-_USE = """examples:
+EPILOG = """examples:
   bash   eval "$(mpbridge completion bash)"            in ~/.bashrc
   zsh    mpbridge completion zsh > DIR/_mpbridge       in a folder of $fpath, before compinit
   fish   mpbridge completion fish > ~/.config/fish/completions/mpbridge.fish"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.epilog = _USE
-    parser.add_argument("shell", choices=SHELLS, help="the shell")
+ARGUMENTS = (arg("shell", "the shell", SHELLS),)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +48,7 @@ def everything(shtab: Any) -> argparse.ArgumentParser:
     for verb, module in known.items():
         found: Any = importlib.import_module(module)
         sub = below.add_parser(verb, description=found.SUMMARY, help=found.SUMMARY)
-        found.add_arguments(sub)
+        add_arguments(sub, found.ARGUMENTS)
         for action in sub._actions:
             _annotate(action, shtab)
     below.add_parser("help", help="what a command does").add_argument("verb", nargs="?", choices=list(known))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.machines import machine
@@ -19,26 +20,14 @@ if TYPE_CHECKING:
 SUMMARY = "compare a folder of served weights with the run that trained them"
 MOST = 12
 """Maximum number of rows that are printed; --json has all."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "folder", metavar="DIR", help="a folder in Hugging Face's layout, quantized by mpbridge or by another tool"
-    )
-    parser.add_argument("--run", metavar="DIR", help="the checkpoint that it should hold, or a folder of them")
-    parser.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help="with --run: the recipe (a name or a YAML file) by which it should be quantized (default: the run's)",
-    )
-    parser.add_argument(
-        "--engine",
-        metavar="E",
-        help=f"also resolve the list of modules in high precision by these engines' own rules: {', '.join(ENGINES)} (commas between)",
-    )
-    parser.add_argument("--target", metavar="GPU", help="also check the kind of scales against this GPU")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("folder DIR", "a folder in Hugging Face's layout, quantized by mpbridge or by another tool"),
+    arg("--run DIR", "the checkpoint that it should hold, or a folder of them"),
+    arg("--recipe NAME", "with --run: the recipe (a name or a YAML file) by which it should be quantized (default: the run's)"),
+    arg("--engine E", f"also resolve the list of modules in high precision by these engines' own rules: {', '.join(ENGINES)} (commas between)"),
+    arg("--target GPU", "also check the kind of scales against this GPU"),
+    JSON,
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType
@@ -19,37 +20,15 @@ if TYPE_CHECKING:
 
 SUMMARY = "convert weights and configuration from a Hugging Face folder, and back"
 CHECKPOINT = "ckpt:"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "source", metavar="SOURCE", help=f"{PREFIX}DIR, or {CHECKPOINT}DIR (a checkpoint, or a folder of them)"
-    )
-    parser.add_argument(
-        "target", metavar="TARGET", help=f"{CHECKPOINT}DIR, {PREFIX}DIR, or a new FILE.yaml for only the configuration"
-    )
-    parser.add_argument(
-        "--like",
-        metavar=f"{PREFIX}DIR",
-        help="to a folder: copy config.json and tokenizer from that one, for the same model",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        help="to a folder: dtype of the weights (default: as stored; fp32 uses main weights)",
-    )
-    parser.add_argument(
-        "--quantization",
-        choices=METHODS,
-        help="to a folder: quantize as training did, and store codes and scales in the format of that quant_method (vLLM's and SGLang's --quantization)",
-    )
-    parser.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help="with --quantization: quantize by this recipe (a name or a YAML file) instead of the run's",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("source SOURCE", f"{PREFIX}DIR, or {CHECKPOINT}DIR (a checkpoint, or a folder of them)"),
+    arg("target TARGET", f"{CHECKPOINT}DIR, {PREFIX}DIR, or a new FILE.yaml for only the configuration"),
+    arg(f"--like {PREFIX}DIR", "to a folder: copy config.json and tokenizer from that one, for the same model"),
+    arg("--dtype", "to a folder: dtype of the weights (default: as stored; fp32 uses main weights)", ("bf16", "fp16", "fp32")),
+    arg("--quantization", "to a folder: quantize as training did, and store codes and scales in the format of that quant_method (vLLM's and SGLang's --quantization)", METHODS),
+    arg("--recipe NAME", "with --quantization: quantize by this recipe (a name or a YAML file) instead of the run's"),
+    JSON,
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.options import whole
+from mpbridge.cli.options import JSON, arg, whole
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
@@ -18,37 +18,17 @@ if TYPE_CHECKING:
     from mpbridge.training.data.sources import Sources
 
 SUMMARY = "pack a corpus into .bin/.idx, or describe one"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("action", choices=("prepare", "inspect"), help="prepare: pack; inspect: describe")
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        metavar="SOURCE",
-        help="text, JSON lines, Parquet and Arrow files, folders and globs of them, data sets (hf:owner/name), 'stdlib'; inspect: .bin/.idx prefixes too",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="PREFIX",
-        help="prepare: write PREFIX_<key>_document.bin and .idx; by default into the cache",
-    )
-    parser.add_argument(
-        "--keys", nargs="+", default=["text"], metavar="KEY", help="fields or columns with text, one output each"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="NAME", help="as data.tokenizer: byte (default), a folder, a file, a repository's id"
-    )
-    parser.add_argument(
-        "--end-of-text", metavar="TOKEN", help="the token after each document (default: the tokenizer's own)"
-    )
-    parser.add_argument(
-        "--workers", type=whole, metavar="N", help="processes (default: by the size of the input, at most 8)"
-    )
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="cache folder (default: the user's)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("action", "prepare: pack; inspect: describe", ("prepare", "inspect")),
+    arg("sources SOURCE", "text, JSON lines, Parquet and Arrow files, folders and globs of them, data sets (hf:owner/name), 'stdlib'; inspect: .bin/.idx prefixes too", nargs="*"),
+    arg("--out PREFIX", "prepare: write PREFIX_<key>_document.bin and .idx; by default into the cache", Path),
+    arg("--keys KEY", "fields or columns with text, one output each", nargs="+", default=["text"]),
+    arg("--tokenizer NAME", "as data.tokenizer: byte (default), a folder, a file, a repository's id"),
+    arg("--end-of-text TOKEN", "the token after each document (default: the tokenizer's own)"),
+    arg("--workers N", "processes (default: by the size of the input, at most 8)", whole),
+    arg("--cache DIR", "cache folder (default: the user's)", Path),
+    JSON,
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,20 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line
 
 if TYPE_CHECKING:
     from mpbridge.observe.diagnose.diagnosis import Diagnosis
 
 SUMMARY = "find a run's first anomalous step and tensors, and the likely causes, from its files"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (logger.log_dir)")
-    parser.add_argument("--against", type=Path, metavar="RUN_B", help="a run to compare with, preferably a healthy one")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a page: a self-contained HTML file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("run_folder RUN", "the run's folder (logger.log_dir)", Path),
+    arg("--against RUN_B", "a run to compare with, preferably a healthy one", Path),
+    arg("--out FILE", "write a page: a self-contained HTML file", Path),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line, print_whole
 from mpbridge.common.errors import BadValue
 from mpbridge.common.report.history import PRECISION
@@ -14,29 +15,14 @@ from mpbridge.training.checkpoint.store import MANIFEST, step_of
 from mpbridge.training.disclosure.evidence import Evidence, read_evidence
 
 SUMMARY = "say what a run computed in: for a model card, MLPerf, or as a signed record"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="a run's folder (logger.log_dir), a checkpoint, or with --sign a folder to publish"
-    )  # fmt: skip
-    parser.add_argument(
-        "--run",
-        type=Path,
-        metavar="DIR",
-        help="the run of a checkpoint (default: the folder that contains it) or of served weights",
-    )
-    parser.add_argument("--mllog", type=Path, metavar="FILE", help="append MLPerf Training 6.1's nine keys to this log")
-    parser.add_argument(
-        "--sign", type=Path, metavar="KEY", help="write a record into the checkpoint, signed by this private key (PEM)"
-    )
-    parser.add_argument(
-        "--publish",
-        action="store_true",
-        help="with --sign: also sign the whole folder in OpenSSF model signing's format",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("folder FOLDER", "a run's folder (logger.log_dir), a checkpoint, or with --sign a folder to publish", Path),
+    arg("--run DIR", "the run of a checkpoint (default: the folder that contains it) or of served weights", Path),
+    arg("--mllog FILE", "append MLPerf Training 6.1's nine keys to this log", Path),
+    arg("--sign KEY", "write a record into the checkpoint, signed by this private key (PEM)", Path),
+    arg("--publish", "with --sign: also sign the whole folder in OpenSSF model signing's format"),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

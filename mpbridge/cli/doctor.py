@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from mpbridge.cli._target import TargetMachine, add_target_arguments, target
+from mpbridge.cli._target import TARGET, TargetMachine, target
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.common.machines import Machine, machines
 from mpbridge.common.probe import environment, gpus
@@ -16,16 +17,12 @@ from mpbridge.precision.registry import recipe, recipes
 from mpbridge.precision.resolve import resolve
 
 SUMMARY = "show which recipes run natively, emulated or not at all, here or on a --target"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_target_arguments(parser)
-    parser.add_argument("--recipe", metavar="NAME", help="only this one; exit 1 unless it runs natively")
-    parser.add_argument(
-        "--machines", action="store_true", help="list the machines that --target knows, and nothing else"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    *TARGET,
+    arg("--recipe NAME", "only this one; exit 1 unless it runs natively"),
+    arg("--machines", "list the machines that --target knows, and nothing else"),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

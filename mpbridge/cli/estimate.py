@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import add_target_arguments, on_target, reference, target
-from mpbridge.cli.options import add_price_argument, add_run_arguments, resolved
+from mpbridge.cli._target import TARGET, on_target, reference, target
+from mpbridge.cli.options import JSON, PRICE, RUN, arg, resolved
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import GIB
@@ -22,24 +22,14 @@ if TYPE_CHECKING:
     from mpbridge.settings.container import Run
 
 SUMMARY = "predict step time, tokens/s and where the time goes, with an error band"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_run_arguments(parser)
-    add_target_arguments(parser)
-    add_price_argument(parser)
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="a picture: breakdown of time and memory compared with bf16_mixed (requires matplotlib)",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="RUN_DIR",
-        help="compare with a run: its configuration and measured step time (its logger.log_dir)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    *RUN,
+    *TARGET,
+    PRICE,
+    arg("--plot FILE", "a picture: breakdown of time and memory compared with bf16_mixed (requires matplotlib)"),
+    arg("--against RUN_DIR", "compare with a run: its configuration and measured step time (its logger.log_dir)"),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

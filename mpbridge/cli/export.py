@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line, print_whole
 from mpbridge.common.errors import BadValue, cut
 from mpbridge.interop.stacks.base import Export
@@ -15,25 +16,14 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import key, recipes
 
 SUMMARY = "write a recipe as another stack's configuration"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help="a name (mpbridge list), a YAML file, package.module:function or file.py:function; none with --config: the run's own",
-    )
-    parser.add_argument("--to", required=True, metavar="STACK", help=f"one of {', '.join(STACKS)}")
-    parser.add_argument(
-        "--stack-version",
-        metavar="V",
-        help="of the stack (default: the latest supported; for an unsupported one the nearest is used, with a note)",
-    )
-    parser.add_argument("--config", metavar="FILE", help="a run whose engine and precision additions are exported too")
-    parser.add_argument("--engine", metavar="NAME", help="the engine it is meant for (default: the recipe's)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("recipe RECIPE", "a name (mpbridge list), a YAML file, package.module:function or file.py:function; none with --config: the run's own", nargs="?"),
+    arg("--to STACK", f"one of {', '.join(STACKS)}", required=True),
+    arg("--stack-version V", "of the stack (default: the latest supported; for an unsupported one the nearest is used, with a note)"),
+    arg("--config FILE", "a run whose engine and precision additions are exported too"),
+    arg("--engine NAME", "the engine it is meant for (default: the recipe's)"),
+    JSON,
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import write
@@ -20,34 +21,15 @@ from mpbridge.interop.stacks.runs_here import refusals
 
 SUMMARY = "translate another stack's configuration to a recipe"
 QUOTED = frozenset({"--args"})
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "file",
-        nargs="?",
-        metavar="FILE",
-        help="a script, YAML, JSON, TOML, Python (FILE.py:FUNCTION, read as text, or what export wrote), or a Megatron checkpoint's folder, common.pt or .metadata",
-    )
-    parser.add_argument("--args", metavar="TEXT", help="command-line arguments instead of a file")
-    parser.add_argument(
-        "--from", dest="stack", metavar="STACK", help=f"one of {', '.join(STACKS)} (default: recognized)"
-    )
-    parser.add_argument(
-        "--stack-version",
-        metavar="V",
-        help="of the stack (default: the latest supported; for an unsupported one the nearest is used, with a note)",
-    )
-    parser.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a variable of a launch script or of --args (1=..., 2=... are a script's own arguments); may be repeated",
-    )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write an equivalent recipe file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("file FILE", "a script, YAML, JSON, TOML, Python (FILE.py:FUNCTION, read as text, or what export wrote), or a Megatron checkpoint's folder, common.pt or .metadata", nargs="?"),
+    arg("--args TEXT", "command-line arguments instead of a file"),
+    arg("--from STACK", f"one of {', '.join(STACKS)} (default: recognized)", dest="stack"),
+    arg("--stack-version V", "of the stack (default: the latest supported; for an unsupported one the nearest is used, with a note)"),
+    arg("--env NAME=VALUE", "a variable of a launch script or of --args (1=..., 2=... are a script's own arguments); may be repeated", action="append", default=[]),
+    arg("--write FILE", "write an equivalent recipe file", Path),
+    JSON,
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

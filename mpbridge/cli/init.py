@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpbridge.cli.options import DEFAULT_CONFIG, find_config, wanted_world, whole
+from mpbridge.cli.options import DEFAULT_CONFIG, arg, find_config, wanted_world, whole
 from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import text_of, write
@@ -82,27 +82,13 @@ _README = """# A run of mpbridge
 
 Set `data.corpus` to train on your own text (files or folders) instead of the data in config.yaml. `mpbridge list` shows the recipes that recipe.yaml can extend.
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("folder", nargs="?", default=".", metavar="DIR", help="where to write (default: here)")
-    parser.add_argument("--config", metavar="FILE", help=f"configuration to start from (default: {DEFAULT_CONFIG})")
-    parser.add_argument(
-        "--recipe",
-        default=DEFAULT_RECIPE,
-        metavar="NAME",
-        help=f"recipe that recipe.yaml extends (default: {DEFAULT_RECIPE})",
-    )
-    parser.add_argument(
-        "--world-size", type=whole, metavar="N", help="processes (default: the fewest of a node in which it fits)"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings that config.yaml gets, such as those that check offers",
-    )
+ARGUMENTS = (
+    arg("folder DIR", "where to write (default: here)", nargs="?", default="."),
+    arg("--config FILE", f"configuration to start from (default: {DEFAULT_CONFIG})"),
+    arg("--recipe NAME", f"recipe that recipe.yaml extends (default: {DEFAULT_RECIPE})", default=DEFAULT_RECIPE),
+    arg("--world-size N", "processes (default: the fewest of a node in which it fits)", whole),
+    arg("overrides key=value", "settings that config.yaml gets, such as those that check offers", nargs="*"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

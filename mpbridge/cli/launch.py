@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._slurm import Job, job_faults, script
-from mpbridge.cli.options import resolved, whole
+from mpbridge.cli.options import arg, resolved, whole
 from mpbridge.cli.text import complain, print_line, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused
 from mpbridge.common.machines import machine
@@ -26,52 +26,21 @@ if TYPE_CHECKING:
 
 SUMMARY = "print or submit a Slurm script for a run on many nodes that resumes automatically after each time limit"
 USAGE = "as in: mpbridge launch --nodes 2 --gpus-per-node 8 -- train --config llama3_8b checkpoint.save=DIR"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("--nodes", type=whole, required=True, metavar="N", help="nodes")
-    parser.add_argument(
-        "--gpus-per-node", type=whole, required=True, metavar="M", help="GPUs per node, with one process each"
-    )
-    parser.add_argument("--cpu", action="store_true", help="no GPUs: M processes per node")
-    parser.add_argument("--submit", action="store_true", help="submit the script with sbatch (default: print it)")
-    parser.add_argument("--time", metavar="D-HH:MM:SS", help="the time limit (default: the partition's)")
-    parser.add_argument(
-        "--notice",
-        type=whole,
-        default=120,
-        metavar="S",
-        help="seconds before the limit for the run to finish its step, save and requeue (default: 120)",
-    )
-    parser.add_argument(
-        "--retries",
-        type=whole,
-        default=0,
-        metavar="K",
-        help="how often to requeue a failed run (default: 0)",
-    )
-    parser.add_argument("--name", default="mpbridge", metavar="NAME", help="the job's name")
-    parser.add_argument(
-        "--image",
-        metavar="IMAGE",
-        help="a container image for Slurm's pyxis plugin: [REGISTRY#]NAME[:TAG], or a squashfs file",
-    )
-    parser.add_argument(
-        "--mount", action="append", default=[], metavar="FROM:TO", help="a folder to mount in the container"
-    )
-    parser.add_argument(
-        "--slurm", action="append", default=[], metavar="OPTION", help="another sbatch option, such as partition=long"
-    )
-    parser.add_argument(
-        "--python", metavar="FILE", help="the Python interpreter on the nodes (default: this one; python in an image)"
-    )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="-- train ...",
-        help="what to run: train with its arguments, or a script",
-    )
+ARGUMENTS = (
+    arg("--nodes N", "nodes", whole, required=True),
+    arg("--gpus-per-node M", "GPUs per node, with one process each", whole, required=True),
+    arg("--cpu", "no GPUs: M processes per node"),
+    arg("--submit", "submit the script with sbatch (default: print it)"),
+    arg("--time D-HH:MM:SS", "the time limit (default: the partition's)"),
+    arg("--notice S", "seconds before the limit for the run to finish its step, save and requeue (default: 120)", whole, default=120),
+    arg("--retries K", "how often to requeue a failed run (default: 0)", whole, default=0),
+    arg("--name NAME", "the job's name", default="mpbridge"),
+    arg("--image IMAGE", "a container image for Slurm's pyxis plugin: [REGISTRY#]NAME[:TAG], or a squashfs file"),
+    arg("--mount FROM:TO", "a folder to mount in the container", action="append", default=[]),
+    arg("--slurm OPTION", "another sbatch option, such as partition=long", action="append", default=[]),
+    arg("--python FILE", "the Python interpreter on the nodes (default: this one; python in an image)"),
+    arg("command -- train ...", "what to run: train with its arguments, or a script", nargs=argparse.REMAINDER),
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

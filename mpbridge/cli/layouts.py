@@ -8,8 +8,8 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
-from mpbridge.cli.options import add_run_arguments, container, wanted_world, whole
+from mpbridge.cli._target import TARGET, left_out, on_target, target
+from mpbridge.cli.options import JSON, RUN, arg, container, wanted_world, whole
 from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.tables.units import size
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("", "recipe", "TP", "PP", "CP", "EP", "micro-batch", "recompute", "optimizer", "step", "tokens/s/GPU", "memory")  # fmt: skip
 SUMMARY = "list parallel layouts that are valid and fit, fastest first (predicted), as lines to paste"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_run_arguments(parser)
-    add_target_arguments(parser)
-    parser.add_argument("--recipes", metavar="A,B", help="more than one recipe (default: the file's)")
-    parser.add_argument("--most", type=whole, default=5, metavar="N", help="number of layouts per recipe (default: 5)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    *RUN,
+    *TARGET,
+    arg("--recipes A,B", "more than one recipe (default: the file's)"),
+    arg("--most N", "number of layouts per recipe (default: 5)", whole, default=5),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.precision.recipe import Recipe
 from mpbridge.precision.registry import recipes
 
 SUMMARY = "list the recipes: requirements, validation status, and what each one does"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("--aliases", action="store_true", help="also list the aliases")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (arg("--aliases", "also list the aliases"), JSON)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mpbridge.cli.options import add_arguments
 from mpbridge.cli.text import columns_here, complain, print_line
 from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
@@ -250,8 +251,13 @@ class Parser(argparse.ArgumentParser):
 def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
     """The verb's parser, with its arguments."""
     found: Any = importlib.import_module(module)
-    parser = Parser(prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=_Formatter)
-    found.add_arguments(parser)
+    parser = Parser(
+        prog=f"mpbridge {verb}",
+        description=found.SUMMARY,
+        formatter_class=_Formatter,
+        epilog=getattr(found, "EPILOG", None),
+    )
+    add_arguments(parser, found.ARGUMENTS)
     parser.quoted = getattr(found, "QUOTED", frozenset())
     if verb in FOREIGN:
         parser.parse_intermixed_args = parser.parse_args  # type: ignore[method-assign]

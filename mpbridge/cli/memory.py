@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mpbridge.cli._target import TargetMachine, add_target_arguments, asked, reference
-from mpbridge.cli.options import add_run_arguments, whole
+from mpbridge.cli._target import TARGET, TargetMachine, asked, reference
+from mpbridge.cli.options import JSON, RUN, arg, whole
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables.units import ByteUnit, count, unit_for
@@ -19,17 +19,13 @@ from mpbridge.planning.outlook import Outlook
 from mpbridge.settings.container import Run
 
 SUMMARY = "show bytes on each GPU by role, compared with bf16_mixed, and whether they fit"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_run_arguments(parser)
-    add_target_arguments(parser)
-    parser.add_argument(
-        "--rank", type=whole, metavar="N", help="show this rank (default: that of the fullest pipeline stage)"
-    )
-    parser.add_argument("--stages", action="store_true", help="show every pipeline stage")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    *RUN,
+    *TARGET,
+    arg("--rank N", "show this rank (default: that of the fullest pipeline stage)", whole),
+    arg("--stages", "show every pipeline stage"),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import LIMITS, regular, why
@@ -14,17 +15,13 @@ from mpbridge.settings.huggingface.folder import PREFIX, folder_of
 SUMMARY = "measure how far a served folder's log-probabilities are from training's"
 MOST = 4
 """Number of linears that are printed."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("run", metavar="RUN", help="a checkpoint, or a folder of them")
-    parser.add_argument("folder", metavar="DIR", help="a folder of served weights of the same model")
-    parser.add_argument(
-        "--tokens", metavar="FILE", type=Path, required=True, help="a text, tokenized as the run's data"
-    )
-    parser.add_argument("--sequences", metavar="N", type=int, default=8, help="number of sequences (default: 8)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("run RUN", "a checkpoint, or a folder of them"),
+    arg("folder DIR", "a folder of served weights of the same model"),
+    arg("--tokens FILE", "a text, tokenized as the run's data", Path, required=True),
+    arg("--sequences N", "number of sequences (default: 8)", int, default=8),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,18 +7,15 @@ import runpy
 import sys
 from pathlib import Path
 
+from mpbridge.cli.options import arg
 from mpbridge.common.errors import BadValue
 
 SUMMARY = "run a CUDA-only script on the CPU, simulating a GPU"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("--target", metavar="GPU", default="h100", help="the machine to simulate (default: h100)")
-    parser.add_argument("--te", metavar="X.Y", help="the Transformer Engine release (default: the installed one)")
-    parser.add_argument(
-        "command", nargs="...", metavar="SCRIPT ARGS", help="the script, or -m MODULE, and its own arguments"
-    )
+ARGUMENTS = (
+    arg("--target GPU", "the machine to simulate (default: h100)", default="h100"),
+    arg("--te X.Y", "the Transformer Engine release (default: the installed one)"),
+    arg("command SCRIPT ARGS", "the script, or -m MODULE, and its own arguments", nargs="..."),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,41 +26,36 @@ EMULATION = {"fast": "true", "te": "te"}
 _PRECISION = ("mixed_precision=", "mixed_precision.recipe=")
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) -> None:
-    """--recipe, --config, --engine, --emulate, key=value ...; world: also --world-size, for verbs that do not run anything."""
-    parser.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help="a name (mpbridge list), a YAML file, package.module:function or file.py:function",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help=f"a YAML file, the name of a shipped one, such as llama3_8b, or hf:DIR (default: {DEFAULT_CONFIG})",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=engine_names(),
-        help=f"the engine that shards and reduces (default: the recipe's, else {DEFAULT})",
-    )
-    parser.add_argument(
-        "--emulate",
-        choices=("fast", "te"),
-        help="run a recipe without its hardware: quantized GEMMs in software (alone, or fast), or the modules that --target would build, with "
-        "Transformer Engine's own Python on the CPU (te)",
-    )
-    parser.add_argument(
-        "--te",
-        metavar="X.Y",
-        help="with --emulate: the Transformer Engine release whose rules to follow (default: as installed, else 2.11)",
-    )
-    if world:
-        parser.add_argument(
-            "--world-size", type=whole, metavar="N", help="processes (default: as few as the parallel sizes allow)"
-        )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the file's, such as optimizer.lr=3e-4"
-    )
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A row of a verb's ARGUMENTS."""
+
+    name: str
+    how: Mapping[str, Any]
+    """What argparse's add_argument takes beside the name."""
+
+
+def arg(spelled: str, said: str, kind: Any = None, **how: Any) -> Argument:
+    """An argument spelled as in a usage line: '--out FILE', '--stages' for a switch, or 'run_dir RUN_DIR' for a positional one with that attribute.
+
+    said: its help. kind: the type of its value, or a tuple of the legal ones. how: anything else that argparse takes.
+    """
+    name, _, metavar = spelled.partition(" ")
+    how |= {"help": said} | ({"metavar": metavar} if metavar else {})
+    if kind is not None:
+        how["choices" if isinstance(kind, tuple) else "type"] = kind
+    elif name.startswith("--") and not metavar:
+        how.setdefault("action", "store_true")
+    return Argument(name, how)
+
+
+def add_arguments(parser: argparse.ArgumentParser, rows: Iterable[Argument]) -> None:
+    """Adds the arguments of a verb; of two rows with one name (--te is in RUN and in TARGET) the first counts."""
+    known: set[str] = set()
+    for row in rows:
+        if row.name not in known:
+            parser.add_argument(row.name, **row.how)
+        known.add(row.name)
 
 
 def whole(text: str) -> int:
@@ -74,11 +71,6 @@ def whole(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not an integer: expected one such as 1000 or 1e3")
 
 
-def add_price_argument(parser: argparse.ArgumentParser) -> None:
-    """--price."""
-    parser.add_argument("--price", type=_price, metavar="X", help="price of one GPU hour, in any currency")
-
-
 def _price(text: str) -> float:
     """A price of 0 or more. Raises ArgumentTypeError."""
     with contextlib.suppress(ValueError):
@@ -86,6 +78,23 @@ def _price(text: str) -> float:
         if 0 <= value < math.inf:
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a price: expected a number of 0 or more, as in 2.5")
+
+
+JSON = arg("--json", "print JSON")
+_RECIPE = (
+    arg("--recipe NAME", "a name (mpbridge list), a YAML file, package.module:function or file.py:function"),
+    arg("--config FILE", f"a YAML file, the name of a shipped one, such as llama3_8b, or hf:DIR (default: {DEFAULT_CONFIG})"),
+    arg("--engine", f"the engine that shards and reduces (default: the recipe's, else {DEFAULT})", engine_names()),
+    arg("--emulate", "run a recipe without its hardware: quantized GEMMs in software (alone, or fast), or the modules that --target would build, with Transformer Engine's own Python on the CPU (te)", ("fast", "te")),
+    arg("--te X.Y", "with --emulate: the Transformer Engine release whose rules to follow (default: as installed, else 2.11)"),
+)  # fmt: skip
+_SETTINGS = arg("overrides key=value", "settings that override the file's, such as optimizer.lr=3e-4", nargs="*")
+WORLD = arg("--world-size N", "processes (default: as few as the parallel sizes allow)", whole)
+RUN = (*_RECIPE, WORLD, _SETTINGS)
+"""The run that a verb is about, which it does not run."""
+RUN_HERE = (*_RECIPE, _SETTINGS)
+"""The same for a verb that runs it: torchrun says how many processes there are."""
+PRICE = arg("--price X", "price of one GPU hour, in any currency", _price)
 
 
 def wanted_world(args: argparse.Namespace) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.cli.options import JSON, RUN, arg, resolved
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import print_json, print_line, print_table, show_table
 from mpbridge.planning.memory.names import refuse_idle_rules
@@ -12,21 +12,12 @@ from mpbridge.precision.sync.plan import plain
 from mpbridge.settings.container import Run
 
 SUMMARY = "show what a recipe would write into a configuration, and what it overrides"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_run_arguments(parser)
-    parser.add_argument(
-        "--explain", action="store_true", help="also show where each value of the configuration came from"
-    )
-    parser.add_argument(
-        "--on-conflict",
-        choices=("warn", "error"),
-        default="warn",
-        help="error: exit 1 when the recipe overrides a given value",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    *RUN,
+    arg("--explain", "also show where each value of the configuration came from"),
+    arg("--on-conflict", "error: exit 1 when the recipe overrides a given value", ("warn", "error"), default="warn"),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpbridge.cli.options import whole
+from mpbridge.cli.options import arg, whole
 from mpbridge.cli.text import columns_here, complain, print_line, print_whole
 
 if TYPE_CHECKING:
@@ -17,18 +17,12 @@ if TYPE_CHECKING:
 COLUMNS, AXIS = 72, 12
 """Default width of a plot in columns, and maximum width of its labels."""
 SUMMARY = "plot loss, gradient norm, loss scale and tokens/s of runs, in the terminal and as PNG"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs (logger.log_dir)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the picture (default: curves.png in the first run's folder)"
-    )
-    parser.add_argument("--no-picture", action="store_true", help="the terminal only")
-    parser.add_argument(
-        "--width", type=whole, metavar="N", help=f"columns of a plot (default: the terminal's, at most {COLUMNS})"
-    )
+ARGUMENTS = (
+    arg("runs RUN", "folders of runs (logger.log_dir)", Path, nargs="+"),
+    arg("--out FILE", "the picture (default: curves.png in the first run's folder)", Path),
+    arg("--no-picture", "the terminal only"),
+    arg("--width N", f"columns of a plot (default: the terminal's, at most {COLUMNS})", whole),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpbridge.cli.options import whole
+from mpbridge.cli.options import arg, whole
 from mpbridge.common.errors import BadValue
 
 SUMMARY = "show what low precision does to a run's tensors: worst operands, and a page"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (logger.log_dir)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: precision.html in the folder)")
-    parser.add_argument("--top", type=whole, default=10, metavar="N", help="operands to print (default: 10)")
+ARGUMENTS = (
+    arg("run_folder RUN", "the run's folder (logger.log_dir)", Path),
+    arg("--out FILE", "the page (default: precision.html in the folder)", Path),
+    arg("--top N", "operands to print (default: 10)", whole, default=10),
+)
 
 
 def run(args: argparse.Namespace) -> int:

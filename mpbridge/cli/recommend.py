@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpbridge.cli._target import add_target_arguments, left_out, on_target, target
-from mpbridge.cli.options import add_price_argument, add_run_arguments, container, wanted_world
+from mpbridge.cli._target import TARGET, left_out, on_target, target
+from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, wanted_world
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import size
@@ -22,25 +22,13 @@ if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer
 
 SUMMARY = "rank the valid recipes for a model on a machine, with reasons"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_run_arguments(parser)
-    add_target_arguments(parser)
-    parser.add_argument(
-        "--by",
-        choices=ORDERS,
-        default="status",
-        help="order of the valid and fitting recipes; error: of one step's gradient, as certify predicts it",
-    )
-    add_price_argument(parser)
-    parser.add_argument(
-        "--runs",
-        metavar="DIR,DIR",
-        help="folders of your runs: a measured step time replaces the prediction for the same recipe",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    *RUN, *TARGET,
+    arg("--by", "order of the valid and fitting recipes; error: of one step's gradient, as certify predicts it", ORDERS, default="status"),
+    PRICE,
+    arg("--runs DIR,DIR", "folders of your runs: a measured step time replaces the prediction for the same recipe"),
+    JSON,
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

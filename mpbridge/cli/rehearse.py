@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpbridge.cli.options import find_config, whole
+from mpbridge.cli.options import arg, find_config, whole
 from mpbridge.cli.text import print_line
 from mpbridge.common.errors import BadValue
 
@@ -14,40 +14,15 @@ if TYPE_CHECKING:
     from mpbridge.training.rehearse.report import Rehearsal
 
 SUMMARY = "train a few steps under several recipes, emulated, and see which tensors lose precision"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file, or the name of a shipped one (default: gpt_tiny)"
-    )
-    parser.add_argument(
-        "--recipes", metavar="A,B,...", help="recipe names (mpbridge list); default: BF16 and every kind of scaling"
-    )
-    parser.add_argument(
-        "--steps", type=whole, default=50, metavar="N", help="training steps under each recipe (default: 50)"
-    )
-    parser.add_argument(
-        "--every", type=whole, metavar="K", help="sample the tensors of every K-th step (default: ten samples)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("rehearsal"),
-        metavar="DIR",
-        help="folder for report.json and index.html, a page with every chart",
-    )
-    parser.add_argument(
-        "--suggest",
-        action="store_true",
-        help="also tune the last tunable recipe (mpbridge tune, with its defaults): writes DIR/tuned.yaml, figures on the page",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings that override the file's, such as train.micro_batch_size=4; checkpoint.load=DIR starts from its weights",
-    )
+ARGUMENTS = (
+    arg("--config FILE", "a YAML file, or the name of a shipped one (default: gpt_tiny)"),
+    arg("--recipes A,B,...", "recipe names (mpbridge list); default: BF16 and every kind of scaling"),
+    arg("--steps N", "training steps under each recipe (default: 50)", whole, default=50),
+    arg("--every K", "sample the tensors of every K-th step (default: ten samples)", whole),
+    arg("--out DIR", "folder for report.json and index.html, a page with every chart", Path, default=Path("rehearsal")),
+    arg("--suggest", "also tune the last tunable recipe (mpbridge tune, with its defaults): writes DIR/tuned.yaml, figures on the page"),
+    arg("overrides key=value", "settings that override the file's, such as train.micro_batch_size=4; checkpoint.load=DIR starts from its weights", nargs="*"),
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import columns_here, print_json, print_line, print_whole
 
 if TYPE_CHECKING:
@@ -17,14 +18,12 @@ if TYPE_CHECKING:
 SUMMARY = "say after or during a run how it went: curves, audits, low precision, diagnosis, whether it can resume"
 HEIGHT, WIDTH = 8, 72
 """Lines and columns of the loss."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (logger.log_dir)")
-    parser.add_argument("--against", type=Path, metavar="RUN_B", help="a run to compare with, preferably a healthy one")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a page: a self-contained HTML file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("run_folder RUN", "the run's folder (logger.log_dir)", Path),
+    arg("--against RUN_B", "a run to compare with, preferably a healthy one", Path),
+    arg("--out FILE", "write a page: a self-contained HTML file", Path),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

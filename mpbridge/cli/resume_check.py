@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpbridge.cli.options import add_run_arguments, container
+from mpbridge.cli.options import JSON, RUN_HERE, arg, container
 from mpbridge.cli.text import print_json, print_line
 from mpbridge.common.traits import DEFAULT
 from mpbridge.precision.registry import describe, get_mixed_precision_config
@@ -21,16 +21,12 @@ if TYPE_CHECKING:
     from mpbridge.settings.container import Run
 
 SUMMARY = "check whether and how a run resumes from a checkpoint, and which words it needs"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of them (uses the latest)"
-    )
-    add_run_arguments(parser, world=False)
-    parser.add_argument("--reset-optimizer", action="store_true", help="accept loading only the weights")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("checkpoint CKPT", "a checkpoint, or a folder of them (uses the latest)", Path),
+    *RUN_HERE,
+    arg("--reset-optimizer", "accept loading only the weights"),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

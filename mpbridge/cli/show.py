@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.cli.list import as_data, needs
-from mpbridge.cli.options import whole
+from mpbridge.cli.options import JSON, arg, whole
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import MOST, ModelShape
@@ -26,17 +26,11 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.precision.wording import region_rule, region_text
 
 SUMMARY = "show one recipe: its metadata, its fields, and what they mean"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument(
-        "recipe", metavar="NAME", help="a recipe's name, a YAML file, package.module:function or file.py:function"
-    )
-    parser.add_argument(
-        "--layers", type=whole, metavar="N", help="a model's depth, to show which of its layers stay in high precision"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("recipe NAME", "a recipe's name, a YAML file, package.module:function or file.py:function"),
+    arg("--layers N", "a model's depth, to show which of its layers stay in high precision", whole),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpbridge.cli.options import add_run_arguments, container
+from mpbridge.cli.options import JSON, RUN, arg, container
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.tables.units import size
@@ -19,20 +19,12 @@ if TYPE_CHECKING:
 SUMMARY = (
     "build ranks of any world here without memory, and compare live tensors, audit and a step with the predictions"
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_run_arguments(parser)
-    parser.add_argument(
-        "--ranks",
-        metavar="N,N",
-        help="which ranks (default: one each of the first, a middle and the last pipeline stage)",
-    )
-    parser.add_argument(
-        "--step", action="store_true", help="also simulate one training step: its GEMMs and collectives"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    *RUN,
+    arg("--ranks N,N", "which ranks (default: one each of the first, a middle and the last pipeline stage)"),
+    arg("--step", "also simulate one training step: its GEMMs and collectives"),
+    JSON,
+)
 
 
 _COLUMNS = (

@@ -7,7 +7,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.cli.options import RUN_HERE, arg, resolved
 from mpbridge.cli.text import complain
 from mpbridge.common.errors import BadValue, Conflict
 
@@ -17,27 +17,14 @@ if TYPE_CHECKING:
 SUMMARY = "pretrain a GPT with a recipe"
 STOPPED = 3
 """Exit code of a run that stopped early: `train && evaluate` does not continue, and a scheduler may restart it."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_run_arguments(parser, world=False)
-    parser.add_argument(
-        "--audit", choices=("stop", "warn"), help="what to do if the live tensors are not as the recipe promises"
-    )
-    parser.add_argument(
-        "--reset-optimizer", action="store_true", help="load only the weights; optimizer states start fresh"
-    )
-    parser.add_argument("--target", metavar="GPU", help="with --emulate te: the machine to simulate (default: h100)")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="bit-identical losses in every run, at some cost in speed"
-    )
-    parser.add_argument(
-        "--on-conflict",
-        choices=("warn", "error"),
-        default="warn",
-        help="error: refuse if the recipe overrides a given value",
-    )
+ARGUMENTS = (
+    *RUN_HERE,
+    arg("--audit", "what to do if the live tensors are not as the recipe promises", ("stop", "warn")),
+    arg("--reset-optimizer", "load only the weights; optimizer states start fresh"),
+    arg("--target GPU", "with --emulate te: the machine to simulate (default: h100)"),
+    arg("--deterministic", "bit-identical losses in every run, at some cost in speed"),
+    arg("--on-conflict", "error: refuse if the recipe overrides a given value", ("warn", "error"), default="warn"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import add_target_arguments, target
-from mpbridge.cli.options import add_run_arguments, container, whole
+from mpbridge.cli._target import TARGET, target
+from mpbridge.cli.options import JSON, RUN_HERE, arg, container, whole
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
 
@@ -16,54 +16,21 @@ if TYPE_CHECKING:
     from mpbridge.training.tune.tuning import Tuned
 
 SUMMARY = "find which linears of this model can run in low precision under a budget, and write the recipe"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    add_run_arguments(parser, world=False)
-    add_target_arguments(parser)
-    parser.add_argument(
-        "--levels",
-        metavar="A,B,...",
-        help="levels that linears may be raised to, as in `modules:` (default: mxfp8 for four bits; high precision is always included)",
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="WHAT=X",
-        help="time=1.1 (predicted GEMM and quantization time relative to the all-low recipe), memory=40GB (on the fullest rank) or gradient-error=0.3 "
-        "(default: what the last 15 %% of the layers in high precision cost)",
-    )
-    parser.add_argument("--batches", type=whole, default=8, metavar="N", help="global batches for scoring (default: 8)")
-    parser.add_argument(
-        "--unseen", type=whole, default=4, metavar="N", help="global batches for validation (default: 4)"
-    )
-    parser.add_argument(
-        "--stack",
-        metavar="NAME",
-        help="stack that the recipe will be exported to (`mpbridge export`): only levels that it can express are proposed",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="checkpoint with the weights to measure (default: randomly initialized weights)",
-    )
-    parser.add_argument(
-        "--hf",
-        type=Path,
-        metavar="DIR",
-        help="a causal LM in a local Hugging Face folder instead of a configuration's model",
-    )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="with --hf: the text to measure on")
-    parser.add_argument(
-        "--seq-length", type=whole, default=128, metavar="N", help="with --hf: tokens per sequence (default: 128)"
-    )
-    parser.add_argument(
-        "--batch-size", type=whole, default=4, metavar="N", help="with --hf: sequences per batch (default: 4)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the recipe file (default: tuned.yaml)", default=Path("tuned.yaml")
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    *RUN_HERE, *TARGET,
+    arg("--levels A,B,...", "levels that linears may be raised to, as in `modules:` (default: mxfp8 for four bits; high precision is always included)"),
+    arg("--budget WHAT=X", "time=1.1 (predicted GEMM and quantization time relative to the all-low recipe), memory=40GB (on the fullest rank) or gradient-error=0.3 (default: what the last 15 %% of the layers in high precision cost)"),
+    arg("--batches N", "global batches for scoring (default: 8)", whole, default=8),
+    arg("--unseen N", "global batches for validation (default: 4)", whole, default=4),
+    arg("--stack NAME", "stack that the recipe will be exported to (`mpbridge export`): only levels that it can express are proposed"),
+    arg("--checkpoint DIR", "checkpoint with the weights to measure (default: randomly initialized weights)"),
+    arg("--hf DIR", "a causal LM in a local Hugging Face folder instead of a configuration's model", Path),
+    arg("--text FILE", "with --hf: the text to measure on", Path),
+    arg("--seq-length N", "with --hf: tokens per sequence (default: 128)", whole, default=128),
+    arg("--batch-size N", "with --hf: sequences per batch (default: 4)", whole, default=4),
+    arg("--out FILE", "the recipe file (default: tuned.yaml)", Path, default=Path("tuned.yaml")),
+    JSON,
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

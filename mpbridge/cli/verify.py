@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.report.progress import bar
 
 SUMMARY = "check a checkpoint or a published folder against its signed record"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint with a record, or a published folder")
-    parser.add_argument("--key", type=Path, required=True, metavar="PUB", help="the public key (PEM) of who signed it")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+ARGUMENTS = (
+    arg("folder FOLDER", "a checkpoint with a record, or a published folder", Path),
+    arg("--key PUB", "the public key (PEM) of who signed it", Path, required=True),
+    JSON,
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.interop.stacks.meaning import rows
 from mpbridge.interop.stacks.words import TABLE, meanings
@@ -11,16 +12,12 @@ from mpbridge.interop.stacks.words import TABLE, meanings
 SUMMARY = "show what one word means in every stack"
 _SHOWN = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "bytes")
 _HEADS = ("stored", "forward", "autocast", "main weights", "wire", "accumulator", "moments", "bytes")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the verb's arguments."""
-    parser.add_argument("word", nargs="?", metavar="WORD", help="in any stack's spelling (default: all known words)")
-    for option in sorted(
-        {word for row in TABLE for spelling in row.words for word in spelling.split() if word.startswith("--")}
-    ):
-        parser.add_argument(option, action="append_const", dest="flags", const=option, help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+_FLAGS = sorted({word for row in TABLE for spelling in row.words for word in spelling.split() if word.startswith("--")})
+ARGUMENTS = (
+    arg("word WORD", "in any stack's spelling (default: all known words)", nargs="?"),
+    *(arg(option, argparse.SUPPRESS, action="append_const", dest="flags", const=option) for option in _FLAGS),
+    JSON,
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

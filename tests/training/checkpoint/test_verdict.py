@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from mpbridge.cli import resume_check
+from mpbridge.cli.main import parser_of
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
@@ -61,21 +61,21 @@ def test_the_table_of_all_pairs_is_as_written():
     assert table() == GOLDEN.read_text()
 
 
-@pytest.mark.parametrize("name", list(recipes))
-def test_a_fingerprint_survives_json_and_is_the_same_as_itself(name):
-    one = made(name)
-    again = Fingerprint.from_data(json.loads(json.dumps(one.as_data())))
-    assert again == one
-    assert verdict(one, again).kind == "same"
+def test_a_fingerprint_survives_json_and_is_the_same_as_itself():
+    for name in recipes:
+        one = made(name)
+        again = Fingerprint.from_data(json.loads(json.dumps(one.as_data())))
+        assert again == one
+        assert verdict(one, again).kind == "same"
 
 
-@pytest.mark.parametrize("name", list(recipes))
 @pytest.mark.parametrize("engine", ["mcore", "fsdp2"])
-def test_another_recipe_has_the_optimizer_that_a_run_of_its_own_would_have(name, engine):
-    sizes = {"num_layers": 16, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 32}
-    run = ConfigContainer(mixed_precision=name, engine=engine, model=sizes).resolved(training=False)
-    other = made("fp32").with_policy(resolve(get_mixed_precision_config(name)), name, engine)
-    assert other.optimizer == run.facts.optimizer.name
+def test_another_recipe_has_the_optimizer_that_a_run_of_its_own_would_have(engine):
+    for name in recipes:
+        sizes = {"num_layers": 16, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 32}
+        run = ConfigContainer(mixed_precision=name, engine=engine, model=sizes).resolved(training=False)
+        other = made("fp32").with_policy(resolve(get_mixed_precision_config(name)), name, engine)
+        assert other.optimizer == run.facts.optimizer.name
 
 
 DELAYED = "bf16_with_fp8_delayed_scaling_mixed"
@@ -184,8 +184,7 @@ def _states(step):
 )
 def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage, named):
     damage(checkpoint)
-    parser = argparse.ArgumentParser()
-    resume_check.add_arguments(parser)
+    parser = parser_of("resume-check", resume_check.__name__)
     with pytest.raises(CheckpointError, match=named):
         resume_check.run(parser.parse_args([str(checkpoint)]))
 
@@ -200,8 +199,7 @@ def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage
     ],
 )
 def test_the_verb_says_it(checkpoint, capsys, arguments, code, said):
-    parser = argparse.ArgumentParser()
-    resume_check.add_arguments(parser)
+    parser = parser_of("resume-check", resume_check.__name__)
     for where in (checkpoint, checkpoint.parent):
         assert resume_check.run(parser.parse_args([str(where), *arguments])) == code
         assert said in capsys.readouterr().out
@@ -216,8 +214,8 @@ def test_weights_alone_are_a_yes_only_where_they_were_asked_for():
 
 def test_the_verb_needs_no_framework(checkpoint):
     script = (
-        "import argparse, sys; from mpbridge.cli import resume_check; p = argparse.ArgumentParser(); resume_check.add_arguments(p);"
-        f"code = resume_check.run(p.parse_args([{str(checkpoint)!r}, '--recipe', 'bf16_mixed']));"
+        "import sys; from mpbridge.cli.main import main;"
+        f"code = main(['resume-check', {str(checkpoint)!r}, '--recipe', 'bf16_mixed']);"
         "loaded = {'torch', 'megatron', 'numpy'} & set(sys.modules); sys.exit(9 if loaded else code)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
@@ -249,8 +247,7 @@ def test_a_forged_fingerprint_is_one_line(tmp_path, name):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    parser = argparse.ArgumentParser()
-    resume_check.add_arguments(parser)
+    parser = parser_of("resume-check", resume_check.__name__)
     with pytest.raises(CheckpointError, match="without checkpoints"):
         resume_check.run(parser.parse_args([str(tmp_path)]))
 
