@@ -352,7 +352,7 @@ def test_a_folder_without_a_record_is_signed_and_checked_as_a_whole(made, tmp_pa
 
 
 def test_many_files_are_hashed_with_progress(tmp_path):
-    from mpbridge.training.disclosure.hashing import digests
+    from mpbridge.training.disclosure.record import digests
 
     for number in range(40):
         file = tmp_path / f"part{number % 3}" / f"{number}.bin"
