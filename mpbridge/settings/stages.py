@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, UnknownName
-from mpbridge.common.formats import DType, plain
-from mpbridge.common.traits import DEFAULT, known
+from mpbridge.common.formats import plain
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.requirements import engine_for
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
+from mpbridge.settings.storage import with_storage
 
 UNNAMED = "custom"
 """Name of a policy without a recipe name."""
@@ -113,7 +113,7 @@ def _stage(
         name, engine, config = _authored(part, place, faults, trusted)
         # what an author adds may call for another engine
         engine = engine or engine_for(resolve(config))
-        config = _with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
+        config = with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
         policy = resolve(config, optimizer=optimizer, layers=layers)
         if len(faults) == before:
             return Stage(recipe=name, config=config, policy=policy, until=until, engine=engine)
@@ -156,22 +156,3 @@ def _added(
     clashes = twin_clashes(good)
     faults += [f"{place}: {clash}" for clash in clashes]
     return config if clashes else config.derive(**good)
-
-
-TORCHS = ("torch_adamw", "sgd")
-"""Values of optimizer.optimizer that are torch's own on the FSDP2 engine; "adam" is FusedAdam if the recipe's states need it."""
-
-
-def _with_storage(config: MixedPrecisionConfig, *, engine: str | None, optimizer: str) -> MixedPrecisionConfig:
-    """`config` with FP32 storage if FSDP2 would otherwise train 16-bit storage, not set by the author, with one of torch's optimizers.
-
-    torch's optimizers keep their states in the parameters' dtype; FusedAdam keeps its own states. An explicit setting always wins.
-    Rule: NeMo AutoModel PR 2248, precision_warnings.py.
-    """
-    stored = config.stored()
-    low = stored["bf16"] or stored["fp16"]
-    found = known(engine or DEFAULT)
-    torchs = found is not None and found.main_weights == "optimizer" and optimizer in TORCHS
-    if not torchs or not low or stored["params_dtype"] is not None:
-        return config
-    return config.derive(params_dtype=DType.FP32, main_params_dtype=stored["main_params_dtype"] or DType.FP32)

@@ -96,6 +96,8 @@ class Work:
     step: tuple[Collective, ...]
     optimizer: float
     """Bytes that the update reads and writes."""
+    offloaded: float = 0.0
+    """Bytes over the host link and back per micro-batch."""
     left_out: tuple[str, ...] = field(default=())
     """What is not priced, with the sign of the error."""
 

@@ -9,7 +9,6 @@ from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.settings.huggingface.families import FAMILIES, Family
 from mpbridge.settings.huggingface.rope import rope_fields
 from mpbridge.settings.huggingface.section import section
-from mpbridge.settings.shape import mixtures
 
 _FUNCTION = (
     "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "softmax_type", "softmax_scale", "qk_l2_norm", "no_rope_freq",
@@ -102,7 +101,8 @@ def _experts(model: Mapping[str, Any], family: Family) -> dict[str, Any]:
     width = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"] or 4 * model["hidden_size"]
     out: dict[str, Any] = {family.experts: model["num_moe_experts"], "num_experts_per_tok": model["moe_router_topk"]}
     out[family.expert_width] = width
-    dense = [layer for layer, mixed in enumerate(mixtures(model["moe_layer_freq"], model["num_layers"])) if not mixed]
+    layers, pattern = model["num_layers"], model["moe_layer_freq"]
+    dense = [i for i in range(layers) if not (pattern[i] if isinstance(pattern, list) else i % pattern == 0)]
     if family.latent:
         shared = model["moe_shared_expert_intermediate_size"] or 0
         groups = model["moe_router_num_groups"] or 1
@@ -155,5 +155,10 @@ def _same(name: str, own: Any, said: Any, model: Mapping[str, Any]) -> bool:
     if name in ("num_query_groups", "kv_channels", "ffn_hidden_size") and own is None:
         return True  # derived from the other sizes, like the folder's
     if name == "moe_layer_freq":
-        return mixtures(own, model["num_layers"]) == mixtures(said, model["num_layers"])
+        layers = model["num_layers"]
+        return _pattern(own, layers) == _pattern(said, layers)
     return bool(own == said) or (not own and not said)
+
+
+def _pattern(frequency: Any, layers: int) -> list[bool]:
+    return [bool(frequency[i]) if isinstance(frequency, list) else i % frequency == 0 for i in range(layers)]

@@ -107,10 +107,12 @@ class Subject:
             raise CheckpointError(
                 f"{folder / CONTRACT} names no run: it was made of a checkpoint without a fingerprint"
             )
-        again = (
-            (f"quantized by another recipe than the run's: {contract['recipe']}",) if contract["requantized"] else ()
-        )
-        return cls(step_in(contract, folder), Fingerprint.from_data(run), str(contract["audit"]), {}, again)
+        try:
+            other = f"quantized by another recipe than the run's: {contract['recipe']}"
+            again, audit = (other,) if contract["requantized"] else (), str(contract["audit"])
+        except KeyError as error:
+            raise CheckpointError(f"{folder / CONTRACT} has no {error}: mpbridge convert writes one that has") from None
+        return cls(step_in(contract, folder), Fingerprint.from_data(run), audit, {}, again)
 
 
 def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: bool) -> dict[str, dict[str, Any]]:
