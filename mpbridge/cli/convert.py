@@ -120,7 +120,7 @@ def _told(taken: Taken) -> list[str]:
 def _give(args: argparse.Namespace, target: Path) -> None:
     from mpbridge.common.report.progress import bar
     from mpbridge.training.checkpoint.store import locate
-    from mpbridge.training.serving.document import Served
+    from mpbridge.training.serving.cast import Served
     from mpbridge.training.weights.to_folder import to_folder
 
     like = folder_of(args.like) if args.like else None
@@ -131,7 +131,7 @@ def _give(args: argparse.Namespace, target: Path) -> None:
             f"--recipe {args.recipe}: only with --quantization, which says in which format its codes are stored"
         )
     path = locate(Path(args.source.removeprefix(CHECKPOINT)))
-    casting = partial(Served.of, method=args.quantization, recipe=args.recipe) if args.quantization else None
+    casting = partial(Served, method=args.quantization, recipe=args.recipe) if args.quantization else None
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[args.dtype] if args.dtype else None
     with bar("written", quiet=args.json) as told:
         given = to_folder(path, target, like=like, dtype=dtype, casting=casting, told=told)

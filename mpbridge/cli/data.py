@@ -147,7 +147,7 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _packed(sources: Sources) -> dict[str, Any]:
-    from mpbridge.training.data.inspect import pair
+    from mpbridge.training.data.pairs import pair
 
     return {"pairs": [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]}
 

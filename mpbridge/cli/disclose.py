@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         return _sign(args)
     evidence = _evidence(args)
     if args.mllog is not None:
-        from mpbridge.training.disclosure.mlperf import write_mllog
+        from mpbridge.training.disclosure.evidence import write_mllog
 
         keys = write_mllog(evidence, args.mllog)
         if args.json:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
                 print_line(f"{key} = {value}")
             print_line(f"{'emulated; ' if evidence.emulated else ''}written to {args.mllog}")
         return 0
-    from mpbridge.training.disclosure.card import model_card
+    from mpbridge.training.disclosure.evidence import model_card
 
     card = model_card(evidence)
     if args.json:

@@ -73,9 +73,9 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     from mpbridge.common.report.console import rank
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.settings.container import ConfigContainer
+    from mpbridge.training.tune.levels import prepared
     from mpbridge.training.tune.report import lines, moved, write
     from mpbridge.training.tune.run import tune
-    from mpbridge.training.tune.tuning import prepared
 
     for recipe in reversed([one.recipe for one in result.recipes if one.failure is None]):
         try:

@@ -14,7 +14,7 @@ from mpbridge.common.tables.units import size
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
-    from mpbridge.training.simulate.rank import Simulated
+    from mpbridge.training.simulate import Simulated
 
 SUMMARY = (
     "build ranks of any world here without memory, and compare live tensors, audit and a step with the predictions"

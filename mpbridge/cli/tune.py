@@ -12,7 +12,7 @@ from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.common.errors import BadValue
 
 if TYPE_CHECKING:
-    from mpbridge.training.tune.expressible import Where
+    from mpbridge.training.tune.levels import Where
     from mpbridge.training.tune.tuning import Tuned
 
 SUMMARY = "find which linears of this model can run in low precision under a budget, and write the recipe"
@@ -35,7 +35,7 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Tunes, prints the result and writes the recipe. Returns 1 if a simple rule is no worse, and names it."""
-    from mpbridge.training.tune.costs import budget_of
+    from mpbridge.training.tune.levels import budget_of
 
     _check(args)
     budget = budget_of(args.budget)
@@ -91,7 +91,7 @@ def _of_configuration(args: argparse.Namespace, levels: Any, budget: Any, say: A
 
 
 def _of_folder(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> tuple[Tuned, dict[str, Any]]:
-    from mpbridge.training.tune.folder import tune_folder
+    from mpbridge.training.tune.module import tune_folder
 
     return tune_folder(
         args.hf, args.text, args.recipe, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen,
@@ -100,7 +100,7 @@ def _of_folder(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> 
 
 
 def _where(args: argparse.Namespace) -> Where:
-    from mpbridge.training.tune.expressible import Where
+    from mpbridge.training.tune.levels import Where
 
     if args.target is None and getattr(args, "machine_file", None) is None:
         return Where(stack=args.stack)

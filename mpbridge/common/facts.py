@@ -17,6 +17,14 @@ ADAMS = ("adam", "torch_adamw")
 """Values of optimizer.optimizer with Adam's two moments for every parameter."""
 MUONS = ("muon", "dist_muon")
 """Values under which hidden matrices get orthogonalized momentum and everything else Adam; dist_muon is megatron-core's layer-wise sharded one."""
+OPTIMIZERS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    dict.fromkeys(ADAMS, ("exp_avg", "exp_avg_sq")) | dict.fromkeys(("sgd", *MUONS), ("momentum_buffer",))
+)
+"""Value of optimizer.optimizer -> keys of the states that it keeps for each parameter (Muon: for each hidden matrix)."""
+STATE_ROLES: Mapping[str, str] = types.MappingProxyType(
+    {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "exp_avg", "master_param": "main_params"}
+)
+"""Key of a tensor in an optimizer's state -> its role."""
 
 
 def least_left(beta2: float, steps: int = 1) -> float:
@@ -26,6 +34,10 @@ def least_left(beta2: float, steps: int = 1) -> float:
 
 PARTS: Mapping[str, str] = types.MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"})
 """Symbol of a hybrid's pattern -> the part that such a layer consists of (megatron-core 0.16.1 ssm/mamba_hybrid_layer_allocation.py)."""
+SIZES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {"mamba": ("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim")}
+)
+"""Part -> settings of the model section that are sizes of its own."""
 MOST = 10_000
 """Maximum number of layers or experts: more is a typo, and would take minutes to process."""
 
@@ -71,8 +83,8 @@ class ModelShape:
     """Some layers are Mamba layers; without `pattern` only the names of their linears are known here."""
     pattern: str = ""
     """hybrid_override_pattern: a symbol of PARTS for each layer; empty: every layer has attention and an MLP."""
-    mamba: Mapping[str, int] | None = None
-    """mamba_num_heads, mamba_head_dim, mamba_num_groups and mamba_state_dim of a hybrid."""
+    sizes: Mapping[str, int] = field(default_factory=lambda: types.MappingProxyType({}))
+    """SIZES of the parts that a hybrid has."""
     sinks: bool = False
     """softmax_type "learnable": one parameter per head in the denominator of its softmax."""
     lora_rank: int = 0
@@ -104,9 +116,8 @@ class ModelShape:
     @property
     def mamba_sizes(self) -> tuple[int, int, int]:
         """(channels of all heads, channels of B and of C over all groups, heads) of a Mamba layer."""
-        sizes = self.mamba or {}
-        heads = sizes["mamba_num_heads"]
-        return heads * sizes["mamba_head_dim"], sizes["mamba_num_groups"] * sizes["mamba_state_dim"], heads
+        heads, width, groups, states = (self.sizes[name] for name in SIZES["mamba"])
+        return heads * width, groups * states, heads
 
     @property
     def attention_width(self) -> int:

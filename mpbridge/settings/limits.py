@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpbridge.common.facts import OPTIMIZERS
 from mpbridge.settings.sections import Parallelism
 
 
@@ -85,7 +86,7 @@ LIMITS: dict[str, Range] = {
 
 SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WORDS: dict[str, tuple[str, ...]] = {
-    "optimizer.optimizer": ("adam", "sgd", "muon", "dist_muon", "torch_adamw"),
+    "optimizer.optimizer": tuple(OPTIMIZERS),
     "ddp.data_parallel_sharding_strategy": SHARDING,
     "ddp.outer_dp_sharding_strategy": ("no_shard", "optim"),
     "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),

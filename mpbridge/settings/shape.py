@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.facts import PARTS, ModelShape, Parallel
+from mpbridge.common.facts import PARTS, SIZES, ModelShape, Parallel
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 from mpbridge.settings.sections import GPT, LORA, LORA_TARGETS, YARN
 
@@ -89,10 +89,11 @@ def _lora_faults(model: Mapping[str, Any]) -> list[str]:
     return [f"model.lora_rank={model['lora_rank']}: expected at least 1"] if (model["lora_rank"] or 1) < 1 else []
 
 
-def mamba_sizes(model: Mapping[str, Any], hidden: int) -> dict[str, int]:
-    """Sizes of a Mamba layer, with the number of heads that megatron-core derives from twice the hidden size (ssm/mamba_mixer.py)."""
-    sizes = {name: int(model[name]) for name in ("mamba_head_dim", "mamba_num_groups", "mamba_state_dim")}
-    return sizes | {"mamba_num_heads": int(model["mamba_num_heads"] or 2 * hidden // sizes["mamba_head_dim"])}
+def sizes_of(model: Mapping[str, Any]) -> dict[str, int]:
+    """SIZES of the parts in a hybrid's pattern, with the number of heads that megatron-core derives from twice the hidden size (ssm/mamba_mixer.py)."""
+    names = [name for symbol in dict.fromkeys(pattern_of(model)) for name in SIZES.get(PARTS[symbol], ())]
+    given = model["mamba_num_heads"] or 2 * model["hidden_size"] // model["mamba_head_dim"]
+    return {name: int(given if name == "mamba_num_heads" else model[name]) for name in names}
 
 
 def _hybrid_faults(model: Mapping[str, Any]) -> list[str]:
@@ -111,11 +112,11 @@ def _hybrid_faults(model: Mapping[str, Any]) -> list[str]:
         )
     if "E" in pattern and not model["num_moe_experts"]:
         faults.append(f"{name} has mixtures of experts (E): model.num_moe_experts is missing")
-    for size in ("mamba_head_dim", "mamba_num_groups", "mamba_state_dim"):
+    for size in (name for part in SIZES.values() for name in part if name != "mamba_num_heads"):
         if not model[size] or model[size] < 1:
             faults.append(f"model.{size}={model[size]}: expected at least 1")
-    if not faults:
-        sizes = mamba_sizes(model, model["hidden_size"])
+    if not faults and "M" in pattern:
+        sizes = sizes_of(model)
         if sizes["mamba_num_heads"] < 1 or sizes["mamba_num_heads"] % sizes["mamba_num_groups"]:
             faults.append(
                 f"model.mamba_num_heads={sizes['mamba_num_heads']} cannot be divided into model.mamba_num_groups={sizes['mamba_num_groups']}: change one of them"
@@ -218,7 +219,7 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
         mtp_layers=model["mtp_num_layers"] or 0,
         hybrid=bool(pattern_of(model) or model.get("is_hybrid_model")),
         pattern=pattern_of(model),
-        mamba=mamba_sizes(model, hidden) if pattern_of(model) else None,
+        sizes=sizes_of(model),
         sinks=str(model["softmax_type"]) == "learnable",
         lora_rank=model["lora_rank"] or 0,
         lora_targets=tuple(model["lora_targets"] or LORA_TARGETS) if model["lora_rank"] else (),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from mpbridge.common.facts import MUONS, OPTIMIZERS
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT, known
 from mpbridge.precision.config import MixedPrecisionConfig
 
-TORCHS = ("torch_adamw", "sgd")
+TORCHS = tuple(name for name in OPTIMIZERS if name not in ("adam", *MUONS))
 """Values of optimizer.optimizer that are torch's own on the FSDP2 engine; "adam" is FusedAdam if the recipe's states need it."""
 
 

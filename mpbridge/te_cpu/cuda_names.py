@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 
 from mpbridge.backend.devices.coalesce import one_by_one
-from mpbridge.backend.devices.redirect import cuda_patches, names_cuda, nothing, on_cpu
+from mpbridge.backend.devices.redirect import CPU, cuda_patches, names_cuda, nothing, on_cpu
 from mpbridge.common.replacement import Patch
 from mpbridge.common.transformer_engine import CUDA_VERSION
 from mpbridge.numerics.gemm import product
@@ -187,7 +188,12 @@ def played_patches(played: Played) -> Iterator[Patch]:
         yield owner, "init_device_mesh", _on_a_cpus_mesh(device_mesh.init_device_mesh)
     data_parallel = torch.nn.parallel.DistributedDataParallel
     yield data_parallel, "__init__", _on_no_device(data_parallel.__init__)
+    for owner in (_init_utils, fully_sharded_data_parallel):
+        yield owner, "_init_device_handle", _played_handle
+    yield _init_utils, "_get_compute_device", lambda *args: CPU
     yield torch, "set_default_device", _default_device(torch.set_default_device)
+    yield dist, "is_nccl_available", lambda: True
+    yield dist, "ProcessGroupNCCL", _Nccl
     movers = {name: _bytes_moved(getattr(dist, name)) for name in _MOVERS if hasattr(dist, name)}
     for owner in (dist, distributed_c10d):
         for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
@@ -237,6 +243,16 @@ def _on_gloo(original: Any) -> Any:
     return make
 
 
+class _Nccl:
+    """ProcessGroupNCCL's options, which `_on_gloo` drops; torch's CPU build has no such class."""
+
+    NCCL_CTA_POLICY_DEFAULT, NCCL_CTA_POLICY_EFFICIENCY, NCCL_CTA_POLICY_ZERO = range(3)
+
+    class Options(types.SimpleNamespace):
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            super().__init__(is_high_priority_stream=is_high_priority_stream, config=types.SimpleNamespace())
+
+
 def _on_a_cpus_mesh(original: Any) -> Any:
     """A function that makes device meshes, of CPUs when CUDA devices are requested."""
 
@@ -267,6 +283,12 @@ def _on_no_device(original: Any) -> Any:
         original(self, module, None, None, *args, **kwargs)
 
     return make
+
+
+def _played_handle(state: Any, *args: Any) -> Any:
+    """FullyShardedDataParallel's streams and events; torch's own refuses parameters on a CPU where it finds no accelerator."""
+    state._device_handle = torch.cuda
+    return state
 
 
 def _default_device(original: Any) -> Any:

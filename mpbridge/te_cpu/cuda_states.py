@@ -37,7 +37,7 @@ PLAYED_BESIDE = (
     "torch.load(map_location)", "torch.device(index)", "torch.Stream", "torch.Event", "torch.Generator", "torch.profiler.profile", "torch.autocast", "torch.compile (says that nothing is compiled)", "torch.set_default_device",
     "torch.version.cuda", "Tensor.cuda, .to, .is_cuda, .get_device, .pin_memory, .is_pinned, .record_stream, .type", "Module.cuda, .to",
     "UntypedStorage.cuda", "optimizers with capturable=True", "torch.cuda.memory._record_memory_history, ._snapshot, ._dump_snapshot", "torch.cuda.nccl.version",
-    "torch.distributed with nccl (on gloo)", "DeviceMesh of CUDA devices", "DistributedDataParallel with device_ids",
+    "torch.distributed with nccl (on gloo), ProcessGroupNCCL.Options", "DeviceMesh of CUDA devices", "DistributedDataParallel with device_ids", "FullyShardedDataParallel",
 )  # fmt: skip
 """What is played outside of torch.cuda and torch.accelerator."""
 

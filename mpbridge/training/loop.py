@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,21 +20,22 @@ from mpbridge.common.report.console import console, rank, tell
 from mpbridge.common.report.metrics import MetricsLog
 from mpbridge.common.report.progress import ProgressLine
 from mpbridge.common.tables.table import table
+from mpbridge.observe.audit import AuditHook
 from mpbridge.observe.audit.replicas import agree
+from mpbridge.observe.telemetry.hook import StatisticsHook
 from mpbridge.planning.estimate.flops import whole_square_flops_per_token
 from mpbridge.settings.training import microbatches, train_iters
 from mpbridge.te_cpu.context import stage_of
 from mpbridge.training.admission import require_admission
 from mpbridge.training.base import Hook, Hooks, Training
+from mpbridge.training.checkpointer import Checkpointer
 from mpbridge.training.data.batches import Feed
-from mpbridge.training.faults import explained
-from mpbridge.training.hooks import default_hooks
+from mpbridge.training.faults import Nonfinite, Signals, explained
 from mpbridge.training.lr import scheduler
 from mpbridge.training.machine import data_parallel, process_group, process_settings
-from mpbridge.training.metrics import Counters, Meter, line
+from mpbridge.training.metrics import Counters, Meter, Summary, line, write_summary, write_timing
 from mpbridge.training.preflight import preflight, write_precision
-from mpbridge.training.stages import at_stage, check_stages, switch
-from mpbridge.training.summary import Summary, write_summary, write_timing
+from mpbridge.training.stages import Stages, at_stage, check_stages, switch
 
 if TYPE_CHECKING:
     from mpbridge.backend.engines.contract import Batch
@@ -96,6 +97,40 @@ def _pretrain(
         write_timing(run, steps.meter, steps.folder)
         out.print(table("summary", ("", ""), summary.rows()))
     return summary
+
+
+def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[Hook]:
+    """The hooks that a run's sections require, in order of execution. show: prints a table or a line; None: no output."""
+    audit: Any = AuditHook(
+        mode=run.train["audit"],
+        folder=run.logger["log_dir"],
+        show=show,
+        every=run.audit["every"],
+        invariants=int(run.train.get("log_interval") or 10),
+    )
+    notes: list[Hook] = [EmulationNotes(show)] if run.emulate and run.policy.quantized else []
+    checkpointer = Checkpointer(run)
+    nonfinite = Nonfinite(str(run.train.get("nonfinite") or "skip"), checkpointer)
+    statistics: Any = StatisticsHook(run.logger["log_dir"], every=run.logger.get("precision_every"))
+    # statistics first, so that their hooks are removed before the audit inspects modules; then the audit, so that what it stops is not saved
+    return [statistics, audit, *notes, Signals(), nonfinite, checkpointer, Stages(run)]
+
+
+class EmulationNotes(Hook):
+    """Shows the emulation's notes when an engine is built, and keeps them for the summary. show: prints a line; None: silence."""
+
+    def __init__(self, show: Callable[[Any], None] | None) -> None:
+        self.show = show
+
+    def built(self, training: Training) -> None:
+        """Shows and keeps the notes of an emulated engine."""
+        emulation = getattr(training.engine, "emulation", None)
+        if emulation is None:
+            return
+        first, *others = emulation.notes()
+        training.notes["emulation"] = first
+        if self.show is not None:
+            self.show("\n".join([first, "not as on the GPU:", *(f"  - {note}" for note in others)]))
 
 
 class _Steps:

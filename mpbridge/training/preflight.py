@@ -49,15 +49,6 @@ def on_cpu(run: Run) -> str:
     return f"by Transformer Engine {run.facts.versions.transformer_engine}'s own Python on the CPU"
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadValue(
-            f"logger.log_dir={folder}: {error.strerror or error} (expected a folder, or a path where one can be created)"
-        ) from None
-
-
 def write_precision(run: Run, folder: Path | None) -> None:
     """Writes `folder`/precision.json: what was requested, decided and overridden, as JSON; does nothing if folder is None."""
     if folder is None:
@@ -72,7 +63,12 @@ def write_precision(run: Run, folder: Path | None) -> None:
         "versions": dataclasses.asdict(installed()),
         "config": settings_of(run),
     }
-    _make(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadValue(
+            f"logger.log_dir={folder}: {error.strerror or error} (expected a folder, or a path where one can be created)"
+        ) from None
     write(folder / "precision.json", json.dumps(data, indent=2, default=str) + "\n")
 
 

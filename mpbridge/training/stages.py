@@ -9,13 +9,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.backend.devices.together import on_first_rank
+from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
+from mpbridge.planning.rules.admit import require_here
 from mpbridge.precision.schedule import Span, spans
 from mpbridge.training.admission import resume_point
 from mpbridge.training.base import Hook
+from mpbridge.training.checkpoint import io as checkpoint
 from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.continuation import of_run
 from mpbridge.training.checkpoint.verdict import Verdict, verdict
+from mpbridge.training.lr import scheduler
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -60,9 +65,6 @@ def check_stages(run: Run) -> list[str]:
     """
     if len(run.stages) < 2:
         return []
-    from mpbridge.planning.rules.admit import require_here
-    from mpbridge.training.checkpoint.continuation import of_run
-
     runs = [stage_run(run, span.index) for span in spans_of(run)]
     faults, lines = [], []
     for span, made in zip(spans_of(run), runs, strict=True):
@@ -110,10 +112,6 @@ def switch(training: Training) -> None:
 
     The state passes through a checkpoint, so it is the one that a resume would load. Every rank must call it.
     """
-    from mpbridge.backend.engines.registry import build_engine
-    from mpbridge.training.checkpoint import io as checkpoint
-    from mpbridge.training.lr import scheduler
-
     before, after = training.run, training.next_run
     assert after is not None
     folder = on_first_rank(lambda: store.room(before, "switch"))

@@ -3,6 +3,7 @@
     python scripts/evidence/audit_faults.py faults OUT [--share 0.5]   # each fault before steps 1, 7 and 14 of a run that is audited at 1, 7 and 14
     python scripts/evidence/audit_faults.py pairs OUT                  # the same of the faults that take two processes
     python scripts/evidence/audit_faults.py blind OUT                  # the faults of scripts/evidence/audit_blind.py, which is no part of the catalogue
+    python scripts/evidence/audit_faults.py outsider OUT               # the faults of scripts/evidence/audit_outsider.py, likewise
     python scripts/evidence/audit_faults.py healthy OUT [--runs 200]   # runs as scripts/evidence/audit_healthy.py draws them
     python scripts/evidence/audit_faults.py collect OUT                # writes data/audit_faults.json, which docs/audit.md shows
 
@@ -12,6 +13,7 @@ OUT is a folder; results are appended to files in it, so that a run that was end
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -35,6 +37,8 @@ AFTER = ("rank 1's scales frozen", "rank 1's moment one ulp apart")
 AT_ONCE = 40
 """Runs of one process; engines leave some memory behind."""
 SEED = 20260
+APART = {"blind": "audit_blind", "outsider": "audit_outsider", "outsider_after": "audit_outsider"}
+"""Faults that are no part of the catalogue -> the module that has them; outsider_after: counted again after the audit was mended."""
 WHY = {
     "ties of E4M3 are rounded away from zero": "both neighbours of a tie are equally near, so no bound on the error of a rounding tells them apart",
     "every tensor draws the same bytes": "the random bytes are not observed, only the seed and the step behind them",
@@ -74,10 +78,8 @@ def jobs(kind: str, share: float, runs: int) -> list[Job]:
 
 def catalogue(kind: str) -> tuple[Any, ...]:
     """The faults of one process."""
-    if kind == "blind":
-        from audit_blind import FAULTS
-
-        return FAULTS
+    if kind in APART:
+        return tuple(importlib.import_module(APART[kind]).FAULTS)
     from tests.observe.audit.catalogue import CATALOGUE
 
     return CATALOGUE
@@ -85,11 +87,8 @@ def catalogue(kind: str) -> tuple[Any, ...]:
 
 def engines(kind: str) -> dict[str, Any]:
     """Engine -> (recipe, sections)."""
-    if kind == "blind":
-        from audit_blind import ENGINES
-    else:
-        from tests.observe.audit.catalogue import ENGINES
-    return ENGINES
+    found: dict[str, Any] = importlib.import_module(APART.get(kind, "tests.observe.audit.catalogue")).ENGINES
+    return found
 
 
 def processes(kind: str, job: Job) -> int:
@@ -98,7 +97,7 @@ def processes(kind: str, job: Job) -> int:
         from audit_healthy import ranks
 
         return ranks(job[0])
-    if kind == "blind":
+    if kind in APART:
         return int(next(fault.ranks for fault in catalogue(kind) if fault.name == job[0]))
     return 2 if kind == "pairs" else 1
 
@@ -252,7 +251,7 @@ def drive(kind: str, out: Path, wanted: list[Job], enough: int = 0) -> None:
 def collect(out: Path) -> dict[str, Any]:
     """The figures: caught and planted by engine and moment, what was missed, and the healthy runs."""
     figures: dict[str, Any] = {}
-    for kind in ("faults", "pairs", "blind"):
+    for kind in ("faults", "pairs", *APART):
         possible = {json.dumps(job) for job in jobs(kind, 1.0, 0)}
         rows = [row for row in done(out, kind) if json.dumps(row["job"]) in possible]
         if not rows:
@@ -266,7 +265,8 @@ def collect(out: Path) -> dict[str, Any]:
             counts[0] += caught
             counts[1] += 1
             if not caught:
-                missed.append([name, engine, moment, row.get("error") or WHY.get(name, "not explained")])
+                why = "when first planted; named since" if kind == "outsider" else WHY.get(name, "not explained")
+                missed.append([name, engine, moment, row.get("error") or why])
         figures[kind] = {"engines": engines, "missed": missed, "of": len(possible)}
     rows = done(out, "healthy")
     ran = [row for row in rows if row.get("ran")]
@@ -287,7 +287,7 @@ def collect(out: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["faults", "pairs", "blind", "healthy", "collect", "work"])
+    parser.add_argument("verb", choices=["faults", "pairs", *APART, "healthy", "collect", "work"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--share", type=float, default=1.0, help="part of the runs, drawn at random")
     parser.add_argument("--runs", type=int, default=200, help="healthy runs")

@@ -1,7 +1,7 @@
 """Fuzzes the readers of files from untrusted sources, guided by coverage: python scripts/evidence/fuzz_readers.py READER[,READER...]|all [SECONDS] [OUT].
 
 Needs atheris (pip install atheris). A reader may refuse its input with an MpbridgeError; any other exception, two seconds of time or a gigabyte of memory is a
-finding. OUT keeps each reader's corpus, from which the next run goes on, one input of each finding (by exception and line), and the seconds in seconds.jsonl.
+finding. OUT keeps each reader's corpus, from which the next run goes on, one input of each finding (by exception and line), and in seconds.jsonl what each reader cost.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
+import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -125,18 +126,22 @@ def fuzz(name: str, seconds: int, out: Path) -> None:
 
 
 def main() -> int:
+    """Each reader in a process of its own, since libFuzzer ends its process; what it cost is written down however it ends."""
+    if sys.argv[1:2] == ["--one"]:
+        fuzz(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
     names, seconds, place = (sys.argv[1:] + ["60", "fuzzed"][len(sys.argv) - 2 :])[:3]
     out = Path(place)
     out.mkdir(parents=True, exist_ok=True)
-    wanted = list(READERS) if names == "all" else names.split(",")
-    if len(wanted) == 1:
-        fuzz(wanted[0], int(seconds), out)
-    # a process each, since libFuzzer ends its own
-    for name in wanted:
-        begun = time.monotonic()
-        code = subprocess.run([sys.executable, __file__, name, seconds, place], env=os.environ, stderr=subprocess.DEVNULL, check=False).returncode  # fmt: skip
+    for name in list(READERS) if names == "all" else names.split(","):
+        begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        ended = subprocess.run([sys.executable, __file__, "--one", name, seconds, place], stderr=subprocess.PIPE, text=True, errors="replace", check=False)  # fmt: skip
+        after, runs = resource.getrusage(resource.RUSAGE_CHILDREN), re.findall(r"^Done (\d+) runs", ended.stderr, re.M)
+        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        row = {"reader": name, "seconds": round(time.monotonic() - begun), "cpu": round(used), "inputs": int((runs or [0])[-1]), "ended": ended.returncode}  # fmt: skip
         with (out / "seconds.jsonl").open("a") as file:
-            file.write(json.dumps({"reader": name, "seconds": round(time.monotonic() - begun), "ended": code}) + "\n")
+            file.write(json.dumps(row) + "\n")
+        if ended.returncode:
+            print(name, ended.stderr[-2000:], sep=": ")
     findings = sorted(one.name for one in (out / "findings").iterdir()) if (out / "findings").exists() else []
     print("\n".join(findings) or "nothing was found")
     return int(bool(findings))

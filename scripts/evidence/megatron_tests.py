@@ -213,7 +213,7 @@ def cause(case: Case) -> str:
     """A failure's error without what differs between cases that have the same cause."""
     text = re.sub(r"^\[\w+, rank [\d, ]+ of \d+\] ", "", case.error)
     text = re.sub(r"\((\S+):\d+\)$", lambda found: "(" + "/".join(found[1].split("/")[-2:]) + ")", text)
-    return re.sub(r"0x[0-9a-f]+|\b\d{3,}\b|tensor\(.*", "…", text)[:180].strip()
+    return re.sub(r" from '[^']*'|0x[0-9a-f]+|\b\d{3,}\b|tensor\(.*", "…", text)[:180].strip()
 
 
 def standing(case: Case) -> str:

@@ -112,7 +112,7 @@ def measure(path: Path, target: Path, method: str, recipe: str) -> dict[str, Any
     from mpbridge.training.checkpoint import store
     from mpbridge.training.checkpoint.reader import Contents
     from mpbridge.training.serving import cast
-    from mpbridge.training.serving.document import Served
+    from mpbridge.training.serving.cast import Served
     from mpbridge.training.weights import shards
     from mpbridge.training.weights.to_folder import to_folder
 
@@ -141,7 +141,7 @@ def measure(path: Path, target: Path, method: str, recipe: str) -> dict[str, Any
     timed(shards, "facts_of", "SHA-256", lambda args, made: args[0].nbytes)
     timed(shards, "_write", "write", lambda args, made: len(args[1]))
     began = time.process_time()
-    to_folder(path, target, casting=partial(Served.of, method=method, recipe=recipe))
+    to_folder(path, target, casting=partial(Served, method=method, recipe=recipe))
     total = time.process_time() - began
     written = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     stages = {label: sum(spent for spent, _ in made) for label, made in calls.items()}

@@ -45,7 +45,7 @@ def main() -> None:
 def late(args: argparse.Namespace) -> dict[str, Any]:
     from mpbridge.precision.resolve import resolve
     from mpbridge.settings.container import ConfigContainer
-    from mpbridge.training.tune.decision_units import LOW
+    from mpbridge.training.tune.choices import LOW
     from mpbridge.training.tune.proof import prove
     from mpbridge.training.tune.run import tune
     from mpbridge.training.tune.scores import rank_correlation
@@ -135,7 +135,7 @@ def _seed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from mpbridge.precision.modules import rule_of_word
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
-    from mpbridge.training.tune.decision_units import LOW
+    from mpbridge.training.tune.choices import LOW
     from mpbridge.training.tune.scores import damages, joint
 
     done = {row["arm"]: row for row in (json.loads(path.read_text()) for path in folder.glob("*.json"))}

@@ -54,7 +54,7 @@ def opened(args: argparse.Namespace) -> Any:
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.settings.container import ConfigContainer
     from mpbridge.training.machine import process_group
-    from mpbridge.training.tune.choices import base_of
+    from mpbridge.training.tune.levels import base_of
     from mpbridge.training.tune.run import opened
 
     box = ConfigContainer.load(Path(args.config), [f"mixed_precision={RECIPE}", *args.overrides], check=False)
@@ -69,7 +69,7 @@ def opened(args: argparse.Namespace) -> Any:
 
 def scored(subject: Any, batches: int, levels: dict[str, Any] | None = None) -> Any:
     """(units, scores of all batches, the scorer). levels: in addition to the recipe's own format."""
-    from mpbridge.training.tune.decision_units import LOW, TunedLinear, units
+    from mpbridge.training.tune.choices import LOW, TunedLinear, units
     from mpbridge.training.tune.scores import Scorer, merged
 
     emulation = subject.emulation
@@ -110,7 +110,7 @@ def candidates(some: Any, scores: Any, level: Any) -> dict[str, list[float]]:
 
 def ranks(args: argparse.Namespace) -> dict[str, Any]:
     from mpbridge.precision.regions import Region
-    from mpbridge.training.tune.decision_units import LOW
+    from mpbridge.training.tune.choices import LOW
     from mpbridge.training.tune.proof import prove
     from mpbridge.training.tune.scores import damages, joint, rank_correlation
 
@@ -154,7 +154,7 @@ def planted(args: argparse.Namespace) -> dict[str, Any]:
     """Outlier channels in the input of one fc2, compensated in the weight that reads them: one channel alone, then one in every block of 16."""
     import torch
 
-    from mpbridge.training.tune.decision_units import LOW
+    from mpbridge.training.tune.choices import LOW
     from mpbridge.training.tune.scores import damages, joint
 
     stack, subject = opened(args)

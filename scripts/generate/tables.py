@@ -159,6 +159,8 @@ def audit_faults_table() -> str:
         "faults": "catalogue, one process",
         "pairs": "catalogue, two processes",
         "blind": "from reports of other bugs",
+        "outsider": "thought of by an outsider, when first planted",
+        "outsider_after": "the same, after the general causes of the missed ones were mended",
     }
     for kind, name in kinds.items():
         if kind not in found:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ OTHERS = {
     "tensors.pt": "cevil\nfn\n(tR.",
 }
 FOLDER = {"model_type": "evil", "architectures": ["EvilForCausalLM"], "auto_map": {"AutoConfig": "evil.fn", "AutoModelForCausalLM": "evil.fn"}, "trust_remote_code": True}  # fmt: skip
+SERVED = {
+    "config.json": FOLDER | {"model_type": "nemotron_h", "hybrid_override_pattern": "M*-", "quantization_config": {"quant_method": "evil.fn", "ignore": ["evil.fn"], "config_groups": {"evil.fn": {"format": CODE}}}},
+    "hf_quant_config.json": {"py/object": "evil.fn", "quantization": {"quant_algo": CODE, "exclude_modules": ["evil.fn"]}},
+    "contract.json": {"py/object": "evil.fn", "schema": 1, "recipe": CODE, "tensors": {"evil.fn": {"sha256": CODE}}, "run": {"recipe": CODE, "engine": "evil:fn", "policy": {"py/object": "evil.fn"}}},
+    "model.safetensors.index.json": {"weight_map": {"evil.fn": "../evil.py"}},
+    "manifest.json": {"py/object": "evil.fn", "files": {"../evil.py": {"sha256": CODE}}},
+    "model.sig": {"py/object": "evil.fn", "mediaType": CODE},
+    "precision.intoto.jsonl": {"payload": "evil", "payloadType": CODE, "signatures": [{"keyid": "evil.fn", "sig": CODE}]},
+}  # fmt: skip
+"""Folders to serve, to publish or to check: what tools of inference write, and mpbridge's own records."""
 TOKENIZER = {"tokenizer_class": "evil.fn", "auto_map": {"AutoTokenizer": ["evil.fn", None]}}
 
 ON_RUNS = ("check", "plan", "memory", "estimate", "layouts", "recommend", "simulate", "tune", "rehearse", "train", "export", "init", "launch", "convert")  # fmt: skip
@@ -121,8 +132,26 @@ def commands(folder: Path) -> list[list[str]]:
     found += [["audit", "run"], ["diagnose", "run"], ["precision", "run", "--out", "out/p.html"], ["plot", "run", "--no-picture"]]  # fmt: skip
     found += [["resume-check", "run"], ["convert", "ckpt:run", "hf:out/hf"], ["convert", "ckpt:run", "ckpt:out/ck2"], ["import", "run/step_00000001"]]  # fmt: skip
     found += [["estimate", "--against", "run"], ["recommend", "--runs", "run"], ["train", "checkpoint.load=run", "train.train_iters=1"], ["check", "checkpoint.load=run"]]  # fmt: skip
+    found += [["report", "run"], ["disclose", "run"], ["disclose", "run", "--mllog", "out/log"], ["disclose", "run/step_00000001", "--run", "run"], ["disclose", "run/step_00000001", "--sign", "key.pem", "--publish"]]  # fmt: skip
+    for i, left in enumerate(("", *SERVED)):  # each of them may be what another one hides behind
+        for name, data in SERVED.items():
+            if name != left:
+                file(f"served{i}/{name}", json.dumps(data))
+        found += [["contract", f"served{i}"], ["contract", f"served{i}", "--run", "run", "--engine", "vllm,sglang"], ["convert", f"hf:served{i}", f"ckpt:out/s{i}"], ["mismatch", "run", f"served{i}", "--tokens", "evil.py"]]  # fmt: skip
+        found += [["check", "--config", f"hf:served{i}"], ["disclose", f"served{i}", "--run", "run", "--sign", "key.pem"], ["verify", f"served{i}", "--key", "key.pub"], ["tune", "--hf", f"served{i}", "--out", f"out/s{i}.yaml"]]  # fmt: skip
+    with suppress(ImportError):  # the extra disclose
+        write_keys(folder)
     found += [["tune", "--checkpoint", "run", "--out", "out/t2.yaml"], ["tune", "--hf", "hf", "--out", "out/t3.yaml"]]
     return found
+
+
+def write_keys(folder: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (folder / "key.pub").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
 
 
 WATCH = """

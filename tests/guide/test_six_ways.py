@@ -1,4 +1,4 @@
-"""The six changes of CONTRIBUTING.md take as many product files as it says: each is made in a copy of the package, from a patch, and works.
+"""The changes of CONTRIBUTING.md take as many product files as it says: each is made in a copy of the package, from a patch, and works.
 
 `six_ways/WAY.patch` is the change, `six_ways/WAY.py` what then holds (it runs with the copy on PYTHONPATH). A patch that no longer applies is made again.
 """
@@ -25,6 +25,8 @@ WAYS = {
     "scaling": "A new scaling",
     "engine": "A new engine",
     "release": "Another version of megatron-core",
+    "optimizer": "An optimizer",
+    "layer": "A kind of layer",
 }
 """Patch -> the heading of its guide."""
 SCHEMA = "mpbridge/precision/megatron_spec/schema/{}.json"
@@ -58,8 +60,10 @@ def run(argv: list[str], where: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_change_takes_as_many_files_as_its_guide_says(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "more"), [*((way, ()) for way in WAYS), pytest.param("optimizer", ("train",), marks=pytest.mark.slow)]
+)
+def test_a_change_takes_as_many_files_as_its_guide_says(way: str, more: tuple[str, ...], tmp_path: Path) -> None:
     guide, patch = section(WAYS[way]), (HERE / f"{way}.patch").read_text(encoding="utf-8")
     said = re.search(r"^Product files: (\d+)\.", guide, re.MULTILINE)
     assert said is not None, guide
@@ -73,7 +77,7 @@ def test_a_change_takes_as_many_files_as_its_guide_says(way: str, tmp_path: Path
     run(["git", "apply", "-p0", str(HERE / f"{way}.patch")], tmp_path)
     if way == "release":
         described(tmp_path)
-    assert run([sys.executable, str(HERE / f"{way}.py")], tmp_path).strip() == str(tmp_path / "mpbridge")
+    assert run([sys.executable, str(HERE / f"{way}.py"), *more], tmp_path).strip() == str(tmp_path / "mpbridge")
     if way in SUITE:
         shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=copied)
         shutil.copy(ROOT / "pyproject.toml", tmp_path)

@@ -88,6 +88,8 @@ BUGS = (
         ("NVIDIA-NeMo/Automodel#2549", "a cast of the whole model rounds the frequencies of seven model families"),
         ("NVIDIA/Megatron-LM#744", "`.to(torch.bfloat16)` on the model changes `inv_freq`"),
     )),
+    Bug("huggingface/transformers#30709", "`model.to(bfloat16)` for evaluation: it differs from training", "loops:cast_to_evaluate", "stored parameters: bf16, were fp32",
+        "witness, in that evaluation"),
     *(Bug(number, what, MICRO, BACKWARD, WITNESS, again=True) for number, what in (
         ("ServiceNow/Fast-LLM#550", "a shared buffer is overwritten: only the last micro-batch's gradient is left"),
         ("allenai/open-instruct#1498", "ZeRO 2 resets its accumulator after each backward pass"),
@@ -132,7 +134,6 @@ BUGS = (
     Bug("NVIDIA/TransformerEngine#982", "FP8 with empty amax histories on a BF16 checkpoint: the loss explodes", when=NOT + "such a resume needs `checkpoint.accept`"),
     Bug("NVIDIA/TransformerEngine#1047", "`is_first_microbatch` with a cached weight: error 1.7 instead of 0.07", when=NOT + "inside of a GPU kernel"),
     Bug("pytorch/pytorch#189581", "RMSNorm in BF16 returns values that are too small", when=NOT + "does not happen on a CPU"),
-    Bug("huggingface/transformers#30709", "`model.to(bfloat16)` for evaluation: it differs from training", when=NOT + "a witness observes training steps, not evaluations"),
     Bug("deepspeedai/DeepSpeed#8461", "Muon's orthogonalization is skipped for flat partitions", when=NOT + "Muon's update rule is not replayed"),
     Bug("verl-project/verl#7918", "an `ignore` entry is taken as a prefix: 56 weights of the rollout are not quantized", when=NOT + "happens in the inference engine"),
     Bug("pytorch/pytorch#196996", "BF16 and FP32 gradients meet in one FSDP2 group", when=NOT + "the run ends with an assertion of torch's, no wrong number results"),

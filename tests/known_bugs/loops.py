@@ -115,6 +115,27 @@ def divided_by_a_scale() -> str:
     return said(stepped(model, optimizer, mpbridge.witness(model, optimizer), backward))
 
 
+def cast_to_evaluate() -> str:
+    """A model cast for its evaluation computes something else than what trains; once cast back, its weights are rounded for good."""
+    model = Tiny()
+    optimizer = adam(model)
+    seen = mpbridge.witness(model, optimizer)
+    stepped(model, optimizer, seen, lambda: run(model))
+    assert seen.report.ok
+
+    def evaluated() -> float:
+        with torch.no_grad():
+            return float(loss_of(model, tokens(2), autocast=False))
+
+    with seen.evaluation():
+        exact = evaluated()
+    assert seen.report.ok
+    model.to(BF16)
+    with seen.evaluation():
+        assert evaluated() != exact
+    return said(seen)
+
+
 class RotaryEmbedding(torch.nn.Module):
     """As in transformers: frequencies in a buffer, angles computed in FP32 from what the buffer holds."""
 
@@ -211,6 +232,7 @@ PLAYS: dict[str, Callable[[], str]] = {
         sixteen_bits_under_adam,
         moments_after_a_resume,
         divided_by_a_scale,
+        cast_to_evaluate,
         rounded_frequencies,
         only_the_last_micro_batch,
         unequal_micro_batches,

@@ -14,7 +14,7 @@ import mpbridge
 from mpbridge.numerics.observation.operations import COLLECTIVES, GEMMS, OperationObserver
 from mpbridge.observe.audit import Watch
 from mpbridge.observe.audit.updates import Updates
-from mpbridge.training.simulate.recorder import Recorder
+from mpbridge.training.simulate.rank import Recorder
 
 NO_DATA = {"barrier", "monitored_barrier_", "check_for_nan"}
 """Operations of c10d that move none of a model's numbers."""

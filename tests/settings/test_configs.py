@@ -48,10 +48,10 @@ def parameters(shape) -> int:
     count = 2 * shape.vocab_size * hidden + hidden
     for kind in shape.pattern:
         # z, x, B, C and dt; the convolution of x, B and C over four tokens with its bias; three values per head; two norms
-        heads = shape.mamba["mamba_num_heads"]
+        heads = shape.sizes["mamba_num_heads"]
         inner, states = (
-            heads * shape.mamba["mamba_head_dim"],
-            2 * shape.mamba["mamba_num_groups"] * shape.mamba["mamba_state_dim"],
+            heads * shape.sizes["mamba_head_dim"],
+            2 * shape.sizes["mamba_num_groups"] * shape.sizes["mamba_state_dim"],
         )
         mamba = hidden * (2 * inner + states + heads) + 5 * (inner + states) + 3 * heads + inner + inner * hidden
         # experts, their router, and one that all tokens share

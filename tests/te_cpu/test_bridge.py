@@ -56,7 +56,7 @@ def test_a_recipe_of_ours_trains_silently_and_as_bridges_own() -> None:
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize(("recipe", "machine"), SIX, ids=[name for name, _ in SIX])
 def test_twenty_steps_equal_those_of_bridges_own_registry_and_of_our_own_loop(
-    recipe: str, machine: str, tmp_path: Path
+    recipe: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = str(tmp_path / "seen.pt")
     words = ("--steps", "20")
@@ -65,9 +65,12 @@ def test_twenty_steps_equal_those_of_bridges_own_registry_and_of_our_own_loop(
     losses = [float(loss) for loss in ours["losses"].values()]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 1.0
+    if "nvfp4" in recipe:  # each loop draws its own random numbers
+        monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
+        told(pretrain(recipe, machine, *words, "--record", file))
     own = told(pretrain(recipe, machine, *words, "--own", file, "--target", machine))
     assert own["other weights at the start"] == []
-    assert own["equal to the bit"] == (1 if "nvfp4" in recipe else 20)  # its gradients are rounded stochastically
+    assert own["equal to the bit"] == 20
 
 
 @pytest.mark.slow

@@ -60,12 +60,15 @@ def test_only_the_error_itself_excludes_a_case(script: ModuleType, tmp_path: Pat
 
 
 def test_the_table_adds_up_and_a_lost_case_is_named(script: ModuleType, tmp_path: Path) -> None:
-    rows = [(1, "test_a", "passed", ""), (1, "test_b", "failed", "[call, rank 0 of 1] ValueError: 12345 (x/y/z.py:9)")]
+    rows = [
+        (1, "test_a", "passed", ""),
+        (1, "test_b", "failed", "[call, rank 0 of 1] ValueError: 12345 <module 'a' from '/home/me/a.py'> (x/y/z.py:9)"),
+    ]
     rows += [(1, "test_c", "skipped", "Skipped: FLA"), (1, "test_d", "passed", ""), (1, "test_d", "failed", "E")]
     store = filled(script, tmp_path, *rows)
     lines = script.table(store, "0123456789abcdef", "2.20", 9)
     assert "| one | 4 | 1 | 2 | 0 | 0 | 1 | 33.3 % |" in lines
-    assert "- failed, 1 cases (one/test_a.py): `ValueError: … (y/z.py)`" in lines
+    assert "- failed, 1 cases (one/test_a.py): `ValueError: … <module 'a'…> (y/z.py)`" in lines
     assert [case.test.split("::")[1] for case in store.cases().values() if case.before == "passed"] == ["test_d"]
 
 

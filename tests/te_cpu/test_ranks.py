@@ -14,13 +14,17 @@ from tests.te_cpu.wheels import NEWEST, ROOT, environment, release_or_skip
 THEIRS = """
 import os
 import pytest, torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 RANK = int(os.environ["RANK"])
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    assert dist.is_nccl_available()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 8
+    dist.init_process_group("nccl", pg_options=options)
     yield
     dist.destroy_process_group()
 
@@ -70,6 +74,16 @@ def test_ddp_on_the_devices_of_its_rank():
     model(torch.full((2, 4), float(RANK), device="cuda")).sum().backward()
     assert model.module.weight.grad.tolist() == [[float(dist.get_world_size() - 1)] * 4]
 
+def test_fsdp_of_parameters_on_a_gpu_or_on_none():
+    expected = [[float(dist.get_world_size() - 1)] * 4]
+    for where in ("cuda", "cpu"):
+        with torch.device(where):
+            plain = torch.nn.Linear(4, 1)
+        model = FullyShardedDataParallel(plain, device_id=int(os.environ["LOCAL_RANK"]), use_orig_params=True)
+        model(torch.full((2, 4), float(RANK), device="cuda")).sum().backward()
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            assert model.weight.grad.tolist() == expected
+
 def test_one_rank_fails_while_the_others_wait_for_it():
     assert RANK != 1, "wrong here"
     dist.all_reduce(torch.ones(3))
@@ -107,7 +121,7 @@ def test_one_report_for_all_ranks_and_none_hangs(tmp_path: Path, size: int) -> N
         capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,
     )  # fmt: skip
     said = done.stdout
-    assert "3 failed, 6 passed, 1 skipped" in said, said + done.stderr
+    assert "3 failed, 7 passed, 1 skipped" in said, said + done.stderr
     assert done.returncode == 1
     for test in ("test_one_rank_fails_while_the_others_wait_for_it", "test_one_rank_fails", "test_a_rank_dies"):
         assert f"FAILED test_theirs.py::{test} " in said

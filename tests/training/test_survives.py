@@ -246,11 +246,9 @@ def shrinking(folder):
     kept = {"save": f"{folder}/kept", "load": f"{folder}/kept"}
     made = run(iters=6, checkpoint=kept, logger={"log_dir": str(folder)})
     # before the others: the limit is lifted before the checkpoint is written
-    from mpbridge.training import hooks
-
-    default = hooks.default_hooks
     import mpbridge.training.loop as loop
 
+    default = loop.default_hooks
     loop.default_hooks = lambda *args: [Shrink(), *default(*args)]
     summary = pretrain(made, dataset=Text(), quiet=True)
     print("stopped", summary.stopped, "after", summary.iterations)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpbridge.common.facts import MUONS
+from mpbridge.common.facts import ADAMS, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.planning.memory.keeps import fused
 from mpbridge.planning.rules.base import Case, Rule, warning
@@ -73,13 +73,13 @@ RULES: tuple[Rule, ...] = (
         source="torch 2.13 optim/_muon.py; mpbridge/backend/engines/muon.py",
     ),
     Rule(
-        id="fsdp2-sgd-keeps-no-main-weights",
+        id="torch-optimizer-keeps-no-main-weights",
         when=lambda c: (
-            c.run.optimizer.name == "sgd"
+            c.run.optimizer.name not in (*ADAMS, *MUONS)
             and {c.policy.main_params or DType.FP32, c.policy.exp_avg or DType.FP32} != {c.policy.params}
         ),
-        found="optimizer=sgd on {c.policy.params.short} parameters, under a recipe whose main weights or momentum have another dtype",
-        expected="storage in the dtype of both: torch's SGD updates the parameters themselves, and its momentum has their dtype",
+        found="optimizer={c.run.optimizer.name} on {c.policy.params.short} parameters, under a recipe whose main weights or momentum have another dtype",
+        expected="storage in the dtype of both: torch's SGD and its like update the parameters themselves, and their states have the parameters' dtype",
         cure="mixed_precision.params_dtype=fp32 (recipe fp32_params_bf16_compute), optimizer.optimizer=adam, or engine=mcore",
         source="torch.optim.SGD; mpbridge/backend/engines/shard_optimizer.py",
     ),

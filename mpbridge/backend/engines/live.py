@@ -10,6 +10,7 @@ import torch
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.megatron.inside_optimizer import main_weights, parts
 from mpbridge.backend.models.gpt import global_names
+from mpbridge.common.facts import STATE_ROLES
 
 
 def bare(chunk: Any) -> Any:
@@ -70,12 +71,7 @@ def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Li
             if grad is not None:
                 yield Live(role="main_grads", parameter=name, tensor=grad)
         state = part.optimizer.state.get(updated, {})
-        for key, role in (
-            ("exp_avg", "exp_avg"),
-            ("exp_avg_sq", "exp_avg_sq"),
-            ("master_param", "main_params"),
-            ("momentum_buffer", "exp_avg"),
-        ):
+        for key, role in STATE_ROLES.items():
             if isinstance(state.get(key), torch.Tensor):
                 # Transformer Engine's FP8 moments report FP32 as their dtype; their codes are what is stored
                 yield Live(role=role, parameter=name, tensor=getattr(state[key], "_data", state[key]))

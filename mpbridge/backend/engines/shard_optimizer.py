@@ -54,8 +54,8 @@ def _inner(
     groups: list[dict[str, Any]], policy: PrecisionPolicy, facts: RunFacts, config: Any, *, cuda: bool
 ) -> torch.optim.Optimizer:
     """The optimizer for parameter groups that share a dtype."""
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
+    if config.optimizer in OWN:
+        return OWN[config.optimizer](groups, config)
     if facts.optimizer.name in MUONS or not fused(policy, facts.traits):
         return torchs_adam(groups, config)
     arguments = without_duplicate(
@@ -65,6 +65,14 @@ def _inner(
         groups, adam_w_mode=config.decoupled_weight_decay, **_adam(config), **arguments
     )
     return optimizer
+
+
+OWN: Mapping[str, Callable[[list[dict[str, Any]], Any], torch.optim.Optimizer]] = {
+    "sgd": lambda groups, config: torch.optim.SGD(
+        groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum
+    ),
+}
+"""Value of optimizer.optimizer -> from parameter groups and the optimizer's config, one that updates the parameters themselves, with states of their dtype."""
 
 
 def _adam(config: Any) -> dict[str, Any]:
@@ -188,6 +196,12 @@ class ShardOptimizer:
         return next(
             part for part in self.parts if any(p is shard for group in part.param_groups for p in group["params"])
         )
+
+    def kind(self, part: Any) -> str:
+        """Row of OPTIMIZERS of one of `parts`."""
+        if self.config.optimizer in MUONS:
+            return "muon" if isinstance(part, ShardMuon) else "adam"
+        return str(self.config.optimizer)
 
     def get_loss_scale(self) -> float:
         """The factor that the loss is multiplied by."""

@@ -9,9 +9,9 @@ import torch
 
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.engines.shard_optimizer import ShardOptimizer
+from mpbridge.common.facts import ADAMS, OPTIMIZERS, STATE_ROLES
 from mpbridge.numerics.adam import join, split
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _GROUP_FACTS = ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult")
 
 
@@ -30,12 +30,7 @@ def live_states(optimizer: ShardOptimizer) -> Iterator[Live]:
     """Moments, and the main weights that FusedAdam holds."""
     for name in optimizer.names:
         state = optimizer.state_of(name)
-        for key, role in (
-            ("master_param", "main_params"),
-            ("exp_avg", "exp_avg"),
-            ("exp_avg_sq", "exp_avg_sq"),
-            ("momentum_buffer", "exp_avg"),
-        ):
+        for key, role in STATE_ROLES.items():
             if isinstance(state.get(key), torch.Tensor):
                 yield Live(role=role, parameter=name, tensor=state[key])
 
@@ -79,12 +74,14 @@ def main_weights(optimizer: ShardOptimizer, name: str) -> torch.Tensor:
 
 def optimizer_state(optimizer: ShardOptimizer, *, loading: bool = False) -> dict[str, Any]:
     """{'main', 'exp_avg', ...: name -> FP32 part; 'groups', 'step', 'scaler'}; zeros for moments that do not exist yet."""
-    state: dict[str, Any] = {"main": {}} | {key: {} for part in optimizer.parts for key in _moment_names(part)}
+    state: dict[str, Any] = {"main": {}} | {
+        key: {} for part in optimizer.parts for key in OPTIMIZERS[optimizer.kind(part)]
+    }
     for name, shard in optimizer.shards.items():
         state["main"][name] = _sharded(
             f"optimizer.main.{name}", main_weights(optimizer, name).view(shard.shape), optimizer, name
         )
-        for key in _moment_names(optimizer.part_of(name)):
+        for key in OPTIMIZERS[optimizer.kind(optimizer.part_of(name))]:
             value = torch.zeros_like(shard, dtype=torch.float32) if loading else _moment(optimizer, name, key)
             state[key][name] = _sharded(f"optimizer.{key}.{name}", value.view(shard.shape), optimizer, name)
     state["step"] = _step(optimizer)
@@ -98,14 +95,6 @@ def optimizer_state(optimizer: ShardOptimizer, *, loading: bool = False) -> dict
         else {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()}
     )
     return state
-
-
-_ONE_MOMENTUM = (torch.optim.SGD, torch.optim.Muon)
-"""Optimizers that keep one momentum and count no steps."""
-
-
-def _moment_names(part: Any) -> tuple[str, ...]:
-    return ("momentum_buffer",) if isinstance(part, _ONE_MOMENTUM) else ("exp_avg", "exp_avg_sq")
 
 
 def _moment(optimizer: ShardOptimizer, name: str, key: str) -> torch.Tensor:
@@ -153,19 +142,22 @@ def load_optimizer(optimizer: ShardOptimizer, state: Mapping[str, Any]) -> None:
     step = int(state["step"])
     for name, shard in optimizer.shards.items():
         part = optimizer.part_of(name)
-        if step or isinstance(part, _ONE_MOMENTUM):
-            _load_moments(part, shard, {key: state[key][name] for key in _moment_names(part)}, step)
+        kind = optimizer.kind(part)
+        counts = kind in ADAMS
+        if step or not counts:
+            _load_moments(part, shard, {key: state[key][name] for key in OPTIMIZERS[kind]}, step if counts else None)
         _load_main(part, shard, state["main"][name])
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update(saved)
-        if step and not isinstance(optimizer.parts[-1], (torch.optim.SGD, torch.optim.Adam)):
+        if step and hasattr(optimizer.parts[-1], "set_scaled_state"):
             group["step"] = step
     if optimizer.grad_scaler is not None and state["scaler"]:
         scale = torch.tensor([state["scaler"]["scale"]], dtype=torch.float32)
         optimizer.grad_scaler.load_state_dict({**state["scaler"], "scale": scale})
 
 
-def _load_moments(part: Any, shard: torch.nn.Parameter, moments: Mapping[str, torch.Tensor], step: int) -> None:
+def _load_moments(part: Any, shard: torch.nn.Parameter, moments: Mapping[str, torch.Tensor], step: int | None) -> None:
+    """step: of an optimizer that counts them."""
     if hasattr(part, "set_scaled_state"):
         if not part.state[shard]:
             part.initialize_state(shard, part.store_param_remainders)
@@ -174,7 +166,7 @@ def _load_moments(part: Any, shard: torch.nn.Parameter, moments: Mapping[str, to
         return
     own = {key: value.to(shard.dtype) for key, value in moments.items()}
     # torch keeps the step count in FP32 on the CPU, regardless of the parameter
-    part.state[shard] = own if isinstance(part, _ONE_MOMENTUM) else {"step": torch.tensor(float(step)), **own}
+    part.state[shard] = own if step is None else {"step": torch.tensor(float(step)), **own}
 
 
 def _load_main(part: Any, shard: torch.nn.Parameter, main: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ def hybrid_model(
     Raises Refused if the mixer was imported before without mamba_ssm.
     """
     with nullcontext() if cuda else mamba_on_cpu():
+        import megatron.core.ssm.mamba_block as stack
         import megatron.core.ssm.mamba_mixer as mixer
         from megatron.core.models.mamba.mamba_model import MambaModel
 
@@ -34,6 +35,11 @@ def hybrid_model(
             raise Refused(
                 "megatron.core.ssm.mamba_mixer was imported without mamba_ssm: install mamba-ssm and causal-conv1d (on a CPU nothing is needed, but import "
                 "megatron's Mamba modules after mpbridge's device layer or inside mpbridge.transformer_engine_on_cpu())"
+            )
+        lacking = sorted(set(arguments["hybrid_override_pattern"]) - stack.LayerSymbols.VALID)
+        if lacking:
+            raise Refused(
+                f"the hybrid of the installed megatron-core has no layers {', '.join(lacking)}: install a newer one"
             )
         spec = _transformer_engines() if provider is None else _locals(config, layers, provider)
     keep_wide(config, spec)
@@ -85,7 +91,7 @@ def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )
-    kinds = {
+    kinds = {  # what a newer stack has, an older one does not take
         "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),
         "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
@@ -94,7 +100,8 @@ def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
         experts = layers(config.num_moe_experts).submodules.mlp
         routed = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=experts, mlp_bda=get_bias_dropout_add)
         kinds["moe_layer"] = ModuleSpec(module=TransformerLayer, submodules=routed)
-    return ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules(**kinds))
+    taken = {name: kind for name, kind in kinds.items() if name in MambaStackSubmodules.__dataclass_fields__}
+    return ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules(**taken))
 
 
 @contextmanager

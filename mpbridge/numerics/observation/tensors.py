@@ -142,6 +142,16 @@ def is_narrow(values: torch.Tensor, enough: int = _ENOUGH) -> bool | None:
     return None if torch.unique(bits.view(-1)[:65536]).numel() < _DISTINCT else True
 
 
+def is_coarse(values: torch.Tensor) -> bool:
+    """Whether the first 2,048 values all have 3 or fewer mantissa bits, as after a cast to an 8-bit format and back; False if they are too few to tell."""
+    if type(values) is not torch.Tensor or values.element_size() < 2:
+        return False
+    bits = values.detach().reshape(-1)[:2048].float().view(torch.int32)
+    if bool((bits & 0xFFFFF).any()) or int(torch.count_nonzero(bits)) < _ENOUGH:
+        return False
+    return int(torch.unique(bits).numel()) >= _DISTINCT
+
+
 @lru_cache(maxsize=4096)
 def positions(count: int) -> torch.Tensor:
     """The sampled positions among `count` elements: spread evenly, without repeats. One tensor for all callers: read only."""

@@ -122,7 +122,8 @@ def _product(
 
 def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> None:
     """Values that have the promised dtype but were rounded to fewer bits earlier."""
-    seen.wrong = _unproved(promises, watch)
+    seen.wrong = _unproved(promises, watch) | {"residual stream": []}
+    seen.wrong["GEMMs"] += [f"{path or 'the model'}: fp16 in {joined(names)}" for path, names in watch.odd.items()]
     seen.wrong["GEMMs"] += [f"{path} reads {what}" for path, what in watch.products.other.items()]
     policy = promises.policy
     apart = {LOGITS, *watch.angles, *watch.routing}
@@ -140,6 +141,8 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
         seen.wrong["residual stream"] = [f"{path}: {_NARROW} in FP32" for path in sorted(layers | norms)]
     seen.wrong["rotary angles"] = list(_frequencies(engine))
     if not promises.foreign:
+        seen.wrong["GEMMs"] += [f"{path} reads activations of 3 or fewer mantissa bits" for path in watch.coarse]
+        seen.wrong["residual stream"] += [f"output of {path}: {_NARROW}, unlike its weights" for path in watch.lost]
         _values_of_ours(promises, watch, seen)
     if LOGITS in watch.rounded and DType.FP32 in (policy.logits, policy.compute):
         seen.wrong["logits"] = [f"output of the output layer: {_NARROW}"]

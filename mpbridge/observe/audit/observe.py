@@ -201,7 +201,7 @@ def look(
             seen.followed = followed(engine, watch, result.loss)
     if before is not None and result is not None and not getattr(engine, "foreign", False):
         seen.replayed = replay(engine, before.starts)
-        seen.replayed.declared = before.undeclared
+        seen.replayed.declared, seen.replayed.between = before.undeclared, before.between
         if promises.matrices is not None:
             seen.orthogonal = orthogonal(engine, promises, before.whole, before.rates)
     return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from dataclasses import dataclass
@@ -259,8 +260,9 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def strays(values: torch.Tensor, source: torch.Tensor, amax: float) -> float | None:
-    """Share of NVFP4 elements that were not rounded to the nearest code: 0 under rounding to nearest, about a quarter under stochastic rounding.
+def strays(values: torch.Tensor, source: torch.Tensor, amax: float) -> tuple[float, float] | None:
+    """(share of NVFP4 elements that were not rounded to the nearest code: 0 under rounding to nearest, about a quarter under stochastic rounding; sum of the
+    errors of magnitudes in standard deviations of an unbiased rounding's sum).
 
     values: codes times block scales, [tokens, features]; source: the elements they were made from, amax: the largest of the whole tensor. None if there are too few elements to tell.
     The block scale is E4M3 of (block amax / 6) x (2688 / amax), as the format defines it.
@@ -282,7 +284,10 @@ def strays(values: torch.Tensor, source: torch.Tensor, amax: float) -> float | N
     shows = (wanted < 5.9) & ((wanted - nearest).abs() > 0.02)
     if int(shows.sum()) < _ENOUGH:
         return None
-    return float(((found - nearest).abs()[shows] > 0.1).double().mean())
+    above = torch.bucketize(wanted, grid).clamp(1, len(grid) - 1)
+    spread = float(((grid[above] - wanted) * (wanted - grid[above - 1]))[shows].double().sum())
+    error = float((found - wanted)[shows].double().sum())
+    return float(((found - nearest).abs()[shows] > 0.1).double().mean()), error / math.sqrt(spread)
 
 
 def is_nearest(quant: Quant, name: str) -> bool:

@@ -49,8 +49,8 @@ class Quantized:
     """'fprop', 'dgrad', 'wgrad' -> number of GEMMs."""
     bad: dict[str, str] = field(default_factory=dict)
     """'wgrad dy' -> what that operand was, if not as promised."""
-    strays: float | None = None
-    """Share of gradient elements that were not rounded to the nearest code."""
+    strays: tuple[float, float] | None = None
+    """Of gradient elements (operands.strays)."""
     amax: dict[str, float] = field(default_factory=dict)
     """'x', 'dy' -> absolute maximum in the last micro-batch."""
     looked: int = 0

@@ -20,6 +20,9 @@ from mpbridge.precision.regions import GEMMS, Gemms, Quant
 _STRAYS = 0.05
 """Share of elements not at their nearest code above which rounding was stochastic; in practice it is 0 or about a quarter."""
 
+_DRIFT = 8.0
+"""Standard deviations of the sum of rounding errors that no unbiased rounding comes to."""
+
 
 @dataclass
 class Quantizations:
@@ -97,9 +100,13 @@ def _count(path: str, expected: dict[str, int], found: Any) -> list[str]:
 
 
 def _four_bits(path: str, quant: Quant, found: Quantized) -> list[str]:
-    if quant.bits != 4 or found.strays is None or found.strays >= _STRAYS or not asked(quant, "stochastic_rounding"):
+    if quant.bits != 4 or found.strays is None or not asked(quant, "stochastic_rounding"):
         return []
-    return [f"{path} dy: rounded to nearest, promised stochastic rounding"]
+    share, drift = found.strays
+    if share < _STRAYS:
+        return [f"{path} dy: rounded to nearest, promised stochastic rounding"]
+    what = f"{path} dy: rounded {'away from' if drift > 0 else 'towards'} zero on average, by {abs(drift):.0f} standard deviations, promised stochastic rounding"
+    return [what] if abs(drift) > _DRIFT else []
 
 
 def _scales(seen: Quantizations, path: str, quant: Quant, module: Any, found: Quantized) -> None:

@@ -65,6 +65,8 @@ class Replayed:
     looked: int = 0
     """Elements."""
     wrong: list[str] = field(default_factory=list)
+    between: list[str] = field(default_factory=list)
+    """What changed since the step before."""
     settings: dict[str, Settings] = field(default_factory=dict)
     """Parameter -> settings that its update began with."""
     declared: list[str] = field(default_factory=list)
@@ -97,6 +99,23 @@ def start_of(held: Held) -> Start | None:
     assert trained is not None
     assert held.group is not None
     return Start(Settings.of(held.group), _sampled(trained), _moments(held))
+
+
+def changed(left: Mapping[str, Start], found: Mapping[str, Start]) -> list[str]:
+    """What is not as the last step left it: nothing but a step changes weights and moments."""
+    wrong = []
+    for name in left.keys() & found.keys():
+        then, now = ({"weight": one.weight} | one.moments for one in (left[name], found[name]))
+        wrong += [
+            f"{name}: {what} changed between two steps"
+            for what in then.keys() & now.keys()
+            if not _same(then[what], now[what])
+        ]
+    return sorted(wrong)
+
+
+def _same(then: torch.Tensor, now: torch.Tensor) -> bool:
+    return then.shape == now.shape and bool(((then == now) | (then.isnan() & now.isnan())).all())
 
 
 def _sampled(flat: torch.Tensor) -> torch.Tensor:
@@ -277,7 +296,7 @@ def replay_findings(ranks: Sequence[Replayed], *, norm: float | None, clip: floa
     if looked:
         cure = "find what changes moments, gradients, rates or weights around the optimizer's step"
         promised = "Adam's, from the declared settings"
-        wrong = [[*rank.declared, *rank.wrong] for rank in ranks]
+        wrong = [[*rank.declared, *rank.between, *rank.wrong] for rank in ranks]
         findings.append(judged("optimizer step", promised, wrong, cure=cure, count=looked))
     if len(ranks) > 1 and looked:
         findings.append(_settings_finding(ranks))

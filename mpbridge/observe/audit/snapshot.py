@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,15 +11,22 @@ from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf1
 from mpbridge.observe.audit.fixed import digests
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.orthogonal import matrices_before
-from mpbridge.observe.audit.replay import Start, start_of, undeclared
+from mpbridge.observe.audit.replay import Start, changed, start_of, undeclared
 from mpbridge.observe.audit.replicas import Key, states_before
 
 
 class Before:
     """What an update is compared with: a digest of everything that it changes, and a sample of its values."""
 
-    def __init__(self, engine: Any, since: Before | None = None, scheduler: Any = None) -> None:
-        """since: the same before the last observed update, if every update from then on still holds. scheduler: megatron-core's, which sets the rates."""
+    def __init__(
+        self,
+        engine: Any,
+        since: Before | None = None,
+        scheduler: Any = None,
+        left: Mapping[str, tuple[float, Start]] | None = None,
+    ) -> None:
+        """since: the same before the last observed update, if every update from then on still holds. scheduler: megatron-core's, which sets the rates.
+        left: what the step before left."""
         self.digests: dict[str, int] = {}
         self.samples: dict[str, torch.Tensor] = {}
         self.moments: dict[str, torch.Tensor] = {}
@@ -69,6 +77,9 @@ class Before:
                 self.starts[held.name] = start
                 # after anything that replaces states, they may come from a recipe with narrow ones
                 self.coarse += [] if since is None else _rounded(held, start)
+        # where the optimizer counts other updates, steps ran that nobody told of
+        seen = {name: start for name, (count, start) in (left or {}).items() if count == self.steps.get(name)}
+        self.between = changed(seen, self.starts)
 
     def read(self, seen: Any) -> None:
         """Records what the forward pass before the update read (an audit.weights.Weights)."""
@@ -105,6 +116,12 @@ class Before:
             return False  # the optimizer does not say how often it changed them
         least = then * self.starts[name].settings.betas[1] ** updates * (1 - _LOST) - _UNDERFLOW
         return bool((now < least).any())
+
+
+def starts(engine: Any) -> dict[str, tuple[float, Start]]:
+    """(number of updates, what the next one begins with) of every parameter whose update can be replayed."""
+    found = {held.name: (_step(held), start_of(held)) for held in holdings(engine)}
+    return {name: (count, start) for name, (count, start) in found.items() if start is not None}
 
 
 def draws_of(engine: Any) -> int | None:

@@ -25,7 +25,7 @@ from mpbridge.numerics.observation.modules import (
     tensors_in,
 )
 from mpbridge.numerics.observation.operations import OperationObserver
-from mpbridge.numerics.observation.tensors import digest, is_narrow, sample, storage
+from mpbridge.numerics.observation.tensors import digest, is_coarse, is_narrow, local, sample, storage
 from mpbridge.observe.audit.library import LibraryObservation
 from mpbridge.observe.audit.products import Products
 from mpbridge.precision.policy import Gemms
@@ -117,8 +117,22 @@ def _begins_backward(tensor: torch.Tensor) -> bool:
 class Watch(OperationObserver):  # type: ignore[no-untyped-call]
     """Observes everything between `start` and `stop`; its records stay readable afterwards."""
 
-    def __init__(self, gemms_of: Callable[[str], Gemms | None] = lambda path: None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        gemms_of: Callable[[str], Gemms | None] = lambda path: None,
+        *,
+        seed: int = 0,
+        odd: torch.dtype | None = None,
+    ) -> None:
+        """odd: a dtype in which nothing of the model is to compute."""
         super().__init__()
+        self._odd = odd
+        self.odd: dict[str, dict[str, None]] = defaultdict(dict)
+        """Module -> operations that read that dtype in its forward pass."""
+        self.coarse: dict[str, None] = {}
+        """Linears, routers and attentions that read activations of 3 or fewer mantissa bits."""
+        self.lost: dict[str, None] = {}
+        """Embeddings whose results have fewer bits than their weights."""
         self.outputs: dict[str, Counter[str]] = defaultdict(Counter)
         """Linear -> dtype of what it returned -> calls."""
         self.autocast: Counter[str] = Counter()
@@ -237,6 +251,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         result = floating(output)
         if result is None:
             return
+        self._note_bits(module, path, args, result)
         if is_router(module):
             self._note_rounding(path, result)  # probabilities
         if result.numel() and (is_linear(module) or is_attention(module) or is_router(module) or is_norm(module)):
@@ -253,6 +268,17 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         elif is_rotary(module):
             self.angles[path] = storage(result)
             self._note_rounding(path, result)
+
+    def _note_bits(self, module: Any, path: str, args: Any, result: torch.Tensor) -> None:
+        if is_linear(module) or is_attention(module) or is_router(module):
+            if any(is_coarse(one) for one in tensors_in(args) if one.is_floating_point()):
+                self.coarse[path] = None
+        elif (
+            path in self.products.embeddings
+            and is_narrow(result)
+            and any(is_narrow(local(p)) is False for p in module.parameters())
+        ):
+            self.lost[path] = None
 
     def _note_linear(self, module: Any, path: str, result: torch.Tensor, nodes: list[Any]) -> None:
         self.outputs[path][storage(result)] += 1
@@ -285,6 +311,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
     # --- operations ----------------------------------------------------------------------------------------------------------------------
     def computes(self, name: str, args: Any) -> None:
         """Notes the dtypes of softmax, routing, norms and the loss, and where backward starts."""
+        if self._stack and self._odd is not None and args and getattr(args[0], "dtype", None) is self._odd:
+            self.odd[self._stack[-1][1]][name] = None
         # with a capacity limit, a router also sorts integers
         if name in _ROUTING and self._stack and is_router(self._stack[-1][0]) and args[0].is_floating_point():
             self._routed(args[0])

@@ -21,6 +21,7 @@ class Following:
         self.witness: Witness | None = None
         self._of: tuple[Any, Any] = (None, None)
         self._earlier: list[Witnessed] = []
+        self._evaluating = False
 
     @property
     def reports(self) -> list[Witnessed]:
@@ -53,8 +54,22 @@ class Following:
         if self.witness is not None and self.witness.observing:
             self.witness.end()
 
+    def evaluates(self) -> None:
+        """Starts observation of an evaluation, unless one since the last observed step was seen, or a step is not at its end."""
+        seen = self.reports
+        if self.witness is not None and not self.witness.observing and seen and not seen[-1].evaluation:
+            self._evaluating = True
+            self.witness.begin()
+
+    def evaluated(self) -> None:
+        """Ends that, after the evaluation's first batch."""
+        if self.witness is not None and self._evaluating:
+            self._evaluating = False
+            self.witness.end(trains=False)
+
     def gives_up(self) -> None:
         """Drops an unfinished step."""
+        self._evaluating = False
         if self.witness is not None:
             self.witness.let_go()
 
@@ -73,7 +88,8 @@ def trainer_callback(policy: Policy | None = None, **how: Any) -> Any:
     transformers = _need("transformers", "transformers")
 
     class TrainerWitness(Following, transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-        """Observes the steps that are due; on_step_end runs after the update, which torch's own hook has reported by then."""
+        """Observes the steps that are due, and the first batch of the first evaluation after each; on_step_end runs after the update, which torch's own hook has
+        reported by then."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
             optimizer = parts["optimizer"]
@@ -81,6 +97,11 @@ def trainer_callback(policy: Policy | None = None, **how: Any) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
             self.ends()
+            if control.should_evaluate:
+                self.evaluates()
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+            self.evaluated()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
             self.gives_up()
@@ -96,7 +117,8 @@ def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
         base = _need("pytorch_lightning", "lightning").Callback
 
     class LightningWitness(Following, base):  # type: ignore[misc,valid-type]
-        """Observes the steps that are due, each from its first batch to the batch after which the trainer's global step has increased."""
+        """Observes the steps that are due, each from its first batch to the batch after which the trainer's global step has increased, and the first batch of
+        the first validation after each."""
 
         _step = 0
 
@@ -114,6 +136,12 @@ def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
             if trainer.global_step > self._step:
                 self.ends()
+
+        def on_validation_batch_start(self, *ignored: Any) -> None:
+            self.evaluates()
+
+        def on_validation_batch_end(self, *ignored: Any) -> None:
+            self.evaluated()
 
         def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
             self.gives_up()

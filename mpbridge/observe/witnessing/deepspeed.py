@@ -6,9 +6,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mpbridge.backend.engines.contract import Live
 from mpbridge.common.errors import BadValue
@@ -34,6 +36,9 @@ class DeepSpeedLoop(TorchLoop):
         self._grads: dict[str, tuple[int, torch.dtype]] = {}
         self._read: dict[str, tuple[int, torch.dtype]] = {}
         super().__init__(model, optimizer, scaler=scaler, group=group)
+        limit = getattr(optimizer, "clip_grad", None)
+        if limit is not None:
+            self.configs.optimizer = SimpleNamespace(clip_grad=float(limit))
 
     @property
     def wrapper(self) -> str:
@@ -107,8 +112,8 @@ class ZeroLoop(DeepSpeedLoop):
         flat: list[torch.Tensor] = list(held or getattr(optimizer, "fp32_groups_flat_partition", ()))
         if not flat:
             raise BadValue(
-                f"witness() got DeepSpeed's {type(optimizer).__name__}: it has no flat FP32 partitions, unlike ZeRO 1 to 3; optimizers without a "
-                "copy of the weights are not supported"
+                f"witness() got DeepSpeed's {type(optimizer).__name__}: it has no flat FP32 partitions, unlike ZeRO 1 to 3; its "
+                "optimizers without ZeRO are not supported"
             )
         super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 
@@ -239,7 +244,8 @@ class Zero3Loop(DeepSpeedLoop):
             if place is None:
                 continue
             size = int(parameter.ds_tensor.ds_numel)
-            begin = size * int(outer._get_param_partition_rank(parameter))
+            ranked = getattr(outer, "_get_param_partition_rank", None)  # releases before 0.19 shard over one group
+            begin = size * int(dist.get_rank(outer.dp_process_group) if ranked is None else ranked(parameter))
             count = max(0, min(size, int(parameter.ds_numel) - begin))
             found[name] = _Part(parameter=parameter, group=place[0], start=place[1], count=count, begin=begin)
         return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.backend.engines.contract import Live
-from mpbridge.common.facts import OptimizerFacts, Parallel
+from mpbridge.common.facts import STATE_ROLES, OptimizerFacts, Parallel
 from mpbridge.common.traits import EngineTraits, traits
 from mpbridge.numerics.observation.modules import bare
 from mpbridge.numerics.observation.tensors import digest, local, sample
@@ -36,13 +36,6 @@ DDP = EngineTraits(
 )
 FSDP = replace(traits("fsdp2"), rules="", checkpoints="")
 """FSDP1 keeps the same tensors as FSDP2, sharded differently."""
-STATES = (
-    ("exp_avg", "exp_avg"),
-    ("exp_avg_sq", "exp_avg_sq"),
-    ("master_param", "main_params"),
-    ("momentum_buffer", "exp_avg"),
-)
-"""Key of an optimizer's state -> role (torch's Adam and SGD, Transformer Engine's FusedAdam)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +283,7 @@ def _past_the_optimizer(parameter: Any) -> bool:
 
 def states(held: Held) -> Iterator[Live]:
     """The optimizer's states of one parameter."""
-    for key, role in STATES:
+    for key, role in STATE_ROLES.items():
         tensor = held.state.get(key)
         if isinstance(tensor, torch.Tensor):
             # Transformer Engine's FP8 moments store codes, but the class reports FP32

@@ -27,6 +27,8 @@ class Witnessed:
     """Name of the policy that it was judged by; '' if it was only described."""
     report: Report
     """The findings: everything that the policy promises, or without a policy what every sound run satisfies."""
+    evaluation: bool = False
+    """It is an evaluation, after this step."""
 
     @property
     def ok(self) -> bool:
@@ -42,7 +44,8 @@ class Witnessed:
         wrong = ", ".join(fault.subject for fault in self.report.faults)
         parts += [f"{len(self.report.faults)} FAILED ({wrong})"] if self.report.faults else []
         judged = f" against {self.promised}" if self.promised else ""
-        return f"witness of step {self.step}, {self.described.loop}{judged}: {', '.join(parts)}"
+        what = "an evaluation after step" if self.evaluation else "step"
+        return f"witness of {what} {self.step}, {self.described.loop}{judged}: {', '.join(parts)}"
 
     def __str__(self) -> str:
         rows = [*lines(self.described)]
@@ -63,6 +66,7 @@ class Witnessed:
         """The report as JSON types."""
         return {
             "step": self.step,
+            "evaluation": self.evaluation,
             "ok": self.ok,
             "promised": self.promised or None,
             "described": self.described.as_data(),

@@ -133,7 +133,8 @@ class Witness:
         if watching is None:
             raise BadValue("end() without begin()")
         found = watching.concluded(self.taken, self.promised, microbatches, self._since, trains)
-        self._since = found.as_data()
+        if trains:
+            self._since = found.as_data()
         self.reports.append(found)
         if self.show is not None and rank() == 0:
             self.show(str(found))
@@ -165,6 +166,17 @@ class Witness:
             return
         with self:
             yield self
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Witness]:
+        """An evaluation, or its first batch: what its forward passes read and compute in, compared with the last step's report. No optimizer may step."""
+        self.begin()
+        try:
+            yield self
+        except BaseException:
+            self.let_go()
+            raise
+        self.end(trains=False)
 
     @contextmanager
     def microbatch(self, last: Callable[[], bool]) -> Iterator[Witness]:
@@ -290,7 +302,9 @@ class _Observation:
         findings += [] if since is None else changes(described, since)
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         near = nearest(described, layers=self.loop.run.facts.shape.num_layers)
-        return Witnessed(step=step, described=described, nearest=near, promised=promised, report=report)
+        return Witnessed(
+            step=step, described=described, nearest=near, promised=promised, report=report, evaluation=not trains
+        )
 
     def _judged(self, ranks: list[Observed]) -> list[Finding]:
         assert self.promises is not None

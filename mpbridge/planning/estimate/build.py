@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from mpbridge.common.errors import BadValue
@@ -17,7 +18,7 @@ from mpbridge.planning.estimate.collectives import (
 from mpbridge.planning.estimate.gemms import rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.planning.estimate.work import Collective, Work
-from mpbridge.planning.memory.keeps import is_frozen, moments
+from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, keeps, trained_by
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.limitations import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
@@ -91,22 +92,24 @@ def _layers(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
 def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     """Bytes that the optimizer reads and writes: gradients read, main weights and moments read and written, parameters written."""
     settled = policy.settled(dict(run.optimizer.settings))
-    sizes = [settled.main_params, *moments(settled).values()]
-    each = (
-        sum(2 * (dtype.bytes if dtype is not None else 4) for dtype in sizes)
-        + 4
-        + policy.params.bytes
-        + policy.reduce.bytes
-    )
-    own = 0.0
+    main = 4 if settled.main_params is None else settled.main_params.bytes
+
+    @functools.cache
+    def each(trained: str) -> int:
+        if trained == FROZEN:
+            return 0
+        kept = keeps(settled, run.traits, run.optimizer, ddp=run.ddp, trained=trained)
+        states = sum(kept[role].dtype.bytes for role in MOMENTS if role in kept)
+        return 2 * (main + states) + 4 + policy.params.bytes + policy.reduce.bytes
+
+    found = 0.0
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for chunk in parameters(run, at):
         for parameter in chunk:
-            if is_frozen(policy, parameter.name):
-                continue
             ranks = run.parallel.replicas(expert=parameter.weight.expert)
-            own += parameter.weight.elements / (ranks if sharded else 1)
-    return own * each
+            trained = trained_by(run.optimizer.name, parameter.name, len(parameter.weight.shape), policy)
+            found += parameter.weight.elements / (ranks if sharded else 1) * each(trained)
+    return found
 
 
 def _offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 from mpbridge.common.facts import ModelShape
 from mpbridge.planning.memory.identical_layers import windowed
 from mpbridge.planning.memory.layers import layer_weights
+from mpbridge.planning.memory.mixers import MIXERS
 
 
 def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
@@ -53,10 +54,8 @@ def _attending(shape: ModelShape) -> list[int]:
 
 
 def _scans(shape: ModelShape) -> int:
-    """Floating-point operations of the scans of Mamba layers: 7 for each channel's each state, forward, three times that in all, as Megatron-LM counts
-    (training.py mamba_layer_flops) except that it takes twice the hidden size for the number of channels."""
-    count = sum("mamba" in shape.parts(layer) for layer in _layers(shape))
-    return count and 3 * 7 * count * shape.mamba_sizes[0] * (shape.mamba or {})["mamba_state_dim"]
+    """Floating-point operations of the scans of a hybrid's layers."""
+    return sum(MIXERS[part].flops(shape) for layer in _layers(shape) for part in shape.parts(layer) if part in MIXERS)
 
 
 def _weights(shape: ModelShape) -> int:

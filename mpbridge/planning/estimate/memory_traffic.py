@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from mpbridge.common.facts import ModelShape, RunFacts
+from mpbridge.common.facts import RunFacts
 from mpbridge.planning.estimate.flops import attended
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import AttentionWork, MatrixProduct, MemoryTraffic
 from mpbridge.planning.memory.activations import attention_kernel, recomputed_modules
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.mixers import MIXERS
 from mpbridge.planning.memory.ranks import Chunk, Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.scalings import scaling
@@ -64,9 +65,9 @@ def traffic(
             share = (4 / 3 if place < extra else 1) * rows / tensor * wide
             parts = shape.parts(layer)
             mixture = "experts" in parts
-            if "mamba" in parts:
+            if parts[0] in MIXERS:
                 found["norms"] += share * 18 * shape.hidden_size
-                found["scan"] += share * _scan_bytes(shape)
+                found["scan"] += share * MIXERS[parts[0]].moved(shape)
                 continue
             found["norms"] += share * (_attention_bytes(run) if "attention" in parts else 18 * shape.hidden_size)
             width = shape.ffn_hidden_size if "mlp" in parts else 0
@@ -99,13 +100,6 @@ def _attention_bytes(run: RunFacts) -> float:
     keys = latent["qk_head_dim"] + 2 * latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
     heads = shape.num_attention_heads
     return 36 * shape.hidden_size + 8 * heads * keys + 6 * heads * latent["v_head_dim"]
-
-
-def _scan_bytes(shape: ModelShape) -> float:
-    """Convolution, scan and gated norm of a Mamba layer, in bytes per token at 16 bits: the projection is read by the forward pass, read again and its
-    gradient written by the backward pass, and so are the convolved channels and the result; what is inside the scan stays on the chip."""
-    inner, states, heads = shape.mamba_sizes
-    return 2 * (3 * (2 * (inner + states) + heads) + 3 * 2 * (inner + 2 * states) + 3 * 3 * inner)
 
 
 def quantized_bytes(gemms: Iterable[MatrixProduct], arch: tuple[int, int] | None) -> float:

@@ -15,6 +15,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.planning.memory.identical_layers import layer_kinds
 from mpbridge.planning.memory.layers import te_layers
+from mpbridge.planning.memory.mixers import MIXERS
 from mpbridge.planning.memory.ranks import Coordinates, batches, in_flight
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -31,8 +32,8 @@ class LayerBytes:
     """Unfused attention: probabilities, and the mask and result of dropout."""
     up_projections: float
     """Outputs of latent attention's up projections: dropped by recompute_modules mla_up_proj."""
-    mamba: float = 0.0
-    """Of a Mamba layer: the projection, the result of the scan before its gate, and the inputs of the norm and of the second projection; the rest is computed again."""
+    mixer: float = 0.0
+    """Of MIXERS; a Mamba layer keeps the projection, the result of the scan before its gate, and the inputs of the norm and of the second projection; the rest is computed again."""
     mlp: float = 0.0
     """The MLP of a layer without experts; the fields below belong to a layer with experts."""
     activation: float = 0.0
@@ -160,7 +161,9 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     shape, parallel = run.shape, run.parallel
     wide = policy.compute.bytes
     parts = shape.parts(layer)
-    quant = policy.at(_FIRST[parts[-1]], layer, shape.num_layers)
+    own = MIXERS.get(parts[-1])
+    first = own.first if own else "self_attention.linear_qkv" if parts[-1] == "attention" else "mlp.linear_fc1"
+    quant = policy.at(first, layer, shape.num_layers)
     # inputs of quantized linears are kept in the form the backward pass needs: one low-precision copy
     # (torchao keeps the original)
     narrow = quant is not None and quant.row.hardware.library == "transformer_engine" and te_layers(run)
@@ -179,30 +182,11 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
         norms=norms,
         attention=attention,
         scores=_scores(policy, run, count) if attends else 0.0,
-        mamba=_mamba(run, count, low, wide) if "mamba" in parts else 0.0,
+        mixer=count * own.kept(shape, low, wide) / parallel.tensor if own else 0.0,
         up_projections=ups,
         mlp=_mlp(run, count, shape.ffn_hidden_size, low, wide) if "mlp" in parts else 0.0,
     )
     return _with_experts(dense, run, count, low, wide) if "experts" in parts else dense
-
-
-_FIRST: Mapping[str, str] = MappingProxyType(
-    {
-        "mamba": "mixer.in_proj",
-        "attention": "self_attention.linear_qkv",
-        "mlp": "mlp.linear_fc1",
-        "experts": "mlp.linear_fc1",
-    }
-)
-"""Last part of a layer -> the linear whose rule stands for the layer's."""
-
-
-def _mamba(run: RunFacts, count: float, low: float, wide: int) -> float:
-    """What the scan's kernel and the gated norm keep; `scripts/evidence/measure_mamba_activations.py` measures megatron-core 0.16.1's layer beside it."""
-    inner, states, heads = run.shape.mamba_sizes
-    groups = (run.shape.mamba or {})["mamba_num_groups"]
-    each = wide * (2 * (inner + states) + heads + 2 * inner) + low * inner + 4 * groups
-    return count * each / run.parallel.tensor
 
 
 def _mlp(run: RunFacts, count: float, width: int, low: float, wide: int) -> float:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mpbridge.common.facts import MUONS, OptimizerFacts, RunFacts
+from mpbridge.common.facts import ADAMS, MUONS, OPTIMIZERS, STATE_ROLES, OptimizerFacts, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import EngineTraits, Sharding, attribute
 from mpbridge.precision.globs import ADAPTERS, is_adapter
@@ -202,10 +202,9 @@ def _moments(
     policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, updated: DType
 ) -> tuple[tuple[str, DType], ...]:
     """(role, dtype) of the optimizer's states for a parameter; updated: dtype of the tensor that it updates."""
-    if optimizer.name in MUONS:
-        return (("exp_avg", updated),)
-    if optimizer.name == "sgd":
-        return (("exp_avg", updated),) if optimizer.settings.get("sgd_momentum", 0.9) else ()
+    if optimizer.name not in ADAMS:
+        plain = optimizer.name == "sgd" and not optimizer.settings.get("sgd_momentum", 0.9)
+        return () if plain else tuple((STATE_ROLES[key], updated) for key in OPTIMIZERS[optimizer.name])
     stated = tuple(moments(policy).items())
     if engine.main_weights == "megatron_core":
         # its FusedAdam gets its state dtypes from the precision-aware optimizer, and from engines/full_bf16.py

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
@@ -196,8 +197,8 @@ def _layer_weights(
 ) -> tuple[Weight, ...]:
     shape, found = shape_key.shape, list[Weight]()
     for part in parts:
-        if part == "mamba":
-            found += [*_mamba(shape, tensor), *_norm(shape, "norm")]
+        if part in OWN:
+            found += OWN[part](shape, tensor)
             continue
         found += _norm(shape, "input_layernorm" if part == "attention" else "pre_mlp_layernorm")
         if part == "attention":
@@ -226,7 +227,7 @@ def _norm(shape: ModelShape, name: str) -> list[Weight]:
 
 
 def _mamba(shape: ModelShape, tensor: int) -> list[Weight]:
-    """A Mamba layer's mixer (ssm/mamba_mixer.py): heads and groups are split over tensor-parallel ranks, and with them everything between the projections."""
+    """A Mamba layer (ssm/mamba_mixer.py): heads and groups are split over tensor-parallel ranks, and with them everything between the projections."""
     inner, states, heads = shape.mamba_sizes
     mixed = (inner + 2 * states) // tensor
     return [
@@ -236,7 +237,12 @@ def _mamba(shape: ModelShape, tensor: int) -> list[Weight]:
         Weight("mixer.conv1d.bias", (mixed,)),
         Weight("mixer.norm.weight", (inner // tensor,)),
         *_row("mixer.out_proj", shape.hidden_size, inner, tensor, bias=False),
+        *_norm(shape, "norm"),
     ]
+
+
+OWN: Mapping[str, Callable[[ModelShape, int], list[Weight]]] = MappingProxyType({"mamba": _mamba})
+"""Part of `mixers.MIXERS` -> its weights on each of so many tensor-parallel ranks, with its norm."""
 
 
 CONVOLVED = 4

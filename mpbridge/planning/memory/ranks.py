@@ -227,7 +227,7 @@ def in_flight(run: RunFacts, stage: int) -> float:
 def undivided(run: RunFacts) -> str:
     """Sizes that are no multiple of the number of ranks that they are split over, as text; empty if there are none."""
     shape, sizes = run.shape, run.parallel
-    groups, mamba = shape.num_query_groups, shape.mamba or {}
+    groups, own = shape.num_query_groups, shape.sizes
     wrong = [
         f"{name} {size} by {by} {ranks}"
         for name, size, by, ranks in (
@@ -239,7 +239,7 @@ def undivided(run: RunFacts) -> str:
                 sizes.tensor,
             ),
             ("ffn_hidden_size", shape.ffn_hidden_size, "tensor", sizes.tensor),
-            *((name, mamba.get(name, 0), "tensor", sizes.tensor) for name in ("mamba_num_heads", "mamba_num_groups")),
+            *((name, size, "tensor", sizes.tensor) for name, size in own.items() if "_num_" in name),
             ("vocab_size", shape.vocab_size, "tensor", sizes.tensor),
             ("num_moe_experts", shape.experts or 0, "expert", sizes.expert),
             ("moe_ffn_hidden_size", shape.expert_ffn_hidden_size, "expert tensor", sizes.expert_width),

@@ -7,7 +7,9 @@ from typing import Any
 from mpbridge.common.facts import ModelShape, RunFacts, Versions
 from mpbridge.common.formats import DType, say
 from mpbridge.common.traits import DEFAULT
+from mpbridge.planning.memory.layers import layer_weights
 from mpbridge.planning.memory.limitations import hybrid
+from mpbridge.planning.memory.mixers import MIXERS
 from mpbridge.planning.rules.base import Case, Rule, warning
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
 from mpbridge.precision.policy import PrecisionPolicy
@@ -20,17 +22,22 @@ def _fp4(case: Case) -> str:
     return f"{', '.join(names)} on a model with Mamba layers" if names else ""
 
 
-def _rows(case: Case) -> str:
-    """Rows of in_proj (z, x, B, C and dt) on a rank that its scaling cannot take."""
+def _rows(case: Case) -> str | None:
+    """Rows of a mixer's first projection (Mamba's in_proj: z, x, B, C and dt) on a rank that its scaling cannot take."""
     shape, ranks, depth = case.run.shape, case.run.parallel.tensor, case.run.shape.num_layers
-    inner, states, heads = shape.mamba_sizes
-    rows = 2 * (inner + states) + heads
-    mambas = [layer for layer in range(depth) if "mamba" in shape.parts(layer)]
-    rules = (case.policy.gemms_at("mixer.in_proj", layer, depth) for layer in mambas)
-    needs = {one.scaling: one.row.sizes.outer for gemms in rules for one in gemms.distinct}
-    low = [f"{scaling} needs a multiple of {need}" for scaling, need in needs.items() if rows % (need * ranks)]
-    each = f"{rows // ranks if rows % ranks == 0 else f'{rows}/{ranks}'} on each of {ranks} tensor-parallel ranks"
-    return f"mixer.in_proj has {rows} rows, {each}: {', '.join(low)}" if low else ""
+    low = []
+    for part, mixer in MIXERS.items() if shape.pattern else ():
+        layers = [layer for layer in range(depth) if part in shape.parts(layer)]
+        if not layers:
+            continue
+        weights = layer_weights(shape, parts=(part,))
+        rows = next(one.shape[0] for one in weights if one.linear and one.module == mixer.first)
+        rules = (case.policy.gemms_at(mixer.first, layer, depth) for layer in layers)
+        needs = {one.scaling: one.row.sizes.outer for gemms in rules for one in gemms.distinct}
+        bad = [f"{scaling} needs a multiple of {need}" for scaling, need in needs.items() if rows % (need * ranks)]
+        each = f"{rows // ranks if rows % ranks == 0 else f'{rows}/{ranks}'} on each of {ranks} tensor-parallel ranks"
+        low += [f"{mixer.first} has {rows} rows, {each}: {', '.join(bad)}"] if bad else []
+    return "; ".join(low) or None
 
 
 _NONE_OF = {

@@ -38,14 +38,6 @@ class Slice(RawIOBase):
     def __init__(self, stream: IO[bytes], start: int, stop: int) -> None:
         self.stream, self.start, self.size, self.at = stream, start, stop - start, 0
 
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Like seek of a file that contains only this slice."""
         self.at = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence] + offset
@@ -126,6 +118,11 @@ class Tensor:
         for side, step in zip(self.shape, self.stride, strict=True):
             places = [place + step * n for place in places for n in range(side)]
         return b"".join(raw[place * width : (place + 1) * width] for place in places)
+
+    def as_json(self) -> dict[str, Any]:
+        """As `json_codec.encoded` writes it."""
+        data = base64.b64encode(self.content()).decode("ascii")
+        return {"dtype": self.dtype, "shape": list(self.shape), "data": data}
 
 
 def tensor(held: Any, offset: Any, size: Any, stride: Any, dtype: str) -> Tensor:
@@ -263,11 +260,4 @@ def spelled(value: Any) -> Any:
             waiting += [(part, depth + 1) for pair in item.items() for part in pair]
         elif isinstance(item, (list, tuple)):
             waiting += [(part, depth + 1) for part in item]
-    return encoded(value, other=_other)
-
-
-def _other(value: Any, depth: int) -> Any:
-    if isinstance(value, Tensor):
-        data = base64.b64encode(value.content()).decode("ascii")
-        return {"tensor": {"dtype": value.dtype, "shape": list(value.shape), "data": data}}
-    raise CheckpointError(f"a {type(value).__name__} where plain data is expected")
+    return encoded(value)

@@ -1,4 +1,5 @@
-"""What a resume would change, known before anything is built: the recipe, which needs consent, and the learning-rate schedule. Loads no framework."""
+"""What a resume would change, known before anything is built: the recipe, which needs consent, the learning-rate schedule, and everything but the weights of a
+checkpoint that holds nothing else or that another program wrote. Loads no framework."""
 
 from __future__ import annotations
 
@@ -8,16 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import CheckpointError, UnknownName
-from mpbridge.common.files import read_json
+from mpbridge.common.formats import DType, dtype
+from mpbridge.planning.memory.keeps import keeps_of
 from mpbridge.precision.registry import describe
-from mpbridge.training.checkpoint.index import STATE
-from mpbridge.training.checkpoint.json_codec import decoded
-from mpbridge.training.checkpoint.verdict import Fingerprint, fingerprint, learned, read_fingerprint
+from mpbridge.training.checkpoint.index import STATE, Index
+from mpbridge.training.checkpoint.json_codec import decoded, read_file
+from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, fingerprint, learned, read_fingerprint
 from mpbridge.training.lr import scheduler_arguments
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
 
+SOURCE = "source.json"
+"""File in a checkpoint of converted weights that describes the folder they came from."""
+_HALVES = (DType.BF16, DType.FP16)
 _SCHEDULE: Mapping[str, tuple[str, bool]] = {
     "max_lr": ("optimizer.lr", False), "min_lr": ("optimizer.min_lr", False), "lr_warmup_steps": ("scheduler.lr_warmup_iters", True),
     "lr_decay_steps": ("scheduler.lr_decay_iters", True), "lr_decay_style": ("scheduler.lr_decay_style", False),
@@ -29,17 +34,13 @@ _SCHEDULE: Mapping[str, tuple[str, bool]] = {
 
 def read_state(folder: Path) -> Mapping[str, Any]:
     """The state of a checkpoint that is equal on all ranks. Raises CheckpointError naming the file."""
-    file = folder / STATE
-    try:
-        data = read_json(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
-    try:
-        found = decoded(data)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file} is refused: {error}") from error
+    return read_file(folder / STATE, _map)
+
+
+def _map(data: Any) -> Mapping[str, Any]:
+    found = decoded(data)
     if not isinstance(found, dict):
-        raise CheckpointError(f"{file} is refused: expected a map")
+        raise CheckpointError("expected a map")
     return found
 
 
@@ -121,3 +122,46 @@ def schedule(run: Run, place: Path) -> str:
         f"{' (as long as train.train_iters)' if 'lr_decay_steps' in changed and not section.get('lr_decay_iters') else ''}; "
         f"{keep}to follow this run's: scheduler.override_opt_param_scheduler=true"
     )
+
+
+def _holds_weights_alone(path: Path) -> bool:
+    """Whether a checkpoint was converted from a folder of weights, so that it contains nothing else."""
+    return (path / SOURCE).is_file()
+
+
+def why_alone(path: Path) -> str:
+    """Why only weights can be loaded from a checkpoint that no run of mpbridge saved, as the rest of a sentence."""
+    if _holds_weights_alone(path):
+        return "contains only weights"
+    return "was not written by mpbridge, so the meaning of its optimizer states is unknown"
+
+
+def taken_alone(run: Run, index: Index, path: Path) -> Verdict:
+    """The verdict on loading only weights from such a checkpoint on request."""
+    alone = _holds_weights_alone(path)
+    why = "it contains nothing else" if alone else "mpbridge did not write the checkpoint"
+    return Verdict(
+        kind="weights only",
+        why=(f"it was requested (checkpoint.reset_optimizer), and {why}",),
+        lost=() if alone else ("optimizer states, schedule, counters and random states",),
+        notes=init_dtype_notes(run, index),
+    )
+
+
+def init_dtype_notes(run: Run, index: Index) -> tuple[str, ...]:
+    """A note if the main weights of `run` have more bits than their initial values."""
+    stored = index.tensors.get("embedding.word_embeddings.weight")
+    if stored is None:
+        return ()
+    kept, begins = keeps_of(run.policy, run.facts), dtype(stored.dtype)
+    params = kept["params"].dtype
+    main = kept["main_params"].dtype if "main_params" in kept else params
+    if main not in (DType.FP32, DType.INT16):  # INT16: the lower halves of FP32
+        return ()
+    if begins in _HALVES:
+        return (f"the FP32 main weights are initialized from {begins.short}: they start from exactly those values",)
+    if params in _HALVES and begins is DType.FP32:
+        return (
+            f"the FP32 main weights are initialized from the {params.short} parameters, the checkpoint's FP32 weights rounded once",
+        )
+    return ()

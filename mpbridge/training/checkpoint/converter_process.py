@@ -2,14 +2,22 @@
 
     python -I -c '... import converter_process; converter_process.main()' SOURCE OUT ours|foreign
 
-Writes `data.bin`, the index and, for a checkpoint of mpbridge, the state to OUT; exits with 1 and one line on stderr if a file contains anything but data.
+Writes `data.bin`, the index and, for a checkpoint of mpbridge, the state to OUT; exits with 1 and one line on stderr if a file contains anything but data. It first
+restricts itself for good to what that needs: no other files (Landlock, Linux 5.13), no children, bounded output, time and memory. Restrictions that the kernel lacks
+are skipped: pickles are never executed anyway (safe_unpickler.py); this is a second line of defence.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import resource
+import signal
+import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +27,7 @@ from mpbridge.common.safe_unpickler import Name, UnpickledCall, read
 from mpbridge.precision.megatron_spec.versions import COMMON_OBJECTS, PICKLED
 from mpbridge.training.checkpoint import extra_state
 from mpbridge.training.checkpoint.archive import Tensor, dtype_of, load, spelled
-from mpbridge.training.checkpoint.index import COMMON, INDEX, METADATA, STATE, Index, Pieces
+from mpbridge.training.checkpoint.index import COMMON, METADATA, STATE, Index
 from mpbridge.training.checkpoint.json_codec import encoded
 
 DATA = "data.bin"
@@ -41,8 +49,7 @@ _RECORDS = frozenset(
 def convert(source: Path, out: Path, *, ours: bool) -> None:
     """Writes the contents of the checkpoint in `source` to `out`. Raises CheckpointError naming a file that is missing or contains anything else."""
     entries, places = _metadata(source / METADATA)
-    pieces = Pieces()
-    objects: dict[str, tuple[str, int, int]] = {}
+    index = Index()
     common: Any = None
     with (out / DATA).open("xb") as data:
         for file, items in sorted(places.items()):
@@ -56,17 +63,14 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
                         if ours and key in COMMON_OBJECTS:
                             common = spelled(_alone(load(stream, start, start + length)))
                         elif ours:
-                            objects[key] = _object(key, load(stream, start, start + length), data)
+                            index.objects[key] = _object(key, load(stream, start, start + length), data)
                     elif isinstance(kind, tuple):
-                        pieces.add(key, *kind, _tensor(key, load(stream, start, start + length), offset, kind, data))
+                        index.add(key, *kind, _tensor(key, load(stream, start, start + length), offset, kind, data))
                     else:
                         raise CheckpointError(f"{key} is in no table")
         data.flush()
         os.fsync(data.fileno())
-    index = Index(pieces.tensors, objects)
-    if faults := index.incomplete():
-        raise CheckpointError(f"{source / METADATA}: {faults[0]}")
-    (out / INDEX).write_text(json.dumps(index.as_data(), separators=(",", ":")), encoding="utf-8")
+    index.write(out, str(source / METADATA))
     state = (common or _common_file(source)) if ours else encoded({})
     (out / STATE).write_text(json.dumps(state, separators=(",", ":")), encoding="utf-8")
 
@@ -81,24 +85,19 @@ def _common_file(source: Path) -> Any:
         return spelled(load(stream, 0, os.fstat(stream.fileno()).st_size))
 
 
-class _named:
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
     """Converts a file's errors to CheckpointError naming it."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, CheckpointError) and str(self.file) not in str(error):
-            raise CheckpointError(f"{self.file} is refused: {error}") from error
-        if isinstance(error, (OSError, MemoryError)):
-            raise CheckpointError(f"{self.file} cannot be read ({error})") from error
-        if isinstance(
-            error, (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
-        ):
-            raise CheckpointError(f"{self.file} is refused: {type(error).__name__}: {str(error)[:120]}") from error
+    try:
+        yield
+    except CheckpointError as error:
+        if str(file) in str(error):
+            raise
+        raise CheckpointError(f"{file} is refused: {error}") from error
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error})") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{file} is refused: {type(error).__name__}: {str(error)[:120]}") from error
 
 
 def _record(name: Name, args: tuple[Any, ...]) -> Any:
@@ -183,9 +182,67 @@ def _alone(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+_CREATE, _ADD, _RESTRICT = 444, 445, 446
+"""System calls landlock_create_ruleset, landlock_add_rule, landlock_restrict_self: the same numbers on every architecture."""
+_READ = (1 << 0) | (1 << 2) | (1 << 3)
+"""LANDLOCK_ACCESS_FS_EXECUTE, READ_FILE, READ_DIR (linux/landlock.h)."""
+_ALL = (1 << 13) - 1
+"""Every access right of the first version."""
+_PATH_BENEATH = 1
+_NO_NEW_PRIVILEGES, _PARENT_DEATH_SIGNAL = 38, 1
+
+
+def confine(source: str, out: str) -> bool:
+    """From now on only `source` and Python's own files can be read, and only `out` written; True if the kernel enforces it."""
+    _limit(source)
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    return _landlock(libc, [(source, _READ), (out, _ALL), *((path, _READ) for path in _python())])
+
+
+def _limit(source: str) -> None:
+    size = sum(file.stat().st_size for file in Path(source).iterdir() if file.is_file() and not file.is_symlink())
+    for limit, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 2 * size + (1 << 26)),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CPU, 300 + size // (1 << 22)),
+        (resource.RLIMIT_AS, 4 * size + (4 << 30)),
+    ):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(limit, (value, value))
+
+
+def _python() -> list[str]:
+    """Folders from which modules may still be loaded."""
+    return [path for path in {*sys.path, sys.prefix, sys.base_prefix} if path and os.path.isdir(path)]
+
+
+def _landlock(libc: ctypes.CDLL, rules: list[tuple[str, int]]) -> bool:
+    wanted = ctypes.create_string_buffer(struct.pack("=Q", _ALL))
+    ruleset = libc.syscall(_CREATE, wanted, ctypes.c_size_t(8), 0)
+    if ruleset < 0:
+        return False
+    try:
+        for path, rights in rules:
+            handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, handle))
+            added = libc.syscall(_ADD, ruleset, _PATH_BENEATH, rule, 0)
+            os.close(handle)
+            if added:
+                return False
+        restricted: int = libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.syscall(_RESTRICT, ruleset, 0)
+        return restricted == 0
+    finally:
+        os.close(ruleset)
+
+
 def main() -> None:
     """The process's entry point: SOURCE OUT ours|foreign in sys.argv."""
     source, out, whose = sys.argv[1:4]
+    confine(source, out)
     try:
         convert(Path(source), Path(out), ours=whose == "ours")
     except MpbridgeError as error:

@@ -6,7 +6,6 @@ recipe is an object of one of the classes below, made here.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -56,12 +55,11 @@ def is_extra(key: str) -> bool:
 
 
 def as_data(live: Any) -> Any:
-    """The data in what a live module's `get_extra_state` returned (a byte tensor, a BytesIO or None); None where there is none."""
-    raw = _bytes(live)
+    """The data in what a live module's `get_extra_state` returned (a byte tensor or None); None where there is none."""
+    raw = b"" if live is None else live.detach().cpu().numpy().tobytes()
     if not raw:
         return None
-    # made by this process a moment ago: TransformerEngineBaseModule.get_extra_state
-    state = pickle.loads(raw) if not isinstance(live, io.BytesIO) else _loaded(live)
+    state = pickle.loads(raw)  # made by this process a moment ago: TransformerEngineBaseModule.get_extra_state
     recipe = state["recipe"]
     fields = {field: getattr(recipe, field) for field in _FIELDS if type(getattr(recipe, field, None)) is int}
     # megatron-core derives classes of its own: what they are is what they derive from
@@ -173,18 +171,3 @@ def _is_recipe(name: Name) -> bool:
 
 def _kind(name: Name) -> str:
     return _DERIVED.get(str(name), name.name)
-
-
-def _bytes(live: Any) -> bytes:
-    if live is None:
-        return b""
-    if isinstance(live, io.BytesIO):
-        return live.getvalue()
-    return bytes(live.detach().cpu().numpy().tobytes())
-
-
-def _loaded(live: io.BytesIO) -> Any:
-    import torch
-
-    live.seek(0)
-    return torch.load(live, map_location="cpu", weights_only=False)  # this process made it, see as_data

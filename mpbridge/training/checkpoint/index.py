@@ -10,15 +10,15 @@ An object is JSON as encoded by `json_codec.encoded`. Checksums of the files are
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.files import read_json
-from mpbridge.training.checkpoint.json_codec import WIDTHS, elements, sizes
+from mpbridge.training.checkpoint.json_codec import WIDTHS, elements, read_file, sizes
 
 INDEX, STATE = "index.json", "state.json"
 """Files with this index, and with the state that is equal on all ranks (counters, schedule, groups, loss scaler), as encoded by `json_codec.encoded`."""
@@ -46,11 +46,13 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
 
-class Pieces:
-    """Tensors whose pieces are found one after the other."""
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The contents of a checkpoint's data files."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    objects: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """Key -> file, first byte, bytes."""
 
     def add(
         self, key: str, dtype: str, shape: Iterable[int], *pieces: tuple[str, int, Iterable[int], Iterable[int]]
@@ -60,14 +62,11 @@ class Pieces:
         made = (StoredPiece(file, at, tuple(offset), tuple(sides)) for file, at, offset, sides in pieces)
         self.tensors[key] = StoredTensor(dtype, tuple(shape), (*before, *made))
 
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """The contents of a checkpoint's data files."""
-
-    tensors: Mapping[str, StoredTensor]
-    objects: Mapping[str, tuple[str, int, int]]
-    """Key -> file, first byte, bytes."""
+    def write(self, folder: Path, whose: str) -> None:
+        """Writes the index's file. Raises CheckpointError that begins with `whose` if pieces are missing or overlap."""
+        if faults := self.incomplete():
+            raise CheckpointError(f"{whose}: {'; '.join(faults[:5])}")
+        (folder / INDEX).write_text(json.dumps(self.as_data(), separators=(",", ":")), encoding="utf-8")
 
     def as_data(self) -> dict[str, Any]:
         """The index as JSON types."""
@@ -124,17 +123,9 @@ def read_index(folder: Path, listed: Mapping[str, Any]) -> Index:
 
     Raises CheckpointError naming the index if a piece is not inside a listed file and its tensor.
     """
-    file = folder / INDEX
-    try:
-        data = read_json(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
-    try:
-        return _index(data, {name: facts["bytes"] for name, facts in listed.items()})
-    except CheckpointError as error:
-        raise CheckpointError(f"{file} is refused: {error}") from error
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{file} is refused: {type(error).__name__}: {str(error)[:200]}") from error
+    return read_file(
+        folder / INDEX, lambda data: _index(data, {name: facts["bytes"] for name, facts in listed.items()})
+    )
 
 
 def _index(data: Any, room: Mapping[str, int]) -> Index:

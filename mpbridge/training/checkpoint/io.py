@@ -20,17 +20,15 @@ from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables.units import size
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.training.checkpoint import extra_state, state, store
-from mpbridge.training.checkpoint.continuation import consent, of_run
+from mpbridge.training.checkpoint.continuation import consent, of_run, taken_alone, why_alone
 from mpbridge.training.checkpoint.convert import converted, needs_converting
 from mpbridge.training.checkpoint.index import INDEX, STATE
 from mpbridge.training.checkpoint.json_codec import encoded
-from mpbridge.training.checkpoint.moments import mean_second
-from mpbridge.training.checkpoint.random_states import random_entry, random_states, set_random_states
-from mpbridge.training.checkpoint.read_back import different, digests
+from mpbridge.training.checkpoint.read_back import different, digests, mean_second
 from mpbridge.training.checkpoint.reader import Contents
+from mpbridge.training.checkpoint.state import random_entry, random_states, set_random_states
 from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, read_fingerprint, verdict
-from mpbridge.training.checkpoint.weights_only import taken_alone, why_alone
-from mpbridge.training.checkpoint.writer import BackgroundWrite, attempted, indexed, staged, write_common
+from mpbridge.training.checkpoint.writer import RankWrite, indexed, staged, write_common
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -40,25 +38,23 @@ CONFIG = "config.yaml"
 """The resolved configuration's file inside a checkpoint."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Writing:
     """A checkpoint being written; `finish` seals it."""
 
-    def __init__(
-        self, folder: Path, partial: Path, step: int, audit: store.AuditMark, written: BackgroundWrite | str
-    ) -> None:
-        self.folder, self.partial, self.step, self.audit = folder, partial, step, audit
-        self.background = written if isinstance(written, BackgroundWrite) else None
-        self._said = "" if isinstance(written, BackgroundWrite) else written
+    folder: Path
+    partial: Path
+    step: int
+    audit: store.AuditMark
+    written: RankWrite
 
     def done(self) -> bool:
         """Whether every rank's files are written. Every rank must call it."""
-        return not agreed(0 if self.background is None or self.background.done() else 1)
+        return not agreed(0 if self.written.done() else 1)
 
     def finish(self, *, keep_last: int | None = None, keep_every: int | None = None) -> Path:
         """Waits, seals, removes old checkpoints; returns the checkpoint's folder. Every rank must call it. Raises CheckpointError."""
-        if self.background is not None:
-            self._said = self.background.finish()
-            self.background = None
+        failed = self.written.finish()
 
         def seal() -> Path:
             known = indexed(self.partial, dist.get_world_size())
@@ -67,17 +63,15 @@ class Writing:
             return made
 
         with _explained(self.folder, self.partial):
-            if agreed(1 if self._said else 0):
-                said = from_all(self._said)
+            if agreed(1 if failed else 0):
+                said = from_all(failed)
                 rank, text = next((rank, text) for rank, text in enumerate(said) if text)
                 raise OSError(text if len(said) == 1 else f"rank {rank}: {text}")
             return on_first_rank(seal)
 
     def abort(self) -> None:
         """Discards a checkpoint that was not finished."""
-        if self.background is not None:
-            self.background.abort()
-            self.background = None
+        self.written.abort()
 
 
 def save(training: Training, folder: Path, *, background: bool = False) -> Writing:
@@ -92,8 +86,7 @@ def save(training: Training, folder: Path, *, background: bool = False) -> Writi
         contents = gather(training)
         stored = state.stored_dtypes(contents)
         on_first_rank(lambda: _describe(partial, training.run, stored, step, sharded.common(contents)))
-        load = staged(contents)
-        written = BackgroundWrite(partial, rank, load) if background else attempted(partial, rank, load)
+        written = RankWrite(partial, rank, staged(contents), background=background)
         return Writing(folder, partial, step, training.audit, written)
 
 
@@ -262,7 +255,7 @@ _COUNTERS = ("iteration", "consumed", "skipped", "nonfinite", "tokens")
 
 def _take_up(training: Training, contents: Contents, *, weights_only: bool, exactly: bool = False) -> None:
     """exactly: the run stores everything as the saved one did, so that its state must be the checkpoint's, bit for bit."""
-    engine, shelf = training.engine, state.Shelf.of(contents.index)
+    engine, shelf = training.engine, state.Shelf(contents.index)
     state.prime(engine.optimizer)
     contents.delayed_format = extra_state.format_of(engine.run.policy)
     contents.adapters_begin = weights_only
@@ -343,19 +336,12 @@ def _explained(folder: Path, partial: Path | None) -> Iterator[None]:
     try:
         with unobserved():
             yield
-    except MpbridgeError:
-        _give_up(partial)
-        raise
     except Exception as error:
-        _give_up(partial)
-        if is_of_a_lost_rank(error):  # not the checkpoint's fault
+        if partial is not None and dist.get_rank() == 0:
+            store.discard(partial)
+        if isinstance(error, MpbridgeError) or is_of_a_lost_rank(error):  # the latter is not the checkpoint's fault
             raise
         raise CheckpointError(_reason(error, folder, saving=partial is not None)) from error
-
-
-def _give_up(partial: Path | None) -> None:
-    if partial is not None and dist.get_rank() == 0:
-        store.discard(partial)
 
 
 _NO_ROOM = ("No space left", "File too large", "quota exceeded", "unexpected pos", "PytorchStreamWriter")

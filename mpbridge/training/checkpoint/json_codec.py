@@ -10,9 +10,13 @@ import base64
 import binascii
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from mpbridge.common.errors import CheckpointError
+from mpbridge.common.files import read_json
+
+T = TypeVar("T")
 
 DEEPEST = 64
 """Maximum nesting of containers; a run's own state has fewer than ten levels."""
@@ -24,8 +28,8 @@ WIDTHS: Mapping[str, int] = {
 LARGEST_SIDE = 1 << 48
 
 
-def encoded(value: Any, depth: int = 0, other: Callable[[Any, int], Any] | None = None) -> Any:
-    """`value` as JSON types. other: encodes any other value (called with its depth); without it, raises CheckpointError."""
+def encoded(value: Any, depth: int = 0) -> Any:
+    """`value` as JSON types; a tensor is torch's, or an object with `as_json`. Raises CheckpointError for any other value."""
     if depth > DEEPEST:
         raise CheckpointError(f"a value nested {DEEPEST} deep cannot be saved")
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
@@ -33,19 +37,17 @@ def encoded(value: Any, depth: int = 0, other: Callable[[Any, int], Any] | None 
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, list):
-        return [encoded(item, depth + 1, other) for item in value]
+        return [encoded(item, depth + 1) for item in value]
     if isinstance(value, tuple):
-        return {"tuple": [encoded(item, depth + 1, other) for item in value]}
+        return {"tuple": [encoded(item, depth + 1) for item in value]}
     if isinstance(value, Mapping):
-        return {
-            "map": [[encoded(key, depth + 1, other), encoded(item, depth + 1, other)] for key, item in value.items()]
-        }
+        return {"map": [[encoded(key, depth + 1), encoded(item, depth + 1)] for key, item in value.items()]}
+    if hasattr(value, "as_json"):
+        return {"tensor": value.as_json()}
     if type(value).__module__ == "torch" and hasattr(value, "untyped_storage"):
         return {"tensor": _tensor(value)}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a NumPy scalar
         return encoded(value.item(), depth)
-    if other is not None:
-        return other(value, depth)
     raise CheckpointError(
         f"a {type(value).__module__}.{type(value).__qualname__} cannot be saved: it is not plain data"
     )
@@ -105,6 +107,20 @@ def _tensor_of(dtype: Any, shape: Any, data: Any) -> Any:
     if not count:
         return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def read_file(file: Path, made: Callable[[Any], T]) -> T:
+    """What `made` makes of a checkpoint's JSON file. Raises CheckpointError naming the file if it cannot be read or is refused."""
+    try:
+        data = read_json(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
+    try:
+        return made(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file} is refused: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} is refused: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def elements(dtype: Any, shape: Any) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import torch
 
@@ -21,10 +21,11 @@ from mpbridge.training.checkpoint.index import Index, StoredPiece, StoredTensor,
 from mpbridge.training.checkpoint.json_codec import decoded
 
 
-class Contents:
+class Contents(ExitStack):
     """An open checkpoint; a context manager that closes its files. Raises CheckpointError for an invalid index or state."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.manifest = store.read_manifest(folder)
         self.step = store.step_in(self.manifest, folder)
@@ -35,16 +36,6 @@ class Contents:
         """Whether adapters that the checkpoint does not have stay as they are initialised."""
         self._open: dict[str, IO[bytes]] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for stream in self._open.values():
-            stream.close()
-        self._open.clear()
-
     def common(self) -> Mapping[str, Any]:
         """The state that is equal on all ranks."""
         return read_state(self.folder)
@@ -54,10 +45,7 @@ class Contents:
 
         Raises CheckpointError for a missing part, or one with another shape.
         """
-        return sharded.filled(tree, self._leaf)
-
-    def _leaf(self, leaf: Any) -> Any:
-        return self.tensor(leaf) if sharded.is_tensor(leaf) else self.object(leaf)
+        return sharded.filled(tree, lambda leaf: self.tensor(leaf) if sharded.is_tensor(leaf) else self.object(leaf))
 
     def object(self, leaf: Any) -> Any:
         """The object with that key and position."""
@@ -133,7 +121,7 @@ class Contents:
     def _stream(self, name: str) -> IO[bytes]:
         if name not in self._open:
             try:
-                self._open[name] = opened(self.folder / name)
+                self._open[name] = self.enter_context(opened(self.folder / name))
             except OSError as error:
                 raise CheckpointError(f"{self.folder / name}: {os.strerror(error.errno or 0)}") from error
         return self._open[name]

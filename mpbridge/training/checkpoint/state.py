@@ -7,11 +7,13 @@ bits only. Here the tensors that an engine requests are looked up under the chec
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.megatron.inside_optimizer import parts
@@ -167,36 +169,28 @@ def _bare(key: str) -> str:
     return next((key.removeprefix(prefix) for prefix in MAIN if key.startswith(prefix)), key)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """A checkpoint's contents: key -> dtype and global shape of every tensor."""
+    """A checkpoint's contents, under whose names an engine's state is requested."""
 
-    dtypes: Mapping[str, torch.dtype]
-    shapes: Mapping[str, tuple[int, ...]]
-    divided: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """The same for tensors that are stored in named parts, by their own key: a Mamba projection's are KEY.z, KEY.x ..."""
-
-    @classmethod
-    def of(cls, index: Index) -> Shelf:
-        """From a checkpoint's index."""
-        return cls(
-            dtypes={key: getattr(torch, stored.dtype) for key, stored in index.tensors.items()},
-            divided={key.rpartition(".")[0]: getattr(torch, stored.dtype) for key, stored in index.tensors.items()},
-            shapes={key: stored.shape for key, stored in index.tensors.items()},
-        )
+    def __init__(self, index: Index) -> None:
+        self.tensors = index.tensors
+        self.divided = {key.rpartition(".")[0]: stored for key, stored in index.tensors.items()}
+        """Tensors that are stored in named parts, by their own key: a Mamba projection's are KEY.z, KEY.x ..."""
 
     def main(self, model_key: str) -> str | None:
         """The key of a parameter's main weights; None if the parameter is its own main weight."""
         return next((prefix + model_key for prefix in MAIN if self._dtype(prefix + model_key) is not None), None)
 
     def _dtype(self, key: str) -> torch.dtype | None:
-        return self.dtypes.get(key) or self.divided.get(key)
+        stored = self.tensors.get(key) or self.divided.get(key)
+        return None if stored is None else getattr(torch, stored.dtype)
 
     def holds(self, part: Any) -> bool:
         """Whether every tensor that `part` of an engine's state requests exists with the requested shape."""
-        return all(self.shapes.get(leaf.key) == tuple(leaf.global_shape) for leaf in leaves(part))
+        wanted = ((self.tensors.get(leaf.key), tuple(leaf.global_shape)) for leaf in leaves(part))
+        return all(stored is not None and stored.shape == shape for stored, shape in wanted)
 
-    def point(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+    def point(self, state: Mapping[str, Any]) -> None:
         """Renames the tensors that `state` requests to the checkpoint's names.
 
         Parameters with another dtype than the stored one are read from the main weights and cast once, as the optimizer would.
@@ -206,7 +200,7 @@ class Shelf:
                 leaf.key = self.main(_bare(leaf.key)) or _bare(leaf.key)
             elif is_model_key(leaf.key):
                 wanted, main = _dtype_of(leaf), self.main(leaf.key)
-                if main is not None and (weights_only or wanted is not self._dtype(leaf.key)):
+                if main is not None and wanted is not self._dtype(leaf.key):
                     leaf.key = main
 
 
@@ -298,3 +292,38 @@ def _group(fresh: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]
     params: Any = fresh.get("params")
     own = {"params": params.unwrap() if hasattr(params, "unwrap") else params} if "params" in fresh else {}
     return {name: value for name, value in match.items() if name != "params"} | own
+
+
+def random_states() -> dict[str, Any]:
+    """This rank's states: torch, megatron-core's tracker, Python, NumPy, CUDA where there is one."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    numbers: Any = np.random.get_state()
+    kind, words, *rest = numbers
+    states: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "tracker": dict(get_cuda_rng_tracker().get_states()),
+        "python": random.getstate(),
+        "numpy": (kind, words.tolist(), *rest),
+    }
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Sets what `random_states` read. Raises what torch, NumPy and Python raise for anything else."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    torch.set_rng_state(states["cpu"])
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def random_entry(states: dict[str, Any]) -> Any:
+    """The states as an entry of a sharded state dict."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

@@ -38,7 +38,6 @@ AuditMark = Literal["good", "suspect", "unaudited"]
 LAST_STEP = 1 << 40
 """Upper bound of a run's steps; a larger number is invalid."""
 _NAME = re.compile(r"^step_(\d{8,})$")
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ def locate(where: Path) -> Path:
         return where
     inside = saved(where)
     for entry in inside:
-        if not _is_suspect(entry.path):
+        if not _has(entry.path, "suspect"):
             return entry.path
     if inside:
         raise CheckpointError(
@@ -133,10 +132,6 @@ def last_good(folder: Path) -> Saved | None:
     return next((entry for entry in saved(folder) if _has(entry.path, "good")), None)
 
 
-def _is_suspect(path: Path) -> bool:
-    return _has(path, "suspect")
-
-
 def _has(path: Path, audit: AuditMark) -> bool:
     with contextlib.suppress(CheckpointError):
         return audit_of(path) == audit
@@ -154,7 +149,7 @@ def begin(folder: Path, step: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in (".partial-*", ".dropped-*", ".switch-*", ".converted-*", f".{LATEST}-*"):
         for leaving in folder.glob(pattern):
-            _remove(leaving)
+            discard(leaving)
     # a random name, so that an orphan of a killed run that is still writing cannot reach this folder
     partial = folder / f".partial-{name_of(step)}-{secrets.token_hex(4)}"
     partial.mkdir()
@@ -195,11 +190,6 @@ def room(run: Any, purpose: str) -> Path:
     if inside:
         Path(inside).mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{purpose}-", dir=inside))
-
-
-def discard(partial: Path) -> None:
-    """Removes the folder made by `begin`, after a failed save."""
-    _remove(partial)
 
 
 def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[Saved]:
@@ -243,7 +233,7 @@ def offer_before(path: Path) -> str:
                 files = read_manifest(entry.path)["files"]
             except CheckpointError:
                 continue
-            if not _is_suspect(entry.path) and not any(_fault(entry.path, *item) for item in files.items()):
+            if not _has(entry.path, "suspect") and not any(_fault(entry.path, *item) for item in files.items()):
                 return f"The previous one is complete: resume with checkpoint.load={entry.path}"
     return "There is no earlier complete checkpoint: start over, or restore the file"
 
@@ -313,27 +303,19 @@ def _fault(folder: Path, name: str, facts: Any, *, summed: bool = True) -> str |
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     except CheckpointError as error:
-        said = str(error)
-        return (
-            said.removeprefix(f"{folder / name} ")
-            if said.startswith(f"{folder / name} ")
-            else f"cannot be used: {said}"
-        )
+        said, place = str(error), f"{folder / name} "
+        return said.removeprefix(place) if said.startswith(place) else f"cannot be used: {said}"
     return "differs from its checksum: it was damaged or changed after the save" if damaged else None
 
 
 def _facts(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
-        return {"bytes": os.fstat(stream.fileno()).st_size, "sha256": _sha256(stream, sync=True)}
-
-
-def _sha256(stream: IO[bytes], *, sync: bool = False) -> str:
-    digest = hashlib.sha256()
-    while chunk := stream.read(_CHUNK):
-        digest.update(chunk)
-    if sync:
         os.fsync(stream.fileno())
-    return digest.hexdigest()
+        return {"bytes": os.fstat(stream.fileno()).st_size, "sha256": _sha256(stream)}
+
+
+def _sha256(stream: Any) -> str:
+    return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sync(directory: Path) -> None:
@@ -349,10 +331,11 @@ def _sync(directory: Path) -> None:
 def _drop(path: Path) -> None:
     away = path.with_name(f".dropped-{path.name}-{secrets.token_hex(4)}")
     path.rename(away)
-    _remove(away)
+    discard(away)
 
 
-def _remove(path: Path) -> None:
+def discard(path: Path) -> None:
+    """Removes a folder that is no checkpoint, such as that of a failed save."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     else:
@@ -367,6 +350,6 @@ def newest_whole(folder: Path) -> Saved | None:
     for entry in saved(folder):
         with contextlib.suppress(CheckpointError):
             check(entry.path)
-            if not _is_suspect(entry.path):
+            if not _has(entry.path, "suspect"):
                 return entry
     return None

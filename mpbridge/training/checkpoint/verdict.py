@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from mpbridge.common.errors import CheckpointError, MpbridgeError
 from mpbridge.common.facts import ADAMS, OptimizerFacts, RunFacts
-from mpbridge.common.files import read_json
 from mpbridge.common.formats import DType, plain
 from mpbridge.common.traits import known, traits
 from mpbridge.planning.memory.keeps import Holding, keeps, updater
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.settings.sections import YARN
+from mpbridge.training.checkpoint.json_codec import read_file
 
 SCHEMA = 1
 FILE = "precision.json"
@@ -185,15 +185,7 @@ def fingerprint(
 
 def read_fingerprint(folder: Path) -> Fingerprint:
     """The fingerprint in a checkpoint's folder. Raises CheckpointError naming the file."""
-    file = folder / FILE
-    try:
-        data = read_json(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): every checkpoint of mpbridge has one") from error
-    try:
-        return Fingerprint.from_data(data)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+    return read_file(folder / FILE, Fingerprint.from_data)
 
 
 def verdict(saved: Fingerprint, wanted: Fingerprint) -> Verdict:
@@ -272,30 +264,20 @@ def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
 
 
 def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
-    pairs = (("parallel", saved.parallel, wanted.parallel), ("versions", saved.versions, wanted.versions))
-    function = [name for name in _changed(saved.function, wanted.function) if name in wanted.function]
-    return [
-        *_policy_notes(saved, wanted),
-        *(
-            f"{name}: {getattr(saved, name)} -> {getattr(wanted, name)}"
-            for name in ("engine", "optimizer", "realization", "distributed")
-            if getattr(saved, name) != getattr(wanted, name)
-        ),
-        *(
-            f"{name}: " + ", ".join(f"{key} {had[key]} -> {gets.get(key)}" for key in sorted(_changed(had, gets)))
-            for name, had, gets in pairs
-            if _changed(had, gets)
-        ),
-        *(
-            f"the same weights in another model: {name} {saved.function[name]} -> {wanted.function[name]}"
-            for name in function
-        ),
-        *(
-            f"sequence length {had} -> {gets}"
-            for had, gets in [(saved.shape.get("seq_length"), wanted.shape.get("seq_length"))]
-            if had != gets
-        ),
-    ]
+    notes = _policy_notes(saved, wanted)
+    for name in ("engine", "optimizer", "realization", "distributed"):
+        if getattr(saved, name) != getattr(wanted, name):
+            notes.append(f"{name}: {getattr(saved, name)} -> {getattr(wanted, name)}")
+    for name in ("parallel", "versions"):
+        had, gets = getattr(saved, name), getattr(wanted, name)
+        if changed := sorted(_changed(had, gets)):
+            notes.append(f"{name}: " + ", ".join(f"{key} {had[key]} -> {gets.get(key)}" for key in changed))
+    for name in _changed(saved.function, wanted.function):
+        if name in wanted.function:
+            gets = wanted.function[name]
+            notes.append(f"the same weights in another model: {name} {saved.function[name]} -> {gets}")
+    before, now = (one.shape.get("seq_length") for one in (saved, wanted))
+    return notes + ([f"sequence length {before} -> {now}"] if before != now else [])
 
 
 def learned(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
@@ -304,15 +286,10 @@ def learned(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     if not changed:
         return []
     skips = wanted.policy.loss_scale.skips() if _dynamic(wanted.policy) and wanted.policy.loss_scale is not None else 0
-    return [
-        f"{', '.join(changed)} differ",
-        *(f"lost: {text}" for text in _lost(saved, wanted)),
-        *(
-            [f"up to {skips} steps are skipped until the loss scale fits"]
-            if skips and not _dynamic(saved.policy)
-            else []
-        ),
-    ]
+    waits = (
+        [f"up to {skips} steps are skipped until the loss scale fits"] if skips and not _dynamic(saved.policy) else []
+    )
+    return [f"{', '.join(changed)} differ", *(f"lost: {text}" for text in _lost(saved, wanted)), *waits]
 
 
 def _policy_notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:

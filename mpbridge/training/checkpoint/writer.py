@@ -25,11 +25,10 @@ from typing import IO, Any, cast
 import torch
 
 from mpbridge.backend.megatron import sharded
-from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import read_json
 from mpbridge.training.checkpoint import extra_state
 from mpbridge.training.checkpoint.archive import members
-from mpbridge.training.checkpoint.index import COMMON, INDEX, METADATA, Index, Pieces
+from mpbridge.training.checkpoint.index import COMMON, METADATA, Index
 from mpbridge.training.checkpoint.json_codec import encoded
 
 ALIGN = 64
@@ -144,13 +143,17 @@ def _payload(stream: IO[bytes], start: int, stop: int, size: int) -> int:
     return at
 
 
-class BackgroundWrite:
-    """A rank's `write` in a forked child, which sees the tensors as they were at the fork."""
+class RankWrite:
+    """A rank's `write`: at once, or in a forked child, which sees the tensors as they were at the fork."""
 
-    def __init__(self, folder: Path, rank: int, load: Load) -> None:
+    def __init__(self, folder: Path, rank: int, load: Load, *, background: bool) -> None:
+        self._process: Any = None
+        if not background:
+            self._said = attempted(folder, rank, load)
+            return
         context = multiprocessing.get_context("fork")
         self._receive, send = context.Pipe(duplex=False)
-        self._process: Any = context.Process(target=_child, args=(folder, rank, load, send), daemon=True)
+        self._process = context.Process(target=_child, args=(folder, rank, load, send), daemon=True)
         self._process.start()
         send.close()
 
@@ -160,15 +163,14 @@ class BackgroundWrite:
 
     def finish(self) -> str:
         """Waits; returns '' if the files are written, else the error."""
-        if self._process is None:
-            return ""
-        try:
-            said: str = self._receive.recv_bytes().decode()
-        except EOFError:
-            self._process.join()
-            said = f"the process that wrote the checkpoint died (exit code {self._process.exitcode})"
-        self._end()
-        return said
+        if self._process is not None:
+            try:
+                self._said = self._receive.recv_bytes().decode()
+            except EOFError:
+                self._process.join()
+                self._said = f"the process that wrote the checkpoint died (exit code {self._process.exitcode})"
+            self._end()
+        return self._said
 
     def abort(self) -> None:
         """Ends the child; its files have no final name yet, so they are not taken for a checkpoint."""
@@ -214,17 +216,13 @@ def end_with_parent(number: int) -> None:
 def indexed(partial: Path, ranks: int) -> dict[str, Any]:
     """Merges the ranks' parts into one index (and one for other tools); returns size and checksum of each data file. Raises CheckpointError."""
     parts = [read_json(partial / part_file(rank)) for rank in range(ranks)]
-    pieces = Pieces()
-    objects: dict[str, tuple[str, int, int]] = {}
+    index = Index()
     for part in parts:
         file = part["file"]
         for key, entry in part["tensors"].items():
-            pieces.add(key, entry["dtype"], entry["shape"], *((file, *piece[:3]) for piece in entry["pieces"]))
-        objects |= {key: (file, at, size) for key, (at, size) in part["objects"].items()}
-    index = Index(pieces.tensors, objects)
-    if faults := index.incomplete():
-        raise CheckpointError("the ranks' shards do not make up the whole state: " + "; ".join(faults[:5]))
-    (partial / INDEX).write_text(json.dumps(index.as_data(), separators=(",", ":")), encoding="utf-8")
+            index.add(key, entry["dtype"], entry["shape"], *((file, *piece[:3]) for piece in entry["pieces"]))
+        index.objects.update({key: (file, at, size) for key, (at, size) in part["objects"].items()})
+    index.write(partial, "the ranks' shards do not make up the whole state")
     _write_metadata(partial, parts)
     for rank in range(ranks):
         (partial / part_file(rank)).unlink()

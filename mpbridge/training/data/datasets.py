@@ -144,35 +144,26 @@ def _ready(data: Mapping[str, Any], told: ProgressCallback) -> dict[str, Any]:
     """Pairs of the corpus and of the validation text, prepared; each entry of a weighted blend separately."""
     corpus, weights, held_out = data.get("corpus") or "stdlib", data.get("weights"), data.get("valid")
     entries = [corpus] if isinstance(corpus, str) else list(corpus)
-    if weights is None:
-        prefixes, done = _prepared(corpus, data, told)
-        return {"prefixes": prefixes, "prepared": done} | _held_out(held_out, data, told, done)
-    if len(weights) != len(entries) or not all(weight > 0 for weight in weights):
+    if weights is not None and (len(weights) != len(entries) or not all(weight > 0 for weight in weights)):
         raise DataError(
             f"data.weights={weights}: expected a number above 0 for each of the {len(entries)} entries of data.corpus"
         )
-    pairs: list[tuple[str, float]] = []
-    done = ()
-    for entry, weight in zip(entries, weights, strict=True):
-        prefixes, more = _prepared(entry, data, told)
-        lengths = [float(_lengths(prefix).sum()) for prefix in prefixes]
-        pairs += [(prefix, weight * length / sum(lengths)) for prefix, length in zip(prefixes, lengths, strict=True)]
-        done += more
-    out = {
-        "prefixes": tuple(prefix for prefix, _ in pairs),
-        "weights": tuple(weight for _, weight in pairs),
-        "prepared": done,
+    prefixes: list[str] = []
+    shares: list[float] = []
+    done: list[Prepared] = []
+    for group, weight in [(corpus, None)] if weights is None else zip(entries, weights, strict=True):
+        pairs, prepared = _prepared(group, data, told)
+        prefixes, done = [*prefixes, *pairs], [*done, *prepared]
+        if weight is not None:
+            lengths = [float(_lengths(prefix).sum()) for prefix in pairs]
+            shares += [weight * length / sum(lengths) for length in lengths]
+    valid, prepared = _prepared(held_out, data, told) if held_out else ((), ())
+    return {
+        "prefixes": tuple(prefixes),
+        "weights": tuple(shares) or None,
+        "held_out": valid,
+        "prepared": (*done, *prepared),
     }
-    return out | _held_out(held_out, data, told, done)
-
-
-def _held_out(
-    given: Any, data: Mapping[str, Any], told: ProgressCallback, done: tuple[Prepared, ...]
-) -> dict[str, Any]:
-    if not given:
-        return {}
-    prefixes, more = _prepared(given, data, told)
-    return {"held_out": prefixes, "prepared": (*done, *more)}
 
 
 def _prepared(

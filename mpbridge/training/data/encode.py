@@ -80,14 +80,6 @@ def _tokens(text: str, tok: Any, piece: int, line_end: Sequence[int] | None) -> 
     return list(cut(found, most, line_end))
 
 
-def _refuse_long(text: str, path: Path) -> None:
-    if len(text) > LONGEST:
-        raise DataError(
-            f"{path}: a document of {len(text):,} characters; a tokenizer reads a document whole, and {LONGEST:,} is the maximum: "
-            "divide it (split -C 32M --additional-suffix=.txt FILE part-), or convert it to JSON lines"
-        )
-
-
 def token_dtype(tok: Any) -> Any:
     """The numpy type that can represent every token: uint16 up to 65,536 tokens, else int32 (the library's rule)."""
     from megatron.core.datasets.indexed_dataset import DType
@@ -114,8 +106,11 @@ def encode(
                 if isinstance(found, Skip):
                     tally.skipped[found.reason] += 1
                     continue
-                if whole:
-                    _refuse_long(found.text, unit.path)
+                if whole and len(found.text) > LONGEST:
+                    raise DataError(
+                        f"{unit.path}: a document of {len(found.text):,} characters; a tokenizer reads a document whole, and {LONGEST:,} is the maximum: "
+                        "divide it (split -C 32M --additional-suffix=.txt FILE part-), or convert it to JSON lines"
+                    )
                 parts = _tokens(found.text, tok, piece, line_end)
                 if found.text and not any(len(part) for part in parts):
                     tally.skipped["no token for any of it"] += 1

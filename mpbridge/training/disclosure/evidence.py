@@ -1,16 +1,24 @@
-"""The lowest precision that a run's audits saw in linears, attention and communication."""
+"""What a run's audits saw, for others: the lowest precision in linears, attention and communication; the nine keys with which MLPerf Training 6.1 asks for precision
+and parallel sizes, written by the library mlperf-logging; and a paragraph and a table for a Hugging Face model card.
+
+Source of the keys: mlperf-logging 4.1.68, compliance_checker/training_6.1.0/common.yaml.
+"""
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Refused
-from mpbridge.common.files import read_json
+from mpbridge.common.files import lines_of, read_json, write
 from mpbridge.common.report.history import PRECISION, read_history
+from mpbridge.common.shipped import VERSION, install
+from mpbridge.common.tables.table import table
 from mpbridge.precision.regions import GEMMS
 from mpbridge.precision.scalings import ELEMENTS, SCALINGS
 from mpbridge.precision.wording import HIGH
@@ -153,3 +161,84 @@ def read_evidence(run: Path) -> Evidence:
     if missing := [name for name in needed if name not in data]:
         raise BadValue(f"{path} lacks {', '.join(missing)}: expected the precision.json of a run")
     return Evidence(path=path, data=data, audits=tuple(audits))
+
+
+WORDS = {"bf16": "bfloat16"}
+"""Precisions that MLPerf spells in another way. It has no word for a scaling, which goes into the metadata."""
+PRECISIONS = {part: f"lowest_numerical_precision_in_{part}" for part in ("linear", "attn", "comm")}
+SIZES = ("tensor", "pipeline", "context", "expert")
+
+
+def keys_of(evidence: Evidence) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """MLPerf's key -> (value, metadata). Raises Refused for what no audit saw, BadValue if the micro-batch size was not recorded."""
+    data = evidence.data
+    if "micro_batch_size" not in data:
+        raise BadValue(f"{evidence.path} does not record micro_batch_size: an older mpbridge wrote it; run it again")
+    common = {"recipe": data["recipe"], "policy": data["fingerprint"], "realization": data["realization"]}
+    keys: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for part, lowest in evidence.lowest().items():
+        told = asdict(lowest) | {"audits": len(evidence.audits), "observed": not lowest.unobserved}
+        keys[PRECISIONS[part]] = (WORDS.get(told.pop("word"), lowest.word), common | told)
+    for name in SIZES:
+        keys[f"{name}_parallelism"] = (int(data["parallel"][name] or 1), common)
+    keys["micro_batch_size"] = (int(data["micro_batch_size"]), common)
+    keys["config_filename"] = (evidence.path.name, common)
+    return keys
+
+
+def write_mllog(evidence: Evidence, log: Path) -> dict[str, Any]:
+    """Appends the keys to a benchmark's log, or to a new file; returns key -> value. Raises Refused if the log already has one, since each is allowed once."""
+    try:
+        from mlperf_logging.mllog.mllog import MLLogger
+    except ImportError:
+        raise Refused(f"--mllog needs the package mlperf-logging: {install('disclose')}") from None
+    keys = keys_of(evidence)
+    if log.exists():
+        there = [key for key in keys if any(f'"key": "{key}"' in line for line in lines_of(log))]
+        if there:
+            raise Refused(f"{log} already has {', '.join(there)}; MLPerf allows each key once: name another file")
+    lines, logger = io.StringIO(), logging.Logger("mpbridge.mllog")
+    logger.addHandler(logging.StreamHandler(lines))
+    writer = MLLogger(logger, root_dir=re.escape(str(Path(__file__).parents[3])))
+    for key, (value, metadata) in keys.items():
+        writer.event(key=key, value=value, metadata=metadata)
+    write(log, lines.getvalue(), append=True)
+    return {key: value for key, (value, _) in keys.items()}
+
+
+ROWS = (
+    "params", "main_params", "grads", "main_grads", "exp_avg", "exp_avg_sq", "linears", "quantized GEMMs", "compute", "attention", "softmax",
+    "residual stream", "norms", "router", "rotary angles", "logits", "loss", "autocast", "loss scale",
+)  # fmt: skip
+"""Facts of the audit that a reader of a card asks for; rows of the wire follow."""
+
+
+def model_card(evidence: Evidence) -> str:
+    """Markdown: which recipe, on what, audited when, and what was found on live tensors."""
+    data, parallel = evidence.data, evidence.data["parallel"]
+    versions = ", ".join(f"{name.replace('_', '-')} {text}" for name, text in data["versions"].items() if text)
+    how = "emulated in software" if evidence.emulated else "computed natively"
+    recipes = list(dict.fromkeys(f"`{one['recipe']}`" for one in evidence.audits))
+    steps = sorted({one["step"] for one in evidence.live})
+    bad = [one["step"] for one in evidence.audits if not one["ok"]]
+    found: dict[str, tuple[str, str, str, int]] = {}
+    for one in evidence.live:
+        for name, (promised, seen, state) in one["facts"].items():
+            found[name] = (str(promised), str(seen), str(state), one["step"])
+    verdict = f"deviations at step {', '.join(map(str, bad))}" if bad else "everything as the recipe promises"
+    unseen = sorted(name for name, row in found.items() if row[2] == "not observed")
+    text = (
+        f"Trained with the recipe{'s' if len(recipes) > 1 else ''} {', then '.join(recipes)} (mpbridge {VERSION}; {versions}), engine {data['engine']}, {how}, on "
+        f"{parallel['world_size']} process{'es' if parallel['world_size'] > 1 else ''}. "
+        f"Live tensors were audited at {f'steps {_steps(steps)}' if steps else 'no step'}: {verdict}"
+        + (f"; not observed: {', '.join(unseen)}." if unseen else ".")
+    )
+    shown = [name for name in (*ROWS, *sorted(n for n in found if n.startswith("wire: "))) if name in found]
+    columns = ("what", "promised", "found on live tensors", "", "last seen at step")
+    rows = ([" ".join(str(cell).split()) for cell in (name, *found[name])] for name in shown)
+    return "\n".join(["## Numerical precision", "", text, "", table("", columns, rows).markdown()])
+
+
+def _steps(steps: list[int]) -> str:
+    named = [str(step) for step in steps]
+    return ", ".join(named if len(named) <= 8 else [*named[:4], f"... ({len(named)} audits)", named[-1]])

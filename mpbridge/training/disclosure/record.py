@@ -6,21 +6,23 @@ not that it is true.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from mpbridge.common.errors import CheckpointError, Refused
-from mpbridge.common.files import ProgressCallback, opened, parsed, read_json
+from mpbridge.common.files import ProgressCallback, bytes_of, opened, opened_inside, parsed, read_json
 from mpbridge.common.shipped import VERSION
 from mpbridge.settings.huggingface.served import CONTRACT
 from mpbridge.training.checkpoint.store import MANIFEST, audit_of, read_manifest, step_in, step_of, write_whole
 from mpbridge.training.checkpoint.verdict import Fingerprint, read_fingerprint
 from mpbridge.training.disclosure.evidence import Evidence
-from mpbridge.training.disclosure.hashing import digests
 from mpbridge.training.disclosure.keys import Signer, check_folder, model_signing_for, sign_folder
 
 RECORD = "precision.intoto.jsonl"
@@ -34,6 +36,9 @@ PROVENANCE, RESULT = "https://slsa.dev/provenance/v1", "https://in-toto.io/attes
 MEANINGS = {PROVENANCE: "how it was trained", RESULT: "what the audits found"}
 BUILD_TYPE = "tag:mpbridge,2026:training/v1"
 _LARGEST = 1 << 28
+_CHUNK = 1 << 22
+_MOST = 16
+"""Threads: hashing releases the interpreter's lock."""
 _PYPI = frozenset({"torch", "megatron_core", "transformer_engine", "torchao"})
 
 
@@ -102,10 +107,12 @@ class Subject:
             raise CheckpointError(
                 f"{folder / CONTRACT} names no run: it was made of a checkpoint without a fingerprint"
             )
-        again = (
-            (f"quantized by another recipe than the run's: {contract['recipe']}",) if contract["requantized"] else ()
-        )
-        return cls(step_in(contract, folder), Fingerprint.from_data(run), str(contract["audit"]), {}, again)
+        try:
+            other = f"quantized by another recipe than the run's: {contract['recipe']}"
+            again, audit = (other,) if contract["requantized"] else (), str(contract["audit"])
+        except KeyError as error:
+            raise CheckpointError(f"{folder / CONTRACT} has no {error}: mpbridge convert writes one that has") from None
+        return cls(step_in(contract, folder), Fingerprint.from_data(run), audit, {}, again)
 
 
 def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: bool) -> dict[str, dict[str, Any]]:
@@ -119,7 +126,7 @@ def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: boo
         )
     policy = saved.policy.fingerprint()
     byproducts: list[dict[str, Any]] = [
-        {"name": evidence.path.name, "digest": {"sha256": _digest_of(evidence.path)}, "annotations": {"in": "the run's folder"}}
+        {"name": evidence.path.name, "digest": {"sha256": hashlib.sha256(bytes_of(evidence.path, kind="json")).hexdigest()}, "annotations": {"in": "the run's folder"}}
     ]  # fmt: skip
     byproducts += [{"name": MODEL_SIGNATURE, "uri": MODEL_SIGNATURE}] if publish else []
     provenance = {
@@ -155,13 +162,34 @@ def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: boo
     return {PROVENANCE: provenance, RESULT: result}
 
 
-def _digest_of(file: Path) -> str:
-    return digests(file.parent, frozenset(), lambda done, total: None, only=[file.name])[file.name]
-
-
 def _package(name: str, version: str) -> str:
     kind = "pypi" if name in _PYPI else "generic"
     return f"pkg:{kind}/{name.replace('_', '-')}@{quote(version, safe='')}"
+
+
+def digests(folder: Path, without: Collection[str], told: ProgressCallback) -> dict[str, str]:
+    """Name below `folder` -> SHA-256, sorted by name; several files at a time. told: of bytes done and in all.
+
+    Raises CheckpointError for anything that is neither a regular file nor a folder: links are not followed.
+    """
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = sorted({path.relative_to(folder).as_posix() for path in paths} - set(without))
+    total = sum((folder / name).lstat().st_size for name in names)
+    done, lock = 0, threading.Lock()
+
+    def digest(name: str) -> str:
+        nonlocal done
+        found = hashlib.sha256()
+        with opened_inside(folder, name) as stream:
+            while chunk := stream.read(_CHUNK):
+                found.update(chunk)
+                with lock:
+                    done += len(chunk)
+                    told(done, total)
+        return found.hexdigest()
+
+    with ThreadPoolExecutor(max_workers=min(_MOST, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

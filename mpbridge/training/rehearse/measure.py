@@ -11,9 +11,8 @@ from mpbridge.backend.devices.gather import from_all
 from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.settings.training import microbatches
 from mpbridge.training.machine import data_parallel
-from mpbridge.training.tune.proof import YARDSTICK, GradientError, prove
+from mpbridge.training.tune.proof import YARDSTICK, EngineSubject, GradientError, prove
 from mpbridge.training.tune.scores import Scorer, merged
-from mpbridge.training.tune.subject import EngineSubject
 
 if TYPE_CHECKING:
     from mpbridge.training.base import Training
@@ -46,12 +45,12 @@ class ProductErrors:
     excess: float
     """The largest of them relative to the format's error for Gaussian tensors."""
 
-    @property
-    def place(self) -> tuple[str, str]:
-        """(layer, the name below it)."""
-        parts = self.linear.split(".")
-        number = next((part for part in parts if part.isdigit()), "")
-        return number, ".".join(parts[parts.index(number) + 1 :]) if number else self.linear
+
+def place_of(linear: str) -> tuple[str, str]:
+    """(layer number as text, the name below it); ('', name) outside of any numbered layer."""
+    parts = linear.split(".")
+    number = next((part for part in parts if part.isdigit()), "")
+    return number, ".".join(parts[parts.index(number) + 1 :]) if number else linear
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from mpbridge.common.formats import FORMATS
-from mpbridge.common.pages.about import OPERAND_COLUMNS, glossary, made_now
+from mpbridge.common.pages.about import glossary, made_now
 from mpbridge.common.pages.document import Page
 from mpbridge.common.tables.table import Column
-from mpbridge.training.rehearse.measure import RecipeMeasurement
-from mpbridge.training.rehearse.report import NO_RANKING, TONES, Rehearsal, Rehearsed, TensorSummary, place
+from mpbridge.training.rehearse.measure import place_of
+from mpbridge.training.rehearse.report import (
+    NO_RANKING,
+    OPERANDS,
+    OVERVIEW,
+    TONES,
+    Rehearsal,
+    Rehearsed,
+    TensorSummary,
+    operand,
+    overview,
+    place,
+)
 
 LOW = -32
 """The power of two of the first histogram bin, as in mpbridge.numerics.statistics.BINS."""
 MARKS = {"sound": "good", **TONES}
 SIDES = {"x": "activations", "w": "weights", "dy": "gradients"}
-COLUMNS = [
-    OPERAND_COLUMNS["layer"],
-    Column(name="tensor", number=False, help="linear and operand: x activations, w weights, dy gradients"),
-    Column(name="copy", number=False, help="row or column copy"),
-    OPERAND_COLUMNS["GEMMs"],
-    OPERAND_COLUMNS["format"],
-    OPERAND_COLUMNS["row error"],
-    Column(name="relative error", unit="percent", help="error over norm of the whole tensor"),
-    OPERAND_COLUMNS["flushed"],
-    OPERAND_COLUMNS["saturated"],
-    OPERAND_COLUMNS["SQNR, dB"],
-    OPERAND_COLUMNS["staleness, log2"],
-]
-OVERVIEW = [
-    Column(name="recipe", number=False),
-    Column(name="verdict", number=False),
-    Column(name="last loss", help="nats per token, of the last step"),
-    Column(
-        name="gradient error",
-        help="||g_q - g|| / ||g|| of a global batch, g in high precision; mean over a few batches",
-    ),
-    Column(name="bias", help="the part of it that is the same in every batch: a larger batch does not average it out"),
-    Column(name="noise", help="the rest of it; training degrades above 0.577, 1 over the square root of 3"),
-    Column(name="worst row error", unit="percent", help="of any operand"),
-    Column(name="most flushed", unit="percent", help="of any operand"),
-    Column(name="most saturated", unit="percent", help="of any operand"),
-    Column(name="lowest SQNR, dB", help="of any operand"),
-    Column(name="seconds"),
-]
 PRODUCTS = [
     Column(name="layer", number=False, layer=True, help="layer of the model"),
     Column(name="linear", number=False),
@@ -69,31 +50,17 @@ def page(rehearsal: Rehearsal) -> str:
         losses = made.chart("Loss of every recipe", series, y="loss, nats per token", note=NO_RANKING)
     links = {recipe.recipe: _recipe(made, recipe, losses) for recipe in rehearsal.recipes}
     body, made.blocks[place_:] = made.blocks[place_:], []
-    made.table("", OVERVIEW, [_overall(recipe, links[recipe.recipe]) for recipe in rehearsal.recipes])
+    rows = []
+    for recipe in rehearsal.recipes:
+        name, word, *figures = overview(recipe)
+        rows.append([{"text": name, "href": links[name]}, {"text": word, "tone": MARKS.get(word, "")}, *figures])
+    made.table("", OVERVIEW, rows)
     if not losses:
         made.text(NO_RANKING, dim=True)
     if rehearsal.suggestion:
         made.verdicts("What tuning suggests", [{"text": line} for line in rehearsal.suggestion])
     made.blocks += body
     return made.html()
-
-
-def _overall(recipe: Rehearsed, link: str) -> list[Any]:
-    def top(name: str) -> float | None:
-        return max((row[name] or 0.0 for row in recipe.tensors), default=None)
-
-    word, _ = recipe.verdict()
-    noise = [row["sqnr"] for row in recipe.tensors if row["sqnr"] is not None]
-    loss = recipe.losses[-1] if recipe.losses else None
-    return [
-        {"text": recipe.recipe, "href": link},
-        {"text": word, "tone": MARKS.get(word, "")},
-        loss,
-        *((None, None, None) if recipe.measured is None else _gradient(recipe.measured)),
-        *(top(name) for name in ("row_error", "flushed", "saturated")),
-        min(noise, default=None),
-        round(recipe.seconds, 1),
-    ]
 
 
 def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
@@ -107,16 +74,18 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     heat = _heat(made, recipe)
     ranges = _ranges(made, recipe)
     amax = _amaxes(made, recipe)
-    rows = [_cells(row) for row in recipe.tensors]
+    rows = [operand(row) for row in recipe.tensors]
     worst = {(row["tensor"], row["copy"]): rank for rank, row in enumerate(sorted(recipe.tensors, key=_error))}
     order = sorted(range(len(rows)), key=lambda i: worst[recipe.tensors[i]["tensor"], recipe.tensors[i]["copy"]])
     made.table(
-        "The worst operands, relative to their format's own error", COLUMNS, [_cells(row) for row in recipe.worst]
+        "The worst operands, relative to their format's own error", OPERANDS, [operand(row) for row in recipe.worst]
     )
     if recipe.measured is not None and recipe.measured.products:
-        rows_of = [[*one.place, *one.errors.values(), round(one.excess, 2)] for one in recipe.measured.products]
+        rows_of = [
+            [*place_of(one.linear), *one.errors.values(), round(one.excess, 2)] for one in recipe.measured.products
+        ]
         made.table("Products of every linear, against high precision's", PRODUCTS, rows_of)
-    made.table("all operands", COLUMNS, rows, order=order, folded=True)
+    made.table("all operands", OPERANDS, rows, order=order, folded=True)
     body, made.blocks[at:] = made.blocks[at:], []
     made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])
     made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept in high precision", dim=True)
@@ -124,10 +93,6 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     if recipe.notes:
         made.verdicts("What differs from the GPU", [{"text": note} for note in recipe.notes])
     return heading
-
-
-def _gradient(measured: RecipeMeasurement) -> tuple[float, float, float]:
-    return measured.gradient.error, measured.gradient.bias, measured.gradient.noise
 
 
 def _error(row: TensorSummary) -> float:
@@ -139,11 +104,6 @@ def _plot_of(reason: str, heat: str, ranges: str, amax: str) -> str:
     if "scale is off" in reason:
         return amax or ranges
     return ranges if "saturate" in reason or "become zero" in reason else heat
-
-
-def _cells(row: TensorSummary) -> list[Any]:
-    numbers = (row[name] for name in ("row_error", "relative_error", "flushed", "saturated", "sqnr", "staleness"))
-    return [place(row)[0], row["tensor"], row["copy"], " ".join(row["gemms"]), row["format"], *numbers]
 
 
 def _heat(made: Page, recipe: Rehearsed) -> str:

@@ -20,6 +20,8 @@ from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.training.base import Hook
 from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.io import load
+from mpbridge.training.loop import pretrain
+from mpbridge.training.machine import process_group
 from mpbridge.training.rehearse.measure import RecipeMeasurement, measure
 from mpbridge.training.rehearse.report import Rehearsal, Rehearsed
 
@@ -97,8 +99,6 @@ def rehearse(
     exist, before anything runs. In several processes every rank gets the whole result: for a tensor spread over several ranks, the part with
     the largest error.
     """
-    from mpbridge.training.machine import process_group
-
     for name in recipes:
         get_mixed_precision_config(name)
     load = dict(container.checkpoint).get("load")
@@ -154,8 +154,6 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
 
 
 def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Rehearsed:
-    from mpbridge.training.loop import pretrain
-
     began, failure, stopped = time.perf_counter(), None, None
     try:
         done = pretrain(_run(container, recipe, steps), hooks=[ear], quiet=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpbridge.common.files import write
-from mpbridge.common.tables.table import Table, table
-from mpbridge.training.rehearse.measure import OWN_ERROR, RecipeMeasurement
+from mpbridge.common.pages.about import OPERAND_COLUMNS
+from mpbridge.common.tables.table import Column, Table, table
+from mpbridge.training.rehearse.measure import OWN_ERROR, RecipeMeasurement, place_of
 
 SCHEMA = 1
 RehearsalVerdict = Literal["high precision", "sound", "look closer", "damage", "failed", "interrupted"]
@@ -27,25 +28,46 @@ NO_RANKING = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits above which a tensor is worth a look, and above which it is damaged: (first, second) for each."""
+OPERANDS = [
+    OPERAND_COLUMNS["layer"],
+    Column(name="tensor", number=False, help="linear and operand: x activations, w weights, dy gradients"),
+    Column(name="copy", number=False, help="row or column copy"),
+    OPERAND_COLUMNS["GEMMs"],
+    OPERAND_COLUMNS["format"],
+    OPERAND_COLUMNS["row error"],
+    Column(name="relative error", unit="percent", help="error over norm of the whole tensor"),
+    OPERAND_COLUMNS["flushed"],
+    OPERAND_COLUMNS["saturated"],
+    OPERAND_COLUMNS["SQNR, dB"],
+    OPERAND_COLUMNS["staleness, log2"],
+]
+OVERVIEW = [
+    Column(name="recipe", number=False),
+    Column(name="verdict", number=False),
+    Column(name="last loss", help="nats per token, of the last step"),
+    Column(
+        name="gradient error",
+        help="||g_q - g|| / ||g|| of a global batch, g in high precision; mean over a few batches",
+    ),
+    Column(name="bias", help="the part of it that is the same in every batch: a larger batch does not average it out"),
+    Column(name="noise", help="the rest of it; training degrades above 0.577, 1 over the square root of 3"),
+    Column(name="worst row error", unit="percent", help="of any operand"),
+    Column(name="most flushed", unit="percent", help="of any operand"),
+    Column(name="most saturated", unit="percent", help="of any operand"),
+    Column(name="lowest SQNR, dB", help="of any operand"),
+    Column(name="seconds"),
+]
 
-    row_error: tuple[float, float]
-    """The first as a multiple of OWN_ERROR, the second as an error."""
-    flushed: tuple[float, float]
-    saturated: tuple[float, float]
-    staleness: tuple[float, float] = (1.0, 4.0)
-    """In powers of two: (too large a scale, which saturates, too small a one, which wastes range). Worth a look, but no damage by itself: its
-    effect shows as saturation, flushing or error."""
 
-
-LIMITS: Mapping[int, Limits] = {
-    8: Limits(row_error=(2.0, 0.25), flushed=(0.05, 0.25), saturated=(0.001, 0.01)),
+LIMITS: Mapping[int, Mapping[str, tuple[float, float]]] = {
+    8: {"row_error": (2.0, 0.25), "flushed": (0.05, 0.25), "saturated": (0.001, 0.01)},
     # a Gaussian tensor in NVFP4 flushes 7 to 10 % and clips 3 %: the block scale is rounded to E4M3 and may come out low
-    4: Limits(row_error=(2.0, 0.5), flushed=(0.2, 0.5), saturated=(0.06, 0.15)),
+    4: {"row_error": (2.0, 0.5), "flushed": (0.2, 0.5), "saturated": (0.06, 0.15)},
 }
-"""Bits of an element -> limits."""
+"""Bits of an element -> limits above which a tensor is worth a look, and above which it is damaged; the first of 'row_error' is a multiple of OWN_ERROR."""
+STALE = (1.0, 4.0)
+"""Powers of two by which a delayed scale may be too large, which saturates, and too small, which wastes range. More is worth a look, but no damage by itself: its effect
+shows as saturation, flushing or error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +156,10 @@ class Rehearsal:
 
     def _repr_html_(self) -> str:
         """For notebooks: one row per recipe."""
-        words = [recipe.verdict() for recipe in self.recipes]
-        rows = [
-            (recipe.recipe, word, *overall(recipe), reasons[0])
-            for recipe, (word, reasons) in zip(self.recipes, words, strict=True)
-        ]
-        tones = [TONES.get(word, "") for word, _ in words]
-        columns = ("recipe", "verdict", *OVERALL, "why")
+        verdicts = [recipe.verdict() for recipe in self.recipes]
+        rows = [[*overview(recipe), why[0]] for recipe, (_, why) in zip(self.recipes, verdicts, strict=True)]
+        tones = [TONES.get(word, "") for word, _ in verdicts]
+        columns = [*OVERVIEW, Column(name="why", number=False)]
         return table(self.title, columns, rows, tones=tones, note=NO_RANKING).html()
 
     def as_data(self) -> dict[str, Any]:
@@ -164,17 +183,15 @@ def complaints(row: TensorSummary) -> list[Complaint]:
     limits = LIMITS[4 if row["format"] == "e2m1" else 8]
     own = OWN_ERROR.get((row["format"], row["side"]), 0.0265)
     error = row["row_error"] or 0.0
-    first, second = own * limits.row_error[0], limits.row_error[1]
+    first, second = own * limits["row_error"][0], limits["row_error"][1]
     checks: list[tuple[float, float, float, str]] = [
         (error, first, second, f"its median row is off by {error:.0%} of its norm (its format's own error: {own:.1%})"),
-        (row["flushed"], *limits.flushed, f"{row['flushed']:.1%} of its nonzero elements become zero"),
-        (row["saturated"], *limits.saturated, f"{row['saturated']:.2%} of its elements saturate"),
+        (row["flushed"], *limits["flushed"], f"{row['flushed']:.1%} of its nonzero elements become zero"),
+        (row["saturated"], *limits["saturated"], f"{row['saturated']:.2%} of its elements saturate"),
     ]
     if row["staleness"] is not None:
         stale = row["staleness"]
-        limit, effect = (
-            (limits.staleness[0], "elements saturate") if stale < 0 else (limits.staleness[1], "range is wasted")
-        )
+        limit, effect = (STALE[0], "elements saturate") if stale < 0 else (STALE[1], "range is wasted")
         checks.append((abs(stale), limit, math.inf, f"its delayed scale is off by 2**{stale:+.1f}: {effect}"))
     found = [
         Complaint(tensor=row["tensor"], copy=row["copy"], what=text, severe=value > most)
@@ -216,26 +233,49 @@ def by_layer(rows: Iterable[TensorSummary]) -> dict[str, dict[str, float]]:
 
 def place(row: TensorSummary) -> tuple[str, str]:
     """(layer number as text, the rest of the name with side and copy)."""
-    parts = str(row["slot"]).split(".")
-    number = next((part for part in parts if part.isdigit()), "")
-    rest = ".".join(parts[parts.index(number) + 1 :]) if number else ".".join(parts)
+    number, rest = place_of(str(row["slot"]))
     return number, f"{rest or number}.{row['side']} {row['copy']}"
 
 
 def tables(rehearsal: Rehearsal) -> list[Table]:
     """For the terminal: one row per recipe, then the worst tensors of each."""
-    columns = ("recipe", "verdict", "loss", "gradient error", "bias", "noise", *OVERALL, "s")
-    rows, tones = [], []
-    for recipe in rehearsal.recipes:
-        word, _ = recipe.verdict()
-        loss = f"{recipe.losses[-1]:.4f}" if recipe.losses else ""
-        rows.append((recipe.recipe, word, loss, *gradients(recipe), *overall(recipe), f"{recipe.seconds:.0f}"))
-        tones.append(TONES.get(word, ""))
-    found = [table(rehearsal.title, columns, rows, right=columns[2:], tones=tones)]
+    tones = [TONES.get(recipe.verdict()[0], "") for recipe in rehearsal.recipes]
+    found = [table(rehearsal.title, OVERVIEW, map(overview, rehearsal.recipes), tones=tones)]
     for recipe in rehearsal.recipes:
         if recipe.tensors:
-            found.append(_worst(recipe))
+            word, reasons = recipe.verdict()
+            title = f"{recipe.recipe}: {word}. {reasons[0]}. The worst tensors:"
+            found.append(table(title, OPERANDS, map(operand, recipe.worst)))
     return found
+
+
+def overview(recipe: Rehearsed) -> list[Any]:
+    """A recipe's row of OVERVIEW; None where there is no figure."""
+    measured = recipe.measured.gradient if recipe.measured is not None else None
+    error = (None, None, None) if measured is None else (measured.error, measured.bias, measured.noise)
+    names = ("row_error", "flushed", "saturated")
+    tops = (max((row[name] or 0.0 for row in recipe.tensors), default=None) for name in names)
+    noise = min((row["sqnr"] for row in recipe.tensors if row["sqnr"] is not None), default=None)
+    return [
+        recipe.recipe,
+        recipe.verdict()[0],
+        _short(recipe.losses[-1], 4) if recipe.losses else None,
+        *(_short(value, 3) for value in error),
+        *tops,
+        _short(noise, 1),
+        round(recipe.seconds, 1),
+    ]
+
+
+def operand(row: TensorSummary) -> list[Any]:
+    """A tensor's row of OPERANDS."""
+    shares = (row[name] for name in ("row_error", "relative_error", "flushed", "saturated"))
+    figures = (*shares, _short(row["sqnr"], 1), _short(row["staleness"], 1))
+    return [place(row)[0], row["tensor"], row["copy"], " ".join(row["gemms"]), row["format"], *figures]
+
+
+def _short(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits) + 0.0
 
 
 def caveats(rehearsal: Rehearsal) -> str:
@@ -244,46 +284,6 @@ def caveats(rehearsal: Rehearsal) -> str:
     return "\n".join(
         [NO_RANKING, *(["What differs from the GPU:"] if notes else []), *(f"  - {note}" for note in notes)]
     )
-
-
-def gradients(recipe: Rehearsed) -> tuple[str, str, str]:
-    """Error of a global batch's gradient over its norm, its bias and its noise, as text."""
-    if recipe.measured is None:
-        return "", "", ""
-    one = recipe.measured.gradient
-    return f"{one.error:.3f}", f"{one.bias:.3f}", f"{one.noise:.3f}"
-
-
-OVERALL = ("row error", "flushed", "saturated", "SQNR dB")
-
-
-def overall(recipe: Rehearsed) -> tuple[str, str, str, str]:
-    """OVERALL as text: largest row error, flushed and saturated share, and lowest SQNR of any tensor."""
-    if not recipe.tensors:
-        return "", "", "", ""
-    top = {name: max((row[name] or 0.0) for row in recipe.tensors) for name in ("row_error", "flushed", "saturated")}
-    noise = [row["sqnr"] for row in recipe.tensors if row["sqnr"] is not None]
-    return (*(f"{top[name]:.2%}" for name in top), f"{min(noise):.1f}" if noise else "")  # type: ignore[return-value]
-
-
-COLUMNS = ("tensor", "copy", "GEMMs", "format", "row error", "rel. error", "flushed", "saturated", "SQNR dB", "stale")
-
-
-def cells(row: TensorSummary) -> tuple[str, ...]:
-    """A tensor's row of the tables: COLUMNS as text."""
-    percent = (
-        f"{row[name]:.2%}" if row[name] is not None else ""
-        for name in ("row_error", "relative_error", "flushed", "saturated")
-    )
-    noise = f"{row['sqnr']:.1f}" if row["sqnr"] is not None else ""
-    stale = f"2**{round(row['staleness'], 1) + 0.0:+.1f}" if row["staleness"] is not None else ""
-    return row["tensor"], row["copy"], " ".join(row["gemms"]), row["format"], *percent, noise, stale
-
-
-def _worst(recipe: Rehearsed) -> Table:
-    word, reasons = recipe.verdict()
-    title = f"{recipe.recipe}: {word}. {reasons[0]}. The worst tensors:"
-    return table(title, COLUMNS, map(cells, recipe.worst), right=COLUMNS[2:])
 
 
 def _finite(value: Any) -> Any:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
+from mpbridge.settings.huggingface.folder import FolderTensor
 from mpbridge.settings.huggingface.served import STATIC, ServedFormat, group_of, misfits, quantization_config, row_of
 from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith, values
 from mpbridge.training.serving.causes import Source, explanations
-from mpbridge.training.weights.source import DTYPES, SPELLED
+from mpbridge.training.weights.source import DTYPES, SPELLING
 from mpbridge.training.weights.to_folder import Export, opened
 
 KINDS = ("missing", "invalid", "shape", "scales", "group", "bytes", "list", "engine", "extra")
@@ -45,33 +45,23 @@ class Difference:
 
 
 class Comparison:
-    """Tensors compared with those of a checkpoint's run as they come, in any order; a context manager.
+    """Tensors compared with those of a checkpoint's run as they come, in any order. `compared` makes one.
 
-    config: the folder's quantization_config; None or {}: not quantized. A parameter is compared once all its tensors are there, and then dropped.
+    config: the folder's quantization_config; {}: not quantized. A parameter is compared once all its tensors are there, and then dropped.
     """
 
-    def __init__(self, run: Path, config: Mapping[str, Any] | None, recipe: str | None = None) -> None:
-        self._stack, self.path, self.config, self.recipe = ExitStack(), run, config or {}, recipe
-        self.row: ServedFormat | None = row_of(self.config) if self.config else None
-
-    def __enter__(self) -> Self:
-        self.export: Export = self._stack.enter_context(opened(self.path))
-        training = TrainedWith.of(self.path, self.export.run, self.export.wanted, self.recipe)
-        self.training, self.served = training, ServedWeights(training, self.row)
+    def __init__(self, export: Export, training: TrainedWith, config: Mapping[str, Any]) -> None:
+        self.export, self.training, self.config = export, training, config
+        self.row: ServedFormat | None = row_of(config) if config else None
+        self.served = ServedWeights(training, self.row)
         scalings = {quant.scaling for quant in self.served.rules.values()}
         self.same_scaling = self.row is not None and bool(scalings) and scalings <= set(self.row.scalings)
         self.misfits = (
             list(misfits(self.row, training.found, self.served.facts)) if self.row and self.same_scaling else []
         )
-        self._owner = {name: one for one in self.export.wanted for name, _ in one.parts}
+        self._owner = {name: one for one in export.wanted for name, _ in one.parts}
         self._held: dict[str, dict[str, torch.Tensor]] = {}
-        self._left = {one.name: one for one in self.export.wanted}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+        self._left = {one.name: one for one in export.wanted}
 
     def see(self, name: str, tensor: torch.Tensor) -> list[Difference]:
         """Takes one tensor; returns the differences of the parameter that it completes."""
@@ -92,8 +82,10 @@ class Comparison:
         return list(self._judge(one, held))
 
     def end(self) -> list[Difference]:
-        """The differences of what never became complete."""
-        found: list[Difference] = []
+        """The differences of what never became complete, and of the format and its settings."""
+        found = list(self._settings())
+        if self.row is not None and self.misfits:
+            found.append(Difference(self.row.name, "bytes", f"cannot hold training's scales: {self.misfits[0]}"))
         for one in self._left.values():
             held = self._held.get(one.name, {})
             if one.wide and not held:
@@ -102,7 +94,7 @@ class Comparison:
             found += [Difference(name, "missing", "is missing") for name in absent]
         return found
 
-    def settings(self) -> Iterator[Difference]:
+    def _settings(self) -> Iterator[Difference]:
         """What the config says of activations that is not as training has it."""
         if self.row is None or not self.same_scaling or self.misfits:
             return
@@ -195,32 +187,30 @@ class Comparison:
         return "no known rule gives these bytes"
 
 
+@contextmanager
+def compared(run: Path, config: Mapping[str, Any] | None, recipe: str | None = None) -> Iterator[Comparison]:
+    """The comparison with the run of that checkpoint. recipe: another recipe than the run's."""
+    with opened(run) as export:
+        yield Comparison(export, TrainedWith.of(run, export.run, export.wanted, recipe), config or {})
+
+
 def _afterwards(
     row: ServedFormat | None, exact: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """(cause, training's tensors after something was done to them)."""
     assert row is not None
+
+    def changed(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: change(tensor) if name.endswith(suffix) else tensor for name, tensor in exact.items()}
+
     if row.second:
-        yield (
-            "the second-level scale is the reciprocal of the format's: divisor and multiplier are confused",
-            {name: 1.0 / tensor if name.endswith(row.second) else tensor for name, tensor in exact.items()},
-        )
-        yield (
-            "the two codes of each byte are swapped",
-            {name: tensor >> 4 | tensor << 4 if name.endswith(row.codes) else tensor for name, tensor in exact.items()},
-        )
+        words = "the second-level scale is the reciprocal of the format's: divisor and multiplier are confused"
+        yield words, changed(row.second, torch.reciprocal)
+        yield "the two codes of each byte are swapped", changed(row.codes, lambda codes: codes >> 4 | codes << 4)
     if row.scale_dtype == "F32":
-        yield (
-            "scales are the reciprocals of the format's",
-            {name: 1.0 / tensor if name.endswith(row.scale) else tensor for name, tensor in exact.items()},
-        )
-        yield (
-            "scales rounded up to powers of two after the cast, codes unchanged",
-            {
-                name: torch.exp2(torch.ceil(torch.log2(tensor))) if name.endswith(row.scale) else tensor
-                for name, tensor in exact.items()
-            },
-        )
+        yield "scales are the reciprocals of the format's", changed(row.scale, torch.reciprocal)
+        words = "scales rounded up to powers of two after the cast, codes unchanged"
+        yield words, changed(row.scale, lambda scale: torch.exp2(torch.ceil(torch.log2(scale))))
     modules = sorted({name.rpartition(".")[0] for name in exact})
     for other in range(1, len(modules)):
         turned = dict(zip(modules, modules[other:] + modules[:other], strict=True))
@@ -293,19 +283,31 @@ def shape_faults(
     if row is None:
         yield Difference(module, "shape", NO_CONFIG)
         return
+    headers = {
+        name: FolderTensor("", SPELLING.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        for name, tensor in held.items()
+    }
+    faults = {fault.name: fault for fault in header_faults(module, size, headers, row)}
+    for suffix in row.shapes(*size):
+        name = f"{module}.{suffix}"
+        if name in faults:
+            yield faults[name]
+        elif suffix != row.codes and (bad := bad_scales(held[name])):
+            yield Difference(name, "invalid", bad, float("inf"))
+
+
+def header_faults(
+    module: str, size: tuple[int, ...], held: Mapping[str, FolderTensor], row: ServedFormat
+) -> Iterator[Difference]:
+    """What is missing of a quantized linear [rows, columns], or of another shape or dtype."""
     for suffix, (dtype, shape) in row.shapes(*size).items():
-        tensor = held[f"{module}.{suffix}"]
-        scale = suffix != row.codes
-        if tensor.numel() == 1 and len(shape) < 2 and suffix == row.single:
-            shape = tuple(tensor.shape)  # [] and [1] are both read
-        if tuple(tensor.shape) != shape:
-            yield Difference(f"{module}.{suffix}", "shape", f"is {list(tensor.shape)}, expected {list(shape)}")
-        elif tensor.dtype is not SPELLED[dtype] and not (scale and dtype == "F32" and tensor.dtype is torch.bfloat16):
-            yield Difference(
-                f"{module}.{suffix}", "shape", f"is {str(tensor.dtype).removeprefix('torch.')}, expected {dtype}"
-            )
-        elif scale and (bad := bad_scales(tensor)):
-            yield Difference(f"{module}.{suffix}", "invalid", bad, float("inf"))
+        name, tensor = f"{module}.{suffix}", held.get(f"{module}.{suffix}")
+        if tensor is None:
+            yield Difference(name, "missing", "is missing")
+        elif tensor.shape != shape and not (suffix == row.single and tensor.shape in ((), (1,))):
+            yield Difference(name, "shape", f"is {list(tensor.shape)}, expected {list(shape)}")
+        elif tensor.dtype != dtype and (tensor.dtype, dtype) != ("BF16", "F32"):
+            yield Difference(name, "shape", f"is {tensor.dtype}, expected {dtype}")
 
 
 def bad_scales(scales: torch.Tensor) -> str:
@@ -334,6 +336,12 @@ def read_values(module: str, held: Mapping[str, torch.Tensor], row: ServedFormat
         return values(codes, scales)
     second = held[f"{module}.{row.second}"].float()
     return values(codes, scales, 1.0 / second if row.divides else second)
+
+
+def note_second(seconds: dict[str, float], row: ServedFormat | None, name: str, tensor: torch.Tensor) -> None:
+    """Adds module -> the scale of its whole tensor, if that is what the tensor holds."""
+    if row is not None and row.single and name.endswith(f".{row.single}") and tensor.numel() == 1:
+        seconds[name.rpartition(".")[0]] = float(tensor)
 
 
 def group_faults(seconds: Mapping[str, float]) -> Iterator[Difference]:
@@ -367,19 +375,9 @@ def differences(
     """
     found: list[Difference] = []
     seconds: dict[str, float] = {}
-    with Comparison(run, config, recipe) as comparison:
-        row = comparison.row
+    with compared(run, config, recipe) as comparison:
         for name, tensor in stream:
-            if row is not None and row.single and name.endswith(f".{row.single}") and tensor.numel() == 1:
-                seconds[name.rpartition(".")[0]] = float(tensor)
+            note_second(seconds, comparison.row, name, tensor)
             found += comparison.see(name, tensor)
-        found += [*comparison.end(), *comparison.settings()]
-        if comparison.misfits:
-            found.append(
-                Difference(
-                    comparison.misfits[0].partition(":")[0],
-                    "bytes",
-                    f"the format cannot hold training's scales: {comparison.misfits[0]}",
-                )
-            )
+        found += comparison.end()
     return sorted([*found, *group_faults(seconds)], key=lambda one: one.weight)

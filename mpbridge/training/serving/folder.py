@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,16 @@ from mpbridge.common.machines import Machine
 from mpbridge.settings.huggingface.folder import FolderTensor, read_config, read_json_file, tensors
 from mpbridge.settings.huggingface.kept import list_faults
 from mpbridge.settings.huggingface.served import INPUT_SCALES, LEGACY, STATIC, ServedFormat, row_of, scales_are_static
-from mpbridge.training.serving.differences import NO_CONFIG, Comparison, Difference, bad_scales, group_faults
-from mpbridge.training.serving.document import FILE, SCHEMA, is_module
+from mpbridge.training.serving.cast import FILE, SCHEMA, is_module
+from mpbridge.training.serving.differences import (
+    NO_CONFIG,
+    Difference,
+    bad_scales,
+    compared,
+    group_faults,
+    header_faults,
+    note_second,
+)
 from mpbridge.training.weights.shards import facts_of
 from mpbridge.training.weights.source import DTYPES, FolderReader
 
@@ -152,14 +161,7 @@ def _from_headers(
             yield Difference(f"{module}.{row.codes}", "missing", f"is missing; {row.name} stores codes under this name")
             continue
         rows, columns = codes.shape
-        for suffix, (dtype, shape) in row.shapes(rows, columns * 2 if row.second else columns).items():
-            tensor = held.get(f"{module}.{suffix}")
-            if tensor is None:
-                yield Difference(f"{module}.{suffix}", "missing", "is missing")
-            elif tensor.shape != shape and not (suffix == row.single and tensor.shape in ((), (1,))):
-                yield Difference(f"{module}.{suffix}", "shape", f"is {list(tensor.shape)}, expected {list(shape)}")
-            elif tensor.dtype != dtype and (tensor.dtype, dtype) != ("BF16", "F32"):
-                yield Difference(f"{module}.{suffix}", "shape", f"is {tensor.dtype}, expected {dtype}")
+        yield from header_faults(module, (rows, columns * 2 if row.second else columns), held, row)
 
 
 def _input_scales(
@@ -190,13 +192,10 @@ def _read(
 ) -> None:
     """Reads what has to be read: with a contract or a run every tensor once, otherwise only scales."""
     recorded = contract["tensors"] if contract is not None else {}
-    comparison = None if run is None else Comparison(run, quantization, recipe).__enter__()
     seconds: dict[str, float] = {}
     powers = True
     total, done = sum(one.bytes for one in reader.held.values()), 0
-    try:
-        if comparison is not None:
-            _about_run(report, comparison, contract)
+    with nullcontext() if run is None else compared(run, quantization, recipe) as comparison:
         for name in sorted(reader.held, key=lambda one: (reader.held[one].file, one)):
             scale = row is not None and name.endswith((f".{row.scale}", f".{row.single or row.scale}"))
             static = row is not None and name.rpartition(".")[2] in STATIC
@@ -206,17 +205,18 @@ def _read(
                     report.found.append(Difference(name, "bytes", f"is not what {FILE} recorded: changed since"))
                 if (static or (scale and comparison is None)) and (bad := bad_scales(tensor)):
                     report.found.append(Difference(name, "invalid", bad, float("inf")))
-                if row is not None and row.single and name.endswith(f".{row.single}") and tensor.numel() == 1:
-                    seconds[name.rpartition(".")[0]] = float(tensor)
+                note_second(seconds, row, name, tensor)
                 if scale and row is not None and row.layout == "blocks":
                     powers = powers and bool((torch.frexp(tensor.float()).mantissa == 0.5).all())
                 report.found += [] if comparison is None else comparison.see(name, tensor)
             done += reader.held[name].bytes
             told(done, total)
-        report.found += [] if comparison is None else comparison.end()
-    finally:
         if comparison is not None:
-            comparison.__exit__(None, None, None)
+            report.found += comparison.end()
+            report.recipe, policy = comparison.training.recipe, comparison.training.policy
+            if contract is not None and contract.get("fingerprint") != policy.fingerprint():
+                said = f"was written under {contract.get('recipe')}, another precision policy than {report.recipe}"
+                report.found.append(Difference(FILE, "bytes", said))
     if contract is not None and comparison is None:
         added = [name for name in reader.held if name not in recorded]
         report.found += [Difference(name, "extra", f"is not in {FILE}: added since") for name in added]
@@ -238,27 +238,5 @@ def _read(
                 row.scale,
                 "scales",
                 f"are FP32 numbers, and {target.name} multiplies with powers of two: an engine quantizes the weights anew",
-            )
-        )
-
-
-def _about_run(report: Report, comparison: Comparison, contract: Mapping[str, Any] | None) -> None:
-    training = comparison.training
-    report.recipe = training.recipe
-    report.found += comparison.settings()
-    if contract is not None and contract.get("fingerprint") != training.policy.fingerprint():
-        report.found.append(
-            Difference(
-                FILE,
-                "bytes",
-                f"was written under {contract.get('recipe')}, another precision policy than {training.recipe}",
-            )
-        )
-    if comparison.misfits:
-        report.found.append(
-            Difference(
-                str(comparison.row and comparison.row.name),
-                "bytes",
-                f"cannot hold training's scales: {comparison.misfits[0]}",
             )
         )

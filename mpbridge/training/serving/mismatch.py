@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,27 +11,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mpbridge.backend.devices import device_layer
-from mpbridge.backend.engines.optimizers import CpuFusedAdam
-from mpbridge.backend.engines.registry import build_engine
 from mpbridge.backend.megatron.emulated_linears import places
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import E4M3
-from mpbridge.common.traits import DEFAULT
 from mpbridge.numerics.codes import encode_fp8
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.precision.regions import Quant
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.folder import read_config, tensors
 from mpbridge.settings.huggingface.served import ServedFormat, row_of, scales_are_static
-from mpbridge.training.base import Training
-from mpbridge.training.checkpoint.io import CONFIG, load
+from mpbridge.training.checkpoint.io import CONFIG
 from mpbridge.training.data.tokenizer import tokenizer
-from mpbridge.training.machine import process_group, process_settings
-from mpbridge.training.metrics import Counters
+from mpbridge.training.machine import bare, process_group, with_weights
 from mpbridge.training.serving.differences import is_plain, read_values
-from mpbridge.training.weights.layouts import joined
-from mpbridge.training.weights.source import FolderReader
+from mpbridge.training.weights.source import FolderReader, joined
 from mpbridge.training.weights.to_folder import opened
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -102,33 +95,21 @@ def mismatch(path: Path, folder: Path, text: str, *, sequences: int = 8) -> Mism
 @contextmanager
 def _model(path: Path) -> Iterator[Any]:
     """The run's model with the checkpoint's weights, emulated in this process."""
-    container = ConfigContainer.load(path / CONFIG, check=False)
-    container.emulate, container.engine, container.target = True, DEFAULT, None
+    container = bare(ConfigContainer.load(path / CONFIG, check=False))
+    container.target = None
     for name in _ONE_PROCESS:
         container.parallel.pop(name, None)
     container.parallel["sequence_parallel"] = False
-    for section in (container.ddp, container.optimizer):
-        for name in ("use_distributed_optimizer", "overlap_param_gather"):
-            if section.get(name):
-                section[name] = False
-    container.checkpoint, container.logger = {}, {"log_dir": None, "tensorboard": False, "progress": False}
-    with ExitStack() as stack:
-        stack.enter_context(process_group(False))
+    with process_group(False):
         run = container.resolved(1, training=False)
         if run.policy.quantized is False:
             raise BadValue(
                 f"{path}: its recipe quantizes nothing: training's numerics are those of plain {run.policy.compute.short}"
             )
-        stack.enter_context(process_settings(run.train))
-        stack.enter_context(device_layer(False, fused_adam=CpuFusedAdam))
-        engine = build_engine(run)
-        stack.callback(engine.close)
-        training = Training(run=run, engine=engine, scheduler=None, feed=None, counters=Counters())  # type: ignore[arg-type]
-        load(training, path, weights_alone=True)
-        for chunk in engine.model:
-            chunk.eval()
-        stack.enter_context(torch.no_grad())
-        yield engine
+        with with_weights(run, path, cuda=False) as engine, torch.no_grad():
+            for chunk in engine.model:
+                chunk.eval()
+            yield engine
 
 
 def _tokens(run: Any, text: str, sequences: int) -> torch.Tensor:

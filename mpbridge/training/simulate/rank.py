@@ -1,64 +1,153 @@
-"""One simulated rank: built, its live tensors compared with the prediction, audited, and stepped on request."""
+"""One simulated rank: built, its live tensors compared with the prediction, audited, and stepped on request, with its matrix products and collectives held against the list of
+operations that predictions price."""
 
 from __future__ import annotations
 
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mpbridge.backend.devices import device_layer
+from mpbridge.backend.engines.live import allocate_moments
+from mpbridge.backend.engines.mcore import McoreEngine
+from mpbridge.backend.engines.optimizers import CpuFusedAdam
+from mpbridge.common.errors import Refused
+from mpbridge.numerics.observation.modules import tensors_in
+from mpbridge.numerics.observation.operations import OperationObserver
+from mpbridge.numerics.observation.tensors import storage
+from mpbridge.observe.audit import examine as audits
+from mpbridge.planning.estimate.build import work
+from mpbridge.planning.memory.roles import roles
+from mpbridge.training.simulate import Simulated
+from mpbridge.training.simulate.meta import META, at_rest, install, install_quantized, resting
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
 
+try:
+    from torch._C._distributed_c10d import FakeWork
+except ImportError:
+    raise Refused(
+        f"recording a simulated step needs a torch with FakeWork (2.13 and 2.15 have it, 2.6 does not), found {torch.__version__}: install a newer torch"
+    ) from None
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """The results for one rank."""
+Wire = tuple[str, int, str, int]
+"""(kind, ranks of the group, dtype, input bytes)."""
+MatmulShape = tuple[int, int, int, str]
+"""(smaller and larger outer size, inner size, dtype)."""
 
-    rank: int
-    parameters: int
-    live: int
-    """Bytes of all storages that play a role."""
-    predicted: int
-    rows: int
-    """(role, parameter, dtype) that exist or were predicted."""
-    differences: tuple[str, ...]
-    """Rows whose elements differ."""
-    audit: tuple[str, ...]
-    """Findings that are not as promised."""
-    audited: int
-    """All findings."""
-    seconds: float
-    """CPU time without imports."""
-    peak: int
-    """Peak resident bytes of the process."""
-    products: int = 0
-    """Matrix products recorded in one step."""
-    wires: int = 0
-    """Collectives recorded in one step."""
-    step: tuple[str, ...] = field(default=())
-    """Where the recorded step and the list of operations differ."""
+
+class Recorder(OperationObserver):  # type: ignore[no-untyped-call]
+    """While active: `wires` and `products` count what is issued. It answers collectives itself: torch has no meta kernels for coalesced ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: Counter[MatmulShape] = Counter()
 
     @property
-    def ok(self) -> bool:
-        """Whether everything agrees."""
-        return not self.differences and not self.audit and not self.step and self.live == self.predicted
+    def wires(self) -> Counter[Wire]:
+        """The collectives."""
+        return Counter((one.kind, len(one.group), one.dtype, one.end - one.begin) for one in self.sent)
+
+    def clear(self) -> None:
+        """Clears the records."""
+        self.sent.clear()
+        self.products.clear()
+
+    def multiplies(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        """Counts a product by its sizes; each of a batch."""
+        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        self.products[min(m, n), max(m, n), k, storage(left)] += left.shape[:-2].numel()
+
+    def communicates(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Records and answers a collective of meta tensors."""
+        if any(one.device.type != "meta" for one in tensors_in(args)):
+            return func(*args, **kwargs)  # objects; a fake group returns this rank's own
+        self.record(name, args)
+        done = FakeWork().boxed()
+        return (args[0], done) if len(func._schema.returns) == 2 else done
+
+
+_SMALL = 4096
+"""Bytes below which a collective is bookkeeping (norms, counts, losses, flags) that the list omits."""
+
+
+def compare_products(run: Run, rank: int, batches: int, seen: Mapping[Any, int]) -> list[str]:
+    """Differences in matrix products."""
+    wanted: Counter[tuple[int, int, int, str]] = Counter()
+    grouped = Counter[str]()
+    for gemm in work(run.policy, run.facts, rank).gemms:
+        # without kernels quantized operands are multiplied in the compute dtype: shapes and counts are compared
+        issued = run.policy.compute.short if gemm.scaling else gemm.format
+        if gemm.grouped:
+            grouped[issued] += int(gemm.flops) * batches
+        else:
+            wanted[(*gemm.key, issued)] += gemm.times * batches
+    left = Counter(seen)
+    left.subtract({key: min(count, left[key]) for key, count in wanted.items()})
+    found = [
+        f"product {_size(key)}: issued {seen.get(key, 0)}, listed {count}"
+        for key, count in wanted.items()
+        if seen.get(key, 0) < count
+    ]
+    rest: Counter[str] = Counter()
+    for (a, b, k, dtype), count in left.items():
+        rest[dtype] += 2 * a * b * k * count
+    for dtype in sorted({*rest, *grouped}):
+        # experts' products have a row more or less if tokens do not divide evenly
+        if abs(rest[dtype] - grouped[dtype]) > 0.002 * max(rest[dtype], grouped[dtype]):
+            found.append(
+                f"other products in {dtype}: issued {rest[dtype]:.4g} FLOPs, listed {grouped[dtype]:.4g} of experts"
+            )
+    return found
+
+
+def _size(key: tuple[int, int, int, str]) -> str:
+    return f"[{key[0]}, {key[2]}] x [{key[2]}, {key[1]}] {key[3]}"
+
+
+def compare_wires(run: Run, rank: int, batches: int, seen: Mapping[Any, int]) -> list[str]:
+    """Differences in collectives. Buckets of one buffer count together; all-to-all and the gathers of experts, in sum."""
+    one = work(run.policy, run.facts, rank)
+    wanted: Counter[tuple[str, int, str]] = Counter()
+    for wire in one.collectives:
+        # a fake context-parallel attention sends nothing
+        if wire.group != "context":
+            wanted[wire.kind, _ranks(wire), wire.dtype] += wire.bytes * wire.times * batches
+    for wire in one.step:
+        wanted[wire.kind, _ranks(wire), wire.dtype] += wire.bytes * wire.times
+    found: Counter[tuple[str, int, str]] = Counter()
+    for (kind, ranks, dtype, size), count in seen.items():
+        if ranks > 1 and size >= _SMALL and dtype != "int64":
+            found[kind, 0 if kind in ("send", "receive") else ranks, dtype] += size * count
+    loose = 0.005
+    return [
+        f"{kind} over {ranks or 'neighbouring'} ranks in {dtype}: issued {found[key]:,} bytes, listed {wanted[key]:,}"
+        for key in sorted(set(wanted) | set(found))
+        for kind, ranks, dtype in [key]
+        if abs(found[key] - wanted[key]) > loose * max(found[key], wanted[key])
+        and not _bookkeeping(kind, found[key], wanted[key])
+    ]
+
+
+def _ranks(wire: Any) -> int:
+    return 0 if wire.group == "pipeline" else int(wire.ranks)
+
+
+def _bookkeeping(kind: str, found: int, wanted: int) -> bool:
+    """Reductions of norms' gradients and of losses, which the list omits: less than a thousandth of the relevant traffic."""
+    return kind in ("all_reduce", "broadcast") and not wanted and found < 2**24
 
 
 def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
     """Builds that rank in this process, which cannot be used for anything else afterwards."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from mpbridge.backend.devices import device_layer
-    from mpbridge.backend.engines.mcore import McoreEngine
-    from mpbridge.backend.engines.optimizers import CpuFusedAdam
-    from mpbridge.training.simulate.meta import META, install, install_quantized
-    from mpbridge.training.simulate.recorder import Recorder
-
     start = time.process_time()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
     install()
@@ -74,10 +163,6 @@ def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
 
 
 def _judge(engine: Any, run: Run, rank: int, start: float, stepped: dict[str, Any]) -> Simulated:
-    from mpbridge.backend.engines.live import allocate_moments
-    from mpbridge.planning.memory.roles import roles
-    from mpbridge.training.simulate.meta import at_rest, resting
-
     allocate_moments(engine.optimizer)
     live, listed = list(engine.tensors()), list(roles(run.policy, run.facts, rank=rank))
     if run.played:
@@ -122,8 +207,6 @@ def _elements(live: Any) -> Counter[tuple[str, str, str]]:
 
 def _audit(engine: Any, run: Run) -> tuple[tuple[str, ...], int]:
     """(findings that are not as promised, number of all findings). Other ranks do not exist, so only this rank's findings are judged."""
-    from mpbridge.observe.audit import examine as audits
-
     audits.everywhere = lambda seen: [seen]
     report = audits.audit(run.policy, engine, stage="live")
     # quantized linears need kernels: only the storage around them is built here
@@ -133,8 +216,6 @@ def _audit(engine: Any, run: Run) -> tuple[tuple[str, ...], int]:
 
 
 def _step(engine: Any, run: Run, seen: Any, rank: int) -> dict[str, Any]:
-    from mpbridge.training.simulate.recorder import compare_products, compare_wires
-
     facts = run.facts
     batches = max(1, facts.global_batch_size // (facts.micro_batch_size * facts.parallel.data))
     seen.clear()
@@ -148,8 +229,6 @@ def _step(engine: Any, run: Run, seen: Any, rank: int) -> dict[str, Any]:
 
 
 def _feed(run: Run) -> Iterator[dict[str, Any]]:
-    import torch
-
     size = (run.facts.micro_batch_size, run.facts.shape.seq_length // run.facts.parallel.context)
     while True:
         yield {name: torch.empty(size, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")} | {

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Self
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.machines import machine
 from mpbridge.common.traits import DEFAULT
-from mpbridge.training.simulate.rank import Simulated, simulate_rank
+from mpbridge.training.simulate import Simulated
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
+
 
 _CUDA_ONLY: dict[str, Any] = {
     "tp_comm_overlap": False, "cpu_offloading": False, "cpu_offloading_num_layers": 0, "moe_grouped_gemm": False, "moe_permute_fusion": False,
@@ -90,15 +91,7 @@ def _preload() -> None:
     shown, warnings.showwarning = warnings.showwarning, _nothing
     try:  # megatron-core warns at import about missing Transformer Engine and Apex
         importlib.import_module("mpbridge.backend.megatron.cpu").import_all()
-        for name in (
-            "observe.audit.examine",
-            "backend.engines.mcore",
-            "backend.megatron.on_meta",
-            "backend.models.gpt",
-            "training.simulate.meta",
-            "training.simulate.recorder",
-        ):
-            importlib.import_module(f"mpbridge.{name}")
+        importlib.import_module("mpbridge.training.simulate.rank")
     finally:
         warnings.showwarning = shown
 
@@ -200,6 +193,8 @@ def _child(answer: Any, run: Run, rank: int, step: bool) -> None:
 
     warnings.filterwarnings("ignore")
     try:
+        from mpbridge.training.simulate.rank import simulate_rank
+
         answer.send(simulate_rank(run, rank, step=step))
     except BaseException as error:
         import traceback

@@ -1,18 +1,119 @@
-"""Choices of a level for each unit: the best within a budget (a multiple-choice knapsack), simple rules and random ones to compare with, and the recipe that states one."""
+"""The units of decision (linears that must share one format), and choices of a level for each: the best within a budget (a multiple-choice knapsack), simple rules and
+random ones to compare with, and the recipe that states one."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpbridge.planning.rules.gemm_shapes import spans
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.training.tune.costs import Costs
-from mpbridge.training.tune.decision_units import LOW, DecisionUnit, by_kind
+
+_EXPERTS = re.compile(r"^(.*\bexperts)\.(?:local_experts\.)?\d+\.")
+LOW = "low"
+"""The recipe's own level; other levels are named by the words of `modules:`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedLinear:
+    """A linear that the recipe quantizes."""
+
+    slot: str
+    """Global name."""
+    below: str
+    """Name below its layer."""
+    layer: int
+    """0-based."""
+    weight: Hashable
+    """The same for linears that share one weight."""
+
+    @property
+    def glob(self) -> str:
+        """The glob that names it within its layer in a recipe; for an expert, that of all experts of the layer."""
+        found = _EXPERTS.match(self.below)
+        return f"{found.group(1)}.*" if found else self.below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionUnit:
+    """One decision."""
+
+    slots: tuple[str, ...]
+    places: tuple[tuple[int, str], ...]
+    """(layer, glob below it) that name its linears in a recipe."""
+
+    @property
+    def kind(self) -> str:
+        """Its globs; the same for corresponding units of all layers."""
+        return " + ".join(dict.fromkeys(glob for _, glob in self.places))
+
+    @property
+    def layer(self) -> int:
+        """The layer of its first linear."""
+        return self.places[0][0]
+
+    @property
+    def name(self) -> str:
+        """'3.mlp.linear_fc1'; unique if it is the only unit of its kind in the layer."""
+        return f"{self.layer}.{self.kind}"
+
+
+def units(places: Iterable[TunedLinear], inputs: Mapping[str, Hashable] | None = None) -> list[DecisionUnit]:
+    """The decisions, in the order of their first linears. The experts of a layer form one; so do linears that share a weight, and linears that read the same input.
+
+    inputs: slot -> a key that is equal for linears of one layer that read the same tensor (a stack may fuse them into one GEMM); None: the linears
+    are already fused.
+    """
+    known = list(places)
+    root: dict[Hashable, int] = {}
+    group = list(range(len(known)))
+
+    def find(index: int) -> int:
+        while group[index] != index:
+            index = group[index]
+        return index
+
+    for index, place in enumerate(known):
+        keys: list[Hashable] = [("weight", place.weight)]
+        if place.glob != place.below:
+            keys.append(("experts", place.layer, place.glob))
+        elif inputs is not None and place.slot in inputs:
+            keys.append(("input", place.layer, place.below.rpartition(".")[0], inputs[place.slot]))
+        for key in keys:
+            first = root.setdefault(key, index)
+            low, high = sorted((find(first), find(index)))
+            group[high] = low
+    members: dict[int, list[TunedLinear]] = {}
+    for index, place in enumerate(known):
+        members.setdefault(find(index), []).append(place)
+    return [
+        DecisionUnit(
+            slots=tuple(place.slot for place in several),
+            places=tuple(dict.fromkeys((place.layer, place.glob) for place in several)),
+        )
+        for several in members.values()
+    ]
+
+
+def by_kind(found: Iterable[DecisionUnit]) -> list[DecisionUnit]:
+    """Whole kinds as decisions: one unit per kind, with all layers."""
+    kinds: dict[str, list[DecisionUnit]] = {}
+    for unit in found:
+        kinds.setdefault(unit.kind, []).append(unit)
+    return [
+        DecisionUnit(
+            slots=tuple(slot for unit in several for slot in unit.slots),
+            places=tuple(place for unit in several for place in unit.places),
+        )
+        for several in kinds.values()
+    ]
+
 
 BINS, BINS_A_UNIT = 4096, 64
 """Steps of the budget: rounding all units' costs down hides at most 1/64 of it; a choice that turns out too expensive is searched for again below."""
@@ -92,15 +193,12 @@ def _topped_up(
         chosen[number] = name
 
 
+Costs = list[dict[str, float]]
+"""For each unit: level -> cost."""
 Choice = Mapping[str, str]
 """Unit's name -> level."""
 TAIL_SHARE = 0.15
 """NVIDIA's rule keeps the last 15 % of the layers in BF16 (arXiv 2509.25149)."""
-
-
-def base_of(config: MixedPrecisionConfig) -> MixedPrecisionConfig:
-    """The recipe without edge layers, which the choice replaces; the recipe's rules under `modules:` stay."""
-    return config.derive(first_last_layers_bf16=False, num_layers_at_start_in_bf16=None, num_layers_at_end_in_bf16=None)
 
 
 def configured(

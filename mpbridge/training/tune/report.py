@@ -17,8 +17,7 @@ from mpbridge.planning.rules.gemm_shapes import spans
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.settings.load import dump_yaml
-from mpbridge.training.tune.choices import TUNED
-from mpbridge.training.tune.decision_units import LOW
+from mpbridge.training.tune.choices import LOW, TUNED
 from mpbridge.training.tune.tuning import AGREE, Tuned
 
 

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from mpbridge.backend.devices import device_layer
-from mpbridge.backend.engines.optimizers import CpuFusedAdam
-from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.probe import installed
-from mpbridge.common.traits import DEFAULT
 from mpbridge.precision.config import MixedPrecisionConfig, plain_states
 from mpbridge.settings.training import microbatches
-from mpbridge.training.base import Training
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.io import load
 from mpbridge.training.data.batches import Feed
-from mpbridge.training.machine import data_parallel, process_group, process_settings
-from mpbridge.training.metrics import Counters
-from mpbridge.training.tune.costs import Budget, Pricing
-from mpbridge.training.tune.expressible import Where, default_levels, expressible, natural, runnable
+from mpbridge.training.machine import bare, data_parallel, process_group, with_weights
+from mpbridge.training.tune.levels import Budget, Pricing, Where, aimed, expressible, prepared
+from mpbridge.training.tune.proof import EngineSubject
 from mpbridge.training.tune.report import evidence
-from mpbridge.training.tune.subject import EngineSubject
-from mpbridge.training.tune.tuning import Tuned, TuningRequest, levels_of, prepared, refuse_bad, tuned
+from mpbridge.training.tune.tuning import Tuned, TuningRequest, refuse_bad, tuned
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
@@ -53,38 +45,31 @@ def tune(
     refuse_bad(batches, unseen)
     where = where or Where()
     with process_group(torch.cuda.is_available()):
-        run = container.resolved(dist.get_world_size(), training=False)
-        asked = dataclasses.replace(
-            _request(container, run, levels, where), budget=budget or Budget(), batches=batches, unseen=unseen
+        world = dist.get_world_size()
+        run = container.resolved(world, training=False)
+        config = run.stages[0].config
+        base, policy = prepared(config)
+        found, left_out = aimed(config, levels, where)
+        target = where.priced(policy)
+        priced = container.resolved(world, machine=target, versions=where.versions, training=False).facts
+        found, notes = expressible(
+            found, base, run=priced if where.machine else None, stack=where.stack, asked=levels is not None
         )
-        base, _ = prepared(asked.config)
+        asked = TuningRequest(
+            config=config,
+            levels=found,
+            budget=budget or Budget(),
+            batches=batches,
+            unseen=unseen,
+            pricing=Pricing(machine=target, constants=where.constants),
+            run=dataclasses.replace(priced, machine=target),
+            seed=int(run.train.get("seed") or 1234),
+            notes=(*left_out, *notes),
+        )
         with opened(container, base, batches=batches, unseen=unseen) as (subject, weights):
             result = tuned(subject, asked, say)
         library = f"megatron-core {installed().megatron_core}"
         return result, evidence(result, recipe=run.recipe, facts=_facts(run, weights, where), library=library)
-
-
-def _request(container: ConfigContainer, run: Run, levels: Sequence[str] | None, where: Where) -> TuningRequest:
-    """The request for `run`: the levels that its target can run and its stack can express, priced there. Raises Refused."""
-    config = run.stages[0].config
-    base, policy = prepared(config)
-    words = default_levels(config) if levels is None else levels
-    target = where.machine or natural(policy.quants)
-    found, left_out = runnable(
-        levels_of(words, config), base, machine=where.machine, versions=where.versions, asked=levels is not None
-    )
-    priced = container.resolved(dist.get_world_size(), machine=target, versions=where.versions, training=False)
-    found, notes = expressible(
-        found, base, run=priced.facts if where.machine else None, stack=where.stack, asked=levels is not None
-    )
-    return TuningRequest(
-        config=config,
-        levels=found,
-        pricing=Pricing(machine=target, constants=where.constants),
-        run=dataclasses.replace(priced.facts, machine=target),
-        seed=int(run.train.get("seed") or 1234),
-        notes=(*left_out, *notes),
-    )
 
 
 @contextmanager
@@ -94,39 +79,15 @@ def opened(
     """(the container's model under `config`, emulated; the checkpoint of its weights). Requires a process group."""
     given = dict(container.checkpoint).get("load")
     weights = store.locate(Path(given)) if given else None
-    run = measuring(container, config, batches=batches, unseen=unseen)
-    with ExitStack() as stack:
-        stack.enter_context(process_settings(run.train))
-        stack.enter_context(device_layer(torch.cuda.is_available(), fused_adam=CpuFusedAdam))
-        engine = build_engine(run)
-        stack.callback(engine.close)
-        feed = Feed(run)
-        if weights is not None:
-            load(
-                Training(run=run, engine=engine, scheduler=None, feed=feed, counters=Counters()),
-                weights,
-                weights_alone=True,
-            )
+    made = bare(container)
+    made.mixed_precision = config.derive(**plain_states())
+    for name, value in {"train_iters": batches, "eval_interval": 1, "eval_iters": unseen, "audit": "warn"}.items():
+        setattr(made.train, name, value)
+    run = made.resolved(dist.get_world_size())
+    with with_weights(run, weights, cuda=torch.cuda.is_available()) as engine:
         rank, ranks = data_parallel()
-        yield EngineSubject(engine, feed, microbatches=microbatches(run.train, ranks), rank=rank, ranks=ranks), weights
-
-
-def measuring(container: ConfigContainer, config: MixedPrecisionConfig, *, batches: int, unseen: int) -> Run:
-    """The run on which gradients are measured: `config`'s linears, emulated, on an engine that does not shard gradients."""
-    made = container.copy()
-    made.mixed_precision, made.emulate, made.engine = config.derive(**plain_states()), True, DEFAULT
-    for section in (made.ddp, made.optimizer):
-        for name in ("use_distributed_optimizer", "overlap_param_gather"):
-            if section.get(name):
-                section[name] = False
-    made.train.train_iters, made.train.eval_interval, made.train.eval_iters, made.train.audit = (
-        batches,
-        1,
-        unseen,
-        "warn",
-    )
-    made.checkpoint, made.logger = {}, {"log_dir": None, "tensorboard": False, "progress": False}
-    return made.resolved(dist.get_world_size())
+        subject = EngineSubject(engine, Feed(run), microbatches=microbatches(run.train, ranks), rank=rank, ranks=ranks)
+        yield subject, weights
 
 
 def _facts(run: Run, weights: Path | None, where: Where) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from mpbridge.numerics.linear import padded
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import GEMMS, Gemm, Gemms, Quant, Region
-from mpbridge.training.tune.decision_units import DecisionUnit
-from mpbridge.training.tune.proof import prove
-from mpbridge.training.tune.subject import Subject
+from mpbridge.training.tune.choices import DecisionUnit
+from mpbridge.training.tune.proof import Subject, prove
 
 PIECE = 1 << 20
 """Elements of a product compared at a time."""
@@ -28,26 +27,28 @@ PIECE = 1 << 20
 
 @dataclass(slots=True)
 class Sums:
-    """Sums for one linear in one format, over tokens and batches."""
+    """Sums for one linear in one format, over tokens and batches.
 
-    score: dict[Gemm, float] = field(default_factory=lambda: dict.fromkeys(GEMMS, 0.0))
-    """fprop: sum of (g e)^2 over Y, g the loss's gradient there and e the error; dgrad: sum of (x e)^2 over dX, x the input whose gradient it is;
-    wgrad: sum of e^2 over dW, which is itself a part of the gradient's squared error."""
-    error: dict[Gemm, float] = field(default_factory=lambda: dict.fromkeys(GEMMS, 0.0))
-    """Sum of e^2 over the GEMM's output."""
-    size: dict[Gemm, float] = field(default_factory=lambda: dict.fromkeys(GEMMS, 0.0))
-    """Sum of the squared output itself."""
+    GEMM -> [score, sum of e^2 over its output, sum of the squared output itself], e the error. fprop's score: sum of (g e)^2 over Y, g the loss's gradient
+    there; dgrad's: sum of (x e)^2 over dX, x the input whose gradient it is; wgrad's: sum of e^2 over dW, which is itself a part of the gradient's squared error.
+    """
+
+    by_gemm: dict[Gemm, np.ndarray] = field(default_factory=lambda: {gemm: np.zeros(3) for gemm in GEMMS})
 
     def add(self, other: Sums) -> None:
         """Adds another rank's or batch's sums."""
         for gemm in GEMMS:
-            self.score[gemm] += other.score[gemm]
-            self.error[gemm] += other.error[gemm]
-            self.size[gemm] += other.size[gemm]
+            self.by_gemm[gemm] += other.by_gemm[gemm]
+
+    @property
+    def score(self) -> dict[Gemm, float]:
+        """The scores."""
+        return {gemm: float(sums[0]) for gemm, sums in self.by_gemm.items()}
 
     def relative(self, gemm: Gemm) -> float:
         """||e|| / ||output|| of that GEMM."""
-        return (self.error[gemm] / self.size[gemm]) ** 0.5 if self.size[gemm] else 0.0
+        _, error, size = self.by_gemm[gemm].tolist()
+        return float((error / size) ** 0.5) if size else 0.0
 
 
 Scores = dict[tuple[str, str], Sums]
@@ -152,10 +153,7 @@ def _tally(sums: Sums, gemm: Gemm, low: torch.Tensor, exact: torch.Tensor, weigh
         error = low[piece].float() - high
         weighed = error if weigh is None else error * weigh[piece].float()
         whole += torch.stack([one.square().sum(dtype=torch.float64) for one in (weighed, error, high)])
-    score, off, size = whole.tolist()
-    sums.score[gemm] += score
-    sums.error[gemm] += off
-    sums.size[gemm] += size
+    sums.by_gemm[gemm] += whole.cpu().numpy()
 
 
 def merged(parts: Sequence[Scores]) -> Scores:

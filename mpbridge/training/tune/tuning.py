@@ -19,21 +19,24 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.training.tune.choices import (
     ALL_LOW,
     KINDS,
+    LOW,
     TAIL,
     TUNED,
+    Costs,
+    DecisionUnit,
+    TunedLinear,
     at_random,
-    base_of,
+    by_kind,
     configured,
     kinds,
     least,
     tail,
     uniform,
+    units,
 )
-from mpbridge.training.tune.costs import Budget, Costs, Pricing, bytes_of, seconds
-from mpbridge.training.tune.decision_units import LOW, DecisionUnit, TunedLinear, by_kind, units
-from mpbridge.training.tune.proof import GradientError, TuningVerdict, judged, prove
+from mpbridge.training.tune.levels import Budget, Levels, Pricing, bytes_of, prepared, seconds
+from mpbridge.training.tune.proof import GradientError, Subject, TuningVerdict, high_precision, judged, prove
 from mpbridge.training.tune.scores import Scorer, Scores, damages, joint, merged, rank_correlation
-from mpbridge.training.tune.subject import Subject, high_precision
 
 FEWEST, ENOUGH = 4, 8
 """Scoring batches: fewer than the first are refused, fewer than the second get a note."""
@@ -50,8 +53,7 @@ class TuningRequest:
     """What to tune and how."""
 
     config: MixedPrecisionConfig
-    levels: Mapping[str, Quant | None]
-    """Words of `modules:` -> rule; the last is high precision, None."""
+    levels: Levels
     budget: Budget = field(default_factory=Budget)
     batches: int = ENOUGH
     unseen: int = 4
@@ -102,22 +104,6 @@ def refuse_bad(batches: int, unseen: int) -> None:
         raise BadValue(f"--batches {batches}: scores of fewer than {FEWEST} batches rank nothing (use {ENOUGH})")
     if unseen < 2:
         raise BadValue(f"--unseen {unseen}: a standard error needs 2 batches or more")
-
-
-def prepared(config: MixedPrecisionConfig) -> tuple[MixedPrecisionConfig, PrecisionPolicy]:
-    """(the config without edge layers, its policy). Raises Refused for a recipe that cannot be tuned."""
-    base = base_of(config)
-    policy = resolve(base)
-    quant = policy.quant
-    if quant is None:
-        raise Refused(
-            "this recipe quantizes nothing, so there is nothing to choose: expected one that does, as in --recipe fp8_cs (mpbridge list)"
-        )
-    if quant.row.history:
-        raise Refused(
-            f"{quant.row.words} updates its scales around whole blocks, so no module can differ from its block: tune a recipe with another scaling"
-        )
-    return base, policy
 
 
 def tuned(subject: Subject, asked: TuningRequest, say: Callable[[str], None] = lambda text: None) -> Tuned:
@@ -200,62 +186,49 @@ class _Choice:
     """Costs, the knapsack, and the proof of its choice."""
 
     def __init__(
-        self,
-        asked: TuningRequest,
-        base: MixedPrecisionConfig,
-        policy: PrecisionPolicy,
-        found: list[DecisionUnit],
-        options: list[dict[str, float]],
-        heard: _Heard,
-    ) -> None:
-        self.asked, self.base, self.policy, self.units, self.options, self.heard = (
-            asked,
-            base,
-            policy,
-            found,
-            options,
-            heard,
-        )
+        self, asked: TuningRequest, base: MixedPrecisionConfig, policy: PrecisionPolicy, found: list[DecisionUnit], options: list[dict[str, float]], heard: _Heard
+    ) -> None:  # fmt: skip
+        self.asked, self.base, self.policy, self.heard = asked, base, policy, heard
+        self.units, self.options = found, options
         self.notes: list[str] = list(asked.notes)
-        self.levels: dict[str, Quant | None] = {LOW: policy.quant, **asked.levels}
+        self.low, self.high = (uniform(found, options, level, asked.high) for level in (LOW, asked.high))
+        self.memory = asked.budget.what == "memory"
         self.floor = 0.0
         """Under a memory budget, the bytes that no choice changes."""
         self.pricing = asked.pricing
         self.costs = self._costs()
 
     def _costs(self) -> Costs:
-        asked = self.asked
-        if asked.budget.what == "memory":
+        asked, levels = self.asked, {LOW: self.policy.quant, **self.asked.levels}
+        if self.memory:
             assert asked.run is not None, "refused before anything is measured"
-            costs, self.floor = bytes_of(self.units, self.levels, self.policy, asked.run)
+            costs, self.floor = bytes_of(self.units, levels, self.policy, asked.run)
             return costs
-        costs = self._seconds(self.pricing)
-        if self.pricing.basis == "predicted" and self._total(costs, ALL_LOW) >= self._total(costs, asked.high):
+        costs = seconds(self.units, levels, self.policy, self.pricing, asked.run, self.heard.shapes)
+        low, high = self._sum(costs, self.low), self._sum(costs, self.high)
+        if self.pricing.basis == "predicted" and low >= high:
             self.notes.append(
-                f"predicted for {self.pricing.machine.name}, GEMMs and casts of these sizes take {self._total(costs, ALL_LOW) * 1e3:.3g} ms all low and "
-                f"{self._total(costs, asked.high) * 1e3:.3g} ms in {asked.high}: the low format saves no time here, so peak rates price the choice, as for a larger model"
+                f"predicted for {self.pricing.machine.name}, GEMMs and casts of these sizes take {low * 1e3:.3g} ms all low and "
+                f"{high * 1e3:.3g} ms in {asked.high}: the low format saves no time here, so peak rates price the choice, as for a larger model"
             )
             self.pricing = dataclasses.replace(self.pricing, basis="peaks")
-            costs = self._seconds(self.pricing)
+            costs = seconds(self.units, levels, self.policy, self.pricing, asked.run, self.heard.shapes)
         return costs
 
-    def _seconds(self, pricing: Pricing) -> Costs:
-        return seconds(self.units, self.levels, self.policy, pricing, self.asked.run, self.heard.shapes)
-
-    def _total(self, costs: Costs, name: str) -> float:
-        level = LOW if name == ALL_LOW else name
-        choice = uniform(self.units, self.options, level, self.asked.high)
-        return math.fsum(cost[choice[unit.name]] for unit, cost in zip(self.units, costs, strict=True))
+    def _sum(self, rows: Sequence[Mapping[str, float]], choice: Mapping[str, str]) -> float:
+        return math.fsum(row[choice[unit.name]] for unit, row in zip(self.units, rows, strict=True))
 
     def spent(self, choice: Mapping[str, str]) -> float:
         """Seconds, or bytes beyond the floor."""
-        return math.fsum(cost[choice[unit.name]] for unit, cost in zip(self.units, self.costs, strict=True))
+        return self._sum(self.costs, choice)
 
-    def shown(self, choice: Mapping[str, str]) -> float:
-        """The cost in the budget's terms: relative to all low, or bytes of the fullest rank."""
-        if self.asked.budget.what == "memory":
-            return self.floor + self.spent(choice)
-        return self.spent(choice) / self._total(self.costs, ALL_LOW)
+    def damage(self, choice: Mapping[str, str]) -> float:
+        """Expected squared relative gradient error."""
+        return self._sum(self.options, choice)
+
+    def shown(self, cost: float) -> float:
+        """A cost in the budget's terms: relative to all low, or bytes of the fullest rank."""
+        return self.floor + cost if self.memory else cost / self.spent(self.low)
 
     def limit(self) -> float:
         """The budget in the knapsack's units. Raises BadValue for one that nothing or everything meets."""
@@ -263,72 +236,56 @@ class _Choice:
         if budget.what == "tail":
             return self.spent(tail(self.units, self.options, high))
         if budget.what == "gradient-error":
-            damage = math.sqrt(self.damage(uniform(self.units, self.options, LOW, high)))
+            damage = math.sqrt(self.damage(self.low))
             if budget.value >= damage:
                 raise BadValue(
                     f"--budget {budget}: all low already has an expected error of {damage:.3g}, so everything meets it: use the recipe as it is, or a smaller error"
                 )
             return budget.value**2
-        least_cost = math.fsum(
+        cheapest = math.fsum(
             min(cost[name] for name in mine) for cost, mine in zip(self.costs, self.options, strict=True)
         )
-        most = self.spent(uniform(self.units, self.options, high, high))
-        time = budget.what == "time"
-        limit = budget.value * self._total(self.costs, ALL_LOW) if time else budget.value - self.floor
-        if limit < least_cost * (1 - 1e-9):
+        most = self.spent(self.high)
+        limit = budget.value - self.floor if self.memory else budget.value * self.spent(self.low)
+        least_shown, most_shown = (
+            size(self.shown(cost)) if self.memory else f"{self.shown(cost):.3g}" for cost in (cheapest, most)
+        )
+        if limit < cheapest * (1 - 1e-9):
             raise BadValue(
-                f"--budget {budget}: nothing meets it; the cheapest choice costs {self._words(least_cost)}: use a larger budget"
+                f"--budget {budget}: nothing meets it; the cheapest choice costs {least_shown}: use a larger budget"
             )
         if limit >= most:
             raise BadValue(
-                f"--budget {budget}: everything meets it; {high} for all linears costs {self._words(most)}: use {high}, or a smaller budget"
+                f"--budget {budget}: everything meets it; {high} for all linears costs {most_shown}: use {high}, or a smaller budget"
             )
         return limit
 
-    def _words(self, cost: float) -> str:
-        if self.asked.budget.what == "memory":
-            return size(self.floor + cost)
-        return f"{cost / self._total(self.costs, ALL_LOW):.3g}"
-
-    def damage(self, choice: Mapping[str, str]) -> float:
-        """Expected squared relative gradient error."""
-        return math.fsum(mine[choice[unit.name]] for unit, mine in zip(self.units, self.options, strict=True))
-
     def choices(self) -> dict[str, dict[str, str]]:
-        """Arm -> its choice; the proposal first."""
+        """Arm -> its choice; the proposal first. Raises BadValue for a budget that only high precision everywhere meets, or nothing."""
         asked, limit, swapped = self.asked, self.limit(), self.asked.budget.what == "gradient-error"
         prices = [{name: cost[name] for name in mine} for cost, mine in zip(self.costs, self.options, strict=True)]
         picked = least(prices, self.options, limit) if swapped else least(self.options, prices, limit)
         if picked is None:
             raise BadValue(f"--budget {asked.budget}: nothing meets it")
         if swapped and set(picked) == {asked.high}:
-            self._refuse_all_high()
+            smallest = min(damage for mine in self.options for level, damage in mine.items() if level != asked.high)
+            raise BadValue(
+                f"--budget {asked.budget}: only {asked.high} for all linears meets it, so nothing is left in low precision (the smallest expected error of any single linear in a lower "
+                f"format is {math.sqrt(smallest):.2g}): use {asked.high}, or a larger error"
+            )
         mine = {unit.name: level for unit, level in zip(self.units, picked, strict=True)}
-        found = {
-            TUNED: mine,
-            ALL_LOW: uniform(self.units, self.options, LOW, asked.high),
-            f"{TAIL} {asked.high}": tail(self.units, self.options, asked.high),
-        }
+        found = {TUNED: mine, ALL_LOW: self.low, f"{TAIL} {asked.high}": tail(self.units, self.options, asked.high)}
         whole = kinds(self.units, self.options, self.costs, limit, swapped)
         if whole is not None:
             found[KINDS] = whole
         for name, quant in asked.levels.items():
             if quant is not None:
                 found[f"all {name}"] = uniform(self.units, self.options, name, asked.high)
+        spent = self.spent(mine)
         for number in range(RANDOM):
-            found[f"random {number + 1}"] = at_random(
-                self.units, self.options, self.costs, self.spent(mine), asked.seed + number
-            )
+            drawn = at_random(self.units, self.options, self.costs, spent, asked.seed + number)
+            found[f"random {number + 1}"] = drawn
         return found
-
-    def _refuse_all_high(self) -> None:
-        """For an error that leaves nothing in low precision. Raises BadValue with the smallest error that leaves something."""
-        asked = self.asked
-        least_damage = min(damage for mine in self.options for level, damage in mine.items() if level != asked.high)
-        raise BadValue(
-            f"--budget {asked.budget}: only {asked.high} for all linears meets it, so nothing is left in low precision (the smallest expected error of any single linear in a lower "
-            f"format is {math.sqrt(least_damage):.2g}): use {asked.high}, or a larger error"
-        )
 
     def proved(self, subject: Subject, agreement: float, pooled: bool, say: Callable[[str], None]) -> Tuned:
         """The proposal and the choices that it is compared with, on unseen batches."""
@@ -336,7 +293,7 @@ class _Choice:
         recipes = {name: configured(self.base, self.units, choice, asked.high) for name, choice in choices.items()}
         say(f"proving {len(choices)} choices on {asked.unseen} unseen batches")
         proof = prove(subject, {name: resolve(config) for name, config in recipes.items()}, asked.unseen)
-        spent = {name: self.shown(choice) for name, choice in choices.items()}
+        spent = {name: self.shown(self.spent(choice)) for name, choice in choices.items()}
         refused = sorted({slot for slot, level in self.heard.refused if level == LOW})
         if refused:
             self.notes.append(
@@ -359,29 +316,3 @@ class _Choice:
             notes=self.notes,
             asked=dataclasses.replace(asked, pricing=self.pricing),
         )
-
-
-def levels_of(words: Sequence[str], config: MixedPrecisionConfig) -> dict[str, Quant | None]:
-    """The levels above the recipe's own: word -> rule, high precision last. Raises BadValue, Refused."""
-    from mpbridge.precision.modules import rule_of_word
-
-    policy = resolve(base_of(config))
-    high = policy.compute.short
-    found: dict[str, Quant | None] = {}
-    for word in words:
-        try:
-            quant = rule_of_word(word, policy.compute)
-        except BadValue as error:
-            raise BadValue(f"level{error}") from None
-        if quant is not None and quant.row.history:
-            raise Refused(f"level {word}: {quant.row.words} cannot be chosen per module; use another level")
-        if quant is not None and quant == policy.quant:
-            raise BadValue(f"level {word} is the recipe's own: levels are what linears move up to")
-        if quant is not None and policy.quant is not None and quant.bits < policy.quant.bits:
-            raise BadValue(
-                f"level {word} has {quant.bits} bits, the recipe's own format {policy.quant.bits}: levels are what linears move up to, so tune a recipe of "
-                f"{word} with the wider format among --levels"
-            )
-        found[word] = quant
-    found.pop(high, None)
-    return {**found, high: None}

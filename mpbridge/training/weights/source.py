@@ -1,20 +1,19 @@
-"""A folder's tensors one by one, each read on demand; block-wise FP8 is widened."""
+"""A folder's tensors one by one, each read on demand, block-wise FP8 widened; how several are joined into one parameter, and a parameter is split again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from mpbridge.common.errors import BadValue, Contradiction
+from mpbridge.common.facts import ModelShape
 from mpbridge.common.shipped import install
 from mpbridge.settings.huggingface.folder import FolderTensor
-from mpbridge.settings.huggingface.tensors import Mapped
-from mpbridge.training.weights.layouts import widened
+from mpbridge.settings.huggingface.tensors import Mapped, PartLayout
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -26,6 +25,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 FP8 = "F8_E4M3"
 SPELLED: Mapping[str, torch.dtype] = {**DTYPES, "U8": torch.uint8, FP8: torch.float8_e4m3fn}
 """The same, of every tensor that is written."""
+SPELLING: Mapping[torch.dtype, str] = {dtype: name for name, dtype in SPELLED.items()}
 SCALE = "_scale_inv"
 """Suffix of an FP8 weight's name that gives the name of its block scales."""
 _NO_WEIGHTS = ("rotary_emb.inv_freq",)
@@ -44,23 +44,16 @@ def library() -> Any:
     return safetensors
 
 
-class FolderReader:
+class FolderReader(ExitStack):
     """The tensors of a folder; a context manager that closes its files."""
 
     def __init__(self, folder: Path, held: Mapping[str, FolderTensor], config: Mapping[str, Any]) -> None:
-        self.folder, self.held = folder, held
+        super().__init__()
+        self.folder, self.held, self.config = folder, held, config
         quantization = config.get("quantization_config") or {}
         self.block = tuple(quantization.get("weight_block_size") or (128, 128))
         self.dtype = config_dtype(config)
-        self._files, self._open = ExitStack(), {}  # type: tuple[ExitStack, dict[str, Any]]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.close()
+        self._open: dict[str, Any] = {}
 
     def is_quantized(self, name: str) -> bool:
         """Whether the tensor is stored in FP8 with a scale per block."""
@@ -86,7 +79,7 @@ class FolderReader:
                 found = library().safe_open(self.folder / file, framework="pt")
             except library().SafetensorError as error:
                 raise BadValue(f"{self.folder / file} cannot be read: {error}") from None
-            self._open[file] = self._files.enter_context(found)
+            self._open[file] = self.enter_context(found)
         tensor: torch.Tensor = self._open[file].get_tensor(name)
         return tensor
 
@@ -138,3 +131,41 @@ def _several(what: str, names: list[str]) -> list[str]:
         return []
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
     return [f"{what}: {', '.join(names[:MOST])}{more}"]
+
+
+def joined(parts: Sequence[torch.Tensor], layout: PartLayout, shape: ModelShape) -> torch.Tensor:
+    """The parameter made of `parts`.
+
+    qkv: for each query group the rows of its queries, then of its key, then of its value, as in megatron-core's linear_qkv.
+    stacked: the gate's rows above the others, as in megatron-core's gated linear_fc1.
+    """
+    if layout == "whole":
+        return parts[0]
+    if layout == "stacked":
+        return torch.cat(list(parts))
+    groups = shape.num_query_groups
+    return torch.cat([_grouped(part, groups) for part in parts], dim=1).flatten(0, 1)
+
+
+def apart(parameter: torch.Tensor, layout: PartLayout, shape: ModelShape) -> list[torch.Tensor]:
+    """The inverse of `joined`: the parts."""
+    if layout == "whole":
+        return [parameter]
+    if layout == "stacked":
+        return list(parameter.chunk(2))
+    keys = shape.kv_channels
+    queries = shape.num_attention_heads // shape.num_query_groups * keys
+    grouped = _grouped(parameter, shape.num_query_groups)
+    return [part.flatten(0, 1) for part in torch.split(grouped, [queries, keys, keys], dim=1)]
+
+
+def _grouped(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    """[groups, rows of a group, ...]"""
+    return tensor.view(groups, tensor.shape[0] // groups, *tensor.shape[1:])
+
+
+def widened(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """FP32 values of block-wise FP8: each code times its block's scale. codes: [rows, columns]; scales: one per block; the last blocks may be partial."""
+    rows, columns = codes.shape
+    tall = scales.float().repeat_interleave(block[0], 0)[:rows]
+    return codes.float() * tall.repeat_interleave(block[1], 1)[:, :columns]

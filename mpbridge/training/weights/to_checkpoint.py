@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,12 @@ from mpbridge.settings.huggingface.folder import PREFIX, read_config, tensors
 from mpbridge.settings.huggingface.section import family_of
 from mpbridge.settings.huggingface.tensors import Mapped, copies, mapped
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.index import INDEX, STATE, Index, StoredPiece, StoredTensor, read_index
+from mpbridge.training.checkpoint.continuation import SOURCE
+from mpbridge.training.checkpoint.index import STATE, read_index
 from mpbridge.training.checkpoint.io import CONFIG
 from mpbridge.training.checkpoint.json_codec import encoded
-from mpbridge.training.checkpoint.weights_only import SOURCE
 from mpbridge.training.checkpoint.writer import Load, indexed, write, write_common
-from mpbridge.training.weights.layouts import joined
-from mpbridge.training.weights.source import FolderReader, check
+from mpbridge.training.weights.source import FolderReader, check, joined
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -59,16 +58,13 @@ def to_checkpoint(source: Path, folder: Path, run: Run, told: ProgressCallback =
         raise BadValue(f"{source} has no weights: expected safetensors files")
     if store.saved(folder):
         raise CheckpointError(f"{folder} already contains {store.saved(folder)[0].path.name}: choose another folder")
-    wanted = list(mapped(family_of(config), run.facts.shape, run.inputs["model"]))
-    copied = {name: of for name, of in copies(run.facts.shape).items() if name in held}
     with FolderReader(source, held, config) as reader:
-        check(held, wanted, copied, reader.block)
-        _check_copies(reader, copied)
+        conversion = _Conversion(reader, run, told)
         try:
             with folder_for(folder):
                 partial = store.begin(folder, 0)
                 try:
-                    return _written(partial, wanted, reader, run, told, config, copied)
+                    return conversion.write(partial)
                 except BaseException:
                     store.discard(partial)
                     raise
@@ -76,49 +72,43 @@ def to_checkpoint(source: Path, folder: Path, run: Run, told: ProgressCallback =
             raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
-def _written(
-    partial: Path,
-    wanted: list[Mapped],
-    reader: FolderReader,
-    run: Run,
-    told: ProgressCallback,
-    config: Mapping[str, Any],
-    copied: Mapping[str, str],
-) -> Taken:
-    taken = Taken(path=partial, tensors=len(reader.held))
-    dtypes = _dtypes(wanted, reader)
-    total = sum(one.elements * dtypes[one.places[0].key].itemsize for one in wanted)
-    stream = _Stream(wanted, reader, run, dtypes, taken, lambda done: told(done, total))
-    files = 0
-    while stream.left:
-        write(partial, files, Load(tensors=stream))  # type: ignore[arg-type]
-        files += 1
-    write_common(partial, {})
-    known = indexed(partial, files)
-    _add_places(partial, wanted, known)
-    (partial / STATE).write_text(json.dumps(encoded({})), encoding="utf-8")
-    (partial / CONFIG).write_text(run.container.to_yaml(), encoding="utf-8")
-    (partial / SOURCE).write_text(
-        json.dumps(_origin(reader, dtypes, wanted, config, copied), indent=1), encoding="utf-8"
-    )
-    taken.path = store.seal(partial, 0, known=known, foreign=True)
-    return taken
+class _Conversion:
+    """The input of `writer.write`, one file after the other: parameters are made when they are needed. Raises what `to_checkpoint` raises for the weights."""
 
+    def __init__(self, reader: FolderReader, run: Run, told: ProgressCallback) -> None:
+        self.reader, self.run, self.told, self.shape = reader, run, told, run.facts.shape
+        self.wanted = list(mapped(family_of(reader.config), self.shape, run.inputs["model"]))
+        self.copied = {name: of for name, of in copies(self.shape).items() if name in reader.held}
+        check(reader.held, self.wanted, self.copied, reader.block)
+        for name, original in self.copied.items():
+            if not torch.equal(reader.tensor(name), reader.tensor(original)):
+                raise BadValue(
+                    f"{name} differs from {original}: megatron-core's model has one tensor for both, so they must be equal"
+                )
+        self.dtypes: dict[str, torch.dtype] = {}
+        """Key -> the dtype of everything stored under it: the widest of its parts' dtypes, which can represent all values."""
+        for one in self.wanted:
+            for kind in [reader.dtype_of(name) for name, _ in one.parts] + ([torch.float32] if one.wide else []):
+                before = self.dtypes.get(one.places[0].key, kind)
+                self.dtypes[one.places[0].key] = torch.promote_types(before, kind)
+        self.total = sum(one.elements * self.dtypes[one.places[0].key].itemsize for one in self.wanted)
+        self.taken = Taken(path=reader.folder, tensors=len(reader.held))
+        self.left, self.done = self.wanted[::-1], 0
 
-class _Stream:
-    """The input of `writer.write`, one file after the other: parameters are made when they are needed."""
-
-    def __init__(
-        self,
-        wanted: list[Mapped],
-        reader: FolderReader,
-        run: Run,
-        dtypes: Mapping[str, torch.dtype],
-        taken: Taken,
-        told: Callable[[int], None],
-    ) -> None:
-        self.left, self.reader, self.shape = list(reversed(wanted)), reader, run.facts.shape
-        self.dtypes, self.taken, self.told, self.done = dtypes, taken, told, 0
+    def write(self, partial: Path) -> Taken:
+        """Writes all files of the checkpoint, and seals it."""
+        files = 0
+        while self.left:
+            write(partial, files, Load(tensors=self))  # type: ignore[arg-type]
+            files += 1
+        write_common(partial, {})
+        known = indexed(partial, files)
+        _add_places(partial, self.wanted, known)
+        (partial / STATE).write_text(json.dumps(encoded({})), encoding="utf-8")
+        (partial / CONFIG).write_text(self.run.container.to_yaml(), encoding="utf-8")
+        (partial / SOURCE).write_text(json.dumps(self._origin(), indent=1), encoding="utf-8")
+        self.taken.path = store.seal(partial, 0, known=known, foreign=True)
+        return self.taken
 
     def __iter__(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
         stop = self.done + FILE_BYTES
@@ -129,84 +119,47 @@ class _Stream:
             self.taken.elements += data.numel()
             name = str(data.dtype).removeprefix("torch.")
             self.taken.dtypes[name] = self.taken.dtypes.get(name, 0) + data.numel()
-            yield (
-                place.key,
-                (*place.counts, *one.shape),
-                (*place.index, *(0 for _ in one.shape)),
-                data.view((1,) * len(place.counts) + one.shape),
-            )
-            self.told(self.done)
+            offset = (*place.index, *(0 for _ in one.shape))
+            yield place.key, (*place.counts, *one.shape), offset, data.view((1,) * len(place.counts) + one.shape)
+            self.told(self.done, self.total)
 
     def _made(self, one: Mapped) -> torch.Tensor:
-        parts = []
+        parts, dtype = [], self.dtypes[one.places[0].key]
         for name, _ in one.parts:
             part = self.reader.tensor(name, wide=True)
             if self.reader.is_quantized(name):
                 self.taken.widened += 1
-                self.taken.rounded += int((part.to(self.dtypes[one.places[0].key]).float() != part).sum())
+                self.taken.rounded += int((part.to(dtype).float() != part).sum())
             parts.append(part)
-        return joined(parts, one.layout, self.shape).to(self.dtypes[one.places[0].key]).contiguous()
+        return joined(parts, one.layout, self.shape).to(dtype).contiguous()
 
-
-def _dtypes(wanted: list[Mapped], reader: FolderReader) -> dict[str, torch.dtype]:
-    """Key -> the dtype of everything stored under it: the widest of its parts' dtypes, which can represent all values."""
-    found: dict[str, torch.dtype] = {}
-    for one in wanted:
-        kinds = [reader.dtype_of(name) for name, _ in one.parts] + ([torch.float32] if one.wide else [])
-        for kind in kinds:
-            before = found.get(one.places[0].key, kind)
-            found[one.places[0].key] = torch.promote_types(before, kind)
-    return found
+    def _origin(self) -> dict[str, Any]:
+        reader = self.reader
+        narrow = {
+            name: str(reader.dtype_of(name)).removeprefix("torch.")
+            for one in self.wanted
+            for name, _ in one.parts
+            if reader.dtype_of(name) is not self.dtypes[one.places[0].key]
+        }
+        return {
+            "schema": SCHEMA,
+            "layout": PREFIX.rstrip(":"),
+            "config": dict(reader.config),
+            "narrower": narrow,
+            "copies": sorted(self.copied),
+            "widened": sum(map(reader.is_quantized, reader.held)),
+        }
 
 
 def _add_places(partial: Path, wanted: list[Mapped], known: Mapping[str, Any]) -> None:
     """Adds every parameter's other names to the index: the same bytes under another key."""
     index = read_index(partial, known)
     at = {(key, piece.offset): (stored, piece) for key, stored in index.tensors.items() for piece in stored.pieces}
-    pieces: dict[str, list[StoredPiece]] = {}
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for one in wanted:
         first, zeros = one.places[0], (0,) * len(one.shape)
         stored, piece = at[first.key, (*first.index, *zeros)]
         for place in one.places[1:]:
-            shapes[place.key] = (stored.dtype, (*place.counts, *one.shape))
             whole = (1,) * len(place.counts) + one.shape
-            pieces.setdefault(place.key, []).append(StoredPiece(piece.file, piece.at, (*place.index, *zeros), whole))
-    others = {key: StoredTensor(*shapes[key], tuple(found)) for key, found in pieces.items()}
-    merged = Index({**others, **index.tensors}, index.objects)
-    if faults := merged.incomplete():
-        raise CheckpointError("; ".join(faults[:5]))
-    (partial / INDEX).write_text(json.dumps(merged.as_data(), separators=(",", ":")), encoding="utf-8")
-
-
-def _origin(
-    reader: FolderReader,
-    dtypes: Mapping[str, torch.dtype],
-    wanted: list[Mapped],
-    config: Mapping[str, Any],
-    copied: Mapping[str, str],
-) -> dict[str, Any]:
-    narrow = {
-        name: str(reader.dtype_of(name)).removeprefix("torch.")
-        for one in wanted
-        for name, _ in one.parts
-        if reader.dtype_of(name) is not dtypes[one.places[0].key]
-    }
-    quantized = sorted(name for name in reader.held if reader.is_quantized(name))
-    return {
-        "schema": SCHEMA,
-        "layout": PREFIX.rstrip(":"),
-        "config": dict(config),
-        "narrower": narrow,
-        "copies": sorted(copied),
-        "widened": len(quantized),
-    }
-
-
-def _check_copies(reader: FolderReader, copied: Mapping[str, str]) -> None:
-    """Raises BadValue if the two copies of a repeated tensor differ: the model has room for only one."""
-    for name, original in copied.items():
-        if not torch.equal(reader.tensor(name), reader.tensor(original)):
-            raise BadValue(
-                f"{name} differs from {original}: megatron-core's model has one tensor for both, so they must be equal"
-            )
+            again = (piece.file, piece.at, (*place.index, *zeros), whole)
+            index.add(place.key, stored.dtype, (*place.counts, *one.shape), again)
+    index.write(partial, "the folder's weights do not make up a checkpoint")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,16 +23,16 @@ from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
 from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.settings.huggingface.written import config_json, refuse_differences
 from mpbridge.training.checkpoint import store
+from mpbridge.training.checkpoint.continuation import SOURCE
 from mpbridge.training.checkpoint.io import CONFIG
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
-from mpbridge.training.checkpoint.weights_only import SOURCE
-from mpbridge.training.weights.layouts import apart
 from mpbridge.training.weights.shards import Shards, planned
-from mpbridge.training.weights.source import SPELLED
+from mpbridge.training.weights.source import SPELLED, SPELLING, apart
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
+    from mpbridge.training.serving.cast import Served
 
 MAIN_WEIGHTS = (*MAIN, "optimizer.main.")
 """Prefixes of FP32 main weights in checkpoints, for all engines."""
@@ -47,34 +47,7 @@ BESIDE = (
 """Small files copied from the folder given as `like`."""
 
 
-class Casting(Protocol):
-    """Quantizes some parameters of an export; the others are written as they are."""
-
-    @property
-    def notes(self) -> list[str]:
-        """What the user should know about the folder."""
-
-    @property
-    def identity(self) -> object:
-        """What decides the bytes of its tensors, besides the checkpoint; JSON."""
-
-    def covers(self, one: Mapped) -> bool:
-        """Whether that parameter is quantized."""
-
-    def from_main(self, one: Mapped) -> bool:
-        """Whether `tensors` takes its FP32 main weight instead of the parameter."""
-
-    def tensors(self, one: Mapped, whole: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Name in the folder -> tensor."""
-
-    def sizes(self, one: Mapped) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Name in the folder -> (dtype in safetensors' spelling, shape) of what `tensors` returns."""
-
-    def finish(self, folder: Path, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Called after the last one, with dtype, shape and SHA-256 of every tensor: writes further files and returns the quantization_config."""
-
-
-NewCasting = Callable[[Path, "Run", Sequence[Mapped]], Casting]
+NewCasting = Callable[[Path, "Run", Sequence[Mapped]], "Served"]
 """(the checkpoint, its run, the parameters) -> how to quantize them. Raises BadValue for weights that the format cannot hold."""
 
 
@@ -210,7 +183,7 @@ class Export:
         self.contents, self.run, self.config, self.shape, self.dtype = contents, run, config, run.facts.shape, dtype
         family = family_of(config)
         self.rows = rows = int(config["vocab_size"])
-        self.casting: Casting | None = None
+        self.casting: Served | None = None
         self.family, self.narrow = family, dict(origin.get("narrower") or {})
         self.wanted = list(mapped(family, run.facts.shape, run.inputs["model"]))
         repeated = copies(run.facts.shape)
@@ -252,9 +225,8 @@ class Export:
             self.read(one, main=self.casting.from_main(one), meta=True)
             yield from self.casting.sizes(one).items()
             return
-        spelled = {dtype: name for name, dtype in SPELLED.items()}
         for name, tensor in self._plain(one, self.read(one, meta=True)):
-            yield name, (spelled[tensor.dtype], tuple(tensor.shape))
+            yield name, (SPELLING[tensor.dtype], tuple(tensor.shape))
 
     def _tensors(self, one: Mapped) -> Iterator[tuple[str, torch.Tensor]]:
         if self.casting is not None and self.casting.covers(one):

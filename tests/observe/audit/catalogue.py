@@ -131,6 +131,9 @@ CATALOGUE = (
     Fault("linear in FP32", c.linear_in(torch.float32), ("ddp", "fsdp2", "mfsdp"), ("compute",), "linear_fc1", quick=True),
     Fault("linear in FP16", c.linear_in(torch.float16), ("ddp",), ("compute",), "linear_fc1"),
     Fault("attention in FP16", c.attention_in(torch.float16), ("ddp", "fsdp2"), ("attention",), "core_attention", quick=True),
+    Fault("activation function in FP16", c.activation_in_fp16, ("ddp", "fsdp2"), ("compute",), "fp16 in", quick=True),
+    Fault("router reads E5M2", c.router_reads_e5m2, ("moe",), ("compute",), "router", quick=True),
+    Fault("embedding's output rounded", c.embedding_rounded, ("fp32",), ("residual stream",), "embedding", quick=True),
     Fault("attention in FP32", c.attention_in(torch.float32), ("ddp",), ("attention",), "core_attention"),
     Fault("router in BF16", c.router_in_bf16, ("moe",), ("router", "derived flags"), quick=True),
     Fault("router's logits rounded", c.router_logits_rounded, ("moe",), ("router",), "router", quick=True),
@@ -175,6 +178,7 @@ CATALOGUE = (
     Fault("history cut short", c.history_cut, ("delayed",), ("delayed scales",)),
     Fault("no Hadamard transform", c.not_rotated, ("nvfp4",), ("quantized GEMMs",), "Hadamard", quick=True),
     Fault("rounded to nearest", c.rounded_to_nearest, ("nvfp4",), ("quantized GEMMs",), "stochastic", quick=True),
+    Fault("rounded upwards", c.rounded_upwards, ("nvfp4",), ("quantized GEMMs",), "zero on average", quick=True),
     Fault("every step draws the same bytes", c.bytes_of_one_step, ("nvfp4",), ("quantized GEMMs",), "random bytes", quick=True),
     # every dtype, flag and hook is in place
     Fault("first moment with FP16's bits", h.states_with(10, "exp_avg"), ("ddp", "fsdp2", "mfsdp", "aware"), ("bits of states",)),

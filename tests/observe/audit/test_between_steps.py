@@ -69,6 +69,12 @@ def rounded(engine: Any, step: int) -> None:
                     state[key].copy_(state[key].bfloat16())
 
 
+def halved(engine: Any, step: int) -> None:
+    for optimizer in inner_optimizers(engine.optimizer):
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+
+
 def nothing(engine: Any, step: int) -> None:
     """A healthy run."""
 
@@ -89,6 +95,11 @@ def test_moments_that_are_zeroed_between_steps_are_named(build: Any) -> None:
 def test_moments_that_are_rounded_between_steps_are_named(build: Any) -> None:
     found = faults(build("bf16"), rounded)
     assert any("bits of states" in text and "before the update" in text for text in found), found
+
+
+def test_moments_that_are_halved_between_steps_are_named(build: Any) -> None:
+    found = faults(build("bf16"), halved, steps=2)
+    assert any("exp_avg changed between two steps" in text for text in found), found
 
 
 def test_another_rate_than_the_groups_is_named(build: Any) -> None:

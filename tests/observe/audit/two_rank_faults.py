@@ -228,6 +228,8 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "rank 1's rotary frequencies": ("ddp", _on_rank_1(s.frequencies_times(1.01)), 0, {"replicas"}),
         "rank 1's rate": ("dist", _on_rank_1(s.rate_times(1.1)), 1, {"optimizer settings"}),
         "rank 1's rate on FSDP2": ("fsdp2", _on_rank_1(s.rate_times(1.1)), 1, {"optimizer settings"}),
+        "rank 1's rate on Megatron-FSDP": ("mfsdp", _on_rank_1(s.rate_times(1.1)), 1, {"optimizer settings"}),
+        "rank 1's embedding gradient through FP16": ("ddp", _on_rank_1(f.change_gradients(lambda grad: grad.half().float(), "word_embeddings.weight")), 0, {"gradients"}),
         "rank 1 rounds by another seed": ("nvfp4", _on_rank_1(_other_seed), 1, {"replicas"}),
         "rank 1 rounds by an older step": ("nvfp4", _on_rank_1(_older_step), 1, {"replicas"}),
         "tensor-parallel ranks sum in FP16": ("sequence parallel", _sent_in_fp16, 0, {"wire: tensor"}),

@@ -65,7 +65,7 @@ HYBRID = {"is_hybrid_model": True}
 MAMBA = {"mamba_num_heads": 64, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_state_dim": 128}
 PATTERN = {
     "model": {**HYBRID, "hybrid_override_pattern": "M-*M"},
-    "shape": dataclasses.replace(SHAPE, hybrid=True, pattern="M-*M", mamba=MAMBA),
+    "shape": dataclasses.replace(SHAPE, hybrid=True, pattern="M-*M", sizes=MAMBA),
 }
 LORA = dataclasses.replace(SHAPE, lora_rank=8, lora_targets=("mlp.linear_fc1",))
 NANO = {**PATTERN, "parallel": Parallel(world_size=4, tensor=4)}
@@ -223,7 +223,7 @@ TABLE = {
     "moments-follow-16-bit-parameters": (
         {"engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")},
     ),
-    "fsdp2-sgd-keeps-no-main-weights": (
+    "torch-optimizer-keeps-no-main-weights": (
         {"engine": "fsdp2", "optimizer": OptimizerFacts(name="sgd")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="sgd")},
     ),
     "torch-adamw-cannot-keep-states": (

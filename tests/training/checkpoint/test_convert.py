@@ -437,7 +437,7 @@ def test_an_extra_state_with_strange_variables_is_refused(variables, said):
 CONFINED = """
 import os, sys
 sys.path.insert(0, sys.argv[3])
-from mpbridge.training.checkpoint.sandbox import confine
+from mpbridge.training.checkpoint.converter_process import confine
 held = confine(sys.argv[1], sys.argv[2])
 def tried(act):
     try: act(); return "done"

@@ -307,6 +307,7 @@ UNSIGNABLE = {
     "a file added": (lambda folder, made: (folder / "extra").write_text(""), [], "extra was added"),
     "another run": (_other_run, [], "is of another run"),
     "no run": (lambda folder, made: (folder.parent.parent / "precision.json").unlink(), [], "name it (--run DIR"),
+    "a stranger's contract": (lambda folder, made: (folder / "contract.json").write_text('{"run": {}}'), [], "has no 'recipe'"),
     "a key inside": (lambda folder, made: shutil.copy(made / "key.pem", folder / "key.pem"), ["--sign", "{folder}/key.pem"], "would be published with it"),
     "an encrypted key": (_encrypted, ["--sign", "{folder}/../key.pem"], "is encrypted"),
     "a public key": (lambda folder, made: None, ["--sign", "{made}/key.pub"], "is not a private key"),
@@ -352,7 +353,7 @@ def test_a_folder_without_a_record_is_signed_and_checked_as_a_whole(made, tmp_pa
 
 
 def test_many_files_are_hashed_with_progress(tmp_path):
-    from mpbridge.training.disclosure.hashing import digests
+    from mpbridge.training.disclosure.record import digests
 
     for number in range(40):
         file = tmp_path / f"part{number % 3}" / f"{number}.bin"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mpbridge.common.locks import lock
 from mpbridge.training.checkpoint.store import locate
-from mpbridge.training.serving.document import Served
+from mpbridge.training.serving.cast import Served
 from mpbridge.training.weights import shards
 from mpbridge.training.weights.to_checkpoint import to_checkpoint
 from mpbridge.training.weights.to_folder import opened, to_folder
@@ -139,7 +139,7 @@ def recipe_of(root: Path, scaling: str) -> str:
 
 def serve(path: Path, target: Path, method: str, recipe: str | None = None) -> Path:
     """A served folder of that checkpoint."""
-    return to_folder(path, target, casting=partial(Served.of, method=method, recipe=recipe)).path
+    return to_folder(path, target, casting=partial(Served, method=method, recipe=recipe)).path
 
 
 def after(count: int, number: int) -> Callable[[int, int], None]:
@@ -157,7 +157,7 @@ def after(count: int, number: int) -> Callable[[int, int], None]:
 def convert_and_stop(path: Path, target: Path, method: str, recipe: str, file_bytes: int) -> None:
     """In a process of its own: a conversion that is killed at its 22nd tensor."""
     shards.FILE_BYTES = file_bytes
-    casting = partial(Served.of, method=method, recipe=recipe)
+    casting = partial(Served, method=method, recipe=recipe)
     to_folder(path, target, casting=casting, told=after(22, signal.SIGKILL))
 
 

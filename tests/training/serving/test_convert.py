@@ -15,7 +15,7 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.facts import Parallel
 from mpbridge.settings.huggingface.served import FORMATS, misfits
-from mpbridge.training.serving.document import Served
+from mpbridge.training.serving.cast import Served
 from mpbridge.training.weights.to_folder import to_folder
 from tests.training.serving import models
 from tests.training.weights import folders
@@ -99,7 +99,7 @@ def test_each_tensor_parallel_rank_keeps_its_scales(path: Path, tmp_path: Path) 
     made: list[Served] = []
 
     def casting(*args: Any) -> Served:
-        made.append(Served.of(*args, method="compressed-tensors", recipe=models.RECIPES["tensorwise"]))
+        made.append(Served(*args, method="compressed-tensors", recipe=models.RECIPES["tensorwise"]))
         return made[0]
 
     to_folder(path, tmp_path / "out", casting=casting)

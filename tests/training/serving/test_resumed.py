@@ -14,7 +14,7 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError
-from mpbridge.training.serving.document import Served
+from mpbridge.training.serving.cast import Served
 from mpbridge.training.weights import shards
 from mpbridge.training.weights.to_folder import to_folder
 from tests.forked import Forked
@@ -47,7 +47,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def convert(
     path: Path, target: Path, told: Callable[[int, int], None] = lambda done, total: None, recipe: str = RECIPE
 ) -> None:
-    to_folder(path, target, casting=partial(Served.of, method=METHOD, recipe=recipe), told=told)
+    to_folder(path, target, casting=partial(Served, method=METHOD, recipe=recipe), told=told)
 
 
 def stopped(path: Path, target: Path) -> Path:

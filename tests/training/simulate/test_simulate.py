@@ -16,7 +16,7 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.planning.estimate.build import work
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.simulate import world as worlds
-from mpbridge.training.simulate.recorder import compare_products, compare_wires
+from mpbridge.training.simulate.rank import compare_products, compare_wires
 from mpbridge.training.simulate.world import default_ranks, simulate, simulated_run
 from scripts.evidence.check_scale import ROWS
 

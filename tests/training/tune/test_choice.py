@@ -10,9 +10,8 @@ import pytest
 from mpbridge.common.errors import BadValue
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.training.tune.choices import at_random, base_of, configured, least
-from mpbridge.training.tune.costs import budget_of
-from mpbridge.training.tune.decision_units import LOW, DecisionUnit, TunedLinear, by_kind, units
+from mpbridge.training.tune.choices import LOW, DecisionUnit, TunedLinear, at_random, by_kind, configured, least, units
+from mpbridge.training.tune.levels import base_of, budget_of
 from mpbridge.training.tune.scores import rank_correlation
 
 LEVELS = (LOW, "mxfp8", "bf16")

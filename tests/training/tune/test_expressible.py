@@ -12,10 +12,9 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import machine
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
 from mpbridge.settings.container import ConfigContainer
-from mpbridge.training.tune.choices import base_of
-from mpbridge.training.tune.expressible import expressible, runnable
-from mpbridge.training.tune.tuning import levels_of
+from mpbridge.training.tune.levels import Where, base_of, expressible, levels_of, runnable
 
 TINY = Path(__file__).parents[3] / "configs" / "gpt_tiny.yaml"
 
@@ -25,7 +24,8 @@ def asked(recipe: str, *words: str, **changes: Any) -> tuple[dict[str, Any], Mix
     box = ConfigContainer.load(TINY, check=False)
     box.mixed_precision = config
     run = box.resolved(1, machine=machine("b200")).facts
-    return levels_of(words, config), base_of(config), run
+    base = base_of(config)
+    return levels_of(words, resolve(base)), base, run
 
 
 def test_formats_by_linear_are_proposed_where_quant_recipe_and_megatron_lms_file_can_say_them() -> None:
@@ -50,7 +50,7 @@ def test_a_stack_without_words_for_single_linears_is_named_with_its_reason(stack
 
 def test_a_level_without_words_is_left_out_or_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mpbridge.training.tune.expressible._why_not", lambda word, *rest: "no word" if word == "tensorwise" else None
+        "mpbridge.training.tune.levels._why_not", lambda word, *rest: "no word" if word == "tensorwise" else None
     )
     levels, base, _ = asked("bf16_with_nvfp4_mixed", "mxfp8", "tensorwise")
     kept, notes = expressible(levels, base, run=None, stack="megatron-lm", asked=False)
@@ -62,13 +62,13 @@ def test_a_level_without_words_is_left_out_or_refused_where_it_was_asked_for(mon
 
 def test_a_level_that_the_machine_does_not_run_is_left_out_or_refused_where_it_was_asked_for() -> None:
     levels, base, _ = asked("bf16_with_fp8_current_scaling_mixed", "mxfp8")
-    hopper = machine("h100")
-    kept, notes = runnable(levels, base, machine=hopper, versions=None, asked=False)
+    policy, hopper = resolve(base), Where(machine=machine("h100"))
+    kept, notes = runnable(levels, policy, hopper, asked=False)
     assert list(kept) == ["bf16"]
     assert "level mxfp8 is not proposed: it does not run on H100" in notes[0]
     with pytest.raises(Refused, match=r"level mxfp8 does not run on H100 \(sm_90\): .*leave it out of --levels"):
-        runnable(levels, base, machine=hopper, versions=None, asked=True)
-    assert runnable(levels, base, machine=None, versions=None, asked=True) == (levels, [])
+        runnable(levels, policy, hopper, asked=True)
+    assert runnable(levels, policy, Where(), asked=True) == (levels, [])
 
 
 def test_a_level_of_fewer_bits_than_the_recipes_own_is_refused_with_the_recipe_to_tune() -> None:

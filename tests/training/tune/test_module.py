@@ -16,8 +16,8 @@ from mpbridge.common.machines import machine
 from mpbridge.numerics import emulate_linears
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.training.tune.decision_units import LOW
-from mpbridge.training.tune.expressible import Where
+from mpbridge.training.tune.choices import LOW
+from mpbridge.training.tune.levels import Where
 from mpbridge.training.tune.scores import Scorer
 
 NVFP4 = "bf16_with_nvfp4_mixed"
@@ -357,7 +357,7 @@ loss = lambda module, batch: module(batch).float().square().mean()
 result, content = mpbridge.tune_module(module, loss, batches, "bf16_with_nvfp4_mixed", budget="time=2", unseen=2)
 assert len(result.choice) == 2, result.choice
 assert "megatron" not in content["evidence"]["found by"]
-import mpbridge.training.tune.folder
+import mpbridge.training.tune.module
 from mpbridge.training.tune.report import lines
 said = lines(result, "bf16_with_nvfp4_mixed")
 assert "fewer than three decisions" in said[1] and "agreement of two halves" not in content["evidence"], said
