@@ -43,7 +43,7 @@ _HOME = {
     "pretrain": "training.loop",
     "recipes": "precision.registry",
     "register": "precision.registry",
-    "resolve": "precision.named",
+    "resolve": "precision.registry",
     "transformer_engine_on_cpu": "te_cpu.context",
     "tune_module": "training.tune.module",
     "witness": "observe.witnessing.witness",
@@ -80,9 +80,8 @@ if TYPE_CHECKING:
     from mpbridge.numerics.modules import emulate
     from mpbridge.observe.witnessing.witness import witness
     from mpbridge.precision.config import MixedPrecisionConfig
-    from mpbridge.precision.named import resolve
     from mpbridge.precision.policy import PrecisionPolicy
-    from mpbridge.precision.registry import get_mixed_precision_config, recipes, register
+    from mpbridge.precision.registry import get_mixed_precision_config, recipes, register, resolve
     from mpbridge.precision.sync.plan import Plan, Receipt, plan
     from mpbridge.settings.container import ConfigContainer
     from mpbridge.settings.run import Run

@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeVar, overload
 from mpbridge.common.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName, cut
 from mpbridge.common.shipped import recipe_file, recipe_files
 from mpbridge.common.traits import traits
+from mpbridge.precision import resolve as configs
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import Factory, Recipe
 from mpbridge.precision.recipe_code import call, function
 from mpbridge.precision.recipes import BUILT_IN
@@ -220,6 +222,20 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
         return call(function(text), text)
     entry = recipe(text)
     return call(entry.make, entry.name)
+
+
+def resolve(
+    config: str | Path | MixedPrecisionConfig,
+    *,
+    optimizer: Mapping[str, Any] | object | None = None,
+    layers: int | None = None,
+) -> PrecisionPolicy:
+    """The policy that a config, or the recipe of that name, means: `precision.resolve.resolve`, for everything that names a recipe.
+
+    Raises what that raises, and UnknownName or RecipeError for a name.
+    """
+    given = get_mixed_precision_config(config) if isinstance(config, (str, Path)) else config
+    return configs.resolve(given, optimizer=optimizer, layers=layers)
 
 
 def _file(name: str) -> Path | None:

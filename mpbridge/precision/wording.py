@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
 from mpbridge.common.formats import say
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.regions import GEMMS, Gemms, Quant, Region
-
-if TYPE_CHECKING:
-    from mpbridge.precision.policy import LossScale
 
 HIGH = "high precision"
 NOT_QUANTIZED = "not quantized"
@@ -59,31 +53,3 @@ def region_rule(region: Region) -> str:
         texts = [HIGH if quant is None else quant_text(quant) for quant in region.gemms]
         return "; ".join(f"{gemm}: {text}" for gemm, text in zip(GEMMS, texts, strict=True))
     return NOT_QUANTIZED if region.quant is None else quant_text(region.quant)
-
-
-MODEST = 2.0**16
-"""torch's own GradScaler starts there."""
-
-
-def scale_warmup(scale: LossScale | None, steps: int | None = None) -> str:
-    """What the first loss scale may cost a run of that many steps (None: not known), in a sentence; '' where it costs nothing."""
-    most = scale.skips() if scale is not None else 0
-    if scale is None or not most:
-        return ""
-    until = (
-        f"{scale.skips(MODEST)} until 2**16, where torch's own starts, "
-        if scale.minimum < MODEST < scale.initial
-        else ""
-    )
-    short = f"; this run has {steps} steps" if steps is not None and steps <= most else ""
-    cure = "; mixed_precision.initial_loss_scale=65536 starts lower" if until else ""
-    return (
-        f"the loss scale starts at {power(scale.initial)}, and steps that overflow are skipped: {until}at most {most} until its minimum of "
-        f"{power(scale.minimum)}{short}{cure}"
-    )
-
-
-def power(scale: float) -> str:
-    """A loss scale, from 1024 on as a power of two where it is one."""
-    exponent = math.log2(scale)
-    return f"2**{exponent:g}" if exponent.is_integer() and scale >= 1024 else f"{scale:g}"

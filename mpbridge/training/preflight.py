@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from mpbridge.common.probe import installed
 from mpbridge.common.report.console import tell
 from mpbridge.planning.rules.admit import require_here
 from mpbridge.planning.rules.base import Violation
-from mpbridge.precision.wording import scale_warmup
+from mpbridge.precision.policy import LossScale
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -81,3 +82,31 @@ def settings_of(run: Run) -> dict[str, Any]:
         return run.container.as_data()
     except MpbridgeError:
         return {}
+
+
+MODEST = 2.0**16
+"""torch's own GradScaler starts there."""
+
+
+def scale_warmup(scale: LossScale | None, steps: int | None = None) -> str:
+    """What the first loss scale may cost a run of that many steps (None: not known), in a sentence; '' where it costs nothing."""
+    most = scale.skips() if scale is not None else 0
+    if scale is None or not most:
+        return ""
+    until = (
+        f"{scale.skips(MODEST)} until 2**16, where torch's own starts, "
+        if scale.minimum < MODEST < scale.initial
+        else ""
+    )
+    short = f"; this run has {steps} steps" if steps is not None and steps <= most else ""
+    cure = "; mixed_precision.initial_loss_scale=65536 starts lower" if until else ""
+    return (
+        f"the loss scale starts at {power(scale.initial)}, and steps that overflow are skipped: {until}at most {most} until its minimum of "
+        f"{power(scale.minimum)}{short}{cure}"
+    )
+
+
+def power(scale: float) -> str:
+    """A loss scale, from 1024 on as a power of two where it is one."""
+    exponent = math.log2(scale)
+    return f"2**{exponent:g}" if exponent.is_integer() and scale >= 1024 else f"{scale:g}"

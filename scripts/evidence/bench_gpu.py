@@ -32,6 +32,7 @@ from mpbridge.backend.engines.parallel import ModelParallel, start_process_group
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.estimate.flops import whole_square_flops_per_token
+from mpbridge.planning.memory.by_role import memory
 from mpbridge.settings.container import ConfigContainer
 
 COMMON = {
@@ -52,7 +53,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "smoke": COMMON
     | {
-        "num_layers": 2,
+        "num_layers": 4,
         "hidden_size": 128,
         "num_attention_heads": 4,
         "ffn_hidden_size": 256,
@@ -203,9 +204,8 @@ def by_kind(arm: Any) -> dict[str, float]:
     return found | {f"longest: {name[:80]}": milliseconds for name, milliseconds in longest}
 
 
-def ceiling(size: int = 8192, repeats: int = 20) -> float:
+def ceiling(size: int, repeats: int = 20) -> float:
     """FLOP/s of a BF16 matmul of `size` cubed on random data, the best of three."""
-    size = size if CUDA else 512
     a, b = (torch.randn(size, size, device="cuda" if CUDA else "cpu", dtype=torch.bfloat16) for _ in range(2))
     best = 0.0
     for _ in range(3):
@@ -219,27 +219,36 @@ def ceiling(size: int = 8192, repeats: int = 20) -> float:
     return best
 
 
-def bench(shape: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Measures every arm of one shape, in turns."""
+def bench(shape: str, args: argparse.Namespace, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Measures every arm of one shape, in turns; what was measured so far is in `found` and its file."""
     recipes = args.recipes
     runs = {name: resolved(shape, name, tuple(args.set)) for name in recipes}
     per_token = whole_square_flops_per_token(runs[recipes[0]].facts.shape)
     vocab = int(SHAPES[shape]["vocab_size"])
     arms: dict[str, Any] = {name: lambda run=run: Ours(run, tokens(shape, vocab)) for name, run in runs.items()}
     arms["bare megatron-core, " + recipes[0]] = lambda: Bare(runs[recipes[0]], tokens(shape, vocab))
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    predicted = {name: memory(run.policy, run.facts).total / 2**30 for name, run in runs.items()}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for turn in range(args.rounds):
         names = list(arms) if turn % 2 == 0 else list(arms)[::-1]
         for name in names:
-            found[name].append(measure(arms[name], warm=3, steps=args.steps, profile=args.profile and turn == 0))
+            rows[name].append(measure(arms[name], warm=3, steps=args.steps, profile=args.profile and turn == 0))
+            found["shapes"][shape] = table_of(shape, rows, predicted, per_token)
+            write(found, args.out)
+    return table_of(shape, rows, predicted, per_token)
+
+
+def table_of(shape: str, measured: dict[str, Any], predicted: dict[str, float], per_token: float) -> dict[str, Any]:
+    """Arm -> its figures, for the arms that were measured."""
     table = {}
-    for name, rows in found.items():
+    for name, rows in ((name, rows) for name, rows in measured.items() if rows):
         milliseconds = statistics.median(row["ms"] for row in rows)
         rate = MICRO_BATCH[shape] * SEQUENCE[shape] / (milliseconds / 1e3)
         table[name] = {
             "tokens_per_s": rate,
             "model_flops_per_s": rate * per_token,
             "peak_gib": max(row["peak_bytes"] for row in rows) / 2**30,
+            "predicted_gib": predicted.get(name),
             "build_s": rows[0]["build_s"],
             "first_step_s": rows[0]["first_step_s"],
             "loss": rows[-1]["loss"],
@@ -271,7 +280,7 @@ def main() -> None:
 def report(args: argparse.Namespace, imports: float) -> None:
     """Measures, prints and writes."""
     communication = time.perf_counter() - STARTED - imports
-    peak = ceiling()
+    peak = ceiling(512 if args.shapes == ["smoke"] else 8192)
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if CUDA else "CPU", "versions": {k: getattr(installed(), k) for k in ("torch", "cuda", "transformer_engine", "megatron_core")},
         "date": time.strftime("%Y-%m-%d"), "matmul_tflops": peak / 1e12, "import_s": imports, "process_group_s": communication, "shapes": {},
@@ -280,7 +289,7 @@ def report(args: argparse.Namespace, imports: float) -> None:
         f"{found['device']}, {found['versions']}, BF16 matmul {peak / 1e12:.1f} TFLOP/s, imports {imports:.1f} s, process group {communication:.1f} s"
     )
     for shape in args.shapes:
-        table = found["shapes"][shape] = bench(shape, args)
+        table = bench(shape, args, found)
         base = table[args.recipes[0]]["tokens_per_s"]
         print(f"\n{shape}: sequence {SEQUENCE[shape]}, micro-batch {MICRO_BATCH[shape]}")
         for name, row in table.items():
@@ -288,9 +297,13 @@ def report(args: argparse.Namespace, imports: float) -> None:
                 f"  {name:48} {row['tokens_per_s']:9.0f} tok/s  {row['model_flops_per_s'] / 1e12:6.0f} TFLOP/s  {row['model_flops_per_s'] / peak:5.1%} of matmul"
                 f"  x{row['tokens_per_s'] / base:.3f}  {row['peak_gib']:6.1f} GiB  built in {row['build_s']:.1f} s, first step {row['first_step_s']:.1f} s"
             )
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def write(found: dict[str, Any], out: Path | None) -> None:
+    """The figures so far, as JSON."""
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -152,13 +152,14 @@ def traced(
             engine.close()
 
 
-def agreement(recipe: str, *, layers: int, steps: int) -> dict[str, Any]:
+def agreement(recipe: str, *, layers: int, steps: int, hidden: int = 512, sequence: int = 256) -> dict[str, Any]:
     """The table of one recipe."""
-    plain = resolved("bf16_mixed", emulate=False, layers=layers)
-    local, weights = traced(lambda: McoreEngine.build(plain, backend=CpuSpecProvider), None, steps)
-    engine, _ = traced(lambda: build_engine(plain), weights, steps)
-    real, _ = traced(lambda: build_engine(resolved(recipe, emulate=False, layers=layers)), weights, steps)
-    emulated, _ = traced(lambda: build_engine(resolved(recipe, emulate=True, layers=layers)), weights, steps)
+    size = {"layers": layers, "hidden": hidden, "sequence": sequence}
+    plain = resolved("bf16_mixed", emulate=False, **size)
+    local, weights = traced(lambda: McoreEngine.build(plain, backend=CpuSpecProvider), None, steps, sequence)
+    engine, _ = traced(lambda: build_engine(plain), weights, steps, sequence)
+    real, _ = traced(lambda: build_engine(resolved(recipe, emulate=False, **size)), weights, steps, sequence)
+    emulated, _ = traced(lambda: build_engine(resolved(recipe, emulate=True, **size)), weights, steps, sequence)
     return {
         "recipe": recipe,
         "emulated": apart(real, emulated),
@@ -187,6 +188,8 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -194,11 +197,12 @@ def main() -> None:
     start_process_group(True)
     reports = []
     for recipe in args.recipes:
-        reports.append(agreement(recipe, layers=args.layers, steps=args.steps))
+        size = {"hidden": args.hidden, "sequence": args.sequence}
+        reports.append(agreement(recipe, layers=args.layers, steps=args.steps, **size))
         print(table(reports[-1]), flush=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+        if args.out:  # after each recipe: a run that is stopped leaves what it measured
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
     stop_process_group()
 
 

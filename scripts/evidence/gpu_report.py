@@ -1,4 +1,4 @@
-"""The report of scripts/gpu_check.sh as Markdown: `python scripts/evidence/gpu_report.py FOLDER` reads bench.json and tests.log there and prints."""
+"""The report of scripts/gpu_check.sh as Markdown: `python scripts/evidence/gpu_report.py FOLDER` reads what its steps have written there so far and prints."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def speeds(bench: dict) -> str:
         lines += [
             f"### {shape}",
             "",
-            "| arm | tokens/s | model TFLOP/s | of matmul | of the first arm | peak GiB |",
-            "|---|--:|--:|--:|--:|--:|",
+            "| arm | tokens/s | model TFLOP/s | of matmul | of the first arm | peak GiB | predicted GiB |",
+            "|---|--:|--:|--:|--:|--:|--:|",
         ]
         for name, row in table.items():
             tflops = row["model_flops_per_s"] / 1e12
             lines.append(
                 f"| {name} | {row['tokens_per_s']:.0f} | {tflops:.0f} | {tflops / bench['matmul_tflops']:.1%} | "
-                f"{row['tokens_per_s'] / first['tokens_per_s']:.3f} | {row['peak_gib']:.1f} |"
+                f"{row['tokens_per_s'] / first['tokens_per_s']:.3f} | {row['peak_gib']:.1f} | "
+                f"{'' if row['predicted_gib'] is None else format(row['predicted_gib'], '.1f')} |"
             )
         lines.append("")
         for name, row in table.items():
@@ -47,17 +48,41 @@ def speeds(bench: dict) -> str:
     return "\n".join(lines)
 
 
+def steps(table: str) -> str:
+    """What was run, how it ended and how long it took."""
+    lines = ["| step | ended | seconds | limit |", "|---|---|--:|--:|"]
+    for name, code, took, limit in {row.split("\t")[0]: row.split("\t") for row in table.splitlines()}.values():
+        said = {"0": "done", "124": "stopped at its limit", "137": "killed at its limit"}.get(code, f"failed ({code})")
+        lines.append(f"| {name} | {said} | {took} | {limit} |")
+    return "\n".join(lines)
+
+
+def fenced(log: str, words: tuple[str, ...]) -> str:
+    """The lines of a log with one of the words."""
+    kept = [line.rstrip() for line in log.splitlines() if any(word in line for word in words)]
+    return "\n".join(["```text", *(kept or log.splitlines()[-5:]), "```"])
+
+
+SECTIONS = (
+    ("Transformer Engine's kernels against those played on a CPU", "kernels.log", lambda text: fenced(text, ("equal", "only on one side"))),
+    ("Audits", "audits.log", lambda text: fenced(text, ("last complete one", "live audit of", "not observed:", "unverified", "broken", "refused", "Error"))),
+    ("Speed and memory", "speed.json", lambda text: speeds(json.loads(text))),
+    ("Tests", "tests.log", tests),
+    ("The emulation against Transformer Engine", "agreement.log", str),
+    ("Speed, by kind of kernel", "profile.json", lambda text: speeds(json.loads(text))),
+)  # fmt: skip
+"""Title, the file that a step writes, and how it is shown."""
+
+
 def main() -> None:
     """Prints the available parts and names the missing ones."""
     folder = Path(sys.argv[1])
-    log, bench = folder / "tests.log", folder / "bench.json"
-    print("# GPU check\n\n## Tests\n")
-    print(tests(log.read_text()) if log.is_file() else "not run")
-    agreement = folder / "agreement.log"
-    print("\n## The emulation against Transformer Engine\n")
-    print(agreement.read_text() if agreement.is_file() else "not run")
-    print("\n## Speed and memory\n")
-    print(speeds(json.loads(bench.read_text())) if bench.is_file() else "not measured")
+    print("# GPU check\n")
+    if (folder / "steps.tsv").is_file():
+        print(steps((folder / "steps.tsv").read_text()))
+    for title, name, show in SECTIONS:
+        file = folder / name
+        print(f"\n## {title}\n\n{show(file.read_text()) if file.is_file() else 'not run'}")
 
 
 if __name__ == "__main__":

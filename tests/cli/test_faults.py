@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.precision import yaml_loader
+from tests.forked import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -213,13 +215,28 @@ def test_a_page_without_room_is_named_and_costs_the_page_only(
     assert err == "--out /dev/full cannot be written: No space left on device\n"
 
 
-WITHOUT_ROOM = """
-import json, resource, sys
-from mpbridge.cli.main import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-sys.exit(main(json.loads(sys.argv[1])))
-"""
-"""A limit on the size of files stands for the disk: the same writes fail, with EFBIG in place of ENOSPC."""
+def without_room(arguments: list[str], limit: int, folder: Path) -> None:
+    """A limit on the size of files stands for the disk: the same writes fail, with EFBIG in place of ENOSPC."""
+    ours, theirs = os.pipe()  # what is said is no file
+    if pid := os.fork():
+        os.close(theirs)
+        with open(ours) as stream:
+            said = stream.read()
+        _, status = os.waitpid(pid, 0)
+        print(said)
+        os._exit(os.waitstatus_to_exitcode(status))
+    os.dup2(theirs, 1)
+    os.dup2(theirs, 2)
+    os.chdir(folder)
+    sys.dont_write_bytecode = True  # no half of a compiled module stays behind
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    code = 70
+    try:
+        code = main(arguments)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 @pytest.mark.parametrize(
@@ -238,11 +255,10 @@ def test_a_full_disk_is_no_misuse_and_leaves_nothing(arguments: list[str], limit
 
         write(tmp_path / "hf", LLAMA, llama_tensors())
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
-    command = [sys.executable, "-c", WITHOUT_ROOM, json.dumps(arguments), str(limit)]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "File too large" in done.stderr
-    assert "Traceback" not in done.stderr
+    with forked(without_room, arguments, limit, tmp_path) as process:
+        assert process.wait() == 1, process.text
+    assert "File too large" in process.text
+    assert "Traceback" not in process.text
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
     assert (tmp_path / "old.html").read_text() == "kept"
 

@@ -85,7 +85,8 @@ def commands(folder: Path) -> list[list[str]]:
     for i, text in enumerate(RUN_FILES.values()):
         base = "" if text.startswith("extends") else f"extends: {ROOT}/configs/gpt_tiny.yaml\n"
         run = file(f"run{i}.yaml", base + text)
-        for verb in ON_RUNS:
+        # the verbs load a configuration by one function: all of them with the first file, and each file with a third of them in turn
+        for verb in ON_RUNS if i == 0 else ON_RUNS[i % 3 :: 3]:
             if verb == "launch":
                 found.append([verb, *more[verb], "--config", run])
             elif verb == "convert":
@@ -96,10 +97,11 @@ def commands(folder: Path) -> list[list[str]]:
     file("recipe.yaml", f"extends: {CODE}")
     for i, text in enumerate(RECIPE_FILES.values()):
         recipe = file(f"recipe{i}.yaml", text)
-        found += [["show", recipe], ["diff", "bf16_mixed", recipe], ["compare", "bf16_mixed", recipe], ["export", recipe, "--to", "torchtitan"]]  # fmt: skip
-        found += [[verb, "--recipe", recipe] for verb in ("check", "plan", "memory", "train")]
-        found += [["import", recipe], ["rehearse", "--recipes", recipe, "--steps", "1", "--out", "out/r2"], ["words", recipe]]  # fmt: skip
-        found += [["plan", f"mixed_precision={recipe}"], ["resume-check", "run", "--recipe", recipe]]
+        given = [["show", recipe], ["diff", "bf16_mixed", recipe], ["compare", "bf16_mixed", recipe], ["export", recipe, "--to", "torchtitan"]]  # fmt: skip
+        given += [[verb, "--recipe", recipe] for verb in ("check", "plan", "memory", "train")]
+        given += [["import", recipe], ["rehearse", "--recipes", recipe, "--steps", "1", "--out", "out/r2"], ["words", recipe]]  # fmt: skip
+        given += [["plan", f"mixed_precision={recipe}"], ["resume-check", "run", "--recipe", recipe]]
+        found += given if i == 0 else given[i % 3 :: 3]
     for name, text in OTHERS.items():
         place = file(name, text)
         found += [["import", place], ["compare", place, "bf16_mixed"], ["check", "--config", place], ["estimate", "--target", "h100", "--machine-file", place]]  # fmt: skip
@@ -208,7 +210,8 @@ OUTPUTS: list[tuple[list[str], tuple[str, ...]]] = [
 @pytest.mark.parametrize("kind", ["link", "dangling", "hard link"])
 def test_no_output_follows_a_link(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     touched = []
-    for number, (words, names) in enumerate(OUTPUTS):
+    # one function opens every output: all of them with a link, a part of them with the other two kinds
+    for number, (words, names) in list(enumerate(OUTPUTS))[:: 1 if kind == "link" else 3]:
         home, victim = tmp_path / str(number), tmp_path / f"victim{number}"
         for name in ("run/metrics.jsonl", "hf/config.json", *names):
             (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -296,7 +299,8 @@ def test_everything_is_printed_by_the_functions_that_escape() -> None:
     for path in home.rglob("*.py"):
         if "te_cpu" in path.parts:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if re.search(r"\bprint\(|\.write\(", text) else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write"):  # fmt: skip
                 found.add(str(path.relative_to(home)))
     assert found - kept == set()

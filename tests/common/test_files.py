@@ -44,9 +44,11 @@ def reads(file: Path) -> list[int]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call):
             continue
-        called, text = node.func, ast.unparse(node)
+        called = node.func
         name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
-        owner = ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
+        if name not in ("open", "read_text", "read_bytes"):
+            continue
+        text, owner = ast.unparse(node), ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
         writes = any(mode in text for mode in ("'w", "'x", "'a"))
         method = isinstance(called, ast.Attribute) and name in ("read_text", "read_bytes")
         if method or (name == "open" and not writes and owner != "os"):

@@ -26,18 +26,19 @@ def test_benchmark_and_report_run_from_end_to_end(tmp_path):
         "2",
         "--profile",
     ]
-    command += ["--set", "optimizer.clip_grad=0.5", "--out", str(tmp_path / "bench.json")]
+    command += ["--set", "optimizer.clip_grad=0.5", "--out", str(tmp_path / "speed.json")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    table = json.loads((tmp_path / "bench.json").read_text())["shapes"]["smoke"]
+    table = json.loads((tmp_path / "speed.json").read_text())["shapes"]["smoke"]
     ours, bare = table["bf16_mixed"], table["bare megatron-core, bf16_mixed"]
     # the same configs, weights and batches; only the bare loop steps a schedule of the learning rate
     assert ours["loss"] == pytest.approx(bare["loss"], rel=1e-4)
     assert ours["tokens_per_s"] > 0
     assert ours["kinds"]["GEMM"] > 0
+    (tmp_path / "steps.tsv").write_text("speed\t1\t31\t180\nspeed\t0\t56\t180\nprofile\t124\t590\t590\n")
     (tmp_path / "tests.log").write_text("==== 3 passed, 1 skipped in 2s ====\nSKIPPED [1] somewhere: no reason\n")
     report = subprocess.run(
         [sys.executable, "scripts/evidence/gpu_report.py", str(tmp_path)],
@@ -48,6 +49,9 @@ def test_benchmark_and_report_run_from_end_to_end(tmp_path):
         check=True,
     ).stdout
     assert "3 passed, 1 skipped" in report
+    assert "| speed | done | 56 | 180 |" in report
+    assert "| profile | stopped at its limit | 590 | 590 |" in report
+    assert "31" not in report.partition("## Speed and memory")[0], "of a step that was run again, the last"
     assert "| bf16_mixed |" in report
     assert "| 1.000 |" in report
     assert "by kind of kernel" in report
@@ -67,3 +71,14 @@ def test_without_a_device_it_says_so_and_fails(tmp_path):
         check=False,
     )
     assert (done.returncode, "no CUDA device here" in done.stderr) == (1, True)
+
+
+@pytest.mark.slow
+def test_a_dry_run_plays_the_gpu_and_a_failing_step_does_not_end_the_rest(tmp_path):
+    """The kernels' bytes agree with themselves; without room for its file the benchmark fails, and the report says both."""
+    (tmp_path / "speed.json").mkdir()
+    command = ["/bin/bash", "scripts/gpu_check.sh", "--dry-run", "--out", str(tmp_path), "--only", "speed", "kernels"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    ended = dict(line.split("\t")[:2] for line in (tmp_path / "steps.tsv").read_text().splitlines())
+    assert (done.returncode, ended["kernels"], ended["speed"] != "0") == (1, "0", True), done.stdout[-3000:]
+    assert "operand tensorwise e4m3: 1048592 of 1048592 bytes equal" in (tmp_path / "report.md").read_text()

@@ -17,6 +17,7 @@ __all__ = ["layer", "world"]
 def compiling() -> Iterator[None]:
     """Kernels are compiled, for tests that compare them with uncompiled ones: everywhere else the suite leaves the compiler off (tests/conftest.py)."""
     kernel.cache_clear()  # code that was called uncompiled once is never compiled
-    with torch._dynamo.config.patch(disable=False):
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(disable=False):
+        patch.delenv("TORCHDYNAMO_DISABLE", raising=False)
         yield
     kernel.cache_clear()

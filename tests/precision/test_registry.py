@@ -230,6 +230,24 @@ def test_file_and_function(tmp_path: Path) -> None:
         get_mixed_precision_config(f"{tmp_path / 'broken.py'}:mine")
 
 
+@pytest.mark.parametrize(("text", "said"), [("", "empty, expected fields"), ("{}", "empty, expected fields"), ("[]", "expected a mapping of fields, got list")])  # fmt: skip
+def test_a_recipe_file_that_holds_no_fields_says_what_it_should_hold(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=said):
+        get_mixed_precision_config(str(tmp_path / "own.yaml"))
+
+
+def test_engines_that_recipes_need() -> None:
+    # by their own word, and by what no other engine can do
+    assert {name: entry.engine for name, entry in recipes.items() if entry.engine} == {
+        "bf16_params_fp32_states": "fsdp2",
+        "fp32_params_bf16_compute": "fsdp2",
+        "bf16_with_fp8_rowwise": "fsdp2",
+        "bf16_with_fp8_rowwise_gw_hp": "fsdp2",
+        "bf16_megatron_fsdp": "megatron_fsdp",
+    }
+
+
 def test_yaml_extends_a_name_or_another_file(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("extends: fp8-cs\nnum_layers_at_start_in_bf16: 3\n")
     (tmp_path / "mine.yaml").write_text(

@@ -62,6 +62,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"bf16": True, "fp16": True, "fp8": "foo", "fp4": "e2m1", "fp8_recipe": "x", "loss_scale": -1, "hysteresis": 0},
         ("fp16 and bf16", "fp8='foo'", "fp8_recipe='x'", "fp8 and fp4 are both on", "loss_scale=-1", "hysteresis=0"),
     ),
+    "two flags, and a dtype of one of them": ({"bf16": True, "fp16": True, "params_dtype": "fp16"}, ("fp16 and bf16",)),
     "a wrong type hides no wrong choice": ({"bf16": "yes", "fp8": "foo"}, ("bf16='yes'", "fp8='foo'")),
     "all wrong types at once": ({"bf16": 1, "fp8": 2, "keep_fp32": "norm", "modules": []}, ("bf16=1", "fp8=2", "keep_fp32='norm'", "modules=[]")),
 }  # fmt: skip

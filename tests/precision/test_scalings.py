@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,14 @@ def names_in(node: ast.AST) -> list[str]:
     return [e.value for e in elements if isinstance(e, ast.Constant) and e.value in SCALINGS]
 
 
+@functools.cache
 def sources() -> list[tuple[str, ast.AST]]:
-    found = [(path.relative_to(PACKAGE).as_posix(), path) for path in PACKAGE.rglob("*.py")]
+    """The modules whose text has the name of a scaling."""
+    found = [(path.relative_to(PACKAGE).as_posix(), path.read_text()) for path in PACKAGE.rglob("*.py")]
     return [
-        (name, ast.parse(path.read_text()))
-        for name, path in sorted(found)
-        if not name.startswith("precision/scalings/")
+        (name, ast.parse(text))
+        for name, text in sorted(found)
+        if not name.startswith("precision/scalings/") and any(word in text for word in SCALINGS)
     ]
 
 
@@ -111,22 +114,6 @@ def test_choices_follow_from_formats() -> None:
     assert {bits_of(format) for format in ELEMENTS} == {8, 4}
     assert "nvfp4" not in choices(8)
     assert choices(4) == ("nvfp4", "custom")
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "columns", "scales"),
-    [
-        pytest.param("tensorwise", 256, 512, 1, id="one-for-the-tensor"),
-        # 2 x 4 blocks of 128x128 by rows, 4 x 2 padded to 4 x 4 by columns
-        pytest.param("blockwise", 256, 512, 2 * 4 + 4 * 4, id="blocks-of-128"),
-        # 256 rows of 16 scales; 512 columns of 8
-        pytest.param("mxfp8", 256, 512, 256 * 16 + 512 * 8, id="blocks-of-32"),
-        # 100 rows padded to 128 and 3 scales padded to 4, 48 columns padded to 128 and 7 scales to 8
-        pytest.param("nvfp4", 100, 48, 128 * 4 + 128 * 8, id="padded"),
-    ],
-)
-def test_scales_of_a_weight_are_counted_with_their_padding(name: str, rows: int, columns: int, scales: int) -> None:
-    assert scaling(name).weight_scales(rows, columns) == scales
 
 
 def test_the_transposed_copy_depends_on_the_hardware_for_one_scale_a_tensor_only() -> None:

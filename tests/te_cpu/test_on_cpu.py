@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.transformer_engine import VARIABLE, choose
+from mpbridge.te_cpu import context, foreign
 from mpbridge.te_cpu.foreign import _Triton
+from tests.forked import forked
 from tests.te_cpu.wheels import FOLDERS, OLDEST, ROOT, environment, release_or_skip
 
 SCRIPT = '''
@@ -107,15 +111,31 @@ def test_what_lies_beside_transformer_engine_hides_no_checkout(tmp_path, monkeyp
     ]
 
 
+def _command(script: str) -> None:
+    """The verb without what it plays: the script's own errors are the command line's matter."""
+    from mpbridge.cli.main import entry
+
+    context.transformer_engine_on_cpu = lambda *args, **how: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    foreign.foreign_code = contextlib.nullcontext  # type: ignore[assignment]
+    sys.argv = ["mpbridge", "on-cpu", script]
+    entry()
+
+
+def errors(script: Path) -> str:
+    """What a script that fails leaves on stderr."""
+    with forked(_command, str(script), apart=True) as process:
+        assert process.wait() == 1, process.errors
+    return process.errors
+
+
 def test_a_scripts_own_import_error_passes_through(tmp_path) -> None:
     (tmp_path / "asker.py").write_text("import megatron.core.no_such_module", encoding="utf-8")
     script = tmp_path / "script.py"
     script.write_text("import asker", encoding="utf-8")
-    done = on_cpu(script)
-    assert done.returncode == 1
-    assert "No module named 'megatron.core.no_such_module'" in done.stderr.strip().splitlines()[-1]
-    assert f'File "{tmp_path / "asker.py"}", line 1' in done.stderr
-    assert "not installed" not in done.stderr
+    said = errors(script)
+    assert "No module named 'megatron.core.no_such_module'" in said.strip().splitlines()[-1]
+    assert f'File "{tmp_path / "asker.py"}", line 1' in said
+    assert "not installed" not in said
 
 
 UNGUARDED = """
@@ -193,10 +213,9 @@ def test_check_says_that_the_target_is_played() -> None:
 def test_an_operating_systems_error_of_the_script_keeps_its_traceback(tmp_path) -> None:
     script = tmp_path / "fetches.py"
     script.write_text('raise ConnectionError("the network is unreachable")\n', encoding="utf-8")
-    done = on_cpu(script)
-    assert done.returncode == 1
-    assert "fetches.py" in done.stderr
-    assert done.stderr.rstrip().endswith("ConnectionError: the network is unreachable")
+    said = errors(script)
+    assert "fetches.py" in said
+    assert said.rstrip().endswith("ConnectionError: the network is unreachable")
 
 
 def test_a_triton_kernel_under_several_decorators_is_refused_by_name() -> None:

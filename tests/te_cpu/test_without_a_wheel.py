@@ -17,6 +17,7 @@ from mpbridge.common import transformer_engine as packages
 from mpbridge.common.errors import Contradiction, Refused, UnknownName
 from mpbridge.common.incomplete_te import Guard
 from mpbridge.common.machines import machine
+from tests.forked import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,6 +75,13 @@ def test_a_release_outside_of_the_table_is_refused(tmp_path) -> None:
         packages.choose("2.13", [tmp_path / "a"])
     found = packages.choose("2.12", [tmp_path / "a", wheel(tmp_path / "b", "2.12.0")])
     assert (found.version, found.release, found.complete) == ("2.12.0", (2, 12, 0), False)
+
+
+def printed(code: str) -> str:
+    """By a process of its own that has imported megatron-core."""
+    with forked(exec, code, {}) as process:
+        assert process.wait() == 0, process.text
+    return process.text
 
 
 def test_an_incomplete_wheel_is_no_transformer_engine(tmp_path) -> None:
@@ -143,11 +151,7 @@ def test_megatron_imported_first_is_one_clear_refusal(tmp_path) -> None:
         "except mpbridge.MpbridgeError as error:\n    print(error)\n"
         "import sys\nassert not [name for name in sys.modules if name.startswith('transformer_engine')]\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "megatron is already imported" in done.stdout
+    assert "megatron is already imported" in printed(code)
 
 
 def test_coalesced_gathers_keep_every_dtype() -> None:
@@ -171,10 +175,7 @@ with one_by_one():
 assert total.tolist() == [1, 1, 1]
 dist.destroy_process_group()  # its threads end before the interpreter does
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed(code)
 
 
 def test_generators_stay_a_class_that_libraries_can_annotate_with() -> None:

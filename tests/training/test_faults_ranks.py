@@ -41,7 +41,7 @@ def train(number, minutes, save):
 
 @pytest.mark.parametrize(
     ("number", "minutes"),
-    [pytest.param(signal.SIGKILL, 10, id="dies"), pytest.param(signal.SIGSTOP, 0.1, id="does not answer")],
+    [pytest.param(signal.SIGKILL, 10, id="dies"), pytest.param(signal.SIGSTOP, 0.2, id="does not answer")],
 )
 def test_the_other_rank_ends_with_a_message(number, minutes):
     with ranks(2, train, number, minutes, None) as (first, _):

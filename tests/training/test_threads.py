@@ -31,7 +31,6 @@ EXPERTS = {
 ROPE = {"position_embedding_type": "rope"}
 SHARDED = {"use_distributed_optimizer": True}
 RUNS: dict[str, dict[str, Any]] = {
-    "dense": {"model": ROPE},
     "experts": {"model": {**ROPE, **EXPERTS}},
     "fp32, distributed optimizer": {"recipe": "fp32", "ddp": SHARDED},
     "fsdp2": {"recipe": "fp32_params_bf16_compute", "engine": "fsdp2"},

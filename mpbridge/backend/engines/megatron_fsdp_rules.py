@@ -19,7 +19,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="reused-buffer-under-megatron-fsdp",
         about="mxfp8 stored",
-        found=lambda c: c.policy.reuse_grad_buffer and "reuse_grad_buf_for_mxfp8_param_ag=true on Megatron-FSDP",
+        when=lambda c: c.policy.reuse_grad_buffer,
+        found="reuse_grad_buf_for_mxfp8_param_ag=true on Megatron-FSDP",
         expected="false: Megatron-FSDP has its own buffers",
         cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false",
         source=ARGUMENTS,
@@ -27,19 +28,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="megatron-fsdp-main-weights",
-        found=lambda c: (
-            c.policy.main_params not in (None, DType.FP32, c.policy.params)
-            and f"main_params_dtype={say(c.policy.main_params)} on Megatron-FSDP"
-        ),
+        when=lambda c: c.policy.main_params not in (None, DType.FP32, c.policy.params),
+        found=lambda c: f"main_params_dtype={say(c.policy.main_params)} on Megatron-FSDP",
         expected="fp32, or the parameters' own dtype: the wrapper supports these two only",
         cure="mixed_precision.main_params_dtype=fp32",
         source="megatron-core 0.16.1 distributed_data_parallel_config.py (preserve_fp32_weights, a switch); mpbridge/backend/engines/megatron_fsdp.py",
     ),
     Rule(
         id="megatron-fsdp-unsharded",
-        found=lambda c: (
-            c.ddp("data_parallel_sharding_strategy") == "no_shard" and "ddp.data_parallel_sharding_strategy=no_shard"
-        ),
+        when=lambda c: c.ddp("data_parallel_sharding_strategy") == "no_shard",
+        found="ddp.data_parallel_sharding_strategy=no_shard",
         expected="a mode that shards: with no_shard, all_reduce_gradients of 0.16 skips every existing buffer (an inverted test), so the ranks diverge; and where "
         "gradients are reduced, the norm counts every replica",
         cure="ddp.data_parallel_sharding_strategy=optim_grads_params (the default), optim_grads or optim, or engine=mcore",
@@ -47,17 +45,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="megatron-fsdp-instances",
-        found=lambda c: (
-            c.ddp("num_distributed_optimizer_instances", 1) > 1
-            and "hybrid sharding (num_distributed_optimizer_instances above 1)"
-        ),
+        when=lambda c: c.ddp("num_distributed_optimizer_instances", 1) > 1,
+        found="hybrid sharding (num_distributed_optimizer_instances above 1)",
         expected="one instance",
         cure="ddp.num_distributed_optimizer_instances=1",
         source="mpbridge/backend/engines/megatron_fsdp.py",
     ),
     Rule(
         id="megatron-fsdp-keeps-one-dtype",
-        found=lambda c: c.policy.keep_fp32 and "keep_fp32 on Megatron-FSDP",
+        when=lambda c: c.policy.keep_fp32,
+        found="keep_fp32 on Megatron-FSDP",
         expected="one dtype per parameter group",
         cure="engine=fsdp2, or drop keep_fp32",
         source="mpbridge/backend/engines/megatron_fsdp.py",
@@ -71,10 +68,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="megatron-fsdp-connections",
-        found=lambda c: (
-            c.run.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
-            and "CUDA_DEVICE_MAX_CONNECTIONS=1 on Megatron-FSDP"
-        ),
+        when=lambda c: c.run.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1",
+        found="CUDA_DEVICE_MAX_CONNECTIONS=1 on Megatron-FSDP",
         expected="more than one: with one, gathers and GEMMs wait for each other",
         cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
         source=ARGUMENTS,

@@ -8,6 +8,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.planning.memory.layers import Parameter
 from mpbridge.precision.policy import Quant
+from mpbridge.precision.scalings import Scaling
 
 WeightCopy = tuple[str, str, DType, int]
 
@@ -30,4 +31,21 @@ def weight_copies(parameter: Parameter, quant: Quant, run: RunFacts) -> Iterator
     if quant.row.keeps_transposed(run.machine.arch if run.machine is not None else None):
         yield "weight_transposes", name, DType.UINT8, data
     width = DType.FP32 if quant.row.stored.scale_bytes == 4 else DType.UINT8
-    yield "weight_scales", name, width, quant.row.weight_scales(rows, columns)
+    yield "weight_scales", name, width, weight_scales(quant.row, rows, columns)
+
+
+def weight_scales(row: Scaling, rows: int, columns: int) -> int:
+    """Number of scales of a weight, for both copies together, including the kernels' padding of scale tensors."""
+    if row.blocks is None or row.per_tensor:
+        return 1
+    # one scale per line and block, unless lines share a stored scale: NVFP4 writes the scale of a 16x16 block once per line
+    along, across = row.blocks[1].along, row.blocks[1].across if row.stored.lines == 1 else 1
+
+    def one(lines: int, length: int) -> int:
+        return _up(-(-lines // across), row.stored.lines) * _up(-(-length // (along or length)), row.stored.count)
+
+    return one(rows, columns) + one(columns, rows)
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,9 +1,11 @@
-"""The types of the rule table: Rule (a row with its texts, its source and the versions in which it is true), Case (what it judges) and Violation (what it reports)."""
+"""The types of the rule table: Rule (a row with its texts, its source and the versions in which it is true), Case (what it judges) and Violation (what it reports),
+and how rows are written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from mpbridge.common.facts import RunFacts
@@ -15,7 +17,9 @@ from mpbridge.precision.config import FUSED
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 
 ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
-"""A source that rules on several subjects cite."""
+MODEL_CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
+NEWER_MODEL_CONFIG = "Megatron-LM core/transformer/transformer_config.py (d98e8a64)"
+"""Sources that rules on several subjects cite."""
 
 PLAIN_WEIGHTS = "mixed_precision.fp8_param_gather=false mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"
 """The cure of rules about weights stored in a low-precision format; it clears both fields, since a reused buffer without stored weights is a contradiction."""
@@ -43,10 +47,25 @@ class Case:
         """A setting of the optimizer section."""
         return _get(self.run.optimizer.settings, name, default)
 
+    def words(self, name: str) -> tuple[str, ...]:
+        """A model setting that is one word or a list of words, as a tuple; () if it is not set."""
+        value = self.model(name, ())
+        return tuple(map(str, value)) if isinstance(value, (list, tuple)) else (str(value),)
+
     @property
     def native(self) -> bool:
         """Whether Transformer Engine performs the quantization."""
         return self.run.realization == "native"
+
+    @property
+    def gpu(self) -> bool | None:
+        """Whether the machine is a GPU; None: no machine is named."""
+        return None if self.run.machine is None else self.run.machine.gpu
+
+    @property
+    def arch(self) -> tuple[int, int]:
+        """The compute capability; (0, 0) if there is none or it is not known."""
+        return (self.run.machine.arch if self.run.machine is not None else None) or (0, 0)
 
     @property
     def core(self) -> bool:
@@ -109,17 +128,24 @@ class Case:
         have = self.run.versions.transformer_engine
         return have is not None and not at_least(have, version)
 
+    def variable(self, name: str) -> str:
+        """An environment variable; '' if it is not set."""
+        return self.run.environment.get(name, "").strip()
+
     def set_variable(self, name: str) -> bool:
         """Whether an environment variable is set to a true value."""
-        return self.run.environment.get(name, "").strip().lower() not in ("", "0", "false", "off", "no")
+        return self.variable(name).lower() not in ("", "0", "false", "off", "no")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row. `found` returns a description of what is wrong, or a false value when the rule holds."""
+    """One row. The rule is broken if `when` holds and `found` has words."""
 
     id: str
-    found: Callable[[Case], object]
+    when: Callable[[Case], object] = lambda case: True
+    """Whether the case is of the kind that is wrong; the default is any."""
+    found: str | Callable[[Case], object]
+    """What is wrong: text in which {c.run.engine} and the like are filled in, or a function that returns it (something false: the rule holds)."""
     expected: str
     cure: str
     """Command-line settings, or a sentence. Alternatives are separated by ', or '; each of them is sufficient."""
@@ -142,6 +168,28 @@ class Rule:
         return self.engine in ("", run.engine) and all(
             window.holds(getattr(run.versions, window.package)) for window in self.holds
         )
+
+    def fault(self, case: Case) -> str:
+        """What is wrong with a case that the rule applies to; '' if it holds."""
+        if not self.when(case):
+            return ""
+        return self.found.format(c=case) if isinstance(self.found, str) else str(self.found(case) or "")
+
+
+warning = partial(Rule, severity="warning")
+
+
+def row(
+    id: str, found: str | Callable[[Case], object], expected: str, cure: str, source: str = MODEL_CONFIG, **more: Any
+) -> Rule:
+    """A rule in one line, usually about what megatron-core's config classes reject."""
+    return Rule(id=id, found=found, expected=expected, cure=cure, source=source, **more)
+
+
+def faults(what: str, *parts: tuple[str, object]) -> str:
+    """`what` and the words of every part that is wrong ((words, whether it is)), '' if none is."""
+    wrong = [words for words, is_wrong in parts if is_wrong]
+    return f"{what}{', '.join(wrong)}" if wrong else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpbridge.common.formats import say
 from mpbridge.common.shipped import install
-from mpbridge.planning.rules.base import Case, Rule
-from mpbridge.planning.rules.config_row import NEWER_MODEL_CONFIG, latent, row
+from mpbridge.planning.rules.base import NEWER_MODEL_CONFIG, Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import SINCE_017, described
 
@@ -15,39 +12,17 @@ _PARALLEL = "megatron-core 0.16.1 model_parallel_config.py __post_init__"
 _FUSIBLE = ("gelu", "silu", "quick_gelu")
 
 
-def _is(case: Case, **wanted: Any) -> bool:
-    """Whether every named model setting has that value; None and absent are equivalent."""
-    return all(case.run.model.get(name) == value for name, value in wanted.items())
-
-
 def _said(case: Case, *names: str) -> str:
     return ", ".join(f"model.{name}={say(case.run.model.get(name))}" for name in names)
 
 
-def _sequence(case: Case) -> str | None:
-    alone = case.run.parallel.sequence and case.run.parallel.tensor <= 1
-    return "parallel.sequence_parallel=true with tensor_model_parallel_size=1" if alone else None
-
-
-def _deferral(case: Case) -> str | None:
-    if not case.model("defer_embedding_wgrad_compute"):
-        return None
-    missing = [
-        words
-        for words, lacks in (
-            ("one pipeline stage", case.run.parallel.pipeline == 1),
-            ("gradient_accumulation_fusion=false", not case.model("gradient_accumulation_fusion")),
-            ("a negative wgrad_deferral_limit", case.model("wgrad_deferral_limit", 0) < 0),
-        )
-        if lacks
-    ]
-    return f"defer_embedding_wgrad_compute with {', '.join(missing)}" if missing else None
-
-
-def _warmup_flush(case: Case) -> str | None:
-    lacks = not case.model("overlap_p2p_comm") or case.model("batch_p2p_comm")
-    wrong = case.model("overlap_p2p_comm_warmup_flush") and lacks
-    return f"overlap_p2p_comm_warmup_flush with {_said(case, 'overlap_p2p_comm', 'batch_p2p_comm')}" if wrong else None
+def _deferral(case: Case) -> str:
+    return faults(
+        "defer_embedding_wgrad_compute with ",
+        ("one pipeline stage", case.run.parallel.pipeline == 1),
+        ("gradient_accumulation_fusion=false", not case.model("gradient_accumulation_fusion")),
+        ("a negative wgrad_deferral_limit", case.model("wgrad_deferral_limit", 0) < 0),
+    )
 
 
 def _pipeline_split(case: Case) -> str | None:
@@ -72,23 +47,15 @@ def _pipeline_split(case: Case) -> str | None:
     )
 
 
-def _interleaving(case: Case) -> str | None:
-    alone = case.run.parallel.virtual_pipeline is not None and case.run.parallel.pipeline == 1
-    return f"{case.run.parallel.virtual_pipeline} virtual stages in one pipeline stage" if alone else None
-
-
-def _clamped(case: Case) -> str | None:
+def _clamped(case: Case) -> str:
     limit = case.model("activation_func_clamp_value")
-    if limit is None or _activation(case) != "silu" or not case.model("gated_linear_unit"):
-        return None
-    broken = (
+    return faults(
+        "activation_func_clamp_value for SwiGLU ",
         (f"at {limit}", limit <= 0),
         ("without experts", not case.run.shape.experts),
         ("with glu_linear_offset", case.model("glu_linear_offset", 0.0) != 0.0),
         ("with use_te_activation_func", case.model("use_te_activation_func")),
     )
-    found = [words for words, wrong in broken if wrong]
-    return f"activation_func_clamp_value for SwiGLU {', '.join(found)}" if found else None
 
 
 def _activation(case: Case) -> str:
@@ -96,56 +63,60 @@ def _activation(case: Case) -> str:
     return str(getattr(value, "__name__", value))
 
 
-def _fused_activation(case: Case) -> str | None:
+def _fused_activation(case: Case) -> str:
     kind, gated = _activation(case), bool(case.model("gated_linear_unit"))
     if case.model("use_te_activation_func") and kind not in ("gelu", "silu", "relu"):
         return f"use_te_activation_func with {kind}"
     if not case.model("bias_activation_fusion"):
-        return None
+        return ""
+    what = "bias_activation_fusion with "
     if kind not in _FUSIBLE:
-        return f"bias_activation_fusion with {kind}"
-    found = ["gelu without biases"] if kind == "gelu" and not gated and not case.model("add_bias_linear", True) else []
-    found += ["quick_gelu without a gate"] if kind == "quick_gelu" and not gated else []
-    found += [f"glu_linear_offset and {kind}"] if case.model("glu_linear_offset", 0.0) and kind != "quick_gelu" else []
-    found += ["use_te_activation_func"] if case.model("use_te_activation_func") else []
-    found += [] if found else _unfusible_layers(case, kind, gated)
-    return f"bias_activation_fusion with {', '.join(found)}" if found else None
+        return f"{what}{kind}"
+    return faults(
+        what,
+        ("gelu without biases", kind == "gelu" and not gated and not case.model("add_bias_linear", True)),
+        ("quick_gelu without a gate", kind == "quick_gelu" and not gated),
+        (f"glu_linear_offset and {kind}", case.model("glu_linear_offset", 0.0) and kind != "quick_gelu"),
+        ("use_te_activation_func", case.model("use_te_activation_func")),
+    ) or faults(what, *_unfusible_layers(case, kind, gated))
 
 
-def _unfusible_layers(case: Case, kind: str, gated: bool) -> list[str]:
+def _unfusible_layers(case: Case, kind: str, gated: bool) -> tuple[tuple[str, object], ...]:
     """Layers for which megatron-core has no fused kernel; its configs accept them and the first forward pass fails (mlp.py, moe/experts.py)."""
     shape = case.run.shape
-    plain = not shape.experts or not all(shape.expert_layers) or bool(shape.shared_expert_size)
-    found = (
-        [f"{kind} in layers without experts"] if plain and not (kind == "gelu" or (kind == "silu" and gated)) else []
+    plain = not shape.experts or not all(shape.expert_layers) or shape.shared_expert_size
+    return (
+        (f"{kind} in layers without experts", plain and not (kind == "gelu" or (kind == "silu" and gated))),
+        (
+            f"{'gated ' if gated else ''}{kind} in experts",
+            shape.experts and not (gated and kind in ("silu", "quick_gelu")),
+        ),
     )
-    return found + (
-        [f"{'gated ' if gated else ''}{kind} in experts"]
-        if shape.experts and not (gated and kind in ("silu", "quick_gelu"))
-        else []
+
+
+def _rotation(case: Case) -> str:
+    fused, narrow = case.model("apply_rope_fusion"), case.model("multi_latent_attention")
+    turned = case.model("rotary_interleaved")
+    gated = case.model("attention_output_gate") and (narrow or case.model("fused_single_qkv_rope"))
+    return faults(
+        "",
+        (
+            "apply_rope_fusion on latent attention without YaRN",
+            fused and narrow and case.model("rope_type", "yarn") != "yarn",
+        ),
+        (
+            "apply_rope_fusion with rotary_interleaved before Transformer Engine 2.3",
+            fused and not narrow and turned and case.te_before("2.3"),
+        ),
+        ("rotary_interleaved on latent attention", narrow and turned),
+        (f"attention_output_gate with {'latent attention' if narrow else 'fused_single_qkv_rope'}", gated),
     )
 
 
-def _rotation(case: Case) -> str | None:
-    fused, narrow = bool(case.model("apply_rope_fusion")), latent(case)
-    found = []
-    if fused and narrow and case.model("rope_type", "yarn") != "yarn":
-        found.append("apply_rope_fusion on latent attention without YaRN")
-    if fused and not narrow and case.model("rotary_interleaved") and case.te_before("2.3"):
-        found.append("apply_rope_fusion with rotary_interleaved before Transformer Engine 2.3")
-    if narrow and case.model("rotary_interleaved"):
-        found.append("rotary_interleaved on latent attention")
-    if case.model("attention_output_gate") and (narrow or case.model("fused_single_qkv_rope")):
-        found.append(f"attention_output_gate with {'latent attention' if narrow else 'fused_single_qkv_rope'}")
-    return ", ".join(found) or None
-
-
-def _library(case: Case) -> str | None:
+def _library(case: Case) -> str:
     """Switches that need Transformer Engine's kernels, on a GPU without it; on a CPU another rule rejects them."""
-    names = [name for name in ("apply_rope_fusion", "moe_permute_fusion") if case.model(name)]
-    names += ["symmetric_ar_type"] if case.model("symmetric_ar_type") else []
-    missing = case.run.versions.transformer_engine is None
-    return f"{', '.join(names)} without Transformer Engine" if names and missing else None
+    names = [name for name in ("apply_rope_fusion", "moe_permute_fusion", "symmetric_ar_type") if case.model(name)]
+    return f"{', '.join(names)} without Transformer Engine" if names else ""
 
 
 def _no_rope(case: Case) -> str | None:
@@ -158,25 +129,17 @@ def _no_rope(case: Case) -> str | None:
     return f"no_rope_freq={say(every)} over {depth} layers" if wrong else None
 
 
-def _context(case: Case) -> str | None:
-    kinds = case.model("cp_comm_type")
-    wrong = (
-        case.run.parallel.context > 1 and isinstance(kinds, (list, tuple)) and len(kinds) != case.run.shape.num_layers
+def _inference(case: Case) -> str:
+    return faults(
+        "",
+        ("model.inference_fuse_tp_communication=true", case.model("inference_fuse_tp_communication")),
+        ("model.transformer_impl=inference_optimized", case.model("transformer_impl") == "inference_optimized"),
     )
-    return f"{len(kinds)} entries in cp_comm_type over {case.run.shape.num_layers} layers" if wrong else None
 
 
-def _inference(case: Case) -> str | None:
-    names = ("inference_fuse_tp_communication",)
-    found = [f"model.{name}=true" for name in names if case.model(name)]
-    found += ["model.transformer_impl=inference_optimized"] if _is(case, transformer_impl="inference_optimized") else []
-    return ", ".join(found) or None
-
-
-def _batch_invariance(case: Case) -> str | None:
+def _backend(case: Case) -> str:
     backend = case.model("attention_backend", "auto")
-    wrong = case.model("batch_invariant_mode") and str(getattr(backend, "name", backend)) != "flash"
-    return f"batch_invariant_mode with attention_backend={getattr(backend, 'name', backend)}" if wrong else None
+    return str(getattr(backend, "name", backend))
 
 
 def _newer(case: Case) -> str | None:
@@ -210,21 +173,31 @@ _TRIED: frozenset[tuple[str, str]] = frozenset(
 
 
 RULES: tuple[Rule, ...] = (
-    row("sequence-parallel-alone", _sequence, "tensor-parallel ranks to split the sequence over", "parallel.sequence_parallel=false", _PARALLEL),
-    row("deferred-embedding-gradient", _deferral, "pipeline stages, fused accumulation and a limit of 0 or more", "model.defer_embedding_wgrad_compute=false", _PARALLEL),
-    row("overlapped-warmup", _warmup_flush, "overlap_p2p_comm=true and batch_p2p_comm=false", "model.overlap_p2p_comm_warmup_flush=false", _PARALLEL),
+    row("sequence-parallel-alone", "parallel.sequence_parallel=true with tensor_model_parallel_size=1", "tensor-parallel ranks to split the sequence over",
+         "parallel.sequence_parallel=false", _PARALLEL, when=lambda c: c.run.parallel.sequence and c.run.parallel.tensor <= 1),
+    row("deferred-embedding-gradient", _deferral, "pipeline stages, fused accumulation and a limit of 0 or more", "model.defer_embedding_wgrad_compute=false", _PARALLEL,
+         when=lambda c: c.model("defer_embedding_wgrad_compute")),
+    row("overlapped-warmup", lambda c: f"overlap_p2p_comm_warmup_flush with {_said(c, 'overlap_p2p_comm', 'batch_p2p_comm')}", "overlap_p2p_comm=true and batch_p2p_comm=false",
+         "model.overlap_p2p_comm_warmup_flush=false", _PARALLEL,
+         when=lambda c: c.model("overlap_p2p_comm_warmup_flush") and (not c.model("overlap_p2p_comm") or c.model("batch_p2p_comm"))),
     row("pipeline-split", _pipeline_split, "a single way of splitting the layers, with at least one layer per stage", "drop all but one of them"),
-    row("interleaving-alone", _interleaving, "more than one pipeline stage to interleave", "parallel.virtual_pipeline_model_parallel_size=null",
-         "megatron-core 0.16.1 parallel_state.py initialize_model_parallel"),
+    row("interleaving-alone", "{c.run.parallel.virtual_pipeline} virtual stages in one pipeline stage", "more than one pipeline stage to interleave",
+         "parallel.virtual_pipeline_model_parallel_size=null", "megatron-core 0.16.1 parallel_state.py initialize_model_parallel",
+         when=lambda c: c.run.parallel.virtual_pipeline is not None and c.run.parallel.pipeline == 1),
     row("clamped-swiglu", _clamped, "a positive limit, in experts, without an offset", "model.activation_func_clamp_value=null",
-         NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
+         NEWER_MODEL_CONFIG, holds=(SINCE_017,),
+         when=lambda c: c.model("activation_func_clamp_value") is not None and _activation(c) == "silu" and c.model("gated_linear_unit")),
     row("fused-activation", _fused_activation, "gated or biased GELU or SwiGLU in dense layers and shared experts, SwiGLU or quick GeGLU in experts", "model.bias_activation_fusion=false"),
     row("rotary-embedding", _rotation, "a combination that these kernels and layers support", "drop the switch"),
-    row("switch-without-transformer-engine", _library, "Transformer Engine, which has these kernels", f"{install('te')}, or drop them"),
+    row("switch-without-transformer-engine", _library, "Transformer Engine, which has these kernels", f"{install('te')}, or drop them",
+         when=lambda c: c.run.versions.transformer_engine is None),
     row("layers-without-rotation", _no_rope, "a divisor of the number of layers, or one entry per layer, and no flash_decode", "correct model.no_rope_freq"),
-    row("context-communication", _context, "one entry per layer, or one for all", "correct model.cp_comm_type"),
+    row("context-communication", lambda c: f"{len(c.model('cp_comm_type'))} entries in cp_comm_type over {c.run.shape.num_layers} layers", "one entry per layer, or one for all",
+         "correct model.cp_comm_type",
+         when=lambda c: c.run.parallel.context > 1 and isinstance(c.model("cp_comm_type"), (list, tuple)) and len(c.model("cp_comm_type")) != c.run.shape.num_layers),
     row("inference-layers", _inference, "layers that can be trained", "model.transformer_impl=transformer_engine model.inference_fuse_tp_communication=false"),
-    row("batch-invariance-backend", _batch_invariance, "flash", "model.attention_backend=flash, or model.batch_invariant_mode=false"),
+    row("batch-invariance-backend", lambda c: f"batch_invariant_mode with attention_backend={_backend(c)}", "flash", "model.attention_backend=flash, or model.batch_invariant_mode=false",
+         when=lambda c: c.model("batch_invariant_mode") and _backend(c) != "flash"),
     row("settings-not-known-here", _newer, "settings that megatron-core 0.16.1 also has: rules, memory and audit do not know these", "drop them",
          "mpbridge/precision/megatron_spec/schema", holds=(SINCE_017,)),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import say
 from mpbridge.common.shipped import VERSION
 from mpbridge.common.versions import at_least, release
-from mpbridge.planning.rules.base import Case, Rule
+from mpbridge.planning.rules.base import Case, Rule, warning
 from mpbridge.precision.megatron_spec.versions import RELEASES
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.scalings import Option
@@ -20,21 +20,12 @@ _TORCH = ("2.6", "2.15")
 _RECIPES = "Transformer Engine 2.11 common/recipe/__init__.py (read once, at import)"
 
 
-def _blackwell(case: Case) -> bool:
-    arch = case.run.machine.arch if case.run.machine is not None else None
-    return arch is not None and arch >= (10, 0)
-
-
-def _nvfp4(case: Case) -> str | None:
+def _nvfp4(case: Case) -> str:
     names = [f"NVTE_NVFP4_DISABLE_{what}" for what in ("RHT", "STOCHASTIC_ROUNDING", "2D_QUANTIZATION")]
+    if case.arch >= (12, 0):  # the instruction for stochastic rounding does not exist there: switching it off is right
+        del names[1]
     seen = [name for name in names if case.set_variable(name)]
-    arch = case.run.machine.arch if case.run.machine is not None else None
-    if arch is not None and arch >= (
-        12,
-        0,
-    ):  # the instruction for stochastic rounding does not exist there: switching it off is right
-        seen = [name for name in seen if not name.endswith("ROUNDING")]
-    return f"{', '.join(seen)} set" if seen and "nvfp4" in case.scalings else None
+    return f"{', '.join(seen)} set" if seen else ""
 
 
 _OWN_RULE = ("power_of_two", "hadamard", "stochastic_rounding", "square_weights")
@@ -78,10 +69,6 @@ def _clashes(case: Case) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def _is_zero(case: Case, name: str) -> bool:
-    return case.run.environment.get(name, "").strip() == "0"
-
-
 def _never_tried(case: Case) -> str:
     torch, core = case.run.versions.torch, case.run.versions.megatron_core
     strange = []
@@ -96,72 +83,63 @@ def _never_tried(case: Case) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
+    warning(
         id="library-versions-untested",
         found=_never_tried,
         expected=f"torch {' to '.join(_TORCH)} and megatron-core {' or '.join(_CORES)}, which the rules and the suite were tried on",
         cure="nothing if the run's audits pass, or install a release that was tried",
         source="docs/reference/compatibility.md",
-        severity="warning",
     ),
     Rule(
         id="fp32-block-scales-on-blackwell",
         about="blockwise",
-        found=lambda c: (
-            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
-            and "blockwise" in c.scalings
-            and _blackwell(c)
-            and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set"
+        when=lambda c: (
+            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") and "blockwise" in c.scalings and c.arch >= (10, 0)
         ),
+        found="NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
         expected="unset: on Blackwell blockwise FP8 runs as MXFP8, whose scales are powers of two",
         cure="unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
         source="Transformer Engine 2.11 quantize_transpose_square_blockwise.cu, csrc/extensions/gemm.cpp",
         emulated="warning",
     ),
-    Rule(
+    warning(
         id="fp32-block-scales-elsewhere",
         about="quantized",
-        found=lambda c: (
+        when=lambda c: (
             c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
             and c.policy.quantized
-            and not ("blockwise" in c.scalings and _blackwell(c))
-            and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set"
+            and not ("blockwise" in c.scalings and c.arch >= (10, 0))
         ),
+        found="NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
         expected="unset: it changes blockwise scales from powers of two to FP32, and conflicts with MXFP8",
         cure="unset it, unless you train with it deliberately",
         source=f"{_RECIPES}; miles#1340",
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="nvfp4-switched-off-from-outside",
         about="nvfp4",
+        when=lambda c: "nvfp4" in c.scalings,
         found=_nvfp4,
         expected="unset: the recipe includes the Hadamard transform, stochastic rounding and 2D weight scales",
         cure="unset them, or record them with the run",
         source=_RECIPES,
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="power-of-two-current-scales",
         about="tensorwise",
-        found=lambda c: (
-            c.set_variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
-            and "tensorwise" in c.scalings
-            and "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set"
-        ),
+        when=lambda c: c.set_variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES") and "tensorwise" in c.scalings,
+        found="NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set",
         expected="unset: current scaling uses FP32 scales",
         cure="unset it, or record it with the run",
         source=_RECIPES,
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="scaling-switched-from-outside",
         about="quantized",
         found=_outside,
         expected="unset, or stated in the recipe (mixed_precision.fp8_options, fp4_options)",
         cure="unset it, or write it into the recipe",
         source=_RECIPES,
-        severity="warning",
     ),
     Rule(
         id="option-not-in-the-environment",
@@ -180,50 +158,45 @@ RULES: tuple[Rule, ...] = (
         cure="change one of them (mixed_precision.fp8_options, fp4_options, or the variable)",
         source="Transformer Engine main d0067d0d pytorch/quantization.py NVFP4BlockScalingRecipeState, pytorch/csrc/quantizer.cpp",
     ),
-    Rule(
+    warning(
         id="unfused-scale-update",
         about="delayed",
-        found=lambda c: c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and c.history and "NVTE_UNFUSED_FP8_UPDATE set",
+        when=lambda c: c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and c.history,
+        found="NVTE_UNFUSED_FP8_UPDATE set",
         expected="unset: with it the amax history rolls in zeros, which gives different scales",
         cure="unset NVTE_UNFUSED_FP8_UPDATE",
         source="Transformer Engine 2.11 pytorch/quantization.py reduce_and_update_fp8_tensors",
-        severity="warning",
         emulated="silent",
     ),
     Rule(
         id="fp8-attention-without-its-backend",
         about="fp8",
-        found=lambda c: (
-            any(q.attention != "none" for q in c.policy.quants)
-            and _is_zero(c, "NVTE_FUSED_ATTN")
-            and "FP8 attention with NVTE_FUSED_ATTN=0"
-        ),
+        when=lambda c: any(q.attention != "none" for q in c.policy.quants) and c.variable("NVTE_FUSED_ATTN") == "0",
+        found="FP8 attention with NVTE_FUSED_ATTN=0",
         expected="the fused backend, which has the FP8 kernels",
         cure="unset NVTE_FUSED_ATTN, or mixed_precision.fp8_dot_product_attention=false",
         source="Transformer Engine 2.11 pytorch/attention/dot_product_attention/utils.py",
         emulated="silent",
     ),
-    Rule(
+    warning(
         id="attention-recipe-without-fp8-attention",
         about="fp8",
-        found=lambda c: (
-            c.run.environment.get("NVTE_DPA_FP8_RECIPE", "")
-            and all(q.attention == "none" for q in c.policy.quants)
-            and "NVTE_DPA_FP8_RECIPE set with FP8 attention off"
+        when=lambda c: (
+            c.run.environment.get("NVTE_DPA_FP8_RECIPE", "") and all(q.attention == "none" for q in c.policy.quants)
         ),
+        found="NVTE_DPA_FP8_RECIPE set with FP8 attention off",
         expected="fp8_dot_product_attention=true, or the variable unset",
         cure="unset NVTE_DPA_FP8_RECIPE",
         source="Megatron-Bridge#5394",
-        severity="warning",
         emulated="silent",
     ),
     Rule(
         id="user-buffers-with-expandable-segments",
-        found=lambda c: (
+        when=lambda c: (
             c.ddp("nccl_ub")
             and "expandable_segments:True" in c.run.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
-            and "ddp.nccl_ub with expandable_segments:True"
         ),
+        found="ddp.nccl_ub with expandable_segments:True",
         expected="one of them",
         cure="PYTORCH_CUDA_ALLOC_CONF without expandable_segments, or ddp.nccl_ub=false",
         source="megatron-core 0.16.1 distributed_data_parallel_config.py __post_init__",

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from mpbridge.common.formats import say
-from mpbridge.planning.rules.base import Case, Rule
-from mpbridge.planning.rules.config_row import MODEL_CONFIG, NEWER_MODEL_CONFIG, listed, row
+from mpbridge.planning.rules.base import MODEL_CONFIG, NEWER_MODEL_CONFIG, Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 
 _BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
-def _experts_without(case: Case) -> str | None:
-    if case.run.shape.experts:
-        return None
-    found = [f"expert_model_parallel_size={case.run.parallel.expert}"] if case.run.parallel.expert > 1 else []
-    names = ("moe_ffn_hidden_size", "moe_router_group_topk")
-    found += [f"{name}={case.model(name)}" for name in names if case.model(name)]
-    return f"{', '.join(found)} without experts" if found else None
-
-
-def _top_one(case: Case) -> str | None:
-    wrong = (
-        case.model("moe_router_topk") == 1
-        and case.model("moe_router_score_function", "softmax") == "softmax"
-        and not case.model("moe_router_pre_softmax")
-        and case.model("moe_router_load_balancing_type") != "sinkhorn"
-    )
-    return "moe_router_topk=1 with the softmax after the selection" if wrong else None
+def _experts_without(case: Case) -> str:
+    ranks, settings = case.run.parallel.expert, ("moe_ffn_hidden_size", "moe_router_group_topk")
+    given = [(f"{name}={case.model(name)}", case.model(name)) for name in settings]
+    found = faults("", (f"expert_model_parallel_size={ranks}", ranks > 1), *given)
+    return f"{found} without experts" if found else ""
 
 
 def _groups(case: Case) -> str | None:
@@ -62,30 +49,25 @@ def _group_share(case: Case) -> str | None:
     return None
 
 
-def _dispatcher(case: Case) -> str | None:
-    kind, backend = case.model("moe_token_dispatcher_type", "allgather"), case.model("moe_flex_dispatcher_backend")
-    found = []
-    if case.model("moe_enable_deepep"):
-        found += [f"moe_enable_deepep with dispatcher {kind}"] if kind != "flex" else []
-        found += ["moe_enable_deepep with backend hybridep"] if backend == "hybridep" else []
-    if kind == "flex" and case.model("moe_pad_expert_input_to_capacity") and backend == "deepep":
-        found.append("moe_pad_expert_input_to_capacity with DeepEP")
-    if kind == "allgather" and case.model("variable_seq_lengths"):
-        found.append("variable_seq_lengths with dispatcher allgather")
-    return ", ".join(found) or None
+def _kind(case: Case) -> str:
+    return str(case.model("moe_token_dispatcher_type", "allgather"))
 
 
-def _flex(case: Case) -> str | None:
-    sizes = case.run.parallel
-    alone = sizes.expert_width * sizes.expert <= 1
-    wrong = case.run.shape.experts and case.model("moe_token_dispatcher_type") == "flex" and alone
-    return "dispatcher flex without tensor- or expert-parallel ranks" if wrong else None
+def _dispatcher(case: Case) -> str:
+    kind, backend, deep = _kind(case), case.model("moe_flex_dispatcher_backend"), case.model("moe_enable_deepep")
+    padded = kind == "flex" and case.model("moe_pad_expert_input_to_capacity") and backend == "deepep"
+    return faults(
+        "",
+        (f"moe_enable_deepep with dispatcher {kind}", deep and kind != "flex"),
+        ("moe_enable_deepep with backend hybridep", deep and backend == "hybridep"),
+        ("moe_pad_expert_input_to_capacity with DeepEP", padded),
+        ("variable_seq_lengths with dispatcher allgather", kind == "allgather" and case.model("variable_seq_lengths")),
+    )
 
 
-def _shared_overlap(case: Case, kinds: tuple[str, ...]) -> str | None:
-    kind = case.model("moe_token_dispatcher_type", "allgather")
+def _shared_overlap(case: Case, kinds: tuple[str, ...]) -> str:
     on = case.model("moe_shared_expert_overlap") and case.model("moe_shared_expert_intermediate_size")
-    return f"moe_shared_expert_overlap with dispatcher {kind}" if on and kind not in kinds else None
+    return f"moe_shared_expert_overlap with dispatcher {_kind(case)}" if on and _kind(case) not in kinds else ""
 
 
 def _balancing(case: Case) -> str | None:
@@ -104,33 +86,27 @@ def _capacity(case: Case) -> str | None:
     factor = case.model("moe_expert_capacity_factor")
     if case.model("moe_pad_expert_input_to_capacity") and (factor is None or factor < 0):
         return f"moe_pad_expert_input_to_capacity with moe_expert_capacity_factor={say(factor)}"
-    kinds = listed(case, "moe_router_load_balancing_type") or ("aux_loss",)
+    kinds = case.words("moe_router_load_balancing_type") or ("aux_loss",)
     odd = [kind for kind in kinds if kind not in _BALANCED]
     return f"moe_expert_capacity_factor={factor} with {', '.join(odd)}" if factor is not None and odd else None
 
 
-def _expert_bias(case: Case) -> str | None:
-    tensor = case.run.parallel.expert_width
-    wrong = case.run.shape.experts and case.model("add_bias_linear", True) and tensor != 1
-    return f"experts with biases split over {tensor} tensor-parallel ranks" if wrong else None
-
-
-def _load_bias(case: Case, scores: tuple[str, ...]) -> str | None:
+def _load_bias(case: Case, scores: tuple[str, ...]) -> str:
     kind = case.model("moe_router_score_function", "softmax")
     wrong = case.model("moe_router_enable_expert_bias") and kind not in scores
-    return f"moe_router_enable_expert_bias with {kind} scores" if wrong else None
+    return f"moe_router_enable_expert_bias with {kind} scores" if wrong else ""
 
 
-def _expert_overlap(case: Case) -> str | None:
-    on = case.model("overlap_moe_expert_parallel_comm")
+def _expert_overlap(case: Case) -> str:
     after = [name for name in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release") if case.model(name)]
-    if not on:
-        return f"{', '.join(after)} without overlap_moe_expert_parallel_comm" if after else None
+    if not case.model("overlap_moe_expert_parallel_comm"):
+        return f"{', '.join(after)} without overlap_moe_expert_parallel_comm" if after else ""
     sizes, ahead = case.run.parallel, case.model("mtp_num_layers")
-    broken = (
+    return faults(
+        "overlap_moe_expert_parallel_comm with ",
         ("expert_model_parallel_size=1", sizes.expert <= 1),
         ("stages that do not interleave", sizes.pipeline > 1 and sizes.virtual_pipeline is None),
-        ("dispatcher allgather", case.model("moe_token_dispatcher_type", "allgather") not in ("alltoall", "flex")),
+        ("dispatcher allgather", _kind(case) not in ("alltoall", "flex")),
         ("full recomputation", case.model("recompute_granularity") == "full"),
         ("recompute_method", case.model("recompute_method") is not None),
         ("recompute_num_layers", case.model("recompute_num_layers") is not None),
@@ -138,28 +114,32 @@ def _expert_overlap(case: Case) -> str | None:
         (f"mtp_num_layers={ahead}", ahead is not None and (ahead != 1 or sizes.pipeline == 1)),
         ("moe_use_legacy_grouped_gemm", "delay_wgrad_compute" in after and case.model("moe_use_legacy_grouped_gemm")),
     )
-    found = [words for words, wrong in broken if wrong]
-    return f"overlap_moe_expert_parallel_comm with {', '.join(found)}" if found else None
 
 
 RULES: tuple[Rule, ...] = (
-    row("expert-settings-without-experts", _experts_without, "model.num_moe_experts", "drop them, or set model.num_moe_experts"),
-    row("top-one-before-softmax", _top_one, "the softmax before the selection: over one expert it is 1, and its gradient 0", "model.moe_router_pre_softmax=true"),
+    row("expert-settings-without-experts", _experts_without, "model.num_moe_experts", "drop them, or set model.num_moe_experts", when=lambda c: not c.run.shape.experts),
+    row("top-one-before-softmax", "moe_router_topk=1 with the softmax after the selection", "the softmax before the selection: over one expert it is 1, and its gradient 0",
+         "model.moe_router_pre_softmax=true",
+         when=lambda c: c.model("moe_router_topk") == 1 and c.model("moe_router_score_function", "softmax") == "softmax" and not c.model("moe_router_pre_softmax")
+         and c.model("moe_router_load_balancing_type") != "sinkhorn"),
     row("router-groups", _groups, "a number of groups that divides the experts, and no more selected groups than there are",
          "model.moe_router_num_groups, a divisor of num_moe_experts and at least moe_router_group_topk"),
     row("router-group-share", _group_share, "moe_router_topk to be a multiple of the selected groups, and no more experts per group than a group has",
          "another model.moe_router_topk or moe_router_group_topk", "megatron-core 0.16.1 transformer/moe/moe_utils.py group_limited_topk"),
     row("token-dispatcher", _dispatcher, "DeepEP only with dispatcher flex and without padding to capacity; fixed lengths with allgather",
          "model.moe_token_dispatcher_type=alltoall model.moe_enable_deepep=false"),
-    row("flex-dispatcher-alone", _flex, "more than one tensor x expert parallel rank", "model.moe_token_dispatcher_type=alltoall",
-         "megatron-core 0.16.1 transformer/moe/token_dispatcher.py MoEFlexTokenDispatcher.__init__"),
+    row("flex-dispatcher-alone", "dispatcher flex without tensor- or expert-parallel ranks", "more than one tensor x expert parallel rank", "model.moe_token_dispatcher_type=alltoall",
+         "megatron-core 0.16.1 transformer/moe/token_dispatcher.py MoEFlexTokenDispatcher.__init__",
+         when=lambda c: c.run.shape.experts and _kind(c) == "flex" and c.run.parallel.expert_width * c.run.parallel.expert <= 1),
     row("shared-expert-overlap", lambda c: _shared_overlap(c, ("alltoall",)), "dispatcher alltoall", "model.moe_shared_expert_overlap=false", holds=(BEFORE_017,)),
     row("shared-expert-overlap-by-dispatcher", lambda c: _shared_overlap(c, ("alltoall", "flex")), "dispatcher alltoall or flex", "model.moe_shared_expert_overlap=false",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
     row("load-balancing-weights", _balancing, "one coefficient per kind, and none with sinkhorn", "model.moe_aux_loss_coeff in the same form as moe_router_load_balancing_type",
          f"{MODEL_CONFIG}; transformer/moe/router.py sinkhorn_load_balancing"),
     row("expert-capacity", _capacity, "a capacity factor of 0 or more if input is padded to it, and load balancing by auxiliary losses or none", "model.moe_expert_capacity_factor=1.0, or drop both"),
-    row("biased-experts-under-tensor-parallelism", _expert_bias, "experts without biases, or experts that are not split over ranks", "model.add_bias_linear=false, or parallel.expert_tensor_parallel_size=1"),
+    row("biased-experts-under-tensor-parallelism", "experts with biases split over {c.run.parallel.expert_width} tensor-parallel ranks",
+         "experts without biases, or experts that are not split over ranks", "model.add_bias_linear=false, or parallel.expert_tensor_parallel_size=1",
+         when=lambda c: c.run.shape.experts and c.model("add_bias_linear", True) and c.run.parallel.expert_width != 1),
     row("expert-bias-scores", lambda c: _load_bias(c, ("sigmoid",)), "sigmoid scores", "model.moe_router_score_function=sigmoid", holds=(BEFORE_017,)),
     row("expert-bias-by-score", lambda c: _load_bias(c, ("sigmoid", "sqrtsoftplus")), "sigmoid or sqrtsoftplus scores", "model.moe_router_score_function=sigmoid",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),

@@ -8,23 +8,21 @@ from mpbridge.common.facts import ModelShape, RunFacts, Versions
 from mpbridge.common.formats import DType, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.memory.limitations import hybrid
-from mpbridge.planning.rules.base import Case, Rule
+from mpbridge.planning.rules.base import Case, Rule, warning
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
 from mpbridge.precision.policy import PrecisionPolicy
 
 _MIXER = "megatron-core 0.16.1 ssm/mamba_mixer.py MambaMixer.__init__"
 
 
-def _fp4(case: Case) -> str | None:
+def _fp4(case: Case) -> str:
     names = dict.fromkeys(quant.scaling for quant in case.policy.quants if quant.bits == 4)
-    return f"{', '.join(names)} on a model with Mamba layers" if names and hybrid(case.run.model) else None
+    return f"{', '.join(names)} on a model with Mamba layers" if names else ""
 
 
-def _rows(case: Case) -> str | None:
+def _rows(case: Case) -> str:
     """Rows of in_proj (z, x, B, C and dt) on a rank that its scaling cannot take."""
     shape, ranks, depth = case.run.shape, case.run.parallel.tensor, case.run.shape.num_layers
-    if not shape.pattern:
-        return None
     inner, states, heads = shape.mamba_sizes
     rows = 2 * (inner + states) + heads
     mambas = [layer for layer in range(depth) if "mamba" in shape.parts(layer)]
@@ -32,7 +30,7 @@ def _rows(case: Case) -> str | None:
     needs = {one.scaling: one.row.sizes.outer for gemms in rules for one in gemms.distinct}
     low = [f"{scaling} needs a multiple of {need}" for scaling, need in needs.items() if rows % (need * ranks)]
     each = f"{rows // ranks if rows % ranks == 0 else f'{rows}/{ranks}'} on each of {ranks} tensor-parallel ranks"
-    return f"mixer.in_proj has {rows} rows, {each}: {', '.join(low)}" if low else None
+    return f"mixer.in_proj has {rows} rows, {each}: {', '.join(low)}" if low else ""
 
 
 _NONE_OF = {
@@ -49,9 +47,7 @@ _NONE_OF = {
 """Settings of the model section -> why megatron-core's hybrid does not follow them."""
 
 
-def _unfollowed(case: Case) -> str | None:
-    if not case.run.shape.pattern:
-        return None
+def _unfollowed(case: Case) -> str:
     found = [f"model.{name}={say(case.model(name))} ({why})" for name, why in _NONE_OF.items() if case.model(name)]
     if case.model("position_embedding_type") == "yarn":
         found.append("model.position_embedding_type=yarn (MambaModel does not take it)")
@@ -64,6 +60,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp4-on-a-hybrid",
         about="nvfp4",
+        when=lambda c: hybrid(c.run.model),
         found=_fp4,
         expected="megatron-core 0.17 or later: until 0.16 the stack of a hybrid opens no FP4 context, and every linear runs in the compute dtype without a message",
         cure="a 16-bit or FP8 recipe, or megatron-core's main branch",
@@ -74,6 +71,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mamba-projection-rows",
         about="quantized",
+        when=lambda c: c.run.shape.pattern,
         found=_rows,
         expected="rows that divide on every rank (megatron-core checks the number before tensor parallelism, for FP8, against 16)",
         cure="another model.mamba_num_heads, mamba_num_groups or mamba_state_dim, fewer tensor-parallel ranks, or mixed_precision.modules={mixer.in_proj: bf16}",
@@ -82,15 +80,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="hybrid-without-a-pattern",
-        found=lambda c: (
-            hybrid(c.run.model) and not c.run.shape.pattern and "model.is_hybrid_model=true without a pattern of layers"
-        ),
+        when=lambda c: hybrid(c.run.model) and not c.run.shape.pattern,
+        found="model.is_hybrid_model=true without a pattern of layers",
         expected="the kind of each layer: without it this would be a GPT with a hybrid's initialisation",
         cure="model.hybrid_override_pattern=M-M*- (one symbol for each layer), or model.is_hybrid_model=false",
         source="megatron-core 0.16.1 models/mamba/mamba_model.py",
     ),
     Rule(
         id="hybrids-do-not-follow",
+        when=lambda c: c.run.shape.pattern,
         found=_unfollowed,
         expected="settings that megatron-core's hybrid model reads",
         cure="drop them",
@@ -98,21 +96,20 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="hybrids-on-one-engine",
-        found=lambda c: c.run.shape.pattern and c.run.engine != DEFAULT and f"a hybrid on {c.traits.full_name}",
+        when=lambda c: c.run.shape.pattern and c.run.engine != DEFAULT,
+        found="a hybrid on {c.traits.full_name}",
         expected=f"engine={DEFAULT}: Mamba layers were not tried on the others",
         cure=f"engine={DEFAULT}",
         source="mpbridge/backend/models/hybrid.py",
     ),
-    Rule(
+    warning(
         id="hybrid-in-fp16",
         about="fp16",
-        found=lambda c: (
-            hybrid(c.run.model) and c.policy.compute is DType.FP16 and "FP16 compute on a model with Mamba layers"
-        ),
+        when=lambda c: hybrid(c.run.model) and c.policy.compute is DType.FP16,
+        found="FP16 compute on a model with Mamba layers",
         expected="BF16: the scan's states exceed FP16's range (NaN reported for Falcon-H1)",
         cure="a bf16 recipe",
         source="unslothai/unsloth-zoo#212",
-        severity="warning",
     ),
 )
 
@@ -121,7 +118,7 @@ def silent_on(policy: PrecisionPolicy, model: Any, versions: Versions) -> str | 
     """Why a live megatron-core model config would train under `policy` as something else, with the cure; None if it would not."""
     rule = RULES[0]
     run = RunFacts(shape=_ANY, model={"is_hybrid_model": getattr(model, "is_hybrid_model", False)}, versions=versions)
-    found = rule.applies(run) and rule.found(Case(policy=policy, run=run))
+    found = rule.applies(run) and rule.fault(Case(policy=policy, run=run))
     return f"{rule.id}: {found}; expected {rule.expected}. Cure: {rule.cure}. [{rule.source}]" if found else None
 
 

@@ -6,61 +6,61 @@ from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType, say
 from mpbridge.common.versions import Window
 from mpbridge.planning.memory.ranks import stage_chunks, undivided
-from mpbridge.planning.rules.base import ARGUMENTS, Case, Rule
-
-_CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
-
+from mpbridge.planning.rules.base import ARGUMENTS, MODEL_CONFIG, NEWER_MODEL_CONFIG, Case, Rule, warning
 
 _OTHER_MODELS = (
     "heterogeneous_block_specs", "hybrid_context_parallel", "experimental_attention_variant", "use_kitchen", "use_kitchen_attention", "cache_mla_latents",
 )  # fmt: skip
 
 
-def _padding(case: Case) -> str | None:
-    for name in ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"):
-        if case.model(name):
-            return name
-    return None
+def _padding(case: Case) -> str:
+    names = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+    return next((name for name in names if case.model(name)), "")
 
 
-def _padding_without(case: Case) -> str | None:
-    """The switch is set although megatron-core sees no quantization: none is requested, or it is emulated."""
-    name = _padding(case)
-    if name is None or (case.policy.quantized and case.native):
-        return None
-    return f"{name}=true {'without fp8 or fp4' if not case.policy.quantized else 'while the quantization is emulated'}"
-
-
-def _router(case: Case) -> str | None:
+def _router(case: Case) -> str:
     value = case.model("moe_router_dtype")
-    if value is None or (isinstance(value, str) and value in ("fp32", "fp64")):
-        return None
-    return f"moe_router_dtype={say(value)} (a {type(value).__name__})"
+    known = value is None or (isinstance(value, str) and value in ("fp32", "fp64"))
+    return "" if known else f"moe_router_dtype={say(value)} (a {type(value).__name__})"
 
 
-def _router_of_none(case: Case) -> str | None:
+def _router_of_none(case: Case) -> str:
     """A legal router dtype on a model without a router."""
     value = case.model("moe_router_dtype") or (case.policy.router and case.policy.router.short)
-    if case.run.shape.experts or value is None or _router(case):
-        return None
-    return f"moe_router_dtype={value} on a dense model"
+    return f"moe_router_dtype={value} on a dense model" if value is not None and not _router(case) else ""
 
 
-def _unscoped(scopes: object) -> tuple[str, ...]:
+def _router_in_16_bits(case: Case) -> bool:
+    return case.policy.mixed and case.policy.router is None and case.model("moe_router_dtype") is None
+
+
+def _dispatcher(case: Case) -> str:
+    return str(case.model("moe_token_dispatcher_type", "allgather"))
+
+
+def _captured(case: Case) -> tuple[str, ...]:
+    """The parts of a layer in cuda_graph_scope, without the names of an enumeration before them."""
+    scopes = case.model("cuda_graph_scope", ())
     items = scopes.split(",") if isinstance(scopes, str) else scopes
     return tuple(str(item).rpartition(".")[2] for item in items) if isinstance(items, (list, tuple)) else ()
 
 
-def _interleaved(case: Case) -> str | None:
-    machine = case.run.machine
-    cpu = machine is not None and not machine.gpu
-    batched = case.model("batch_p2p_comm", True) or not case.model("overlap_p2p_comm", False)
-    vpp = case.run.parallel.virtual_pipeline
-    return (
-        f"{vpp} virtual stages with batched point-to-point communication on gloo"
-        if cpu and vpp is not None and vpp > 1 and batched
-        else None
-    )
+def _batched(case: Case) -> bool:
+    return bool(case.model("batch_p2p_comm", True) or not case.model("overlap_p2p_comm", False))
+
+
+def _quantized_experts(case: Case) -> bool:
+    return bool(case.run.shape.experts and case.policy.quantized)
+
+
+def _silu(case: Case) -> bool:
+    function = case.model("activation_func")
+    return str(getattr(function, "__name__", function or "")).rpartition(".")[2] == "silu"
+
+
+def _residual(case: Case) -> bool:
+    own = case.policy.residual_fp32
+    return bool(case.model("fp32_residual_connection")) if own is None else own
 
 
 def _sent(case: Case) -> DType:
@@ -81,7 +81,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: undivided(c.run),
         expected="every size to be a multiple of the number of ranks that it is split over",
         cure="another parallel size, or another model size",
-        source=f"{_CONFIG}; transformer/moe/moe_layer.py BaseMoELayer.__init__ for experts",
+        source=f"{MODEL_CONFIG}; transformer/moe/moe_layer.py BaseMoELayer.__init__ for experts",
     ),
     Rule(
         id="layers-do-not-divide",
@@ -104,68 +104,60 @@ RULES: tuple[Rule, ...] = (
         cure="mixed_precision.moe_router_dtype=fp32",
         source="megatron-core 0.16.1 transformer/moe/router.py",
     ),
-    Rule(
+    warning(
         id="router-dtype-without-experts",
+        when=lambda c: not c.run.shape.experts,
         found=_router_of_none,
         expected="a mixture of experts: a dense model has no router",
         cure="mixed_precision.moe_router_dtype=null, or model.moe_router_dtype=null",
         cure_here=lambda c: f"{'model' if c.policy.router is None else 'mixed_precision'}.moe_router_dtype=null",
         source="megatron-core 0.16.1 transformer/moe/router.py",
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="many-experts-route-in-16-bits",
         about="sixteen",
-        found=lambda c: (
-            (c.run.shape.experts or 0) >= 32
-            and c.policy.mixed
-            and c.policy.router is None
-            and c.model("moe_router_dtype") is None
-            and f"{c.run.shape.experts} experts, router in {c.policy.compute.short}"
-        ),
+        when=lambda c: (c.run.shape.experts or 0) >= 32 and _router_in_16_bits(c),
+        found="{c.run.shape.experts} experts, router in {c.policy.compute.short}",
         expected="an FP32 router with 32 or more experts",
         cure="mixed_precision.moe_router_dtype=fp32",
-        source=_CONFIG,
-        severity="warning",
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="router-padding-without-quantization",
-        found=_padding_without,
+        # megatron-core sees no quantization if none is requested, or if it is emulated
+        when=lambda c: _padding(c) and not (c.policy.quantized and c.native),
+        found=lambda c: (
+            f"{_padding(c)}=true {'while the quantization is emulated' if c.policy.quantized else 'without fp8 or fp4'}"
+        ),
         expected="fp8 or fp4 on",
         cure="model.moe_router_padding_for_quantization=false",
-        source=_CONFIG,
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="router-padding-dispatcher",
         about="quantized",
-        found=lambda c: (
-            _padding(c)
-            and c.model("moe_token_dispatcher_type", "allgather") in ("allgather", "alltoall_seq")
-            and f"{_padding(c)} with dispatcher {c.model('moe_token_dispatcher_type', 'allgather')}"
-        ),
+        when=lambda c: _padding(c) and _dispatcher(c) in ("allgather", "alltoall_seq"),
+        found=lambda c: f"{_padding(c)} with dispatcher {_dispatcher(c)}",
         expected="alltoall or flex",
         cure="model.moe_token_dispatcher_type=alltoall",
-        source=_CONFIG,
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="router-padding-in-a-graph",
-        found=lambda c: (
+        when=lambda c: (
             c.model("moe_router_padding_for_fp8")
             and c.model("cuda_graph_impl", "none") != "none"
-            and "moe_preprocess" in _unscoped(c.model("cuda_graph_scope", ()))
-            and "moe_router_padding_for_fp8 with a captured moe_preprocess"
+            and "moe_preprocess" in _captured(c)
         ),
+        found="moe_router_padding_for_fp8 with a captured moe_preprocess",
         expected="no synchronising copies in a captured step",
         cure="remove moe_preprocess from model.cuda_graph_scope",
-        source=_CONFIG,
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="nan-check-in-a-graph",
-        found=lambda c: (
-            c.ddp("check_for_nan_in_grad")
-            and "full_iteration" in _unscoped(c.model("cuda_graph_scope", ()))
-            and "check_for_nan_in_grad with a captured iteration"
-        ),
+        when=lambda c: c.ddp("check_for_nan_in_grad") and "full_iteration" in _captured(c),
+        found="check_for_nan_in_grad with a captured iteration",
         expected="no host-side check inside a captured iteration",
         cure="ddp.check_for_nan_in_grad=false",
         source=ARGUMENTS,
@@ -173,47 +165,35 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="experts-in-fp8-need-newer-engine",
         about="fp8",
-        found=lambda c: (
-            c.run.shape.experts
-            and c.policy.fp8
-            and c.te_before("1.11" if c.run.shape.grouped_gemm else "1.7")
-            and f"FP8 experts with Transformer Engine {c.run.versions.transformer_engine}"
+        when=lambda c: (
+            c.run.shape.experts and c.policy.fp8 and c.te_before("1.11" if c.run.shape.grouped_gemm else "1.7")
         ),
+        found="FP8 experts with Transformer Engine {c.run.versions.transformer_engine}",
         expected="1.7 or later, with grouped GEMM 1.11",
         cure="upgrade Transformer Engine",
-        source=_CONFIG,
+        source=MODEL_CONFIG,
         emulated="silent",
     ),
     Rule(
         id="experts-under-tensor-parallelism-need-sequence-parallelism",
-        found=lambda c: (
-            c.run.shape.experts
-            and c.run.parallel.tensor > 1
-            and not c.run.parallel.sequence
-            and f"{c.run.shape.experts} experts with tensor_model_parallel_size={c.run.parallel.tensor} and sequence_parallel=false"
-        ),
+        when=lambda c: c.run.shape.experts and c.run.parallel.tensor > 1 and not c.run.parallel.sequence,
+        found="{c.run.shape.experts} experts with tensor_model_parallel_size={c.run.parallel.tensor} and sequence_parallel=false",
         expected="sequence parallelism too: without it megatron-core raises in the first forward pass",
         cure="parallel.sequence_parallel=true",
         source="megatron-core 0.16.1 transformer/moe/moe_layer.py MoELayer.forward",
     ),
     Rule(
         id="expert-overlap-needs-16-bits",
-        found=lambda c: (
-            c.model("overlap_moe_expert_parallel_comm")
-            and not c.policy.mixed
-            and "overlap_moe_expert_parallel_comm in fp32"
-        ),
+        when=lambda c: c.model("overlap_moe_expert_parallel_comm") and not c.policy.mixed,
+        found="overlap_moe_expert_parallel_comm in fp32",
         expected="bf16 or fp16",
         cure="a 16-bit recipe, or model.overlap_moe_expert_parallel_comm=false",
-        source=_CONFIG,
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="pipeline-dtype-is-what-is-sent",
-        found=lambda c: (
-            c.run.parallel.pipeline > 1
-            and c.policy.pipeline is not _sent(c)
-            and f"pipeline_dtype={c.policy.pipeline.short}, while stages send {_sent(c).short}"
-        ),
+        when=lambda c: c.run.parallel.pipeline > 1 and c.policy.pipeline is not _sent(c),
+        found=lambda c: f"pipeline_dtype={c.policy.pipeline.short}, while stages send {_sent(c).short}",
         expected="the dtype of the residual stream: fp32 under fp32_residual_connection, else the compute dtype. Receivers allocate their buffers by this field "
         "only; a mismatch silently fills them with garbage",
         cure="set mixed_precision.pipeline_dtype to the dtype that is sent",
@@ -221,7 +201,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp32-residual-in-fp32",
-        found=lambda c: _residual(c) and not c.policy.mixed and "fp32_residual_connection in an FP32 run",
+        when=lambda c: _residual(c) and not c.policy.mixed,
+        found="fp32_residual_connection in an FP32 run",
         expected="bf16 or fp16 compute",
         cure="mixed_precision.fp32_residual_connection=false",
         source=ARGUMENTS,
@@ -229,91 +210,62 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp16-cross-entropy",
         about="fp16",
-        found=lambda c: (
-            c.model("fp16_lm_cross_entropy")
-            and c.policy.compute is not DType.FP16
-            and f"fp16_lm_cross_entropy with {c.policy.compute.short} compute"
-        ),
+        when=lambda c: c.model("fp16_lm_cross_entropy") and c.policy.compute is not DType.FP16,
+        found="fp16_lm_cross_entropy with {c.policy.compute.short} compute",
         expected="an FP16 recipe",
         cure="model.fp16_lm_cross_entropy=false",
         source=ARGUMENTS,
     ),
-    Rule(
+    warning(
         id="fused-cross-entropy-by-engine",
-        found=lambda c: (
-            c.model("cross_entropy_loss_fusion")
-            and c.model("cross_entropy_fusion_impl", "native") == "te"
-            and "cross_entropy_fusion_impl='te'"
-        ),
+        when=lambda c: c.model("cross_entropy_loss_fusion") and c.model("cross_entropy_fusion_impl", "native") == "te",
+        found="cross_entropy_fusion_impl='te'",
         expected="'native': Megatron-LM's argument parser refuses 'te', for stability; Megatron Bridge's performance recipes set it",
         cure="model.cross_entropy_fusion_impl=native",
         source=ARGUMENTS,
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="softmax-under-layer-scaling",
-        found=lambda c: (
-            c.model("apply_query_key_layer_scaling")
-            and c.policy.softmax_fp32 is False
-            and "attention_softmax_in_fp32=false with apply_query_key_layer_scaling"
-        ),
+        when=lambda c: c.model("apply_query_key_layer_scaling") and c.policy.softmax_fp32 is False,
+        found="attention_softmax_in_fp32=false with apply_query_key_layer_scaling",
         expected="true: megatron-core sets it silently",
         cure="mixed_precision.attention_softmax_in_fp32=null",
-        source=_CONFIG,
-        severity="warning",
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="activation-store-needs-swiglu",
-        found=lambda c: (
-            c.model("activation_func_fp8_input_store")
-            and not (
-                c.run.shape.gated
-                and str(getattr(c.model("activation_func"), "__name__", c.model("activation_func", ""))).rpartition(
-                    "."
-                )[2]
-                == "silu"
-            )
-            and "activation_func_fp8_input_store without SwiGLU"
-        ),
+        when=lambda c: c.model("activation_func_fp8_input_store") and not (c.run.shape.gated and _silu(c)),
+        found="activation_func_fp8_input_store without SwiGLU",
         expected="SwiGLU (gated_linear_unit with silu)",
         cure="model.activation_func_fp8_input_store=false",
-        source=_CONFIG,
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="batch-invariance-needs-bf16",
         about="fp16",
+        when=lambda c: c.model("batch_invariant_mode") and (c.policy.params is not DType.BF16 or _quantized_experts(c)),
         found=lambda c: (
-            c.model("batch_invariant_mode")
-            and (c.policy.params is not DType.BF16 or (c.run.shape.experts and c.policy.quantized))
-            and f"batch_invariant_mode with {c.policy.params.short} parameters{' and quantized experts' if c.run.shape.experts and c.policy.quantized else ''}"
+            f"batch_invariant_mode with {c.policy.params.short} parameters{' and quantized experts' if _quantized_experts(c) else ''}"
         ),
         expected="BF16 parameters, experts not quantized",
         cure="model.batch_invariant_mode=false",
-        source="Megatron-LM core/transformer/transformer_config.py (d98e8a64)",
+        source=NEWER_MODEL_CONFIG,
         holds=(Window(package="megatron_core", since="0.17"),),
     ),
-    Rule(
+    warning(
         id="reduced-precision-switch-is-process-wide",
-        found=lambda c: (
-            c.policy.compute is DType.BF16
-            and c.model("disable_bf16_reduced_precision_matmul")
-            and "disable_bf16_reduced_precision_matmul=true"
-        ),
+        when=lambda c: c.policy.compute is DType.BF16 and c.model("disable_bf16_reduced_precision_matmul"),
+        found="disable_bf16_reduced_precision_matmul=true",
         expected="no other run in this process: megatron-core sets torch's process-wide switch and never restores it",
         cure="restart the process before another run (mpbridge's device layer restores it)",
-        source=_CONFIG,
-        severity="warning",
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="interleaved-pipeline-on-gloo",
-        found=_interleaved,
+        when=lambda c: c.gpu is False and (c.run.parallel.virtual_pipeline or 1) > 1 and _batched(c),
+        found="{c.run.parallel.virtual_pipeline} virtual stages with batched point-to-point communication on gloo",
         expected="overlap_p2p_comm=true batch_p2p_comm=false: with batched communication the run diverges silently",
         cure="model.overlap_p2p_comm=true model.batch_p2p_comm=false",
         source="measured on megatron-core 0.16.1 with gloo: gradient norms of 6e4",
     ),
 )
-
-
-def _residual(case: Case) -> bool:
-    own = case.policy.residual_fp32
-    return bool(case.model("fp32_residual_connection")) if own is None else own

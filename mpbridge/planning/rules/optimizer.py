@@ -7,7 +7,7 @@ from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import Window
 from mpbridge.planning.memory.keeps import moments
-from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
+from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, faults, warning
 from mpbridge.precision.config import FUSED
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
@@ -36,10 +36,9 @@ def _unread_states(case: Case) -> str | None:
     return f"{', '.join(found)} by {case.run.optimizer.name} on {case.traits.full_name}" if found else None
 
 
-def _bf16_main(case: Case) -> str | None:
+def _bf16_main(case: Case) -> bool:
     held = case.kept.get("main_params")
-    kept = held is not None and held.owner == "optimizer" and held.dtype is DType.BF16
-    return "main_params_dtype=bf16 kept by FusedAdam" if kept or _bf16_beside(case) else None
+    return _bf16_beside(case) or (held is not None and held.owner == "optimizer" and held.dtype is DType.BF16)
 
 
 def _bf16_beside(case: Case) -> bool:
@@ -47,41 +46,26 @@ def _bf16_beside(case: Case) -> bool:
     return case.core and case.policy.main_params is DType.BF16 and not case.own_copy
 
 
-def _section_states(case: Case) -> str | None:
+def _section_states(case: Case) -> str:
     """Fields of the optimizer section that megatron-core requires to be FP32 when the optimizer is not precision-aware."""
-    if case.opt("use_precision_aware_optimizer", False) or not case.core:
-        return None
-    names = ("main_grads_dtype", *FUSED)
-    low = [
-        f"{name}={say(case.opt(name))}" for name in names if say(case.opt(name, DType.FP32)) not in ("fp32", "float32")
-    ]
-    return f"optimizer.{', optimizer.'.join(low)} without use_precision_aware_optimizer" if low else None
+    given = {name: say(case.opt(name, DType.FP32)) for name in ("main_grads_dtype", *FUSED)}
+    low = [f"optimizer.{name}={value}" for name, value in given.items() if value not in ("fp32", "float32")]
+    return f"{', '.join(low)} without use_precision_aware_optimizer" if low else ""
 
 
-def _no_fused_adam(case: Case) -> bool:
-    machine = case.run.machine
-    return machine is not None and machine.gpu and case.run.versions.transformer_engine is None
-
-
-def _aware_fp8(case: Case) -> str | None:
+def _aware_fp8(case: Case) -> str:
     fp8 = case.policy.fp8
-    if not (case.aware and case.core and fp8 is not None):
-        return None
-    if fp8.row.history:
-        return (
-            "a precision-aware optimizer with 16-bit moments and weights stored under delayed scaling"
-            if fp8.stored and _low_moments(case)
-            else None
-        )
-    return f"a precision-aware optimizer with {fp8.scaling} scaling"
+    if fp8 is None:
+        return ""
+    if not fp8.row.history:
+        return f"a precision-aware optimizer with {fp8.scaling} scaling"
+    low = fp8.stored and _low_moments(case)
+    return "a precision-aware optimizer with 16-bit moments and weights stored under delayed scaling" if low else ""
 
 
-def _remainders_of_codes(case: Case) -> str | None:
-    fp8, mains = case.policy.fp8, case.policy.main_params or DType.FP32
-    if not (case.aware and case.core and case.policy.remainders and mains is DType.FP32 and fp8 is not None):
-        return None
-    rests = fp8.row.history and fp8.stored
-    return "16-bit remainders as the main weights of FP8 weights under delayed scaling" if rests else None
+def _stored_with_history(case: Case) -> bool:
+    fp8 = case.policy.fp8
+    return fp8 is not None and fp8.row.history and fp8.stored
 
 
 def _pointless(case: Case) -> bool:
@@ -89,25 +73,29 @@ def _pointless(case: Case) -> bool:
     return case.core and case.aware and fp8 is not None and not fp8.row.history and not _low_moments(case)
 
 
-def _unmet_by_overlapped_step(case: Case) -> list[str]:
-    met = {
-        "engine mcore": case.core,
-        "the distributed optimizer": case.run.optimizer.distributed,
-        "overlap_param_gather": case.ddp("overlap_param_gather", False),
-        "virtual pipeline stages": (case.run.parallel.virtual_pipeline or 1) > 1,
-    }
-    return [name for name, holds in met.items() if not holds]
+def _unread_grads(case: Case) -> str:
+    asked, held = case.policy.main_grads, case.kept.get("main_grads")
+    if asked is None or asked is DType.FP32 or held is None or held.dtype is asked:
+        return ""
+    return f"main_grads_dtype={asked.short}, but the optimizer reads {held.dtype.short}"
+
+
+def _unmet_by_overlapped_step(case: Case) -> str:
+    return faults(
+        "overlap_param_gather_with_optimizer_step without ",
+        ("engine mcore", not case.core),
+        ("the distributed optimizer", not case.run.optimizer.distributed),
+        ("overlap_param_gather", not case.ddp("overlap_param_gather", False)),
+        ("virtual pipeline stages", (case.run.parallel.virtual_pipeline or 1) <= 1),
+    )
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         id="precision-aware-needs-adam",
         about="aware",
-        found=lambda c: (
-            c.aware
-            and c.run.optimizer.name not in ADAMS
-            and f"optimizer={c.run.optimizer.name} with use_precision_aware_optimizer"
-        ),
+        when=lambda c: c.aware and c.run.optimizer.name not in ADAMS,
+        found="optimizer={c.run.optimizer.name} with use_precision_aware_optimizer",
         expected="adam: only FusedAdam keeps states in configurable dtypes",
         cure="optimizer.optimizer=adam, or mixed_precision.use_precision_aware_optimizer=false",
         cure_here=lambda c: f"optimizer.optimizer=adam, or {c.plain_states}",
@@ -116,9 +104,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="precision-aware-needs-distributed-optimizer",
         about="aware",
-        found=lambda c: (
-            c.aware and c.core and not c.run.optimizer.distributed and "use_precision_aware_optimizer with plain DDP"
-        ),
+        when=lambda c: c.aware and c.core and not c.run.optimizer.distributed,
+        found="use_precision_aware_optimizer with plain DDP",
         expected="a distributed optimizer",
         cure="ddp.use_distributed_optimizer=true",
         source=f"{_CONFIG}; Megatron-LM core/optimizer/__init__.py get_megatron_optimizer (d98e8a64)",
@@ -126,12 +113,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="precision-aware-needs-fused-adam",
         about="aware",
-        found=lambda c: (
-            c.aware
-            and _no_fused_adam(c)
-            and not c.run.optimizer.cpu_offload
-            and "use_precision_aware_optimizer on a GPU without Transformer Engine"
+        when=lambda c: (
+            c.aware and c.gpu and c.run.versions.transformer_engine is None and not c.run.optimizer.cpu_offload
         ),
+        found="use_precision_aware_optimizer on a GPU without Transformer Engine",
         expected="Transformer Engine's FusedAdam (on a CPU mpbridge provides a replacement)",
         cure=install("te"),
         source=_CONFIG,
@@ -145,126 +130,111 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fused-adam-keeps-no-bf16-main-weights",
-        found=_bf16_main,
+        when=_bf16_main,
+        found="main_params_dtype=bf16 kept by FusedAdam",
         expected="fp32 or fp16 main weights, or no precision-aware optimizer and 16-bit parameters that serve as their own main weights",
         cure="mixed_precision.main_params_dtype=fp32",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py: master_weight_dtype",
     ),
     Rule(
         id="optimizer-section-states-need-precision-aware",
+        when=lambda c: c.core and not c.opt("use_precision_aware_optimizer", False),
         found=_section_states,
         expected="FP32 in all four fields",
         cure="optimizer.use_precision_aware_optimizer=true, or drop them",
         source=_CONFIG,
     ),
-    Rule(
+    warning(
         id="precision-aware-with-fp8",
         about="fp8",
+        when=lambda c: c.aware and c.core,
         found=_aware_fp8,
         expected="plain 16-bit or delayed scaling with FP32 moments: other combinations failed (illegal memory access, asserts) on several releases",
         cure="mixed_precision.use_precision_aware_optimizer=false, and no 16-bit states",
         cure_here=lambda c: c.plain_states,
         source="Megatron-Bridge#1707, ms-swift#8001, NVIDIA/cloudai#593",
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="precision-aware-does-nothing",
         about="fp8",
+        when=lambda c: _pointless(c),
         found=lambda c: (
-            _pointless(c)
-            and f"use_precision_aware_optimizer with {c.policy.fp8.scaling if c.policy.fp8 else ''} scaling and FP32 states"
+            f"use_precision_aware_optimizer with {c.policy.fp8.scaling if c.policy.fp8 else ''} scaling and FP32 states"
         ),
         expected="states below FP32: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
         cure="mixed_precision.use_precision_aware_optimizer=false, or bf16 moments",
         source=f"{_CONFIG}: use_precision_aware_optimizer_no_fp8_or_ds_fp8",
-        severity="warning",
     ),
     Rule(
         id="fp8-recipe-leaks-into-the-optimizer",
         about="aware",
-        found=lambda c: (
-            c.aware
-            and c.policy.fp8 is None
-            and c.opt("fp8_recipe") not in (None, "delayed")
-            and f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off"
-        ),
+        when=lambda c: c.aware and c.policy.fp8 is None and c.opt("fp8_recipe") not in (None, "delayed"),
+        found=lambda c: f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off",
         expected="null: with any other value megatron-core ignores the precision-aware optimizer and keeps FP32 main weights",
         cure="optimizer.fp8_recipe=null",
         source=f"{_CONFIG}; Megatron-Bridge#2764",
     ),
-    Rule(
+    warning(
         id="main-gradients-that-nothing-reads",
-        found=lambda c: (
-            c.policy.main_grads not in (None, DType.FP32)
-            and "main_grads" in c.kept
-            and c.policy.main_grads is not c.kept["main_grads"].dtype
-            and f"main_grads_dtype={c.policy.main_grads.short}, but the optimizer reads {c.kept['main_grads'].dtype.short}"
-        ),
+        found=_unread_grads,
         expected="the dtype that the optimizer reads: megatron-core only validates the field, then passes its own buffers, cast to FP32 if it keeps FP32 main weights itself",
         cure="mixed_precision.grad_reduce_in_fp32=false, or drop main_grads_dtype",
         source="megatron-core 0.16.1: main_grads_dtype is read in optimizer_config.py only",
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="remainders-have-no-effect",
         about="aware",
-        found=lambda c: (
+        when=lambda c: (
             c.aware
             and c.policy.remainders
             and (c.policy.main_params not in (None, DType.FP32) or c.policy.params is not DType.BF16)
-            and f"store_param_remainders=true with {(c.policy.main_params or DType.FP32).short} main weights of {c.policy.params.short} parameters"
+        ),
+        found=lambda c: (
+            f"store_param_remainders=true with {(c.policy.main_params or DType.FP32).short} main weights of {c.policy.params.short} parameters"
         ),
         expected="a precision-aware optimizer with FP32 main weights of BF16 parameters: remainders are the other half of the FP32 bits",
         cure="mixed_precision.store_param_remainders=false",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py initialize_state",
-        severity="warning",
     ),
     Rule(
         id="remainders-of-fp8-weights",
         about="aware fp8",
-        found=_remainders_of_codes,
+        when=lambda c: (
+            c.aware
+            and c.core
+            and c.policy.remainders
+            and c.policy.main_params in (None, DType.FP32)
+            and _stored_with_history(c)
+        ),
+        found="16-bit remainders as the main weights of FP8 weights under delayed scaling",
         expected="full FP32 main weights: FusedAdam's kernel for FP8 weights checks for them, and an 8-bit code is not the upper half of an FP32 number",
         cure=f"mixed_precision.store_param_remainders=false, or {PLAIN_WEIGHTS}",
         source="Transformer Engine 2.11 to 2.20: pytorch/optimizers/fused_adam.py step, common/multi_tensor/adam.cu multi_tensor_adam_fp8_cuda",
         emulated="silent",
     ),
-    Rule(
+    warning(
         id="remainders-need-newer-engine",
         about="aware",
-        found=lambda c: (
-            c.aware
-            and c.policy.remainders
-            and c.te_before("2.1")
-            and f"store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}"
-        ),
+        when=lambda c: c.aware and c.policy.remainders and c.te_before("2.1"),
+        found="store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}",
         expected="2.1 or later: with earlier versions megatron-core turns remainders off, which costs two more bytes per parameter",
         cure="upgrade Transformer Engine, or mixed_precision.store_param_remainders=false",
         source=_CONFIG,
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="duplicate-main-weights",
         about="fp32_storage",
-        found=lambda c: (
-            c.core  # the sharded engines do not keep the copy
-            and c.aware
-            and c.policy.params is DType.FP32
-            and c.policy.main_params is DType.FP32
-            and "FP32 parameters with a FusedAdam that keeps FP32 main weights"
-        ),
+        when=lambda c: c.core and c.aware and c.policy.params is DType.FP32 and c.policy.main_params is DType.FP32,
+        found="FP32 parameters with a FusedAdam that keeps FP32 main weights",  # the sharded engines do not keep the copy
         expected="one of them: the FP32 branch never reads the copy, which wastes four bytes per parameter",
         cure="mixed_precision.use_precision_aware_optimizer=false",
         cure_here=lambda c: c.plain_states,
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py; NeMo-RL#2865",
-        severity="warning",
     ),
     Rule(
         id="offload-needs-precision-aware",
-        found=lambda c: (
-            c.run.optimizer.cpu_offload
-            and not c.aware
-            and "optimizer_cpu_offload without use_precision_aware_optimizer"
-        ),
+        when=lambda c: c.run.optimizer.cpu_offload and not c.aware,
+        found="optimizer_cpu_offload without use_precision_aware_optimizer",
         expected="both",
         cure="mixed_precision.use_precision_aware_optimizer=true",
         source=ARGUMENTS,
@@ -272,23 +242,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="offload-with-stored-weights",
         about="stored",
-        found=lambda c: (
-            c.run.optimizer.cpu_offload
-            and any(not q.row.history for q in c.stored)
-            and f"optimizer_cpu_offload with stored {c.stored[0].scaling} weights"
-        ),
+        when=lambda c: c.run.optimizer.cpu_offload and any(not q.row.history for q in c.stored),
+        found=lambda c: f"optimizer_cpu_offload with stored {c.stored[0].scaling} weights",
         expected="delayed scaling, or weights stored in 16 bits",
         cure=PLAIN_WEIGHTS,
         source=f"{ARGUMENTS}; Megatron-LM#2788",
     ),
     Rule(
         id="distributed-optimizer-is-adam-only",
-        found=lambda c: (
-            c.core
-            and c.run.optimizer.distributed
-            and c.run.optimizer.name != "adam"
-            and f"optimizer={c.run.optimizer.name} with the distributed optimizer"
-        ),
+        when=lambda c: c.core and c.run.optimizer.distributed and c.run.optimizer.name != "adam",
+        found="optimizer={c.run.optimizer.name} with the distributed optimizer",
         expected="adam",
         cure="ddp.use_distributed_optimizer=false, or optimizer.optimizer=adam",
         cure_here=lambda c: f"{c.plain_ddp}, or optimizer.optimizer=adam",
@@ -296,12 +259,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="overlapped-gather-needs-distributed-optimizer",
-        found=lambda c: (
-            c.core
-            and not c.run.optimizer.distributed
-            and c.ddp("overlap_param_gather")
-            and "overlap_param_gather with plain DDP"
-        ),
+        when=lambda c: c.core and not c.run.optimizer.distributed and c.ddp("overlap_param_gather"),
+        found="overlap_param_gather with plain DDP",
         expected="a distributed optimizer: plain DDP gathers nothing",
         cure="ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false",
         # the distributed optimizer does not help with parameters that are their own main weights, or with optimizers other than Adam
@@ -314,29 +273,27 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="overlapped-step-needs-interleaving",
-        found=lambda c: (
-            c.run.optimizer.overlap_param_gather_with_step
-            and (lacks := _unmet_by_overlapped_step(c))
-            and f"overlap_param_gather_with_optimizer_step without {', '.join(lacks)}"
-        ),
+        when=lambda c: c.run.optimizer.overlap_param_gather_with_step,
+        found=_unmet_by_overlapped_step,
         expected="all of them: the first model chunk's gather starts while the others are updated",
         cure="optimizer.overlap_param_gather_with_optimizer_step=false",
         source="megatron-core 0.16.1 optimizer.py ChainedOptimizer.step_with_ready_grads (attributes that plain optimizers lack); "
         + ARGUMENTS,
     ),
-    Rule(
+    warning(
         id="second-moment-in-fp8",
         about="aware",
-        found=lambda c: moments(c.policy).get("exp_avg_sq") is DType.UINT8 and "exp_avg_sq_dtype=fp8",
+        when=lambda c: moments(c.policy).get("exp_avg_sq") is DType.UINT8,
+        found="exp_avg_sq_dtype=fp8",
         expected="a second moment in bf16 or wider: one scale for a tensor flushes entries below amax x 2^-10/448, and Adam divides by their root (Transformer Engine's own FusedAdam moves a rare row by 12,100 learning rates, with FP32 and BF16 by 1)",
         cure="mixed_precision.exp_avg_sq_dtype=bf16",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py set_scaled_state, run by tests/te_cpu/inside/hopper.py",
-        severity="warning",
     ),
     Rule(
         id="moments-with-custom-scale-need-newer-engine",
         about="aware",
-        found=lambda c: c.aware and DType.UINT8 in moments(c.policy).values() and c.te_before("2.0") and "FP8 moments",
+        when=lambda c: c.aware and DType.UINT8 in moments(c.policy).values() and c.te_before("2.0"),
+        found="FP8 moments",
         expected="Transformer Engine 2.0 or later",
         cure="upgrade Transformer Engine, or bf16 moments",
         source="Transformer Engine pytorch/optimizers/fused_adam.py",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpbridge.common.formats import DType
 from mpbridge.common.versions import Window
 from mpbridge.planning.memory.names import SHADOWED_CURE, beyond_the_model, foreign, idle, listed
-from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule
+from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, warning
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.wording import region_text, rule_words
@@ -15,37 +15,29 @@ from mpbridge.precision.wording import region_text, rule_words
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
 
 
-def _beyond_stage(case: Case) -> str | None:
-    if case.policy.ends is None or case.policy.fp8 is None:
-        return None
-    share = case.run.shape.num_layers // case.run.parallel.pipeline
-    over = [count for count in case.policy.ends if count > share]
-    return (
-        f"{case.policy.ends[0]} first and {case.policy.ends[1]} last layers in {case.policy.compute.short}, with {share} layers per pipeline stage"
-        if over
-        else None
-    )
+def _ends(case: Case) -> str:
+    first, last = case.policy.ends or (0, 0)
+    return f"{first} first and {last} last layers"
 
 
-def _nothing_left(case: Case) -> str | None:
-    ends, depth = case.policy.ends, case.run.shape.num_layers
-    if ends is None or sum(ends) < depth or not case.policy.quantized:
-        return None
-    return f"{ends[0]} first and {ends[1]} last layers stay in {case.policy.compute.short}, and the model has {depth}: nothing is quantized"
+def _stage_layers(case: Case) -> int:
+    return case.run.shape.num_layers // case.run.parallel.pipeline
 
 
-def _module_in_stored(case: Case) -> str | None:
-    if case.policy.quant is None or not case.policy.quant.stored:
-        return None
+def _module_in_stored(case: Case) -> str:
+    base = case.policy.quant
+    if base is None or not base.stored:
+        return ""
+    alike = (True, base.scaling)
     odd = [
         region.modules
         for region in case.policy.module_regions
-        if region.quant is None or not region.quant.stored or region.quant.scaling != case.policy.quant.scaling
+        if region.quant is None or (region.quant.stored, region.quant.scaling) != alike
     ]
     return (
-        f"modules {', '.join(odd)} differ from layers whose weights are stored as {case.policy.quant.scaling} {case.policy.quant.format}"
+        f"modules {', '.join(odd)} differ from layers whose weights are stored as {base.scaling} {base.format}"
         if odd
-        else None
+        else ""
     )
 
 
@@ -54,25 +46,16 @@ def _mixed_gemms(case: Case) -> str:
     return "; ".join(f"{region_text(region)}: {rule_words(region.rules)}" for region in mixed)
 
 
-def _dead_modules(case: Case) -> str | None:
-    # rules on layers beyond the model are reported by module-rule-beyond-the-model
-    dead = () if _beyond_the_model(case) else idle(case.policy, case.run.shape)[0]
-    return f"no linear of this model matches {'; '.join(dead)} (linears: {listed(case.run.shape)})" if dead else None
-
-
-def _other_modules(case: Case) -> str:
-    return "" if _beyond_the_model(case) else "; ".join(foreign(case.policy, case.run.shape))
-
-
-def _shadowed_modules(case: Case) -> str:
-    return "; ".join(idle(case.policy, case.run.shape)[1])
-
-
 def _beyond_the_model(case: Case) -> str:
     return "; ".join(beyond_the_model(case.policy, case.run.shape.num_layers))
 
 
-def _sizes(case: Case) -> str | None:
+def _dead_modules(case: Case) -> str:
+    dead = idle(case.policy, case.run.shape)[0]
+    return f"no linear of this model matches {'; '.join(dead)} (linears: {listed(case.run.shape)})" if dead else ""
+
+
+def _sizes(case: Case) -> str:
     from mpbridge.planning.rules.gemm_shapes import lint
 
     wrong = [finding for finding in lint(case.policy, case.run) if finding.level == "required"]
@@ -80,32 +63,25 @@ def _sizes(case: Case) -> str | None:
     return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
 
 
-def _inert(case: Case) -> str | None:
-    names = []
-    for quant in case.policy.quants:
-        if quant.row.history:
-            continue
-        given = {
-            "fp8_margin": quant.margin != 0,
-            "fp8_amax_history_len": quant.amax_history != 1,
-            "fp8_amax_compute_algo": quant.amax_algo != "most_recent",
-            "fp8_wgrad": not quant.wgrad,
-        }
-        names += [name for name, is_set in given.items() if is_set]
-    return f"{', '.join(dict.fromkeys(names))} with {case.scalings[0]} scaling" if names else None
+def _inert(case: Case) -> str:
+    given = [
+        name
+        for quant in case.policy.quants
+        if not quant.row.history
+        for name, is_set in (
+            ("fp8_margin", quant.margin != 0),
+            ("fp8_amax_history_len", quant.amax_history != 1),
+            ("fp8_amax_compute_algo", quant.amax_algo != "most_recent"),
+            ("fp8_wgrad", not quant.wgrad),
+        )
+        if is_set
+    ]
+    return f"{', '.join(dict.fromkeys(given))} with {case.scalings[0]} scaling" if given else ""
 
 
-def _attention_of(quants: Sequence[Quant]) -> str | None:
-    for quant in quants:
-        if quant.attention != "none" and quant.attention not in quant.row.attention:
-            return f"fp8_{quant.attention}_attention with {quant.scaling} scaling"
-    return None
-
-
-def _attention_since_017(case: Case) -> str | None:
-    """Since 0.17 MXFP8 accepts the switch for dot product attention."""
-    quants = [quant for quant in case.policy.quants if (quant.scaling, quant.attention) != ("mxfp8", "dot_product")]
-    return _attention_of(quants)
+def _attention_of(quants: Sequence[Quant]) -> str:
+    odd = [quant for quant in quants if quant.attention != "none" and quant.attention not in quant.row.attention]
+    return f"fp8_{odd[0].attention}_attention with {odd[0].scaling} scaling" if odd else ""
 
 
 def _recompute(case: Case) -> tuple[str, ...]:
@@ -118,7 +94,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="edge-layers-with-delayed-scaling",
         about="delayed",
-        found=lambda c: c.policy.ends is not None and c.history and "first_last_layers_bf16 with delayed scaling",
+        when=lambda c: c.policy.ends is not None and c.history,
+        found="first_last_layers_bf16 with delayed scaling",
         expected="no BF16 edge layers: delayed scaling updates its scales once for the whole block of layers",
         cure="mixed_precision.first_last_layers_bf16=false, or mixed_precision.fp8_recipe=tensorwise",
         source=f"{_CONFIG}; fp8_utils.py get_fp8_context",
@@ -126,7 +103,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="edge-layers-beyond-a-stage",
         about="edges",
-        found=_beyond_stage,
+        when=lambda c: c.policy.ends and c.policy.fp8 and max(c.policy.ends) > _stage_layers(c),
+        found=lambda c: f"{_ends(c)} in {c.policy.compute.short}, with {_stage_layers(c)} layers per pipeline stage",
         expected="at each end at most num_layers // pipeline_model_parallel_size",
         cure="fewer edge layers (mixed_precision.num_layers_at_start_in_bf16, num_layers_at_end_in_bf16) or fewer stages",
         source=_CONFIG,
@@ -134,7 +112,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="edge-layers-leave-nothing",
         about="edges",
-        found=_nothing_left,
+        when=lambda c: c.policy.ends and sum(c.policy.ends) >= c.run.shape.num_layers and c.policy.quantized,
+        found=lambda c: (
+            f"{_ends(c)} stay in {c.policy.compute.short}, and the model has {c.run.shape.num_layers}: nothing is quantized"
+        ),
         expected="at least one quantized layer",
         cure="fewer edge layers, or a 16-bit recipe under its own name",
         source="megatron-core 0.16.1 fp4_utils.py get_fp4_context accepts it silently",
@@ -161,22 +142,23 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="module-rule-matches-nothing",
+        when=lambda c: not _beyond_the_model(c),  # which another rule reports
         found=_dead_modules,
         expected="each glob under `modules`, with its layers, to match a linear of the model",
         cure="correct the glob or the layers",
         source="Megatron-LM#6745: matchers that were never applied",
     ),
-    Rule(
+    warning(
         id="module-rule-of-another-model",
-        found=_other_modules,
+        when=lambda c: not _beyond_the_model(c),
+        found=lambda c: "; ".join(foreign(c.policy, c.run.shape)),
         expected="rules on linears that the model has: these match only linears of a hybrid, and change nothing here",
         cure="drop them, or a recipe for this kind of model",
         source="mpbridge/planning/memory/names.py any_gpt",
-        severity="warning",
     ),
     Rule(
         id="module-rule-never-decides",
-        found=_shadowed_modules,
+        found=lambda c: "; ".join(idle(c.policy, c.run.shape)[1]),
         expected="each rule under `modules` to decide for at least one linear",
         cure=SHADOWED_CURE,
         source="mpbridge/precision/coverage.py; megatron-core 0.16.1 quantization/quant_config.py RecipeConfig: the first match wins",
@@ -197,7 +179,7 @@ RULES: tuple[Rule, ...] = (
         source="Transformer Engine 2.11 pytorch/utils.py, csrc/quantizer.cpp, common/gemm/cublaslt_gemm.cu",
         emulated="warning",
     ),
-    Rule(
+    warning(
         id="inert-outside-delayed-scaling",
         about="quantized",
         found=_inert,
@@ -205,66 +187,59 @@ RULES: tuple[Rule, ...] = (
         cure="drop them, or mixed_precision.fp8_recipe=delayed",
         cure_here=lambda c: "drop them" if c.policy.ends else "drop them, or mixed_precision.fp8_recipe=delayed",
         source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe",
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="settings-without-effect",
         found=lambda c: ", ".join(c.run.inert),
         expected="only settings that take effect",
         cure="drop them, or set what they need",
         source="mpbridge/precision/inert.py: the policy is the same without them",
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="wgrad-switch-has-no-effect",
         about="delayed",
-        found=lambda c: any(q.row.history and not q.wgrad for q in c.policy.quants) and "fp8_wgrad=false",
+        when=lambda c: any(q.row.history and not q.wgrad for q in c.policy.quants),
+        found="fp8_wgrad=false",
         expected="true: the weight gradient's GEMM runs in FP8 regardless",
         cure="mixed_precision.fp8_wgrad=true, or another recipe",
         source="Transformer Engine 2.9 to 2.12 common/recipe/__init__.py DelayedScaling drops override_linear_precision",
-        severity="warning",
         holds=(Window(package="transformer_engine", since="2.9"),),
     ),
-    Rule(
+    warning(
         id="attention-switch-has-no-effect",
         about="fp8",
         found=lambda c: _attention_of(c.policy.quants),
         expected="FP8 dot product attention with delayed or tensorwise scaling, multi-head with delayed only; elsewhere it stays in 16 bits",
         cure="drop the switch",
         source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, extensions/transformer_engine.py TEDelayedScaling",
-        severity="warning",
         holds=(BEFORE_017,),
     ),
-    Rule(
+    warning(
         id="attention-switch-has-no-effect-since-017",
         about="fp8",
-        found=_attention_since_017,
+        # since 0.17 MXFP8 accepts the switch for dot product attention
+        found=lambda c: _attention_of(
+            [q for q in c.policy.quants if (q.scaling, q.attention) != ("mxfp8", "dot_product")]
+        ),
         expected="FP8 dot product attention with delayed, tensorwise or MXFP8 scaling, multi-head with delayed only; elsewhere it stays in 16 bits",
         cure="drop the switch",
         source="Megatron-LM core/fp8_utils.py get_fp8_recipe (d98e8a64)",
-        severity="warning",
         holds=(SINCE_017,),
     ),
-    Rule(
+    warning(
         id="mxfp8-with-e5m2-gradients",
         about="mxfp8",
-        found=lambda c: (
-            any(q.scaling == "mxfp8" and q.format == "hybrid" for q in c.policy.quants)
-            and "fp8='hybrid' with mxfp8: E5M2 gradients"
-        ),
+        when=lambda c: any(q.scaling == "mxfp8" and q.format == "hybrid" for q in c.policy.quants),
+        found="fp8='hybrid' with mxfp8: E5M2 gradients",
         expected="fp8='e4m3': the hybrid recipe diverged and was withdrawn",
         cure="mixed_precision.fp8=e4m3",
         source="Megatron-Bridge#638",
-        severity="warning",
     ),
     Rule(
         id="nvfp4-around-fp16",
         about="nvfp4",
-        found=lambda c: (
-            "nvfp4" in c.scalings
-            and c.policy.compute is not DType.BF16
-            and f"NVFP4 with {c.policy.compute.short} compute"
-        ),
+        when=lambda c: "nvfp4" in c.scalings and c.policy.compute is not DType.BF16,
+        found="NVFP4 with {c.policy.compute.short} compute",
         expected="BF16: the Hadamard transform and stochastic rounding accept BF16 only, and the GEMM has no FP16 output",
         cure="a bf16_with_nvfp4 recipe",
         source="Transformer Engine 2.11 csrc/quantizer.cpp, common/gemm/cublaslt_gemm.cu",
@@ -272,28 +247,30 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp4-weights-stored",
         about="nvfp4",
-        found=lambda c: any(q.bits == 4 for q in c.stored) and "fp4_param_gather=true",
+        when=lambda c: any(q.bits == 4 for q in c.stored),
+        found="fp4_param_gather=true",
         expected="false: 0.16 has no FP4 field in its DDP config and sizes the parameter buffer wrongly",
         cure="mixed_precision.fp4_param_gather=false",
         source="megatron-core 0.16.1 distributed_data_parallel_config.py, param_and_grad_buffer.py",
         holds=(BEFORE_017,),
         emulated="warning",
     ),
-    Rule(
+    warning(
         id="fp4-weights-unproven",
         about="nvfp4",
-        found=lambda c: any(q.bits == 4 for q in c.stored) and "fp4_param_gather=true",
+        when=lambda c: any(q.bits == 4 for q in c.stored),
+        found="fp4_param_gather=true",
         expected="false: megatron-core has had the field since 0.17, but it is untested with mpbridge",
         cure="mixed_precision.fp4_param_gather=false",
         source="Megatron-LM core/distributed/distributed_data_parallel_config.py (d98e8a64)",
-        severity="warning",
         holds=(SINCE_017,),
         emulated="silent",
     ),
     Rule(
         id="delayed-scaling-with-selective-recompute",
         about="delayed",
-        found=lambda c: c.history and _recompute(c) and f"recompute_modules has {', '.join(_recompute(c))}",
+        when=lambda c: c.history and _recompute(c),
+        found=lambda c: f"recompute_modules has {', '.join(_recompute(c))}",
         expected="neither moe_act nor layernorm under delayed scaling",
         cure="remove them from model.recompute_modules, or mixed_precision.fp8_recipe=tensorwise",
         source=_CONFIG,
@@ -301,10 +278,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp8-recompute-needs-newer-engine",
         about="fp8",
+        when=lambda c: _recompute(c) and c.te_before("2.6"),
         found=lambda c: (
-            _recompute(c)
-            and c.te_before("2.6")
-            and f"recompute of {', '.join(_recompute(c))} with Transformer Engine {c.run.versions.transformer_engine}"
+            f"recompute of {', '.join(_recompute(c))} with Transformer Engine {c.run.versions.transformer_engine}"
         ),
         expected="Transformer Engine 2.6 or later",
         cure="upgrade it, or remove them from model.recompute_modules",
@@ -314,37 +290,29 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="nvfp4-recompute-needs-newer-engine",
         about="nvfp4",
-        found=lambda c: (
-            "nvfp4" in c.scalings
-            and c.te_before("2.12")
-            and c.model("recompute_granularity") == "full"
-            and f"full recomputation with Transformer Engine {c.run.versions.transformer_engine}"
-        ),
+        when=lambda c: "nvfp4" in c.scalings and c.te_before("2.12") and c.model("recompute_granularity") == "full",
+        found="full recomputation with Transformer Engine {c.run.versions.transformer_engine}",
         expected="Transformer Engine 2.12 or later: earlier versions reuse the weight that was quantized without gradients, which has no columnwise copy, in the recomputed forward pass",
         cure="upgrade it, or model.recompute_granularity=null",
         source="Transformer Engine 2.11 and 2.12 pytorch/module/base.py get_weight_workspace; seen in a run over 2.11",
         emulated="silent",
     ),
-    Rule(
+    warning(
         id="interval-has-no-effect",
         about="fp8",
-        found=lambda c: (
-            c.policy.fp8 is not None and c.model("fp8_interval", 1) != 1 and f"fp8_interval={c.model('fp8_interval')}"
-        ),
+        when=lambda c: c.policy.fp8 is not None and c.model("fp8_interval", 1) != 1,
+        found=lambda c: f"fp8_interval={c.model('fp8_interval')}",
         expected="1: Transformer Engine ignores it",
         cure="drop it",
         source="Transformer Engine 2.11 common/recipe/__init__.py",
-        severity="warning",
     ),
-    Rule(
+    warning(
         id="amax-group-has-no-effect",
         about="quantized",
-        found=lambda c: (
-            c.policy.quantized and not c.history and c.model("tp_only_amax_red") and "tp_only_amax_red=true"
-        ),
+        when=lambda c: c.policy.quantized and not c.history and c.model("tp_only_amax_red"),
+        found="tp_only_amax_red=true",
         expected="delayed scaling: the other scalings do not reduce over that group",
         cure="drop it",
         source="megatron-core 0.16.1 fp8_utils.py; Transformer Engine 2.11 pytorch/quantization.py",
-        severity="warning",
     ),
 )

@@ -7,15 +7,9 @@ from mpbridge.common.shipped import install
 from mpbridge.common.transformer_engine import RELEASES
 from mpbridge.common.versions import at_least
 from mpbridge.common.versions import release as numbers
-from mpbridge.planning.hardware.capability import can_run
-from mpbridge.planning.rules.base import Case, Rule
+from mpbridge.planning.hardware.capability import QuantizedBy, can_run
+from mpbridge.planning.rules.base import Case, Rule, warning
 from mpbridge.precision.policy import Quant
-
-
-def _library(case: Case) -> str | bool:
-    return (
-        bool(_by_engine(case)) and case.run.versions.transformer_engine is None and "no Transformer Engine is installed"
-    )
 
 
 def _by_engine(case: Case) -> list[Quant]:
@@ -23,47 +17,36 @@ def _by_engine(case: Case) -> list[Quant]:
     return [quant for quant in case.policy.quants if quant.row.hardware.library == "transformer_engine"]
 
 
-def _libraries(case: Case) -> str | None:
+def _libraries(case: Case) -> str:
     libraries = {quant.row.hardware.library: quant.scaling for quant in case.policy.quants}
     strange = [f"{scaling} scaling" for library, scaling in libraries.items() if library not in case.traits.quantizers]
     if strange:
         return f"{', '.join(strange)} on {case.traits.full_name}"
-    return f"{' and '.join(libraries.values())} scaling in one run" if len(libraries) > 1 else None
+    return f"{' and '.join(libraries.values())} scaling in one run" if len(libraries) > 1 else ""
 
 
-def _capability(case: Case) -> str | None:
-    machine = case.run.machine
+def _capability(case: Case) -> str:
+    machine, versions = case.run.machine, case.run.versions
     if machine is None:
-        return None
-    answer = can_run(
-        case.policy, machine, case.run.versions, quantized_by="transformer_engine" if case.native else "emulation"
-    )
-    refused = answer.how == "no" or (case.native and not answer.native)
+        return ""
+    by: QuantizedBy = "transformer_engine" if case.native else "emulation"
+    answer = can_run(case.policy, machine, versions, quantized_by=by)
+    if answer.how != "no" and (answer.native or not case.native):
+        return ""
     # a missing library is reported by its own rule, with or without a machine
-    only_library = (
-        case.run.versions.transformer_engine is None
-        and machine.gpu
-        and answer.how == "emulated"
-        and "; " not in answer.reason
-        and "not installed" in answer.reason
-    )
-    return (
-        f"{answer.reason} (nearest that runs there: {answer.nearest or 'none'})"
-        if refused and not only_library
-        else None
-    )
+    absent = versions.transformer_engine is None and machine.gpu and answer.how == "emulated"
+    if absent and "; " not in answer.reason and "not installed" in answer.reason:
+        return ""
+    return f"{answer.reason} (nearest that runs there: {answer.nearest or 'none'})"
 
 
-def _engine_version(case: Case) -> str | None:
+def _engine_version(case: Case) -> str:
     have = case.run.versions.transformer_engine
     if have is None or case.run.machine is not None:  # the capability row reports it with the machine's other needs
-        return None
+        return ""
     late = [quant.row for quant in _by_engine(case) if not at_least(have, quant.row.hardware.engine)]
-    return (
-        f"Transformer Engine {have} with {', '.join(row.name for row in late)} (needs {late[0].hardware.engine} or later)"
-        if late
-        else None
-    )
+    names = ", ".join(row.name for row in late)
+    return f"Transformer Engine {have} with {names} (needs {late[0].hardware.engine} or later)" if late else ""
 
 
 _READ = "2.9"
@@ -71,23 +54,9 @@ _READ = "2.9"
 _RANGE = f"{_READ} to {'.'.join(map(str, max(RELEASES)))}"
 
 
-def _untested(case: Case) -> str | None:
+def _untested(case: Case) -> bool:
     have = case.run.versions.transformer_engine
-    outside = have is not None and not (at_least(have, _READ) and numbers(have)[:2] <= max(RELEASES))
-    return f"Transformer Engine {have}" if _by_engine(case) and outside else None
-
-
-def _tf32(case: Case) -> str | None:
-    arch = case.run.machine.arch if case.run.machine is not None else None
-    rounded = (
-        case.native
-        and case.policy.compute is DType.FP32
-        and case.run.versions.transformer_engine is not None
-        and arch is not None
-        and arch >= _AMPERE
-        and case.run.environment.get("NVIDIA_TF32_OVERRIDE", "").strip() != "0"
-    )
-    return "FP32 products in Transformer Engine's linears" if rounded else None
+    return have is not None and not (at_least(have, _READ) and numbers(have)[:2] <= max(RELEASES))
 
 
 _AMPERE = (8, 0)
@@ -98,7 +67,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="quantization-without-transformer-engine",
         about="quantized",
-        found=_library,
+        when=lambda c: _by_engine(c) and c.run.versions.transformer_engine is None,
+        found="no Transformer Engine is installed",
         expected=f"Transformer Engine {_RANGE} (without it megatron-core's FP8 context does nothing and the run trains in 16 bits)",
         cure=f"{install('te')}, or emulate=true",
         source="megatron-core 0.16.1 fp8_utils.py get_fp8_context",
@@ -107,7 +77,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="quantization-with-local-layers",
         about="quantized",
-        found=lambda c: _by_engine(c) and c.model("transformer_impl") == "local" and "transformer_impl='local'",
+        when=lambda c: _by_engine(c) and c.model("transformer_impl") == "local",
+        found="transformer_impl='local'",
         expected="Transformer Engine's layers: the local ones silently ignore the FP8 context",
         cure="model.transformer_impl=transformer_engine, or emulate=true",
         source="megatron-core 0.16.1 models/gpt/gpt_layer_specs.py",
@@ -138,23 +109,29 @@ RULES: tuple[Rule, ...] = (
         source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe",
         emulated="silent",
     ),
-    Rule(
+    warning(
         id="transformer-engine-untested",
         about="quantized",
-        found=_untested,
+        when=lambda c: _by_engine(c) and _untested(c),
+        found="Transformer Engine {c.run.versions.transformer_engine}",
         expected=f"{_RANGE}: older releases were not reviewed, newer ones have not been run under mpbridge",
         cure="install a version in that range (megatron-core 0.16 itself declares versions below 2.12)",
         source="tests/te_cpu, which run Transformer Engine's own Python code of each of those releases from 2.11 on; megatron-core 0.16.1 package metadata, extra dev",
-        severity="warning",
         emulated="silent",
     ),
-    Rule(
+    warning(
         id="fp32-products-in-tf32",
-        found=_tf32,
+        when=lambda c: (
+            c.native
+            and c.policy.compute is DType.FP32
+            and c.run.versions.transformer_engine is not None
+            and c.arch >= _AMPERE
+            and c.variable("NVIDIA_TF32_OVERRIDE") != "0"
+        ),
+        found="FP32 products in Transformer Engine's linears",
         expected="products of FP32 factors: Transformer Engine asks cuBLAS for TF32 (10 bits of mantissa) whatever torch's settings say, on Ampere and later",
         cure="export NVIDIA_TF32_OVERRIDE=0 before Python starts, for FP32 products at a fraction of the speed",
         source="Transformer Engine 2.11 and main d0067d0d common/gemm/cublaslt_gemm.cu (CUBLAS_COMPUTE_32F_FAST_TF32)",
-        severity="warning",
         emulated="silent",
     ),
 )

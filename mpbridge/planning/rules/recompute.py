@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpbridge.planning.rules.base import Case, Rule
-from mpbridge.planning.rules.config_row import latent, listed, row
+from mpbridge.planning.rules.base import Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.schema import records
 
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -12,58 +11,55 @@ OFFLOADED = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "ml
 """Valid entries of model.offload_modules."""
 
 
-def _cpu_offloading(case: Case) -> str | None:
-    if not case.model("cpu_offloading"):
-        return None
+def _cpu_offloading(case: Case) -> str:
     layers, depth = case.model("cpu_offloading_num_layers", 0), case.run.shape.num_layers
-    found = [f"cpu_offloading_num_layers={layers} of {depth}"] if not 0 <= layers < depth else []
-    found += ["pipeline stages"] if case.run.parallel.pipeline > 1 else []
-    found += ["recomputation"] if case.model("recompute_granularity") else []
-    found += ["CUDA graphs"] if _graphs(case) != "none" else []
-    found += ["fine-grained offloading"] if case.model("fine_grained_activation_offloading") else []
-    return f"cpu_offloading with {', '.join(found)}" if found else None
+    return faults(
+        "cpu_offloading with ",
+        (f"cpu_offloading_num_layers={layers} of {depth}", not 0 <= layers < depth),
+        ("pipeline stages", case.run.parallel.pipeline > 1),
+        ("recomputation", case.model("recompute_granularity")),
+        ("CUDA graphs", _graphs(case) != "none"),
+        ("fine-grained offloading", case.model("fine_grained_activation_offloading")),
+    )
 
 
-def _recomputation(case: Case) -> str | None:
+def _recomputation(case: Case) -> str:
     how, layers = case.model("recompute_granularity"), case.model("recompute_num_layers")
-    if how == "full":
-        lacks = [name for name in ("recompute_method", "recompute_num_layers") if case.model(name) is None]
-        found = [f"full recomputation without {' and '.join(lacks)}"] if lacks else []
-        found += ["full recomputation with moe_layer_recompute"] if case.model("moe_layer_recompute") else []
-        found += ["recompute_num_layers below 1"] if layers is not None and layers < 1 else []
-    elif how == "selective":
-        found = [f"selective recomputation with recompute_num_layers={layers}"] if layers is not None else []
-    else:
-        found = []
-    if how and case.model("distribute_saved_activations") and case.run.parallel.sequence:
-        found.append("distribute_saved_activations with sequence parallelism")
-    return ", ".join(found) or None
+    full, selective = how == "full", how == "selective"
+    lacks = [name for name in ("recompute_method", "recompute_num_layers") if case.model(name) is None]
+    spread = how and case.model("distribute_saved_activations") and case.run.parallel.sequence
+    return faults(
+        "",
+        (f"full recomputation without {' and '.join(lacks)}", full and lacks),
+        ("full recomputation with moe_layer_recompute", full and case.model("moe_layer_recompute")),
+        ("recompute_num_layers below 1", full and layers is not None and layers < 1),
+        (f"selective recomputation with recompute_num_layers={layers}", selective and layers is not None),
+        ("distribute_saved_activations with sequence parallelism", spread),
+    )
 
 
-def _recomputed(case: Case) -> str | None:
-    if case.model("recompute_granularity") != "selective":
-        return None
-    names = listed(case, "recompute_modules")
+def _recomputed(case: Case) -> str:
+    names = case.words("recompute_modules")
     odd = [name for name in names if name not in RECOMPUTED]
-    found = [f"{', '.join(odd)} (known: {', '.join(RECOMPUTED)})"] if odd else []
-    found += ["moe_act without moe_grouped_gemm"] if "moe_act" in names and not case.model("moe_grouped_gemm") else []
-    found += ["mla_up_proj without latent attention"] if "mla_up_proj" in names and not latent(case) else []
     overlap = case.model("moe_shared_expert_intermediate_size") and case.model("moe_shared_expert_overlap")
-    found += ["shared_experts with moe_shared_expert_overlap"] if "shared_experts" in names and overlap else []
-    return f"recompute_modules has {', '.join(found)}" if found else None
+    return faults(
+        "recompute_modules has ",
+        (f"{', '.join(odd)} (known: {', '.join(RECOMPUTED)})", odd),
+        ("moe_act without moe_grouped_gemm", "moe_act" in names and not case.model("moe_grouped_gemm")),
+        ("mla_up_proj without latent attention", "mla_up_proj" in names and not case.model("multi_latent_attention")),
+        ("shared_experts with moe_shared_expert_overlap", "shared_experts" in names and overlap),
+    )
 
 
-def _offloaded(case: Case) -> str | None:
-    if not case.model("fine_grained_activation_offloading"):
-        return None
-    names = listed(case, "offload_modules")
+def _offloaded(case: Case) -> str:
+    names = case.words("offload_modules")
     odd = [name for name in names if name not in OFFLOADED]
     if not names:
         return "fine_grained_activation_offloading without offload_modules"
     if odd:
         return f"offload_modules has {', '.join(odd)} (known: {', '.join(OFFLOADED)})"
     return (
-        "offload_modules has attn_proj without core_attn" if "attn_proj" in names and "core_attn" not in names else None
+        "offload_modules has attn_proj without core_attn" if "attn_proj" in names and "core_attn" not in names else ""
     )
 
 
@@ -101,29 +97,24 @@ def _graph_words(case: Case) -> str | None:
     return f"cuda_graph_scope has {', '.join(map(repr, odd))} (known: {', '.join(legal)})" if odd else None
 
 
-def _graph_scope(case: Case) -> str | None:
+def _graph_scope(case: Case) -> str:
     implementation, parts = _graphs(case), set(scopes(case))
-    if implementation == "none":
-        return None
     if implementation == "local" and parts & {"moe_router", "moe_preprocess"}:
         parts |= {"moe_router", "moe_preprocess"}
     experts = (case.run.shape.experts or 0) > 1
-    all_experts = experts and _every_layer_has_experts(case)
-    padded = case.model("moe_expert_capacity_factor") is not None and case.model("moe_pad_expert_input_to_capacity")
-    broken = (
+    open_ended = experts and not (
+        case.model("moe_expert_capacity_factor") is not None and case.model("moe_pad_expert_input_to_capacity")
+    )
+    return faults(
+        "captured: ",
         ("full_iteration with transformer_engine", implementation != "local" and "full_iteration" in parts),
         ("moe together with moe_router", {"moe", "moe_router"} <= parts),
         ("moe_preprocess without moe_router", "moe_preprocess" in parts and "moe_router" not in parts),
         ("moe parts without experts", not experts and parts & {"moe", "moe_router"}),
-        ("mlp where every layer has experts", all_experts and "mlp" in parts),
-        ("moe without padding to capacity", experts and not padded and "moe" in parts),
-        (
-            "moe_preprocess that synchronises",
-            "moe_preprocess" in parts and experts and not padded and _synchronises(case),
-        ),
+        ("mlp where every layer has experts", experts and _every_layer_has_experts(case) and "mlp" in parts),
+        ("moe without padding to capacity", open_ended and "moe" in parts),
+        ("moe_preprocess that synchronises", "moe_preprocess" in parts and open_ended and _synchronises(case)),
     )
-    found = [words for words, wrong in broken if wrong]
-    return f"captured: {', '.join(found)}" if found else None
 
 
 def _every_layer_has_experts(case: Case) -> bool:
@@ -137,15 +128,15 @@ def _synchronises(case: Case) -> bool:
     )
 
 
-def _graph_recompute(case: Case) -> str | None:
+def _graph_recompute(case: Case) -> str:
     implementation, parts, how = _graphs(case), scopes(case), case.model("recompute_granularity")
-    names = listed(case, "recompute_modules") or ("core_attn",)
+    names = case.words("recompute_modules") or ("core_attn",)
     if case.model("moe_layer_recompute"):
         how, names = "selective", (*names, "moe")  # its new spelling
-    if implementation == "none" or not how:
-        return None
+    if not how:
+        return ""
     if how == "full":
-        return None if parts == ("full_iteration",) else "full recomputation without capturing the full iteration"
+        return "" if parts == ("full_iteration",) else "full recomputation without capturing the full iteration"
     whole = not parts or "full_iteration" in parts
     random = (
         ("attention_dropout", "attn", "core_attn", case.model("attention_dropout", 0.0) != 0.0),
@@ -153,49 +144,50 @@ def _graph_recompute(case: Case) -> str | None:
         ("hidden_dropout", "moe", "moe", case.model("hidden_dropout", 0.0) != 0.0),
         ("moe_input_jitter_eps", "moe", "moe", case.model("moe_input_jitter_eps") is not None),
     )
-    found = [
-        f"{source} in a captured and recomputed {again}"
-        for source, part, again, on in random
-        if on and again in names and (whole or part in parts)
-    ]
-    if implementation == "transformer_engine" and "moe" in names and "moe_router" in parts:
-        found.append("recomputed moe around a captured moe_router")
-    return ", ".join(found) or None
-
-
-def _autocast(case: Case) -> str | None:
-    how = case.model("recompute_granularity") or (case.model("moe_layer_recompute") and "selective")
-    # Transformer Engine's own checkpointing, which megatron-core takes for whole layers in FP8 and FP4, keeps autocast
-    kept = how == "full" and case.native and bool(case.policy.fp8 or case.policy.fp4)
-    return (
-        f"{how} recomputation under autocast_enabled=true"
-        if how and case.policy.autocast is not None and not kept
-        else None
+    return faults(
+        "",
+        *(
+            (f"{source} in a captured and recomputed {again}", on and again in names and (whole or part in parts))
+            for source, part, again, on in random
+        ),
+        (
+            "recomputed moe around a captured moe_router",
+            implementation == "transformer_engine" and "moe" in names and "moe_router" in parts,
+        ),
     )
 
 
-def _graph_overlap(case: Case) -> str | None:
+def _autocast(case: Case) -> str:
+    how = case.model("recompute_granularity") or (case.model("moe_layer_recompute") and "selective")
+    # Transformer Engine's own checkpointing, which megatron-core takes for whole layers in FP8 and FP4, keeps autocast
+    kept = how == "full" and case.native and (case.policy.fp8 or case.policy.fp4)
+    return f"{how} recomputation under autocast_enabled=true" if how and not kept else ""
+
+
+def _graph_overlap(case: Case) -> str:
     implementation, parts = _graphs(case), scopes(case)
-    wrong = implementation != "none" and (implementation != "transformer_engine" or bool({"moe", "mlp"} & set(parts)))
-    on = case.model("overlap_moe_expert_parallel_comm")
+    if implementation == "transformer_engine" and not {"moe", "mlp"} & set(parts):
+        return ""
     return (
         f"overlap_moe_expert_parallel_comm with CUDA graphs by {implementation} of {', '.join(parts) or 'whole layers'}"
-        if on and wrong
-        else None
     )
 
 
 RULES: tuple[Rule, ...] = (
-    row("cpu-offloading", _cpu_offloading, "fewer layers than the model has, one pipeline stage, no recomputation and no CUDA graphs", "model.cpu_offloading=false"),
+    row("cpu-offloading", _cpu_offloading, "fewer layers than the model has, one pipeline stage, no recomputation and no CUDA graphs", "model.cpu_offloading=false",
+         when=lambda c: c.model("cpu_offloading")),
     row("recomputation", _recomputation, "full: a method and a number of layers; selective: no number of layers", "model.recompute_method=uniform model.recompute_num_layers=1, or model.recompute_granularity=selective"),
-    row("recomputed-modules", _recomputed, "modules that the model has and that can be recomputed", "correct model.recompute_modules"),
-    row("offloaded-modules", _offloaded, "a list of known modules", "correct model.offload_modules"),
+    row("recomputed-modules", _recomputed, "modules that the model has and that can be recomputed", "correct model.recompute_modules",
+         when=lambda c: c.model("recompute_granularity") == "selective"),
+    row("offloaded-modules", _offloaded, "a list of known modules", "correct model.offload_modules", when=lambda c: c.model("fine_grained_activation_offloading")),
     row("graph-switches", _graph_switches, "one of them", "model.cuda_graph_impl alone"),
     row("graph-scope-words", _graph_words, "parts of a layer that can be captured", "correct model.cuda_graph_scope"),
-    row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope"),
-    row("graph-with-recomputation", _graph_recompute, "no random numbers in a captured part that is recomputed", "model.cuda_graph_impl=none, or model.recompute_granularity=null"),
+    row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope", when=lambda c: _graphs(c) != "none"),
+    row("graph-with-recomputation", _graph_recompute, "no random numbers in a captured part that is recomputed", "model.cuda_graph_impl=none, or model.recompute_granularity=null",
+         when=lambda c: _graphs(c) != "none"),
     row("recompute-outside-autocast", _autocast, "neither: autocast is around the forward pass alone, so what backward recomputes is computed in other dtypes",
         "model.recompute_granularity=null model.moe_layer_recompute=null, or mixed_precision.autocast_enabled=false",
-        "megatron-core 0.16.1 pipeline_parallel/schedules.py forward_step, tensor_parallel/random.py CheckpointFunction"),
-    row("graph-with-expert-overlap", _graph_overlap, "graphs by transformer_engine, of other parts", "model.cuda_graph_impl=none"),
+        "megatron-core 0.16.1 pipeline_parallel/schedules.py forward_step, tensor_parallel/random.py CheckpointFunction", when=lambda c: c.policy.autocast is not None),
+    row("graph-with-expert-overlap", _graph_overlap, "graphs by transformer_engine, of other parts", "model.cuda_graph_impl=none",
+         when=lambda c: _graphs(c) != "none" and c.model("overlap_moe_expert_parallel_comm")),
 )  # fmt: skip

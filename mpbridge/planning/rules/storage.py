@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpbridge.common.formats import DType
 from mpbridge.planning.memory.keeps import kept_fp32
-from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
+from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, warning
 from mpbridge.precision.globs import dead_patterns
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
 
@@ -17,12 +17,16 @@ def _overlaps(case: Case) -> bool:
     return bool(case.ddp("overlap_grad_reduce") and case.ddp("overlap_param_gather"))
 
 
-def _gathers_wide(case: Case) -> str | None:
+def _overlap_words(case: Case) -> str:
+    names = ("overlap_grad_reduce", "overlap_param_gather")
+    return ", ".join(f"{name}={str(bool(case.ddp(name))).lower()}" for name in names)
+
+
+def _gathers_wide(case: Case) -> bool:
     base = case.policy.quant
-    if base is None or not base.row.stored.through_grads or base.stored or case.policy.module_regions:
-        return None  # with rules for individual modules, weights cannot be stored in MXFP8 at all
-    able = case.core and case.run.optimizer.distributed
-    return "MXFP8 with parameters stored in 16 bits" if able else None
+    # with rules for individual modules, weights cannot be stored in MXFP8 at all
+    wide = base is not None and base.row.stored.through_grads and not base.stored and not case.policy.module_regions
+    return wide and case.core and case.run.optimizer.distributed
 
 
 def _dead_names(case: Case) -> str | None:
@@ -35,15 +39,14 @@ def _dead_names(case: Case) -> str | None:
     return ", ".join(found) or None
 
 
+_FATAL = ("check_for_nan_in_grad", "check_for_large_grads")
+"""Checks of megatron-core's DDP that end the run."""
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="accumulator-apart-from-the-wire",
-        found=lambda c: (
-            c.policy.accumulate is not None
-            and c.traits.main_weights != "wrapper"
-            and f"grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short}"
-            f" on {c.traits.full_name}"
-        ),
+        when=lambda c: c.policy.accumulate is not None and c.traits.main_weights != "wrapper",
+        found="grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short} on {c.traits.full_name}",
         expected="one dtype for both: micro-batches accumulate in the same buckets that are reduced",
         cure="mixed_precision.grad_accumulation_dtype=null, or engine=megatron_fsdp",
         cure_here=lambda c: (
@@ -54,11 +57,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="accumulator-before-its-field",
-        found=lambda c: (
-            c.policy.accumulate is not None
-            and c.traits.main_weights == "wrapper"
-            and f"grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short}"
-        ),
+        when=lambda c: c.policy.accumulate is not None and c.traits.main_weights == "wrapper",
+        found="grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short}",
         expected="megatron-core 0.17 or later: ddp.megatron_fsdp_grad_comm_dtype does not exist in earlier versions",
         cure="mixed_precision.grad_accumulation_dtype=null, or a newer megatron-core",
         source="megatron-core 0.16.1 and 0.20.0 distributed/distributed_data_parallel_config.py",
@@ -67,9 +67,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="parameter-gather-without-distributed-optimizer",
         about="stored",
-        found=lambda c: (
-            c.core and c.stored and not c.run.optimizer.distributed and "fp8_param_gather=true with plain DDP"
-        ),
+        when=lambda c: c.core and c.stored and not c.run.optimizer.distributed,
+        found="fp8_param_gather=true with plain DDP",
         expected="a distributed optimizer, which keeps the high-precision copy",
         cure=f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}",
         source=f"{ARGUMENTS}; megatron-core 0.16.1 accepts it silently",
@@ -78,12 +77,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mxfp8-gather-without-reused-buffer",
         about="mxfp8 stored",
-        found=lambda c: (
-            c.core
-            and _mxfp8_stored(c)
-            and not c.policy.reuse_grad_buffer
-            and "MXFP8 parameter gather with reuse_grad_buf_for_mxfp8_param_ag=false"
-        ),
+        when=lambda c: c.core and _mxfp8_stored(c) and not c.policy.reuse_grad_buffer,
+        found="MXFP8 parameter gather with reuse_grad_buf_for_mxfp8_param_ag=false",
         expected="the gradient buffer reused for the gather",
         cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, "
         f"or {PLAIN_WEIGHTS}",
@@ -93,54 +88,40 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mxfp8-gather-without-overlap-gives-nan",
         about="mxfp8 stored",
-        found=lambda c: (
-            c.core
-            and _mxfp8_stored(c)
-            and c.policy.reuse_grad_buffer
-            and not _overlaps(c)
-            and f"overlap_grad_reduce={str(bool(c.ddp('overlap_grad_reduce'))).lower()}, overlap_param_gather={str(bool(c.ddp('overlap_param_gather'))).lower()}"
-        ),
+        when=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and not _overlaps(c),
+        found=_overlap_words,
         expected="both overlaps: without them the loss was NaN from the second step on",
         cure=f"ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or {PLAIN_WEIGHTS}",
         source="Megatron-LM#2272, fixed by #4769",
         holds=(BEFORE_017,),
         emulated="silent",
     ),
-    Rule(
+    warning(
         id="mxfp8-gather-evaluates-stale-weights",
         about="mxfp8 stored",
-        found=lambda c: (
-            c.core
-            and _mxfp8_stored(c)
-            and c.policy.reuse_grad_buffer
-            and _overlaps(c)
-            and "evaluation between steps with an overlapped MXFP8 parameter gather"
-        ),
+        when=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and _overlaps(c),
+        found="evaluation between steps with an overlapped MXFP8 parameter gather",
         expected="evaluation on saved checkpoints: during the run the gathered weights can be wrong",
         cure=f"train.eval_interval=null, or {PLAIN_WEIGHTS}",
         source="Megatron-Bridge#3727, Megatron-LM#4562",
-        severity="warning",
         emulated="silent",
     ),
-    Rule(
+    warning(
         id="mxfp8-without-gather-costs-memory",
         about="mxfp8",
-        found=_gathers_wide,
+        when=_gathers_wide,
+        found="MXFP8 with parameters stored in 16 bits",
         expected="fp8_param_gather with reuse_grad_buf_for_mxfp8_param_ag: otherwise both copies are kept, at two more bytes per parameter",
         cure="mixed_precision.fp8_param_gather=true mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true "
         "ddp.overlap_param_gather=true, or accept the memory (mpbridge memory)",
         source="megatron-core 0.16.1 optimizer_config.py __post_init__",
-        severity="warning",
         emulated="silent",
     ),
     Rule(
         id="reused-buffer-with-overlapped-step",
         about="mxfp8 stored",
-        found=lambda c: (
-            c.policy.reuse_grad_buffer
-            and c.run.optimizer.overlap_param_gather_with_step
-            and "reuse_grad_buf_for_mxfp8_param_ag with overlap_param_gather_with_optimizer_step"
-        ),
+        when=lambda c: c.policy.reuse_grad_buffer and c.run.optimizer.overlap_param_gather_with_step,
+        found="reuse_grad_buf_for_mxfp8_param_ag with overlap_param_gather_with_optimizer_step",
         expected="one of them: the step would overwrite gradients that are still being read",
         cure="optimizer.overlap_param_gather_with_optimizer_step=false",
         source="Megatron-LM core/optimizer/optimizer_config.py (d98e8a64)",
@@ -155,11 +136,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="keep-fp32-of-a-tied-embedding",
-        found=lambda c: (
-            c.run.shape.tied
-            and kept_fp32(c.policy, "embedding.word_embeddings.weight")
-            and "keep_fp32 names the word embeddings, which the output layer shares"
-        ),
+        when=lambda c: c.run.shape.tied and kept_fp32(c.policy, "embedding.word_embeddings.weight"),
+        found="keep_fp32 names the word embeddings, which the output layer shares",
         expected="an untied embedding: a tied output layer would multiply 16-bit activations by FP32 weights",
         cure="model.share_embeddings_and_output_weights=false, or a narrower glob; for FP32 logits mixed_precision.logit_dtype=fp32",
         source="mpbridge/backend/models/gpt.py",
@@ -167,12 +145,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp32-storage-under-16-bit-compute",
         about="fp32_storage",
-        found=lambda c: (
-            not c.traits.wide_storage
-            and c.policy.params is DType.FP32
-            and c.policy.compute is not DType.FP32
-            and f"params_dtype=fp32 with {c.policy.compute.short} compute on {c.run.engine}"
+        when=lambda c: (
+            not c.traits.wide_storage and c.policy.params is DType.FP32 and c.policy.compute is not DType.FP32
         ),
+        found="params_dtype=fp32 with {c.policy.compute.short} compute on {c.run.engine}",
         expected="16-bit parameters with an FP32 main copy: megatron-core's Float16Module casts the whole model",
         cure="engine=fsdp2, or mixed_precision.params_dtype=null",
         source="megatron-core 0.16.1 transformer/module.py Float16Module",
@@ -180,11 +156,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp16-parameters-alone",
         about="fp16",
-        found=lambda c: (
-            c.own_copy
-            and c.policy.params is DType.FP16
-            and "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy"
-        ),
+        when=lambda c: c.own_copy and c.policy.params is DType.FP16,
+        found="main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy",
         expected="FP32 main weights, or FP16 ones kept by FusedAdam: otherwise updates below 2**-11 of a weight are lost, and small weights underflow",
         cure="mixed_precision.main_params_dtype=fp32",
         source="arXiv 1710.03740, section 3.1",
@@ -192,12 +165,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="full-16-bit-with-distributed-optimizer",
         about="own_copy",
-        found=lambda c: (
-            c.core
-            and c.own_copy
-            and c.run.optimizer.distributed
-            and f"{c.policy.params.short} parameters as their own main copy, sharded"
-        ),
+        when=lambda c: c.core and c.own_copy and c.run.optimizer.distributed,
+        found="{c.policy.params.short} parameters as their own main copy, sharded",
         expected="plain DDP or FSDP2: the distributed optimizer silently creates FP32 main weights and moments regardless",
         cure="ddp.use_distributed_optimizer=false ddp.overlap_param_gather=false, or engine=fsdp2",
         cure_here=lambda c: f"{c.plain_ddp}, or engine=fsdp2",
@@ -206,36 +175,30 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="full-16-bit-with-fp32-reduction",
         about="own_copy",
-        found=lambda c: (
-            c.traits.main_weights != "optimizer"
-            and c.own_copy
-            and c.policy.reduce is DType.FP32
-            and f"{c.policy.params.short} parameters as their own main copy with FP32 gradients"
-        ),
+        when=lambda c: c.traits.main_weights != "optimizer" and c.own_copy and c.policy.reduce is DType.FP32,
+        found="{c.policy.params.short} parameters as their own main copy with FP32 gradients",
         expected="gradients in the parameters' dtype: torch rejects any other dtype in .grad",
         cure="mixed_precision.grad_reduce_in_fp32=false",
         source="torch 2.13: assigning .grad of another dtype raises",
     ),
-    Rule(
+    warning(
         id="fp32-accumulation-has-no-effect",
         about="fp32_grads",
-        found=lambda c: (
-            c.policy.reduce is DType.FP32
-            and c.ddp("reduce_scatter_with_fp32_accumulation")
-            and "reduce_scatter_with_fp32_accumulation=true with FP32 gradients"
-        ),
+        when=lambda c: c.policy.reduce is DType.FP32 and c.ddp("reduce_scatter_with_fp32_accumulation"),
+        found="reduce_scatter_with_fp32_accumulation=true with FP32 gradients",
         expected="16-bit gradients: FP32 ones accumulate in FP32 anyway",
         cure="ddp.reduce_scatter_with_fp32_accumulation=false, or mixed_precision.grad_reduce_in_fp32=false",
         source=ARGUMENTS,
-        severity="warning",
     ),
     Rule(
         id="fp32-accumulation-with-optimizer-instances",
-        found=lambda c: (
+        when=lambda c: (
             c.core
             and c.ddp("reduce_scatter_with_fp32_accumulation")
             and c.ddp("num_distributed_optimizer_instances", 1) > 1
-            and f"reduce_scatter_with_fp32_accumulation with {c.ddp('num_distributed_optimizer_instances')} optimizer instances"
+        ),
+        found=lambda c: (
+            f"reduce_scatter_with_fp32_accumulation with {c.ddp('num_distributed_optimizer_instances')} optimizer instances"
         ),
         expected="one instance",
         cure="ddp.num_distributed_optimizer_instances=1",
@@ -244,13 +207,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fatal-nan-check-with-dynamic-loss-scale",
         about="fp16",
-        found=lambda c: (
-            c.policy.compute is DType.FP16
-            and c.policy.loss_scale is not None
-            and c.policy.loss_scale.dynamic
-            and (c.ddp("check_for_nan_in_grad") or c.ddp("check_for_large_grads"))
-            and f"{'check_for_nan_in_grad' if c.ddp('check_for_nan_in_grad') else 'check_for_large_grads'}=true with a dynamic loss scale"
+        when=lambda c: (
+            c.policy.compute is DType.FP16 and c.policy.loss_scale is not None and c.policy.loss_scale.dynamic
         ),
+        found=lambda c: next((f"{name}=true with a dynamic loss scale" for name in _FATAL if c.ddp(name)), ""),
         expected="no fatal check: a dynamic scale finds its value by overflowing",
         cure="ddp.check_for_nan_in_grad=false ddp.check_for_large_grads=false (the recipe's plan does it)",
         source=f"megatron-core 0.16.1 param_and_grad_buffer.py check_grads; {ARGUMENTS}",

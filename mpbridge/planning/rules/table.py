@@ -82,7 +82,7 @@ def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
 def _judge(rule: Rule, case: Case) -> Violation | None:
     if not rule.applies(case.run):
         return None
-    found = rule.found(case)
+    found = rule.fault(case)
     if not found:
         return None
     severity = rule.severity
@@ -93,7 +93,7 @@ def _judge(rule: Rule, case: Case) -> Violation | None:
     return Violation(
         rule=rule.id,
         severity=severity,
-        found=str(found),
+        found=found,
         expected=rule.expected,
         cure=rule.cure_here(case) if rule.cure_here is not None else rule.cure,
         source=rule.source,

@@ -227,18 +227,6 @@ class Scaling:
                     )
         return faults
 
-    def weight_scales(self, rows: int, columns: int) -> int:
-        """Number of scales of a weight, for both copies together, including the kernels' padding of scale tensors."""
-        if self.blocks is None or self.per_tensor:
-            return 1
-        # one scale per line and block, unless lines share a stored scale: NVFP4 writes the scale of a 16x16 block once per line
-        along, across = self.blocks[1].along, self.blocks[1].across if self.stored.lines == 1 else 1
-
-        def one(lines: int, length: int) -> int:
-            return _up(-(-lines // across), self.stored.lines) * _up(-(-length // (along or length)), self.stored.count)
-
-        return one(rows, columns) + one(columns, rows)
-
     def keeps_transposed(self, arch: Arch | None) -> bool:
         """Whether a low-precision weight has a second, transposed or columnwise copy on that GPU; None (unknown) counts as Hopper."""
         return self.stored.both_copies or needs_transpose(arch)
@@ -255,10 +243,6 @@ def needs_transpose(arch: Arch | None) -> bool:
     Transformer Engine 2.11 common/transformer_engine.cpp: other layouts at compute capability 10.0 to 12.0 and from 13.0 on.
     """
     return arch is None or not ((10, 0) <= arch < (12, 0) or arch >= (13, 0))
-
-
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -30,8 +30,8 @@ from mpbridge.precision.megatron_spec.precision_field import (
 )
 from mpbridge.precision.megatron_spec.schema import REPLACED
 from mpbridge.precision.megatron_spec.versions import current, nearest
-from mpbridge.precision.named import resolve
 from mpbridge.precision.policy import PrecisionPolicy, Region
+from mpbridge.precision.registry import resolve
 from mpbridge.precision.sync.targets import class_default, has, holder, is_inputs, normal, read, same
 
 SCHEMA = 1

@@ -42,6 +42,8 @@ def test_a_rank_that_fails_ends_its_job_and_is_heard() -> None:
 
 
 def test_ranks_that_go_on_are_heard(tmp_path: Path) -> None:
+    with forked(where) as first:  # behind it the server has loaded what it loads
+        assert first.wait() == 0
     (tmp_path / "script.py").write_text(
         "import os, time\nprint('rank', os.environ['RANK'], flush=True)\ntime.sleep(300)"
     )

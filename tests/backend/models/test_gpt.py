@@ -77,32 +77,33 @@ def test_blocked_attention_is_attention(length: int, dtype: torch.dtype, toleran
         assert (mine - other).abs().max() <= tolerance * other.abs().max().clamp(min=1.0)
 
 
+LAYERS = [
+    {"num_query_groups": 2},
+    {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu"},
+    {"qk_layernorm": True, "add_bias_linear": True},
+    {"position_embedding_type": "learned_absolute"},
+    {"attention_softmax_in_fp32": False},
+    {"recompute_granularity": "selective"},
+    {"fp32_residual_connection": True},
+    {"fp32_residual_connection": True, "normalization": "RMSNorm"},
+    {"mtp_num_layers": 1},
+    {"window_size": [8, 0]},
+    {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_layer_freq": 2,
+        "moe_ffn_hidden_size": 64,
+    },
+    LATENT,
+]
+
+
 @pytest.mark.parametrize(
-    "model",
-    [
-        {"num_query_groups": 2},
-        {"attention_dropout": 0.1, "hidden_dropout": 0.1},
-        {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu"},
-        {"qk_layernorm": True, "add_bias_linear": True},
-        {"position_embedding_type": "learned_absolute"},
-        {"attention_softmax_in_fp32": False},
-        {"recompute_granularity": "selective"},
-        {"fp32_residual_connection": True},
-        {"fp32_residual_connection": True, "normalization": "RMSNorm"},
-        {"mtp_num_layers": 1},
-        {"window_size": [8, 0]},
-        {
-            "num_moe_experts": 4,
-            "moe_router_topk": 2,
-            "moe_aux_loss_coeff": 1e-2,
-            "moe_layer_freq": 2,
-            "moe_ffn_hidden_size": 64,
-        },
-        LATENT,
-    ],
-    ids=lambda model: "+".join(model)[:40],
+    ("model", "kind"),
+    [pytest.param(model, ("bf16", "fp16_static")[i % 2], id="+".join(model)[:40]) for i, model in enumerate(LAYERS)],
 )
-@pytest.mark.parametrize("kind", ["bf16", "fp16_static"])
 def test_every_kind_of_layer_trains(build: Any, model: dict[str, Any], kind: str) -> None:
     recipe = {"recipe": "fp16_mixed", "loss_scale": 128.0} if kind == "fp16_static" else kind
     found = losses(build(recipe, model=model), 6)

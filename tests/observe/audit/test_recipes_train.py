@@ -30,8 +30,14 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", RECIPES)
+QUICK = ("bf16_params_fp32_states", "bf16_megatron_fsdp")
+"""One of each engine; the others' states are audited beside megatron-core's engine (test_audit.py)."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "processes"),
+    [pytest.param(recipe, processes, marks=[] if recipe in QUICK and processes == 1 else pytest.mark.slow) for recipe in RECIPES for processes in (1, 2)],
+)  # fmt: skip
 def test_it_trains_with_the_audit_printed_and_kept(recipe: str, processes: int, tmp_path: Path) -> None:
     command = [
         str(ROOT / "scripts" / "pretrain.py"),

@@ -1,4 +1,4 @@
-"""Statistics of Transformer Engine's own quantized tensors, on a played machine: megatron-core decides at import, so each run is a process."""
+"""Measuring Transformer Engine's own quantized tensors, on a played machine: megatron-core decides at import, so each run is a process. What is measured: tests/te_cpu/inside/measured.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from mpbridge.common.report import metrics
-from mpbridge.observe.telemetry.reading import read
-from mpbridge.training.certified import own_tensors
 from tests.forked import ROOT
 from tests.te_cpu.wheels import OLDEST, environment, release_or_skip
 
@@ -39,30 +37,6 @@ def trained(folder: Path, recipe: str, machine: str, every: int, settings: list[
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return out
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_operands_of_native_gemms_are_measured(tmp_path: Path, scaling: str) -> None:
-    recipe, machine, settings = SCALINGS[scaling]
-    folder = trained(tmp_path, recipe, machine, 4, settings)
-    found = read(folder)
-    (one,), faults = found.measured, found.faults
-    assert faults == []
-    assert one.facts["realization"] == "native"
-    rows = one.tables["operands"]
-    assert {gemm for row in rows for gemm in row["gemms"].split("+")} == {"fprop", "dgrad", "wgrad"}
-    assert {row["scaling"] for row in rows} == {scaling}
-    # what E4M3 costs a tensor that fits its scale: about 32 dB
-    compared = [row["sqnr"] for row in rows if row["sqnr"] is not None and row["format"] == "e4m3"]
-    assert len(compared) >= 8
-    assert all(25 < noise < 40 for noise in compared)
-    assert all((row["staleness"] is not None) == (scaling == "delayed") for row in rows)
-    assert any(row["grad_to_noise"] is not None for row in one.tables["linears"])
-    own = own_tensors(folder)
-    # the input of a linear with a fused norm is what the norm made of it
-    x = own.linears["decoder.layers.1.self_attention.linear_qkv"].x
-    assert float(x.square().mean().sqrt()) == pytest.approx(1, abs=0.1)
-    assert {row.tensor for row in own.rows} >= {"yours: decoder.layers.1.self_attention.linear_qkv"}
 
 
 @pytest.mark.slow

@@ -14,8 +14,10 @@ from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.limitations import left_out_of_memory
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
 from mpbridge.planning.memory.roles import roles
+from mpbridge.planning.memory.weight_copies import weight_scales
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
+from mpbridge.precision.scalings import scaling
 
 LLAMA3_8B = ModelShape(
     num_layers=32, hidden_size=4096, num_attention_heads=32, ffn_hidden_size=14336, num_query_groups=8, kv_channels=128, vocab_size=128256, seq_length=8192,
@@ -440,3 +442,19 @@ def test_activations_are_called_measured_only_where_such_a_model_was(capsys, con
     main(["memory", "--config", config, "--target", "h100"])
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("activations"))
     assert row.split("  ")[-1].startswith(basis)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "scales"),
+    [
+        pytest.param("tensorwise", 256, 512, 1, id="one-for-the-tensor"),
+        # 2 x 4 blocks of 128x128 by rows, 4 x 2 padded to 4 x 4 by columns
+        pytest.param("blockwise", 256, 512, 2 * 4 + 4 * 4, id="blocks-of-128"),
+        # 256 rows of 16 scales; 512 columns of 8
+        pytest.param("mxfp8", 256, 512, 256 * 16 + 512 * 8, id="blocks-of-32"),
+        # 100 rows padded to 128 and 3 scales padded to 4, 48 columns padded to 128 and 7 scales to 8
+        pytest.param("nvfp4", 100, 48, 128 * 4 + 128 * 8, id="padded"),
+    ],
+)
+def test_scales_of_a_weight_are_counted_with_their_padding(name: str, rows: int, columns: int, scales: int) -> None:
+    assert weight_scales(scaling(name), rows, columns) == scales

@@ -53,3 +53,4 @@ def test_a_tuple_and_a_list_are_the_same_value() -> None:
     assert same((), [])
     assert same(["a"], ("a",))
     assert not same((), ["a"])
+    assert not same((1, 2), (1, 3))

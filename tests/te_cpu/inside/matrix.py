@@ -40,14 +40,11 @@ def trains(recipe: str, *overrides: str, model: str = "gpt_tiny") -> None:
     assert summary.last_loss < summary.first_loss
 
 
-HOPPERS = {
-    "delayed, overlap off": (DELAYED,),
-    "delayed, overlap on": (DELAYED, *OVERLAP),
+HOPPERS = {  # (delayed with overlap and blockwise: training.py; delayed without overlap: measured.py)
     "delayed, a short history": (DELAYED, PLAIN, "mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1"),
     "tensorwise, overlap on": (TENSORWISE, WHOLE, *OVERLAP),
     "tensorwise, first and last layers in BF16": (TENSORWISE, DEEP),
     "blockwise at rest": (BLOCKWISE, REST),
-    "blockwise": (BLOCKWISE,),
     "delayed, recomputed": (DELAYED, *RECOMPUTE),
     "plain DDP": (DELAYED, PLAIN, "ddp.use_distributed_optimizer=false"),
     "precision-aware, BF16 moments": ("bf16_mixed", *AWARE, *(text.format("bf16") for text in NARROW)),
@@ -58,10 +55,8 @@ HOPPERS = {
     ),
     "FP16 around FP8": ("fp16_with_fp8_current_scaling_mixed", WHOLE, "mixed_precision.initial_loss_scale=1024"),
 }
-BLACKWELLS = {
-    "mxfp8, reused gradient buffer": (MXFP8, *OVERLAP),
+BLACKWELLS = {  # (mxfp8 with a reused gradient buffer and nvfp4: training.py)
     "mxfp8, not at rest": (MXFP8, PLAIN, "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"),
-    "nvfp4": (NVFP4,),
     "nvfp4, first and last layers in BF16": (NVFP4, DEEP, "mixed_precision.first_last_layers_bf16=true"),
 }
 if now().release >= (2, 12):  # a rule forbids it before: Transformer Engine's cached weight has no column copy

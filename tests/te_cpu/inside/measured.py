@@ -10,6 +10,7 @@ import torch
 from mpbridge import pretrain
 from mpbridge.observe.telemetry.reading import read
 from mpbridge.training.base import Hook
+from mpbridge.training.certified import own_tensors
 
 from .training import BLACKWELL, OVERLAP, tiny
 
@@ -134,6 +135,30 @@ def test_statistics_of_a_run_with_weights_at_rest_say_what_its_tensors_hold(tmp_
         wrong += [(path, side, copy, name, row[name], value) for name, value in expected.items() if not close(row[name], value)]  # fmt: skip
     assert wrong == []
     assert {row["linear"] for row in one.tables["linears"] if row["grad_to_noise"]} >= set(paths)
+
+
+@pytest.mark.parametrize("scaling", [name for name in RECIPES if name != "tensorwise"])
+def test_operands_of_weights_in_high_precision_are_measured_and_can_be_certified(tmp_path, scaling) -> None:
+    more = ("mixed_precision.fp8_param_gather=false", f"train.train_iters={LAST}", f"logger.precision_every={LAST}", f"logger.log_dir={tmp_path}", "model.max_sequence_length=64", "data.seq_length=64")  # fmt: skip
+    more += ("mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false",) if BLACKWELL else ()
+    pretrain(tiny(RECIPES[scaling][0], *more), quiet=True)
+    found = read(tmp_path)
+    (one,), faults = found.measured, found.faults
+    assert faults == []
+    rows = one.tables["operands"]
+    assert {gemm for row in rows for gemm in row["gemms"].split("+")} == {"fprop", "dgrad", "wgrad"}
+    assert {row["scaling"] for row in rows} == {scaling}
+    # what E4M3 costs a tensor that fits its scale: about 32 dB
+    compared = [row["sqnr"] for row in rows if row["sqnr"] is not None and row["format"] == "e4m3"]
+    assert len(compared) >= 8
+    assert all(25 < noise < 40 for noise in compared)
+    assert all((row["staleness"] is not None) == (scaling == "delayed") for row in rows)
+    assert any(row["grad_to_noise"] is not None for row in one.tables["linears"])
+    own = own_tensors(tmp_path)
+    # the input of a linear with a fused norm is what the norm made of it
+    x = own.linears["decoder.layers.1.self_attention.linear_qkv"].x
+    assert float(x.square().mean().sqrt()) == pytest.approx(1, abs=0.1)
+    assert {row.tensor for row in own.rows} >= {"yours: decoder.layers.1.self_attention.linear_qkv"}
 
 
 def compared(x, low) -> dict[str, float]:

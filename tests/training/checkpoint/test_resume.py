@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -25,13 +26,21 @@ SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
 STILL = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
-def broken_off(folder: Path, recipe, at=3, **sections):
-    """The uninterrupted run, and the same one saved behind step `at` and resumed."""
-    kept = {"save": str(folder), "load": str(folder)} | sections.pop("checkpoint", {})
-    whole = go(run(recipe, **sections))
-    first = go(run(recipe, checkpoint=kept, train={"exit_interval": at}, **sections))
-    second = go(run(recipe, checkpoint=kept, **sections))
-    return whole, first, second
+AT_3 = {"save_interval": 3, "keep_last": 2}
+
+
+def broken_off(folder: Path, recipe, **sections):
+    """A run that saves behind step 3 and goes on, and one that goes on from that checkpoint."""
+    kept = {"save": str(folder), **AT_3} | sections.pop("checkpoint", {})
+    whole = go(run(recipe, checkpoint=kept, **sections))
+    return whole, go(run(recipe, checkpoint={"load": str(folder / "step_00000003")}, **sections))
+
+
+def same_from_step_4(whole, second):
+    for name in ("losses", "scales"):
+        before, after = getattr(whole, name), getattr(second, name)
+        assert {step: before[step] for step in (4, 5, 6)} == after
+    assert whole.digest == second.digest
 
 
 @pytest.mark.parametrize(
@@ -47,7 +56,7 @@ def broken_off(folder: Path, recipe, at=3, **sections):
         pytest.param("bf16_mixed_bf16_moments", {"ddp": DIST}, id="bf16 moments and remainders"),
         pytest.param(
             "bf16_mixed",
-            {"checkpoint": {"async_save": True, "save_interval": 1, "keep_last": 1}},
+            {"checkpoint": {"async_save": True}},
             id="in the background",
         ),
         pytest.param(DELAYED, {"emulate": True}, id="fp8 delayed emulated"),
@@ -60,12 +69,9 @@ def broken_off(folder: Path, recipe, at=3, **sections):
     ],
 )
 def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
-    whole, first, second = broken_off(tmp_path, recipe, **sections)
-    assert whole.losses == first.losses | second.losses
-    assert whole.scales == first.scales | second.scales
+    whole, second = broken_off(tmp_path, recipe, **sections)
+    same_from_step_4(whole, second)
     assert "optimizer states" not in second.summary.notes, "no moment was lost"
-    assert sorted(second.losses) == [4, 5, 6]
-    assert whole.digest == second.digest
     assert len(set(whole.losses.values())) == 6
 
 
@@ -107,13 +113,38 @@ class Grab(Hook):
 EXACT = {"main", "exp_avg", "exp_avg_sq"}
 
 
+def still(spec, **sections):
+    """A run of five steps; a recipe's name with '+': over the distributed optimizer."""
+    plus = isinstance(spec, str) and spec.endswith("+")
+    name = spec.removesuffix("+") if isinstance(spec, str) else spec
+    return run(name, iters=5, model=STILL, emulate=True, **({"ddp": DIST} if plus else {}), **sections)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Recipe -> the folder of its checkpoint behind step 3, the values there, and the losses of the run that goes on."""
+    folders = tmp_path_factory.mktemp("begun")
+
+    @functools.cache
+    def begin(name):
+        spec = DELAYED if name == "delayed" else FP16 if name == "fp16" else name
+        grab, folder = Grab(), folders / name
+        return (
+            folder,
+            grab,
+            go(still(spec, checkpoint={"save": str(folder), **AT_3}), grab).losses,
+        )
+
+    return begin
+
+
 @pytest.mark.parametrize(
     ("before", "after", "kind", "exact"),
     [
         pytest.param("fp32", "bf16_mixed", "safe", EXACT, id="fp32 to bf16"),
         pytest.param("bf16_mixed", "fp32", "safe", EXACT, id="bf16 to fp32"),
         pytest.param("bf16_mixed", FP16, "safe", EXACT, id="bf16 to fp16"),
-        pytest.param(FP16, "bf16_mixed", "lossy", EXACT, id="fp16 to bf16: the scaler is lost"),
+        pytest.param("fp16", "bf16_mixed", "lossy", EXACT, id="fp16 to bf16: the scaler is lost"),
         pytest.param("bf16_mixed", "bf16_mixed+", "safe", EXACT, id="to the distributed optimizer"),
         pytest.param("bf16_mixed+", "fp32", "safe", EXACT, id="from the distributed optimizer"),
         pytest.param(
@@ -126,9 +157,9 @@ EXACT = {"main", "exp_avg", "exp_avg_sq"}
         pytest.param("full_bf16", "fp32", "safe", EXACT, id="everything widened"),
         pytest.param("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "safe", EXACT, id="bf16 to blockwise fp8"),
         pytest.param("bf16_with_nvfp4_mixed", "bf16_mixed+", "safe", EXACT, id="nvfp4 to bf16"),
-        pytest.param(DELAYED, "bf16_mixed", "lossy", EXACT, id="delayed to bf16: the history is lost"),
+        pytest.param("delayed", "bf16_mixed", "lossy", EXACT, id="delayed to bf16: the history is lost"),
         pytest.param(
-            DELAYED, DELAYED | {"fp8_amax_history_len": 8}, "lossy", EXACT, id="another length of the history"
+            "delayed", DELAYED | {"fp8_amax_history_len": 8}, "lossy", EXACT, id="another length of the history"
         ),
         pytest.param(
             "fp32_params_bf16_compute", "bf16_params_fp32_states", "safe", EXACT, id="fsdp2: torch's Adam to FusedAdam"
@@ -136,16 +167,11 @@ EXACT = {"main", "exp_avg", "exp_avg_sq"}
         pytest.param("fp32_params_bf16_compute", "bf16_megatron_fsdp", "safe", EXACT, id="fsdp2 to megatron-fsdp"),
     ],
 )
-def test_verdicts_are_true_of_the_run(tmp_path, before, after, kind, exact):
-    def made(spec, **sections):
-        plus = isinstance(spec, str) and spec.endswith("+")
-        name = spec.removesuffix("+") if isinstance(spec, str) else spec
-        return run(name, iters=5, model=STILL, emulate=True, **({"ddp": DIST} if plus else {}), **sections)
-
-    first, second = Grab(), Grab()
-    go(made(before, checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}), first)
-    saved = read_fingerprint(store.locate(tmp_path))
-    resumed = made(after, checkpoint={"load": str(tmp_path), "accept": saved.recipe})
+def test_verdicts_are_true_of_the_run(begun, before, after, kind, exact):
+    folder, first, reference = begun(before)
+    place = folder / "step_00000003"
+    saved, second = read_fingerprint(place), Grab()
+    resumed = still(after, checkpoint={"load": str(place), "accept": saved.recipe})
     said = verdict(saved, checkpoint.of_run(resumed))
     assert said.kind == kind
     watch = go(resumed, second)
@@ -155,7 +181,7 @@ def test_verdicts_are_true_of_the_run(tmp_path, before, after, kind, exact):
         worst[role] = max(worst.get(role, 0.0), float((value - second.loaded[name]).abs().max()))
     assert {role for role, difference in worst.items() if difference == 0.0} == exact
     # goes on where it was: a run that lost its place would start at the first loss, log 64 = 4.16
-    reference = go(made(before)).losses
+    assert sorted(watch.losses) == [4, 5]
     for step, loss in watch.losses.items():
         assert abs(loss - reference[step]) < 0.03, (watch.losses, reference)
 
@@ -268,7 +294,7 @@ def test_the_config_and_the_fingerprint_are_inside(tmp_path):
 
 PAIRS = {
     "fp32": ("fp32", {}),
-    "bf16 in the background": ("bf16_mixed", {"checkpoint": {"async_save": True, "save_interval": 1}}),
+    "bf16 in the background": ("bf16_mixed", {"checkpoint": {"async_save": True}}),
     "fp16": (FP16, {}),
     "moments and remainders": ("bf16_mixed_bf16_moments", {}),
     "fp8 delayed emulated": (DELAYED, {"emulate": True}),
@@ -283,26 +309,22 @@ def two(tmp_path_factory):
     specs = {}
     for name, (recipe, spec) in PAIRS.items():
         place = str(folder / name.replace(" ", "_"))
-        kept = {"checkpoint": {"save": place, "load": place} | spec.get("checkpoint", {})}
+        kept = {"checkpoint": {"save": place, **AT_3} | spec.get("checkpoint", {})}
         base = {"recipe": recipe, "ddp": DIST} | {key: value for key, value in spec.items() if key != "checkpoint"}
         specs |= {
-            (name, "whole"): base,
-            (name, "first"): base | kept | {"train": {"exit_interval": 3}},
-            (name, "second"): base | kept,
+            (name, "whole"): base | kept,
+            (name, "second"): base | {"checkpoint": {"load": f"{place}/step_00000003"}},
         }
     third = {"checkpoint": {"load": str(folder / "fp32" / "step_00000003")}}
     lost = {"recipe": "fp32", "ddp": DIST, "hooks": [Loses()], "train": {"audit": "warn"}}
     specs["fp32", "lost"] = lost | third
-    base, load = {"recipe": "fp32"} | RESHARD, {"checkpoint": {"load": str(folder / "tensor")}}
+    base, load = {"recipe": "fp32"} | RESHARD, {"checkpoint": {"load": str(folder / "tensor" / "step_00000003")}}
     tensor, pipeline = (
         {"parallel": {"tensor_model_parallel_size": 2}},
         {"parallel": {"pipeline_model_parallel_size": 2}},
     )
     specs |= {
-        ("reshard", "whole"): base | tensor,
-        ("reshard", "first"): base
-        | tensor
-        | {"checkpoint": {"save": str(folder / "tensor")}, "train": {"exit_interval": 3}},
+        ("reshard", "whole"): base | tensor | {"checkpoint": {"save": str(folder / "tensor"), **AT_3}},
         ("reshard", "pipeline"): base | pipeline | load,
         ("reshard", "data"): base | {"ddp": DIST} | load,
     }
@@ -311,9 +333,8 @@ def two(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_ranks_with_the_distributed_optimizer_resume_to_the_bit(two, name):
-    whole, first, second = (two[1][name, part] for part in ("whole", "first", "second"))
-    assert whole["losses"] == first["losses"] | second["losses"]
-    assert sorted(second["losses"]) == ["4", "5", "6"]
+    whole, second = (two[1][name, part] for part in ("whole", "second"))
+    assert {step: whole["losses"][step] for step in "456"} == second["losses"]
     assert whole["digests"] == second["digests"]
     assert len(set(whole["digests"])) == 2  # each rank has its own shard
     assert "optimizer states" not in second["notes"], "no moment was lost"
@@ -329,7 +350,7 @@ def test_two_ranks_say_that_their_moments_are_lost_by_the_mean_of_both_shards(tw
 
 def test_a_tensor_parallel_checkpoint_goes_on_in_any_layout(two):
     folder, seen = two
-    alone = go(run("fp32", checkpoint={"load": str(folder / "tensor")}, **RESHARD)).losses
+    alone = go(run("fp32", checkpoint={"load": str(folder / "tensor" / "step_00000003")}, **RESHARD)).losses
     whole = seen["reshard", "whole"]["losses"]
     for losses in (
         seen["reshard", "pipeline"]["losses"],
@@ -362,9 +383,7 @@ def test_bare_remainders_as_transformer_engine_hands_them_out_are_kept_whole(tmp
     monkeypatch.setattr(CpuFusedAdam, "get_unscaled_state", get)
     monkeypatch.setattr(CpuFusedAdam, "set_scaled_state", put)
     monkeypatch.setattr(state, "CpuFusedAdam", Payload)
-    whole, first, second = broken_off(tmp_path, "bf16_mixed_bf16_moments", ddp=DIST)
-    assert whole.losses == first.losses | second.losses
-    assert whole.digest == second.digest
+    same_from_step_4(*broken_off(tmp_path, "bf16_mixed_bf16_moments", ddp=DIST))
 
 
 ALL = [name for name in recipes if recipes[name].engine is None and not name.startswith("nemotron_3")]
