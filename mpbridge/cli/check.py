@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, on_target
+from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg, wanted_world
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer as print_answer
+from mpbridge.cli.text import print_line, print_table
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.common.traits import DEFAULT
@@ -63,7 +64,7 @@ class _Answer:
 def run(args: argparse.Namespace) -> int:
     """Prints the answer. Returns 1 if the run is not valid or does not fit."""
     if args.rules:
-        return _list(args.json)
+        return _list(args)
     admission = Admission(here=args.target is None and args.machine_file is None, training=False)
     where, made = asked(args, also=admission)
     if admission.here and (faults := resume_faults(made)):
@@ -79,10 +80,7 @@ def run(args: argparse.Namespace) -> int:
         others=_others(made, where, outlook),
         notes=notes,
     )
-    if args.json:
-        print_json(as_data(answer))
-    else:
-        _print(answer)
+    print_answer(args, as_data(answer), lambda: _print(answer))
     return 0 if outlook.ok else 1
 
 
@@ -214,10 +212,7 @@ def _print(answer: _Answer) -> None:
     made, one, sizes = answer.made, answer.outlook, answer.made.facts.parallel
     processes = f"{made.world_size} process{'es' if made.world_size > 1 else ''}"
     print_line(f"recipe {made.recipe}, engine {made.engine}, {processes} on {answer.where.machine.label}")
-    virtual = f" x {sizes.virtual_pipeline}" if sizes.virtual_pipeline else ""
-    print_line(
-        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}{virtual}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}"
-    )
+    print_line(sizes_of(sizes))
     if made.played is not None:
         print_line(f"here   played {on_cpu(made)}")
     print_line()
@@ -313,13 +308,12 @@ def _layers(layers: Sequence[int]) -> str:
     return text if len(text) <= 24 else f"{len(layers)} of {layers[0]}-{layers[-1]}"
 
 
-def _list(as_json: bool) -> int:
+def _list(args: argparse.Namespace) -> int:
     rows = [
         (rule.severity, rule.id, rule.expected, " and ".join(map(str, rule.holds)), rule.source) for rule in rules()
     ]
-    if as_json:
-        names = ("severity", "id", "expected", "holds", "source")
-        print_json({"rules": [dict(zip(names, row, strict=True)) for row in rows]})
-    else:
-        print_table(("severity", "rule", "what it expects", "applies to", "source"), rows, title=f"{len(rows)} rules")
+    names = ("severity", "id", "expected", "holds", "source")
+    columns = ("severity", "rule", "what it expects", "applies to", "source")
+    data = {"rules": [dict(zip(names, row, strict=True)) for row in rows]}
+    print_answer(args, data, lambda: print_table(columns, rows, title=f"{len(rows)} rules"))
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.cli._target import TARGET, TargetMachine, asked, reference
 from mpbridge.cli.options import JSON, RUN, arg, whole
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables.units import ByteUnit, count, unit_for
 from mpbridge.planning.memory.activations import basis
@@ -37,11 +37,8 @@ def run(args: argparse.Namespace) -> int:
     other = reference(made, where)
     compared = against_bf16(made.policy, facts, mine=mine, reference=(other.policy, where.facts(other.facts)))
     stages = _stages(made, facts) if args.stages else ()
-    if args.json:
-        said = {"verdict": outlook.verdict, "objections": outlook.objections}
-        print_json(as_data(made, facts, compared, outlook.fit, stages) | said)
-    else:
-        _print(made, where, outlook, compared, stages)
+    data = as_data(made, facts, compared, outlook.fit, stages) | record(outlook, "verdict", "objections")
+    answer(args, data, lambda: _print(made, where, outlook, compared, stages))
     return 1 if outlook.answer == "does not fit" else 0
 
 
@@ -67,19 +64,12 @@ def as_data(
 
 def _data(one: Memory) -> dict[str, Any]:
     return {
-        "rank": one.rank,
-        "stage": one.stage,
-        "exact": one.exact,
-        "roles": dict(one.roles),
-        "states": one.states,
-        "bytes_per_parameter": one.bytes_per_parameter,
+        **record(one, "rank", "stage", "exact", "roles", "states", "bytes_per_parameter"),
         "parameters_on_rank": one.elements,
-        "estimates": {"activations": one.activations, "communication": one.communication},
+        "estimates": record(one, "activations", "communication"),
         "beside": [dataclasses.asdict(part) for part in (*one.overheads, *one.outside)],
         "activations_uncertainty": one.uncertainty,
-        "total": one.total,
-        "needed": one.needed,
-        "band": one.band,
+        **record(one, "total", "needed", "band"),
     }
 
 
