@@ -12,7 +12,7 @@ from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, on_targe
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg, wanted_world
 from mpbridge.cli.text import answer as print_answer
-from mpbridge.cli.text import print_line, print_table
+from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.common.traits import DEFAULT
@@ -92,18 +92,11 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
     if args.target is None and args.machine_file is None:
         found.append(("machine", f"this one, {where.machine.label}", "--target GPU"))
     if wanted_world(args) is None:
-        found.append(
-            (
-                "processes",
-                f"{made.world_size}, as few as the parallel sizes allow",
-                f"--world-size {2 * made.world_size}",
-            )
-        )
-    if where.assumed:
-        options = [
-            f"--{option}" for option, field in OPTIONS.items() if field.replace("_", " ") in " ".join(where.assumed)
-        ]
-        found.append(("versions there", ", ".join(where.assumed), f"{' '.join(options)} X.Y"))
+        fewest = f"{made.world_size}, as few as the parallel sizes allow"
+        found.append(("processes", fewest, f"--world-size {2 * made.world_size}"))
+    if assumed := ", ".join(where.assumed):
+        options = [f"--{option}" for option, field in OPTIONS.items() if field.replace("_", " ") in assumed]
+        found.append(("versions there", assumed, f"{' '.join(options)} X.Y"))
     found += [
         (name.replace("_", " "), str(made.train[name]), f"train.{name}=N")
         for name in _BATCHES
@@ -194,13 +187,7 @@ def _figures(one: Outlook) -> dict[str, Any]:
     time = None if one.no_time else one.time
     return {
         "fit": fits and dataclasses.asdict(fits) | {"ok": fits.ok, "parts": one.parts},
-        "time": time
-        and {
-            "seconds": time.seconds,
-            "span": list(time.span),
-            "because": time.because,
-            "tokens_per_second_per_gpu": time.tokens_per_second,
-        },
+        "time": time and record(time, "seconds", "span", "because", tokens_per_second_per_gpu=time.tokens_per_second),
     }
 
 
@@ -218,11 +205,11 @@ def _print(answer: _Answer) -> None:
     print_line()
     errors, warnings = len(one.errors), len(one.violations) - len(one.errors)
     print_line(
-        f"valid  {'no' if errors else 'yes'}: {errors} error{'s' if errors != 1 else ''}, {warnings} warning{'s' if warnings != 1 else ''}"
+        f"valid  {'no' if errors else 'yes'}: {errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}",
+        f"runs   {one.capability.how}{'' if one.capability.proven else ' (unproven)'}: {one.capability.reason}",
+        f"fits   {_fits(one)}",
+        f"time   {_time(one)}",
     )
-    print_line(f"runs   {one.capability.how}{'' if one.capability.proven else ' (unproven)'}: {one.capability.reason}")
-    print_line(f"fits   {_fits(one)}")
-    print_line(f"time   {_time(one)}")
     warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
     if warmup:
         print_line(f"scale  {warmup}")
@@ -280,25 +267,13 @@ def _print_violations(violations: Sequence[Violation]) -> None:
 
 
 def _print_sizes(findings: Sequence[Misfit]) -> None:
-    rows = [
-        (
-            f.level,
-            f.module,
-            _layers(f.layers),
-            f.dimension,
-            str(f.value or "at run time"),
-            str(f.multiple) if f.multiple > 1 else "",
-            str(f.pad or ""),
-            f.cure,
-        )
-        for f in findings
-    ]
+    columns = ("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do")
+    rows = []
+    for f in findings:
+        value, multiple = f.value or "at run time", f.multiple if f.multiple > 1 else ""
+        rows.append((f.level, f.module, _layers(f.layers), f.dimension, value, multiple, f.pad or "", f.cure))
     if rows:
-        print_table(
-            ("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do"),
-            rows,
-            title="sizes",
-        )
+        print_table(columns, rows, title="sizes")
         print_line()
 
 
