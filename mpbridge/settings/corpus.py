@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpbridge.common.errors import BadValue, brief
@@ -39,28 +39,17 @@ def entries_of(corpus: str | Sequence[str]) -> list[str]:
     return [corpus] if isinstance(corpus, str) else [str(entry) for entry in corpus]
 
 
-def data_faults(data: Mapping[str, Any]) -> list[str]:
+def data_faults(data: Mapping[str, Any]) -> Iterator[str]:
     """Every fault in a data section with its defaults filled in that does not depend on the files."""
-    faults = []
     try:
-        shares = split_shares(data["split"])
-        if shares[0] is None:
-            faults.append(f"data.split={brief(data['split'])} leaves nothing to train on: give the first part a weight")
+        if split_shares(data["split"])[0] is None:
+            yield f"data.split={brief(data['split'])} leaves nothing to train on: give the first part a weight"
     except BadValue as error:
-        faults.append(str(error))
+        yield str(error)
     if not data["corpus"]:
-        faults.append(
-            f"data.corpus={brief(data['corpus'])}: expected 'stdlib', or at least one file, folder, glob, data set or prefix"
-        )
-    entries, weights = entries_of(data["corpus"] or "stdlib"), data["weights"]
-    if weights is not None and (
-        len(weights) != len(entries) or not all(math.isfinite(weight) and weight > 0 for weight in weights)
-    ):
-        faults.append(
-            f"data.weights={brief(weights)}: expected a number above 0 for each entry of data.corpus, which has {len(entries)}"
-        )
+        yield f"data.corpus={brief(data['corpus'])}: expected 'stdlib', or at least one file, folder, glob, data set or prefix"
+    count, weights = len(entries_of(data["corpus"] or "stdlib")), data["weights"]
+    if weights is not None and (len(weights) != count or not all(math.isfinite(one) and one > 0 for one in weights)):
+        yield f"data.weights={brief(weights)}: expected a number above 0 for each entry of data.corpus, which has {count}"
     if data["tokenizer"] == BYTE and data["end_of_text"] is not None:
-        faults.append(
-            f"data.end_of_text={brief(data['end_of_text'])}: data.tokenizer=byte always ends a text with 256: drop it"
-        )
-    return faults
+        yield f"data.end_of_text={brief(data['end_of_text'])}: data.tokenizer=byte always ends a text with 256: drop it"

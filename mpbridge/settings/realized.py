@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
-from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import Versions
 from mpbridge.common.machines import Machine, machine
 from mpbridge.common.probe import installed
@@ -25,31 +26,24 @@ def is_played(emulate: Any) -> bool:
     return bool(emulate == "te")
 
 
-def emulation_faults(emulate: Any, target: Any, te: Any) -> list[str]:
+def emulation_faults(emulate: Any, target: Any, te: Any) -> Iterator[str]:
     """Faults of the three top-level settings."""
-    faults = []
     if not any(emulate is way or (isinstance(way, str) and emulate == way) for way in WAYS):
-        faults.append(f"emulate={emulate!r}: expected true, false, fast or te")
+        yield f"emulate={emulate!r}: expected true, false, fast or te"
     if target is not None and not is_played(emulate):
-        faults.append(
-            f"target={target} without emulate=te: a target machine applies only when Transformer Engine runs on the CPU"
-        )
+        yield f"target={target} without emulate=te: a target machine applies only when Transformer Engine runs on the CPU"
     if te is not None and not emulate:
-        faults.append(
-            f"te={te} without emulate: a release can be chosen for emulated runs only; a GPU run uses the installed one"
-        )
+        yield f"te={te} without emulate: a release can be chosen for emulated runs only; a GPU run uses the installed one"
+    if te is not None and not isinstance(te, str):
+        yield f"te={te}: expected a string, because 2.20 and 2.2 are the same number: write it in quotes, as in te=\"'2.20'\""
+        return
     try:
-        if te is not None and not isinstance(te, str):
-            raise BadValue(
-                f"te={te}: expected a string, because 2.20 and 2.2 are the same number: write it in quotes, as in te=\"'2.20'\""
-            )
         if te is not None:
             tried(te)
         if target is not None and machine(str(target)).arch is None:
-            raise BadValue(f"target={target}: expected a GPU, as in h100 or b200")
+            yield f"target={target}: expected a GPU, as in h100 or b200"
     except MpbridgeError as error:
-        faults.append(str(error))
-    return faults
+        yield str(error)
 
 
 @functools.cache

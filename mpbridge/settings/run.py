@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -256,12 +256,19 @@ class Draft:
         machine: Any,
     ) -> RunFacts:
         """What rules, memory and estimates ask about the run."""
+        optimizer = _after("optimizer", inputs, planned)
         return RunFacts(
             shape=shape,
             parallel=parallel,
             engine=self.engine,
             realization=planned.realization,
-            optimizer=_optimizer_facts(_after("optimizer", inputs, planned), self.stages[0].policy, self.engine),
+            optimizer=OptimizerFacts(
+                name=updater(optimizer["optimizer"], self.stages[0].policy, traits(self.engine)),
+                distributed=optimizer["use_distributed_optimizer"],
+                cpu_offload=optimizer["optimizer_cpu_offload"],
+                overlap_param_gather_with_step=optimizer["overlap_param_gather_with_optimizer_step"],
+                settings=optimizer,
+            ),
             model=_after("model", inputs, planned),
             ddp=_after("ddp", inputs, planned),
             micro_batch_size=train["micro_batch_size"],
@@ -299,7 +306,7 @@ class Draft:
             core=versions.megatron_core,
         )
 
-    def _add(self, found: list[str]) -> None:
+    def _add(self, found: Iterable[str]) -> None:
         """Adds faults that are new, except "x is missing" if x was given and already has a fault."""
         for new in found:
             if new not in self.faults and not any(
@@ -323,16 +330,6 @@ class Draft:
 
 GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
 """GPTModel's arguments that are always present in a Run's inputs."""
-
-
-def _optimizer_facts(optimizer: dict[str, Any], policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
-    return OptimizerFacts(
-        name=updater(optimizer["optimizer"], policy, traits(engine)),
-        distributed=optimizer["use_distributed_optimizer"],
-        cpu_offload=optimizer["optimizer_cpu_offload"],
-        overlap_param_gather_with_step=optimizer["overlap_param_gather_with_optimizer_step"],
-        settings=optimizer,
-    )
 
 
 def _inert(stages: tuple[Stage, ...]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue
@@ -56,12 +56,15 @@ def rate_faults(optimizer: Mapping[str, Any]) -> list[str]:
 
 def batch_faults(train: Mapping[str, Any], parallel: Parallel | None) -> list[str]:
     """A global batch that cannot be divided among the ranks; empty if the ranks are not known."""
-    if parallel is None:
-        return []
+    return [] if parallel is None else _fault(microbatches, train, parallel.data)
+
+
+def _fault(read: Callable[..., object], *given: Any) -> list[str]:
+    """What is wrong with settings that `read` reads."""
     try:
-        microbatches(train, parallel.data)
-    except BadValue as fault:
-        return [str(fault)]
+        read(*given)
+    except BadValue as error:
+        return [str(error)]
     return []
 
 
@@ -80,22 +83,15 @@ def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], 
 def nonfinite_faults(train: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[str]:
     """Faults of train.nonfinite, given where the run is saved."""
     setting = train["nonfinite"] or "skip"
-    try:
-        act, _ = parse_nonfinite(setting)
-    except BadValue as error:
-        return [str(error)]
-    if act == "rollback" and not checkpoint["save"]:
-        return [
-            f"train.nonfinite={setting!r} needs checkpoints to go back to: set checkpoint.save and checkpoint.save_interval"
-        ]
-    return []
+    wrong = _fault(parse_nonfinite, setting)
+    if wrong or parse_nonfinite(setting)[0] != "rollback" or checkpoint["save"]:
+        return wrong
+    return [
+        f"train.nonfinite={setting!r} needs checkpoints to go back to: set checkpoint.save and checkpoint.save_interval"
+    ]
 
 
 def training_faults(sections: Mapping[str, Mapping[str, Any]], parallel: Parallel | None) -> list[str]:
     """Settings that a training run lacks or cannot divide."""
-    faults = []
-    try:
-        train_iters(sections["train"])
-    except BadValue as fault:
-        faults.append(str(fault))
-    return faults + rate_faults(sections["optimizer"]) + batch_faults(sections["train"], parallel)
+    train = sections["train"]
+    return [*_fault(train_iters, train), *rate_faults(sections["optimizer"]), *batch_faults(train, parallel)]

@@ -134,6 +134,14 @@ def read_data(data: Any, *, version: str) -> Imported:
         read.whole |= {"ddp", "fsdp", "flow_matching"}
     else:
         strategy = read.text("distributed.strategy", "fsdp2").lower()
+    other = read.at("model") is None and read.at("recipe_args") is not None
+    read.note_rows(
+        (
+            "undecided",
+            other,
+            "recipe_args without a model: their recipe loads the models, in dtypes that this file does not say",
+        )
+    )
     storage, quant, gate = _storage(read), _quant(read), read.dtype("model.backend.gate_precision")
     _backend(read)
     ends = None if quant is None else _ends(read)

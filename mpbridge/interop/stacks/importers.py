@@ -134,7 +134,8 @@ def _read_words(
         found = read_data_of("deepspeed", load(script.documents[file], "ds.json"), version=version)
         said = f"{cut(file)} is written by the script and decides: the options of its program are not read"
         notes = tuple(note for note in script.notes if "here-document" not in note)
-        return dataclasses.replace(found, assumed=(said, *notes, *found.assumed))
+        own = [f"{cut(word)}: the program makes the optimizer itself, perhaps with 8-bit moments" for word in script.words if _EIGHT_BIT.match(word)]  # fmt: skip
+        return dataclasses.replace(found, assumed=(said, *notes, *found.assumed), undecided=(*own, *found.undecided))
     told = recognize_words(script.words, script.program) if stack is None else Recognized(stack)
     module = _importer(told.stack)
     if not hasattr(module, "read"):
@@ -145,6 +146,8 @@ def _read_words(
     undecided += (alone,) if NO_PROGRAM in script.notes else ()
     decides = f"--deepspeed_config: {cut(file or '')} decides: pass that file (--from deepspeed)"
     undecided += () if file is None else (decides,)
+    silent = not any(word.startswith("-") and PRECISION.search(word) for word in words)
+    undecided += tuple(told.assumed) if silent and name != "--args" else ()  # neither the stack nor a precision is said
     if told.stack == "accelerate" and script.program:
         words, more = launch_options(script.program, script.words)
         notes = (*notes, *more)
@@ -178,6 +181,8 @@ def _rules_beside(script: LaunchScript, words: Sequence[str], beside: Path | Non
     return load(text_of(place), named) if place is not None and place.is_file() else None
 
 
+_EIGHT_BIT = re.compile(r"--[\w-]*(bnb|bitsandbytes|8.?bit)")
+"""Options of programs that make an optimizer of bitsandbytes' without naming it in DeepSpeed's file."""
 _DECIDES = re.compile(rf"{PRECISION.pattern}|optimizer|fsdp|transformer-impl|hysteresis")
 """Pattern of notes on options that decide a fact."""
 

@@ -219,7 +219,7 @@ class _Script(Expansions):
             words, notes = self.expanded(inside)
         else:
             words, notes = self.one(written)
-            words = ["".join(words)]
+            words = [" ".join(words)]  # the words of an array in quotes, as a shell joins them in an assignment
         self.spend((*words, *old.words), len(notes) + len(old.notes))
         if where:
             adds = adds or bool(re.match(rf'\(?\s*"?\$\{{?{name}\b', written))

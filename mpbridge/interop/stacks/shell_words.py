@@ -81,7 +81,7 @@ class Expansions:
             elif "document" in kind and target:
                 self.spend([written])
                 body = [written] if kind == "raw document" else self.one(written, quoted=True)[0]
-                self.documents["".join(self.one(target)[0])] = "".join(body)
+                self.documents["".join(self.one(target)[0])] = " ".join(body)
             if kind != "operator":
                 continue
             command.after = written.strip("\n")
@@ -170,7 +170,7 @@ class Expansions:
         if operator and not present:
             if (operator.endswith("+") and found[1] in self.values) or not operator.endswith("+"):
                 words, notes = self.one(found[4], quoted=True)
-                made = ["".join(words)]
+                made = [" ".join(words)]
                 if operator.endswith("="):
                     self.values[name] = Value(tuple(made), notes=tuple(notes))
                 return made, notes, False

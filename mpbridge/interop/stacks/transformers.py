@@ -25,6 +25,15 @@ VERSIONS = {"5.23": "5.23.0"}
 DEFAULT_VERSION = "5.23"
 _FSDP1 = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """Strategies that FSDP2 does not have."""
+_LOADERS = (
+    "finetuning_type",
+    "dist_config",
+    "model_class",
+    "quantization_bit",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
+"""Keys of programs that load a model by their own rules; LLaMA-Factory's, whose files have the keys of TrainingArguments beside them."""
 _EVALUATION = ("bf16_full_eval", "fp16_full_eval")
 
 
@@ -66,7 +75,9 @@ def read_data(data: Any, *, version: str) -> Imported:
     bf16, fp16, cpu = read_.flag("bf16"), read_.flag("fp16"), read_.flag("use_cpu")
     storage, file = read_.dtype("dtype", read_.dtype("torch_dtype")), read_.at("deepspeed")
     version_, whole = _sharded(read_, cpu)
+    theirs = [name for name in _LOADERS if storage is None and read_.at(name)]
     read_.note_rows(
+        ("undecided", theirs, f"{', '.join(theirs)}: of the program that reads this file, which chooses what the model is stored in and shards it (dtype=... says the first)"),
         ("contradicts", bf16 and fp16, "bf16 and fp16: TrainingArguments refuses both together"),
         ("assumed", storage is None, "since version 5 the loading dtype is the checkpoint's ('auto'): assumed to be float32 (dtype=...)"),
         ("inert", cpu and fp16, "fp16: on a CPU (use_cpu) accelerate, which runs the training, silently trains in FP32"),

@@ -14,7 +14,7 @@ from mpbridge.common.formats import DType
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import Collective
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32, wires
-from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.layers import parameters, rank_parameters
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches
 from mpbridge.planning.memory.roles import chunk_buffers, resting
 from mpbridge.precision.policy import PrecisionPolicy
@@ -129,8 +129,7 @@ def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         return
     size = sum(
         parameter.weight.elements
-        for chunk in parameters(run, at)
-        for parameter in chunk
+        for parameter in rank_parameters(run, at)
         if not is_frozen(policy, parameter.name)
         and ("norm" in parameter.weight.path.rpartition(".")[0] or parameter.weight.path.endswith(_WHOLE_BIASES))
     )
@@ -152,13 +151,11 @@ def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterato
     gathered: Counter[DType] = Counter()
     reduced: Counter[DType] = Counter()
     rests = resting(policy, run)
-    for chunk in parameters(run, at):
-        for parameter in chunk:
-            at_rest, _ = rests(parameter)
-            wire = wires(policy, at_rest=at_rest, kept=kept_fp32(policy, parameter.name))
-            gathered[wire["parameters"]] += parameter.weight.elements
-            if not is_frozen(policy, parameter.name):
-                reduced[wire["gradients"]] += parameter.weight.elements
+    for parameter in rank_parameters(run, at):
+        wire = wires(policy, at_rest=rests(parameter)[0], kept=kept_fp32(policy, parameter.name))
+        gathered[wire["parameters"]] += parameter.weight.elements
+        if not is_frozen(policy, parameter.name):
+            reduced[wire["gradients"]] += parameter.weight.elements
     for dtype, count in gathered.items():
         yield _collective("all_gather", "data", ranks, dtype, count * dtype.bytes // ranks, 2 * micro)
     for dtype, count in reduced.items():

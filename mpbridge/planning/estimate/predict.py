@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -84,29 +85,23 @@ def estimate(
     )
 
 
-_NAMES = {
-    "attention": "attention", "optimizer": "optimizer", "data": "communication: data parallel", "context": "communication: context parallel",
-    "pipeline": "communication: pipeline", "pipeline_overlapped": "communication: pipeline", "launch gaps": "launch gaps", "pipeline bubble": "pipeline bubble",
+_LABELS = {
+    "memory:quantization": "quantization", "memory:": "memory-bound", "expert_": "communication: expert parallel", "tensor": "communication: tensor parallel",
+    "data": "communication: data parallel", "context": "communication: context parallel", "pipeline bubble": "pipeline bubble",
+    "pipeline": "communication: pipeline",
 }  # fmt: skip
+"""How the name of a part of a step starts -> its label in tables, the first that matches; any other name is its own label."""
 
 
 def grouped(parts: Mapping[str, float]) -> dict[str, float]:
     """Seconds by the labels shown in tables, longest first."""
-    found: dict[str, float] = {}
+    found: defaultdict[str, float] = defaultdict(float)
     for name, value in parts.items():
-        words = name.removeprefix("grouped:")
-        if words.startswith("gemm_"):
-            label = f"GEMMs {words.removeprefix('gemm_')}" + (" (experts)" if name.startswith("grouped:") else "")
-        elif name.startswith("memory:"):
-            kind = name.partition(":")[2]
-            label = "quantization" if kind == "quantization" else "memory-bound"
-        elif name.startswith("expert_"):
-            label = "communication: expert parallel"
-        elif name.startswith("tensor"):
-            label = "communication: tensor parallel"
-        else:
-            label = _NAMES.get(name, name)
-        found[label] = found.get(label, 0.0) + value
+        product = name.removeprefix("grouped:")
+        label = next((label for start, label in _LABELS.items() if name.startswith(start)), name)
+        if product.startswith("gemm_"):
+            label = f"GEMMs {product.removeprefix('gemm_')}" + (" (experts)" if name != product else "")
+        found[label] += value
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -107,65 +107,57 @@ def refuse_unless_native(policy: PrecisionPolicy, machine: Machine, versions: Ve
 
 def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str]:
     """Every reason why `quant` does not run natively on that machine."""
-    need, word = quant.row.hardware, quant.row.words
-    if machine.arch is None:
-        return [
-            f"{word} needs a GPU of compute capability {_dotted(need.low)} or later ({_family(need.low)}), and {machine.name} is not a GPU"
-        ]
-    faults = []
-    if machine.arch < need.low:
-        faults.append(
-            f"{word} needs compute capability {_dotted(need.low)} or later ({_family(need.low)}), {machine.name} has {_dotted(machine.arch)}"
-        )
-    if need.high is not None and machine.arch >= need.high:
-        faults.append(
-            f"{LIBRARIES[need.library]} refuses {word} at compute capability {_dotted(need.high)} and later (not all GEMM layouts exist there), {machine.name} has {_dotted(machine.arch)}"
-        )
-    if quant.attention != "none" and machine.arch < (9, 0):
-        faults.append(
-            f"FP8 attention needs compute capability 9.0 or later, {machine.name} has {_dotted(machine.arch)}"
-        )
-    faults += _option_faults(quant, versions)
-    return faults + _software_faults(need, word, machine, versions)
-
-
-def _option_faults(quant: Quant, versions: Versions) -> list[str]:
-    """Options set by the recipe that the installed Transformer Engine does not have; a missing Transformer Engine is another fault."""
-    have = versions.transformer_engine
-    if have is None:
-        return []
-    late = [quant.row.option(name) for name, value in quant.options if value != quant.row.option(name).default]
+    need, word, arch = quant.row.hardware, quant.row.words, machine.arch
+    low = f"{_dotted(need.low)} or later ({NAMES.get(need.low, _dotted(need.low))})"
+    if arch is None:
+        return [f"{word} needs a GPU of compute capability {low}, and {machine.name} is not a GPU"]
     return [
-        f"{option.name} of {quant.row.words} needs Transformer Engine {option.since} or later, found {have}"
-        for option in late
-        if not at_least(have, option.since)
+        *(f"{fault}, {machine.name} has {_dotted(arch)}" for fault in _arch_faults(quant, arch, low)),
+        *_option_faults(quant, versions),
+        *_software_faults(need, word, machine, versions),
     ]
 
 
-def _software_faults(need: Hardware, word: str, machine: Machine, versions: Versions) -> list[str]:
-    faults = []
-    name, have = LIBRARIES[need.library], versions.of(need.library)
-    if have is None and need.library != "transformer_engine":
-        faults.append(f"{word} needs {name} {need.engine} or later, and it is not installed")
-    elif have is None:
-        faults.append(
-            f"{word} needs Transformer Engine {need.engine} or later, and it is not installed (megatron-core would silently train in 16 bits)"
-        )
+def _arch_faults(quant: Quant, arch: Arch, low: str) -> Iterator[str]:
+    need, word = quant.row.hardware, quant.row.words
+    if arch < need.low:
+        yield f"{word} needs compute capability {low}"
+    if need.high is not None and arch >= need.high:
+        yield f"{LIBRARIES[need.library]} refuses {word} at compute capability {_dotted(need.high)} and later (not all GEMM layouts exist there)"
+    if quant.attention != "none" and arch < (9, 0):
+        yield "FP8 attention needs compute capability 9.0 or later"
+
+
+def _option_faults(quant: Quant, versions: Versions) -> Iterator[str]:
+    """Options set by the recipe that the installed Transformer Engine does not have; a missing Transformer Engine is another fault."""
+    have = versions.transformer_engine
+    for name, value in quant.options:
+        option = quant.row.option(name)
+        if have is not None and value != option.default and not at_least(have, option.since):
+            yield f"{name} of {quant.row.words} needs Transformer Engine {option.since} or later, found {have}"
+
+
+def _software_faults(need: Hardware, word: str, machine: Machine, versions: Versions) -> Iterator[str]:
+    library, have, ada = (
+        f"{LIBRARIES[need.library]} {need.engine} or later",
+        versions.of(need.library),
+        machine.arch == (8, 9),
+    )
+    if have is None:
+        silent = " (megatron-core would silently train in 16 bits)" if need.library == "transformer_engine" else ""
+        yield f"{word} needs {library}, and it is not installed{silent}"
     elif not at_least(have, need.engine):
-        faults.append(f"{word} needs {name} {need.engine} or later, found {have}")
-    wanted = need.cuda or ("12.1" if machine.arch == (8, 9) else None)
+        yield f"{word} needs {library}, found {have}"
+    wanted = need.cuda or ("12.1" if ada else None)
     if wanted is None:
-        return faults
+        return
     if versions.cuda is None:
-        faults.append(
-            f"{word} needs CUDA {wanted} or later, and torch is a build without CUDA (or its CUDA version is unknown)"
-        )
+        yield f"{word} needs CUDA {wanted} or later, and torch is a build without CUDA (or its CUDA version is unknown)"
     elif not at_least(versions.cuda, wanted):
-        faults.append(f"{word} needs CUDA {wanted} or later, torch was built for {versions.cuda}")
+        yield f"{word} needs CUDA {wanted} or later, torch was built for {versions.cuda}"
     # on Ada, FP8 GEMMs need cublasLt 12.1.3 (check_fp8_support)
-    if machine.arch == (8, 9) and versions.cublaslt is not None and not at_least(versions.cublaslt, "12.1.3"):
-        faults.append(f"FP8 on compute capability 8.9 needs cublasLt 12.1.3 or later, found {versions.cublaslt}")
-    return faults
+    if ada and versions.cublaslt is not None and not at_least(versions.cublaslt, "12.1.3"):
+        yield f"FP8 on compute capability 8.9 needs cublasLt 12.1.3 or later, found {versions.cublaslt}"
 
 
 def _base_fault(policy: PrecisionPolicy, machine: Machine) -> str | None:
@@ -219,7 +211,3 @@ def _nearest(policy: PrecisionPolicy, machine: Machine, versions: Versions) -> s
 
 def _dotted(arch: Arch) -> str:
     return f"{arch[0]}.{arch[1]}"
-
-
-def _family(arch: Arch) -> str:
-    return NAMES.get(arch, _dotted(arch))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from mpbridge.common.facts import Parallel, RunFacts
+from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
 from mpbridge.common.tables.units import size as as_text
 from mpbridge.planning.memory.activations import activations, uncertainty
 from mpbridge.planning.memory.identical_layers import distinct_stages
 from mpbridge.planning.memory.keeps import STATES as KEPT
-from mpbridge.planning.memory.layers import parameters, unsplit
+from mpbridge.planning.memory.layers import rank_parameters, unsplit
 from mpbridge.planning.memory.limitations import states_counted
 from mpbridge.planning.memory.overheads import Overhead, outside, overheads
 from mpbridge.planning.memory.ranks import Coordinates
@@ -158,16 +159,14 @@ def verdict(one: Memory, available: int) -> Literal["fits", "tight", "does not f
 def total_parameters(run: RunFacts) -> int:
     """Parameters of the whole model, each counted once."""
     alone = unsplit(run)
-    return sum(p.weight.elements for chunk in parameters(alone, Coordinates.of(0, alone.parallel)) for p in chunk)
+    return sum(p.weight.elements for p in rank_parameters(alone, Coordinates.of(0, alone.parallel)))
 
 
 def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
     """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam with main weights wastes if the engine has its own."""
     at = Coordinates.of(rank, run.parallel)
     return 4 * sum(
-        -(-p.weight.elements // run.parallel.replicas(expert=p.weight.expert))
-        for chunk in parameters(run, at)
-        for p in chunk
+        -(-p.weight.elements // run.parallel.replicas(expert=p.weight.expert)) for p in rank_parameters(run, at)
     )
 
 
@@ -179,7 +178,7 @@ def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
     return States(
         rank=rank,
         roles=MappingProxyType({name: found[name] for name in STATES if found[name]}),
-        elements=sum(p.weight.elements for chunk in parameters(run, Coordinates.of(rank, run.parallel)) for p in chunk),
+        elements=sum(p.weight.elements for p in rank_parameters(run, Coordinates.of(rank, run.parallel))),
     )
 
 
@@ -205,52 +204,39 @@ def with_states(policy: PrecisionPolicy, run: RunFacts, held: States) -> Memory:
     )
 
 
-def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, PrecisionPolicy, RunFacts]]:
+def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> Iterator[tuple[str, PrecisionPolicy, RunFacts]]:
     """(settings, policy, run) for each usual way of saving memory that this run does not use yet and that its world size allows."""
-    from mpbridge.common.formats import DType
-
-    found: list[tuple[str, PrecisionPolicy, RunFacts]] = []
     parallel, optimizer = run.parallel, run.optimizer
     if not optimizer.distributed and run.traits.distributed_optimizer == "optional" and parallel.data > 1:
-        sharded = replace(run, optimizer=replace(optimizer, distributed=True))
-        found.append(("ddp.use_distributed_optimizer=true", policy, sharded))
+        yield "ddp.use_distributed_optimizer=true", policy, replace(run, optimizer=replace(optimizer, distributed=True))
     # with quantized GEMMs the precision-aware optimizer failed on several releases (rule precision-aware-with-fp8)
     if not policy.precision_aware and optimizer.distributed and policy.compute is DType.BF16 and not policy.quantized:
         lower = replace(policy, precision_aware=True, main_params=DType.FP32, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
-        fields = (
-            "use_precision_aware_optimizer=true",
-            "main_params_dtype=fp32",
-            "exp_avg_dtype=bf16",
-            "exp_avg_sq_dtype=bf16",
-        )
-        found.append((" ".join(f"mixed_precision.{field}" for field in fields), lower, run))
+        states = {"main_params": "fp32", "exp_avg": "bf16", "exp_avg_sq": "bf16"}
+        words = " ".join(f"mixed_precision.{name}_dtype={dtype}" for name, dtype in states.items())
+        yield f"mixed_precision.use_precision_aware_optimizer=true {words}", lower, run
     if run.model.get("recompute_granularity") != "full":
         settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         words = " ".join(f"model.{name}={value}" for name, value in settings.items())
-        found.append((words, policy, replace(run, model={**run.model, **settings})))
+        yield words, policy, replace(run, model={**run.model, **settings})
     if run.micro_batch_size > 1:
-        found.append(("train.micro_batch_size=1", policy, replace(run, micro_batch_size=1)))
+        yield "train.micro_batch_size=1", policy, replace(run, micro_batch_size=1)
     for words, sizes in _layouts(run):
         # a placement of layers on stages is valid only for that number of stages
-        changed = replace(run, parallel=sizes) if sizes.pipeline == parallel.pipeline else unsplit(run, sizes)
-        found.append((words, policy, changed))
-    return found
+        kept = sizes.pipeline == parallel.pipeline
+        yield words, policy, replace(run, parallel=sizes) if kept else unsplit(run, sizes)
 
 
-def _layouts(run: RunFacts) -> list[tuple[str, Parallel]]:
+def _layouts(run: RunFacts) -> Iterator[tuple[str, Parallel]]:
     """Larger tensor, pipeline or expert parallelism in a world of the same size."""
     sizes, shape = run.parallel, run.shape
-    found: list[tuple[str, Parallel]] = []
-    tensor, pipeline = sizes.tensor * 2, sizes.pipeline * 2
+    tensor, pipeline, expert = sizes.tensor * 2, sizes.pipeline * 2, sizes.expert * 2
     split = (shape.num_attention_heads, shape.vocab_size, shape.ffn_hidden_size)
     if sizes.data % 2 == 0 and tensor <= 8 and not any(size % tensor for size in split):
         words = f"parallel.tensor_model_parallel_size={tensor} parallel.sequence_parallel=true"
-        found.append((words, replace(sizes, tensor=tensor, sequence=True)))
+        yield words, replace(sizes, tensor=tensor, sequence=True)
     if sizes.data % 2 == 0 and shape.num_layers % pipeline == 0:
         words = f"parallel.pipeline_model_parallel_size={pipeline}"
-        found.append((words, replace(sizes, pipeline=pipeline, virtual_pipeline=None)))
-    if shape.experts and shape.experts % (sizes.expert * 2) == 0 and sizes.expert_data % 2 == 0:
-        found.append(
-            (f"parallel.expert_model_parallel_size={sizes.expert * 2}", replace(sizes, expert=sizes.expert * 2))
-        )
-    return found
+        yield words, replace(sizes, pipeline=pipeline, virtual_pipeline=None)
+    if shape.experts and shape.experts % expert == 0 and sizes.expert_data % 2 == 0:
+        yield f"parallel.expert_model_parallel_size={expert}", replace(sizes, expert=expert)

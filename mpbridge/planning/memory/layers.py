@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -60,13 +61,15 @@ def parameters(run: RunFacts, at: Coordinates) -> tuple[tuple[Parameter, ...], .
     return tuple(tuple(_chunk(run, at, chunk)) for chunk in at.chunks(run))
 
 
+def rank_parameters(run: RunFacts, at: Coordinates) -> Iterator[Parameter]:
+    """The parameters of all model chunks of that rank."""
+    return itertools.chain.from_iterable(parameters(run, at))
+
+
 def model_names(run: RunFacts) -> tuple[str, ...]:
     """Global names of every parameter of the whole model, in order."""
-    return tuple(
-        p.name
-        for chunk in parameters(unsplit(run), Coordinates(tensor=0, stage=0, expert=0, data=0, expert_data=0))
-        for p in chunk
-    )
+    alone = unsplit(run)
+    return tuple(parameter.name for parameter in rank_parameters(alone, Coordinates.of(0, alone.parallel)))
 
 
 def frozen_apart(policy: PrecisionPolicy, run: RunFacts) -> bool:

@@ -39,70 +39,29 @@ def _packed(run: RunFacts) -> bool:
     return any(bool(run.model.get(name)) for name in names)
 
 
-def _offloaded(run: RunFacts) -> bool:
-    return run.optimizer.cpu_offload
-
-
 def _no_network(run: RunFacts) -> bool:
     machine = run.machine
     return machine is not None and run.parallel.world_size > machine.domain and not machine.network
 
 
 LIMITATIONS = (
-    Limitation(
-        asked=lambda run: hybrid(run.model) and not run.shape.pattern,
-        what="state-space layers (Mamba)",
-        instead="counted as layers of attention and an MLP, which are larger",
-        time="faster",
-        memory="smaller",
-        states=True,
-    ),
-    Limitation(
-        asked=lambda run: bool(run.shape.pattern),
-        what="the scans of Mamba layers",
-        instead="counted as the memory traffic of their operands, without the products inside",
-        time="slower",
-    ),
-    Limitation(
-        asked=lambda run: bool(run.model.get("heterogeneous_block_specs")),
-        what="layers of several shapes",
-        instead="counted as layers of the configured shape, which no layer needs to exceed",
-        time="faster",
-        memory="smaller",
-        states=True,
-    ),
-    Limitation(
-        asked=_linear_attention,
-        what="linear attention",
-        instead="counted as softmax attention, without its gates and convolutions",
-        time="faster",
-        memory="larger by those weights",
-        states=True,
-    ),
-    Limitation(
-        asked=_packed,
-        what="packed sequences or sequences of several lengths",
-        instead="counted as whole sequences of seq_length",
-        time="faster",
-        memory="at most as large",
-    ),
-    Limitation(
-        asked=_offloaded,
-        what="the optimizer's states and update on the host",
-        instead="counted as on the GPU",
-        time="slower",
-        memory="smaller",
-        states=True,
-    ),
-    Limitation(
-        asked=lambda run: run.optimizer.name in MUONS,
-        what="the Muon optimizer",
-        instead="counted without the products of its iteration and the matrices in them",
-        time="slower",
-        memory="larger by a few copies of the largest matrix while the optimizer steps",
-    ),
+    Limitation(asked=lambda run: hybrid(run.model) and not run.shape.pattern, what="state-space layers (Mamba)",
+               instead="counted as layers of attention and an MLP, which are larger", time="faster", memory="smaller", states=True),
+    Limitation(asked=lambda run: bool(run.shape.pattern), what="the scans of Mamba layers",
+               instead="counted as the memory traffic of their operands, without the products inside", time="slower"),
+    Limitation(asked=lambda run: bool(run.model.get("heterogeneous_block_specs")), what="layers of several shapes",
+               instead="counted as layers of the configured shape, which no layer needs to exceed", time="faster", memory="smaller", states=True),
+    Limitation(asked=_linear_attention, what="linear attention",
+               instead="counted as softmax attention, without its gates and convolutions", time="faster", memory="larger by those weights", states=True),
+    Limitation(asked=_packed, what="packed sequences or sequences of several lengths",
+               instead="counted as whole sequences of seq_length", time="faster", memory="at most as large"),
+    Limitation(asked=lambda run: run.optimizer.cpu_offload, what="the optimizer's states and update on the host",
+               instead="counted as on the GPU", time="slower", memory="smaller", states=True),
+    Limitation(asked=lambda run: run.optimizer.name in MUONS, what="the Muon optimizer",
+               instead="counted without the products of its iteration and the matrices in them", time="slower",
+               memory="larger by a few copies of the largest matrix while the optimizer steps"),
     Limitation(asked=_no_network, what="traffic between hosts", instead="", time="slower"),
-)
+)  # fmt: skip
 
 
 def left_out_of_time(run: RunFacts) -> tuple[str, ...]:

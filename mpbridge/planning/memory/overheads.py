@@ -13,7 +13,7 @@ from typing import Literal, Self
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.planning.memory.buckets import bucket_size
-from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.layers import rank_parameters
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -111,9 +111,8 @@ def _communication(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
     if not full and not run.ddp.get("reduce_scatter_with_fp32_accumulation"):
         return 0
     sizes: Counter[int | None] = Counter()
-    for chunk in parameters(run, at):
-        for parameter in chunk:
-            sizes[parameter.layer] += parameter.weight.elements
+    for parameter in rank_parameters(run, at):
+        sizes[parameter.layer] += parameter.weight.elements
     if full:
         # the unit being computed, the one being gathered next, and the gradients of one in transit
         largest = max(sizes.values(), default=0)
@@ -145,8 +144,7 @@ def _placeholders(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> in
     """
     if not run.model.get("gradient_accumulation_fusion") or run.model.get("transformer_impl") == "local":
         return 0
-    chunks = parameters(run, at)
-    shapes = {p.weight.shape for chunk in chunks for p in chunk if p.weight.linear and p.layer is not None}
+    shapes = {p.weight.shape for p in rank_parameters(run, at) if p.weight.linear and p.layer is not None}
     if any(chunk.last for chunk in at.chunks(run)):
         shapes.add((run.shape.vocab_size // run.parallel.tensor, run.shape.hidden_size))
     return sum(rows * columns for rows, columns in shapes) * policy.compute.bytes

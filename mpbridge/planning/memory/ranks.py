@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,32 +111,36 @@ def stage_chunks(run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _placed(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
-    if split.layout is not None:
-        return _by_layout(split)
-    counts, stages, virtual = _counts(split), split.stages, split.virtual
+    layout = split.layout
+    rows: Sequence[Sequence[str]] = parse_layout(layout) if isinstance(layout, str) else layout or _evenly(split)
+    stages, start = split.stages, 0
+    if len(rows) % stages:
+        raise BadValue(f"pipeline_model_parallel_layout has {len(rows)} parts, not a multiple of {stages} stages")
     found: list[list[Chunk]] = [[] for _ in range(stages)]
-    start = 0
-    for chunk in range(virtual):
-        for stage in range(stages):
-            if counts[stage] % virtual:
-                raise BadValue(
-                    f"{counts[stage]} layers of stage {stage} cannot be divided into {virtual} virtual stages"
-                )
-            count = counts[stage] // virtual
-            last = stage == stages - 1 and chunk == virtual - 1
-            # an embedding or a loss that counts as a layer replaces one
-            count -= split.embedding if stage == 0 and chunk == 0 else 0
-            count -= split.loss if last else 0
-            found[stage].append(
-                Chunk(
-                    layers=tuple(range(start, start + count)),
-                    first=stage == 0 and chunk == 0,
-                    last=last,
-                    mtp=last and split.mtp,
-                )
-            )
-            start += count
-    return tuple(tuple(chunks) for chunks in found)
+    for index, row in enumerate(rows):
+        end = start + row.count("decoder")
+        parts = {"first": "embedding" in row, "last": "loss" in row, "mtp": "mtp" in row}
+        found[index % stages].append(Chunk(layers=tuple(range(start, end)), **parts))
+        start = end
+    if layout and start != split.layers:
+        raise BadValue(f"pipeline_model_parallel_layout places {start} layers, the model has {split.layers}")
+    return tuple(map(tuple, found))
+
+
+def _evenly(split: _Split) -> list[list[str]]:
+    """Kinds of layers per (virtual) stage, as `parse_layout` returns them, of layers that are divided by their number."""
+    whole = _counts(split)
+    for stage, count in enumerate(whole):
+        if count % split.virtual:
+            raise BadValue(f"{count} layers of stage {stage} cannot be divided into {split.virtual} virtual stages")
+    counts = [count // split.virtual for count in whole] * split.virtual
+    # an embedding or a loss that counts as a layer replaces one
+    counts[0] -= split.embedding
+    counts[-1] -= split.loss
+    rows = [["decoder"] * count for count in counts]
+    rows[0].insert(0, "embedding")
+    rows[-1] += ["mtp", "loss"] if split.mtp else ["loss"]
+    return rows
 
 
 def _counts(split: _Split) -> list[int]:
@@ -178,29 +183,6 @@ def parse_layout(text: str) -> list[list[str]]:
             f"pipeline_model_parallel_layout={text!r} has {', '.join(map(repr, unknown))} (expected E, t, m, L, '|', 'x*3' and '(..)*3')"
         )
     return [[_KINDS[letter] for letter in stage] for stage in flat.split("|")]
-
-
-def _by_layout(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
-    rows = parse_layout(split.layout) if isinstance(split.layout, str) else split.layout or ()
-    stages = split.stages
-    if len(rows) % stages:
-        raise BadValue(f"pipeline_model_parallel_layout has {len(rows)} parts, not a multiple of {stages} stages")
-    found: list[list[Chunk]] = [[] for _ in range(stages)]
-    start = 0
-    for index, row in enumerate(rows):
-        count = row.count("decoder")
-        found[index % stages].append(
-            Chunk(
-                layers=tuple(range(start, start + count)),
-                first="embedding" in row,
-                last="loss" in row,
-                mtp="mtp" in row,
-            )
-        )
-        start += count
-    if start != split.layers:
-        raise BadValue(f"pipeline_model_parallel_layout places {start} layers, the model has {split.layers}")
-    return tuple(tuple(chunks) for chunks in found)
 
 
 def batches(run: RunFacts) -> int:

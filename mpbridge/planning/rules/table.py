@@ -67,32 +67,21 @@ def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
     found = broken(policy, run)
     errors = [violation for violation in found if violation.severity == "error"]
     if errors:
-        lines = [f"  - {v.rule}: {v.found}; expected {v.expected}. Cure: {v.cure}. [{v.source}]" for v in errors]
-        raise Refused(
-            "\n".join(
-                [
-                    f"{len(errors)} rule{'s' if len(errors) > 1 else ''} forbid{'' if len(errors) > 1 else 's'} this run:",
-                    *lines,
-                ]
-            )
-        )
+        head = f"{len(errors)} rules forbid this run:" if len(errors) > 1 else "1 rule forbids this run:"
+        raise Refused("\n".join([head, *(f"  - {str(one).removeprefix('error ')}" for one in errors)]))
     return found
 
 
 def _judge(rule: Rule, case: Case) -> Violation | None:
-    if not rule.applies(case.run):
+    emulated = rule.emulated if not case.native else "same"
+    if emulated == "silent" or not rule.applies(case.run):
         return None
     found = rule.fault(case)
     if not found:
         return None
-    severity = rule.severity
-    if not case.native and rule.emulated != "same":
-        if rule.emulated == "silent":
-            return None
-        severity = "warning"
     return Violation(
         rule=rule.id,
-        severity=severity,
+        severity=rule.severity if emulated == "same" else "warning",
         found=found,
         expected=rule.expected,
         cure=rule.cure_here(case) if rule.cure_here is not None else rule.cure,

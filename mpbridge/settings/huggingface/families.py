@@ -44,67 +44,29 @@ def _and(**more: Any) -> Mapping[str, Any]:
     return MappingProxyType({**_EPSILON, **more})
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        family.name: family
-        for family in (
-            Family(name="llama", architecture="LlamaForCausalLM", defaults=_EPSILON),
-            Family(
-                name="mistral",
-                architecture="MistralForCausalLM",
-                window="sliding_window",
-                defaults=_and(num_key_value_heads=8, sliding_window=4096),
-            ),
-            Family(
-                name="mixtral",
-                architecture="MixtralForCausalLM",
-                window="sliding_window",
-                experts="num_local_experts",
-                expert_width="intermediate_size",
-                mixture="block_sparse_moe",
-                expert_parts=("w1", "w3", "w2"),
-                defaults=_and(rms_norm_eps=1e-5, rope_theta=1e6, num_key_value_heads=8),
-            ),
-            Family(
-                name="qwen2",
-                architecture="Qwen2ForCausalLM",
-                qkv_bias=True,
-                window="use_sliding_window",
-                defaults=_and(num_key_value_heads=32),
-            ),
-            Family(
-                name="qwen2_moe",
-                architecture="Qwen2MoeForCausalLM",
-                qkv_bias=True,
-                window="use_sliding_window",
-                experts="num_experts",
-                shared="shared_expert",
-                defaults=_and(num_key_value_heads=16),
-            ),
-            Family(
-                name="qwen3",
-                architecture="Qwen3ForCausalLM",
-                qk_norm=True,
-                window="use_sliding_window",
-                defaults=_and(head_dim=128, num_key_value_heads=32),
-            ),
-            Family(
-                name="qwen3_moe",
-                architecture="Qwen3MoeForCausalLM",
-                qk_norm=True,
-                window="use_sliding_window",
-                experts="num_experts",
-                defaults=_and(num_key_value_heads=4),
-            ),
-            Family(
-                name="deepseek_v3",
-                architecture="DeepseekV3ForCausalLM",
-                latent=True,
-                experts="n_routed_experts",
-                shared="shared_experts",
-                defaults=_and(routed_scaling_factor=2.5),
-            ),
-        )
-    }
-)
+FAMILIES: Mapping[str, Family] = MappingProxyType({
+    family.name: family
+    for family in (
+        Family(name="llama", architecture="LlamaForCausalLM", defaults=_EPSILON),
+        Family(name="mistral", architecture="MistralForCausalLM", window="sliding_window", defaults=_and(num_key_value_heads=8, sliding_window=4096)),
+        Family(
+            name="mixtral", architecture="MixtralForCausalLM", window="sliding_window", experts="num_local_experts", expert_width="intermediate_size",
+            mixture="block_sparse_moe", expert_parts=("w1", "w3", "w2"), defaults=_and(rms_norm_eps=1e-5, rope_theta=1e6, num_key_value_heads=8),
+        ),
+        Family(name="qwen2", architecture="Qwen2ForCausalLM", qkv_bias=True, window="use_sliding_window", defaults=_and(num_key_value_heads=32)),
+        Family(
+            name="qwen2_moe", architecture="Qwen2MoeForCausalLM", qkv_bias=True, window="use_sliding_window", experts="num_experts",
+            shared="shared_expert", defaults=_and(num_key_value_heads=16),
+        ),
+        Family(name="qwen3", architecture="Qwen3ForCausalLM", qk_norm=True, window="use_sliding_window", defaults=_and(head_dim=128, num_key_value_heads=32)),
+        Family(
+            name="qwen3_moe", architecture="Qwen3MoeForCausalLM", qk_norm=True, window="use_sliding_window", experts="num_experts",
+            defaults=_and(num_key_value_heads=4),
+        ),
+        Family(
+            name="deepseek_v3", architecture="DeepseekV3ForCausalLM", latent=True, experts="n_routed_experts", shared="shared_experts",
+            defaults=_and(routed_scaling_factor=2.5),
+        ),
+    )
+})  # fmt: skip
 """model_type -> its row. Sources: the configuration and modeling modules of transformers 5.23 for the same model_type."""

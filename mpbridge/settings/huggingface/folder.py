@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.common.files import LIMITS, regular, why
+from mpbridge.common.files import LIMITS, bytes_of, regular, why
 
 PREFIX = "hf:"
 """How such a folder is named where a file is also accepted: hf:models/llama."""
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-LARGEST_JSON = 1 << 26
-"""Maximum bytes of a JSON file that is read; the index of a model with a million tensors has a tenth of that."""
 BYTES: Mapping[str, int] = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
@@ -149,16 +147,17 @@ def header(folder: Path, name: str) -> dict[str, FolderTensor]:
     return found
 
 
-def read_json_file(file: Path, *, largest: int = LARGEST_JSON) -> Any:
-    """The JSON value in `file`. Raises BadValue that names it."""
+def read_json_file(file: Path, *, kind: str = "json") -> Any:
+    """The JSON value in `file`, at most as large as files of that kind may be (`common.files.LIMITS`). Raises BadValue that names it."""
+    return _parsed(content_of(file, kind=kind), file)
+
+
+def content_of(file: Path, *, kind: str) -> bytes:
+    """The file's bytes, at most as many as files of that kind may have. Raises BadValue that names it."""
     try:
-        with regular(file) as stream:
-            text = stream.read(largest + 1)
+        return bytes_of(file, kind=kind)
     except OSError as error:
         raise BadValue(f"{file} cannot be read: {why(error)}") from None
-    if len(text) > largest:
-        raise BadValue(f"{file} cannot be read: larger than {largest} bytes")
-    return _parsed(text, file)
 
 
 def _parsed(text: bytes, file: Path) -> Any:

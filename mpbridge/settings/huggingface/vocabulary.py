@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.files import bytes_of, regular
-from mpbridge.settings.huggingface.folder import read_json_file
+from mpbridge.common.files import regular
+from mpbridge.settings.huggingface.folder import content_of, read_json_file
 
 TokenizerKind = Literal["json", "sentencepiece", "tiktoken", "parts"]
 """A tokenizer.json of the library tokenizers; SentencePiece's model; ranks of tiktoken; vocab.json with merges.txt."""
-LARGEST = 1 << 27
-"""Maximum bytes of a tokenizer file that is read."""
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 """Usual end-of-text tokens of the common families, used if none is stated; ambiguous if a vocabulary has two of them."""
 _CONTROL = 3
@@ -53,7 +51,7 @@ def is_ranks(file: Path) -> bool:
 
 
 def _of_json(file: Path) -> Vocabulary:
-    data = read_json_file(file, largest=LARGEST)
+    data = read_json_file(file, kind="vocabulary")
     model = data.get("model") if isinstance(data, dict) else None
     listed = model.get("vocab") if isinstance(model, dict) else None
     tokens: dict[Any, Any]
@@ -80,7 +78,7 @@ def _listed(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _of_parts(file: Path) -> Vocabulary:
-    tokens = read_json_file(file, largest=LARGEST)
+    tokens = read_json_file(file, kind="vocabulary")
     if not isinstance(tokens, dict) or not (file.parent / "merges.txt").is_file():
         raise BadValue(f"{file}: expected tokens with their ids, and merges.txt next to it")
     return _counted(tokens, file, None)
@@ -89,7 +87,7 @@ def _of_parts(file: Path) -> Vocabulary:
 def _of_ranks(file: Path) -> Vocabulary:
     """tiktoken's ranks; the end-of-text token gets the id after the last."""
     largest = -1
-    for line in bytes_of(file, kind="vocabulary").splitlines():
+    for line in content_of(file, kind="vocabulary").splitlines():
         rank = line.rpartition(b" ")[2].strip()
         if rank.isdigit():
             largest = max(largest, int(rank))
@@ -107,10 +105,8 @@ def _counted(tokens: Mapping[str, Any], file: Path, special: frozenset[int] | No
 
 def _of_sentencepiece(file: Path) -> Vocabulary:
     """SentencePiece's ModelProto: field 1 repeated is a piece, whose field 1 is its text and 3 its type (sentencepiece_model.proto)."""
-    if file.stat().st_size > LARGEST:
-        raise BadValue(f"{file} cannot be read: larger than {LARGEST} bytes")
     try:
-        pieces = [_piece(piece) for number, piece in _fields(bytes_of(file, kind="vocabulary")) if number == 1]
+        pieces = [_piece(piece) for number, piece in _fields(content_of(file, kind="vocabulary")) if number == 1]
         padding = trained(file, 48, "<pad>") if pieces else ""
     except (IndexError, ValueError):
         pieces, padding = [], ""
@@ -127,7 +123,7 @@ def _of_sentencepiece(file: Path) -> Vocabulary:
 
 def trained(file: Path, field: int, default: str) -> str:
     """A piece named by the model's TrainerSpec (field 2 of ModelProto): 47 is end of text, 48 padding. Raises ValueError, IndexError."""
-    found = [_texts(spec, field) for number, spec in _fields(bytes_of(file, kind="vocabulary")) if number == 2]
+    found = [_texts(spec, field) for number, spec in _fields(content_of(file, kind="vocabulary")) if number == 2]
     return next((text for texts in found for text in texts), default)
 
 

@@ -27,15 +27,8 @@ from mpbridge.precision.sync.plan import plan
 
 FIELD, ROLE = "max_exp_avg_sq_dtype", "max_exp_avg_sq"
 SHAPE = ModelShape(
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    ffn_hidden_size=256,
-    num_query_groups=4,
-    kv_channels=16,
-    vocab_size=128,
-    seq_length=32,
-)
+    num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=128, seq_length=32
+)  # fmt: skip
 RUN = RunFacts(shape=SHAPE, parallel=Parallel(world_size=2), optimizer=OptimizerFacts(distributed=True))
 
 config = get_mixed_precision_config("bf16_mixed")

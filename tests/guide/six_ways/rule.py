@@ -8,15 +8,8 @@ from mpbridge.common.facts import ModelShape, Parallel, RunFacts
 from mpbridge.planning.rules.table import broken, rules
 
 SHAPE = ModelShape(
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    ffn_hidden_size=256,
-    num_query_groups=4,
-    kv_channels=16,
-    vocab_size=128,
-    seq_length=32,
-)
+    num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=128, seq_length=32
+)  # fmt: skip
 NAME = "sixteen-bit-reduction-over-many-ranks"
 
 

@@ -196,15 +196,8 @@ def test_full_recomputation_keeps_the_inputs_of_layers():
 def test_a_layer_of_activations_by_the_published_formula():
     """arXiv 2205.05198, equation 2: s b h (34 + 5 a s / h) with dropout, without fused attention; ours has neither scores nor their dropout mask."""
     gpt = ModelShape(
-        num_layers=8,
-        hidden_size=1024,
-        num_attention_heads=16,
-        ffn_hidden_size=4096,
-        num_query_groups=16,
-        kv_channels=64,
-        vocab_size=128,
-        seq_length=2048,
-    )
+        num_layers=8, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096, num_query_groups=16, kv_channels=64, vocab_size=128, seq_length=2048
+    )  # fmt: skip
     run = facts(1, shape=gpt, model={"hidden_dropout": 0.1})
     less = dataclasses.replace(run, shape=dataclasses.replace(gpt, num_layers=7))
     layer = activations(policy("bf16"), run, at(run)) - activations(policy("bf16"), less, at(run))

@@ -116,16 +116,8 @@ def test_every_shape_layout_and_recipe(tmp_path, shape, size, layouts):
 
 
 SHAPE = ModelShape(
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    ffn_hidden_size=256,
-    num_query_groups=2,
-    kv_channels=16,
-    vocab_size=128,
-    seq_length=32,
-    tied=False,
-)
+    num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=2, kv_channels=16, vocab_size=128, seq_length=32, tied=False
+)  # fmt: skip
 
 
 def _bytes(policy, run, *names, rank=0):

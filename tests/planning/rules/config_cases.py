@@ -10,15 +10,8 @@ from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
 
 SHAPE = ModelShape(
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    ffn_hidden_size=256,
-    num_query_groups=4,
-    kv_channels=16,
-    vocab_size=128,
-    seq_length=32,
-)
+    num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=128, seq_length=32
+)  # fmt: skip
 MOE = dataclasses.replace(SHAPE, experts=4, expert_ffn_hidden_size=64, expert_layers=(True,) * 4, expert_topk=2)
 NEWER = Versions(torch="2.11.0", megatron_core="0.20.0", transformer_engine="2.11.0", cuda="12.9")
 BARE = Versions(torch="2.11.0", megatron_core="0.16.1", cuda="12.9")

@@ -22,50 +22,13 @@ from mpbridge.settings.schema import SECTIONS, settings
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 NOW = Versions(torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", cuda="12.9")
 ODD = [
-    0,
-    1,
-    -1,
-    3,
-    7,
-    10**9,
-    2.5,
-    -0.1,
-    1e30,
-    float("nan"),
-    float("inf"),
-    "",
-    "bf16",
-    "fp8",
-    "nonsense",
-    "null",
-    True,
-    False,
-    None,
-    [],
-    [1, 2],
-    {},
-    {"a": 1},
-    "1e-3",
-    "ä",
-    0.0,
-    65,
-    2**40,
-]
+    0, 1, -1, 3, 7, 10**9, 2.5, -0.1, 1e30, float("nan"), float("inf"), "", "bf16", "fp8", "nonsense", "null", True, False, None, [], [1, 2], {}, {"a": 1},
+    "1e-3", "ä", 0.0, 65, 2**40,
+]  # fmt: skip
 PRECISION = [
-    "fp8",
-    "fp4",
-    "fp8_recipe",
-    "fp8_param_gather",
-    "first_last_layers_bf16",
-    "num_layers_at_end_in_bf16",
-    "keep_fp32",
-    "modules",
-    "loss_scale",
-    "exp_avg_dtype",
-    "params_dtype",
-    "bf16",
-    "fp16",
-]
+    "fp8", "fp4", "fp8_recipe", "fp8_param_gather", "first_last_layers_bf16", "num_layers_at_end_in_bf16", "keep_fp32", "modules", "loss_scale", "exp_avg_dtype",
+    "params_dtype", "bf16", "fp16",
+]  # fmt: skip
 
 
 def places(tree, path=()):

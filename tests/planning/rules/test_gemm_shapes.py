@@ -12,15 +12,8 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.precision.scalings import SCALINGS
 
 GPT = ModelShape(
-    num_layers=4,
-    hidden_size=512,
-    num_attention_heads=8,
-    ffn_hidden_size=2048,
-    num_query_groups=8,
-    kv_channels=64,
-    vocab_size=1024,
-    seq_length=256,
-)
+    num_layers=4, hidden_size=512, num_attention_heads=8, ffn_hidden_size=2048, num_query_groups=8, kv_channels=64, vocab_size=1024, seq_length=256
+)  # fmt: skip
 H100, B200 = machine("h100"), machine("b200")
 
 

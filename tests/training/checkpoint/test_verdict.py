@@ -25,15 +25,8 @@ from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, fingerprint,
 GOLDEN = Path(__file__).parents[2] / "golden" / "resume_verdicts.txt"
 LETTER = {"same": "=", "safe": "s", "lossy": "L", "weights only": "w", "refused": "X"}
 SHAPE = ModelShape(
-    num_layers=32,
-    hidden_size=64,
-    num_attention_heads=4,
-    ffn_hidden_size=256,
-    num_query_groups=4,
-    kv_channels=16,
-    vocab_size=320,
-    seq_length=64,
-)
+    num_layers=32, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=320, seq_length=64
+)  # fmt: skip
 FACTS = RunFacts(
     shape=SHAPE,
     optimizer=OptimizerFacts(distributed=True),
