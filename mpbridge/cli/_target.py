@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import arg, resolved
 from mpbridge.common.errors import BadValue, UnknownName
-from mpbridge.common.facts import RunFacts, Versions
+from mpbridge.common.facts import Parallel, RunFacts, Versions
 from mpbridge.common.machines import Machine, machine
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.common.transformer_engine import RELEASES
@@ -95,6 +95,12 @@ def reference(made: Run, where: TargetMachine) -> Run:
     return on_target(
         made.container, made.world_size, where, mixed_precision=REFERENCE, engine=made.engine, emulate=False
     )
+
+
+def sizes_of(sizes: Parallel) -> str:
+    """The parallel sizes in words."""
+    virtual = f" x {sizes.virtual_pipeline}" if sizes.virtual_pipeline else ""
+    return f"tensor {sizes.tensor}, pipeline {sizes.pipeline}{virtual}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}"
 
 
 def left_out(facts: RunFacts) -> dict[str, None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table
 from mpbridge.common.report.history import changes, read_history
 
 UNPROVED = "no update was ever audited, so main weights and moments are unverified"
@@ -19,17 +19,12 @@ ARGUMENTS = (arg("run_dir RUN_DIR", "the run's folder (logger.log_dir), or its p
 def run(args: argparse.Namespace) -> int:
     """Prints the audits. Returns 0 if all were as promised, 1 if one was not or no update was ever audited."""
     history = read_history(args.run_dir)
-    answer = judged(history)
-    if args.json:
-        steps = [
-            {**one, "changes": changes(before, one)} for before, one in zip([None, *history], history, strict=False)
-        ]
-        print_json({"ok": answer["ok"] is True, "words": answer["words"], "audits": steps})
-    else:
-        _print(history)
-        if answer["ok"] is None:
-            print_line(UNPROVED)
-    return 0 if answer["ok"] else 1
+    found = judged(history)
+    audits = [{**one, "changes": changes(before, one)} for before, one in zip([None, *history], history, strict=False)]
+    answer(args, {"ok": found["ok"] is True, "words": found["words"], "audits": audits}, lambda: _print(audits))
+    if found["ok"] is None and not args.json:
+        print_line(UNPROVED)
+    return 0 if found["ok"] else 1
 
 
 def judged(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -45,18 +40,16 @@ def judged(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"ok": False if bad else True if proved else None, "audits": len(history), "words": words}
 
 
-def _print(history: list[dict[str, Any]]) -> None:
-    last = max(history, key=lambda one: ("weights moved" in one["facts"], one["step"]))
-    print_line(f"{last['recipe']}, {len(history)} audits; the last complete one, of step {last['step']}:")
+def _print(audits: list[dict[str, Any]]) -> None:
+    last = max(audits, key=lambda one: ("weights moved" in one["facts"], one["step"]))
+    print_line(f"{last['recipe']}, {len(audits)} audits; the last complete one, of step {last['step']}:")
     rows = [(name, *map(str, fact)) for name, fact in last["facts"].items()]
     print_table(("what", "promised", "found", ""), rows)
-    before = None
-    for one in history:
+    for one in audits:
         verdict = "as promised" if one["ok"] else "NOT as promised"
         unseen = len(one.get("not_observed", {}))
         print_line(
             f"step {one['step']:>6}  {one['stage']:<6}  {verdict}{f', {unseen} not observed' if unseen else ''}  ({one['reason']})"
         )
-        for line in (*one.get("faults", ()), *changes(before, one)):
+        for line in (*one.get("faults", ()), *one["changes"]):
             print_line(line, indent=" " * 13)
-        before = one

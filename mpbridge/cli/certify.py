@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import JSON, arg, container
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, paged, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.transformer_engine import tried
 from mpbridge.planning.certificates.variants import VARIANTS
@@ -31,33 +30,20 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-# fmt: on
-
-
 def run(args: argparse.Namespace) -> int:
     """Prints the certificate."""
-    from mpbridge.common.pages.document import writable, write
+    from mpbridge.numerics.certificates.page import certificate_page
 
-    if args.out is not None:
-        writable(args.out)
     if args.recipe is not None and "=" in args.recipe:
         args.recipe, args.overrides = None, [args.recipe, *args.overrides]
-    made = [_certificate(args, args.recipe, args.variant)]
-    if args.against is not None:
-        variant = args.against if args.against in VARIANTS else None
-        made.append(_certificate(args, args.recipe if variant else args.against, variant))
-    if args.json:
-        data = made[0].as_data()
-        print_json(data if len(made) == 1 else {**data, "against": made[1].as_data()})
-    else:
-        _print(made)
-    if args.out is not None:
-        from mpbridge.numerics.certificates.page import certificate_page
-
-        sys.stdout.flush()  # print the answer first, in case the page cannot be written
-        write(args.out, certificate_page(made).html())
-        if not args.json:
-            print_line(f"\npage: {args.out}")
+    made: list[Certificate] = []
+    with paged(args, lambda: certificate_page(made)):
+        made.append(_certificate(args, args.recipe, args.variant))
+        if args.against is not None:
+            variant = args.against if args.against in VARIANTS else None
+            made.append(_certificate(args, args.recipe if variant else args.against, variant))
+        data, *other = (one.as_data() for one in made)
+        answer(args, data | ({"against": other[0]} if other else {}), lambda: _print(made))
     return 0
 
 

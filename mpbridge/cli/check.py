@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, on_target
+from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg, wanted_world
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer as print_answer
+from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.common.traits import DEFAULT
@@ -63,7 +64,7 @@ class _Answer:
 def run(args: argparse.Namespace) -> int:
     """Prints the answer. Returns 1 if the run is not valid or does not fit."""
     if args.rules:
-        return _list(args.json)
+        return _list(args)
     admission = Admission(here=args.target is None and args.machine_file is None, training=False)
     where, made = asked(args, also=admission)
     if admission.here and (faults := resume_faults(made)):
@@ -79,10 +80,7 @@ def run(args: argparse.Namespace) -> int:
         others=_others(made, where, outlook),
         notes=notes,
     )
-    if args.json:
-        print_json(as_data(answer))
-    else:
-        _print(answer)
+    print_answer(args, as_data(answer), lambda: _print(answer))
     return 0 if outlook.ok else 1
 
 
@@ -94,18 +92,11 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
     if args.target is None and args.machine_file is None:
         found.append(("machine", f"this one, {where.machine.label}", "--target GPU"))
     if wanted_world(args) is None:
-        found.append(
-            (
-                "processes",
-                f"{made.world_size}, as few as the parallel sizes allow",
-                f"--world-size {2 * made.world_size}",
-            )
-        )
-    if where.assumed:
-        options = [
-            f"--{option}" for option, field in OPTIONS.items() if field.replace("_", " ") in " ".join(where.assumed)
-        ]
-        found.append(("versions there", ", ".join(where.assumed), f"{' '.join(options)} X.Y"))
+        fewest = f"{made.world_size}, as few as the parallel sizes allow"
+        found.append(("processes", fewest, f"--world-size {2 * made.world_size}"))
+    if assumed := ", ".join(where.assumed):
+        options = [f"--{option}" for option, field in OPTIONS.items() if field.replace("_", " ") in assumed]
+        found.append(("versions there", assumed, f"{' '.join(options)} X.Y"))
     found += [
         (name.replace("_", " "), str(made.train[name]), f"train.{name}=N")
         for name in _BATCHES
@@ -196,13 +187,7 @@ def _figures(one: Outlook) -> dict[str, Any]:
     time = None if one.no_time else one.time
     return {
         "fit": fits and dataclasses.asdict(fits) | {"ok": fits.ok, "parts": one.parts},
-        "time": time
-        and {
-            "seconds": time.seconds,
-            "span": list(time.span),
-            "because": time.because,
-            "tokens_per_second_per_gpu": time.tokens_per_second,
-        },
+        "time": time and record(time, "seconds", "span", "because", tokens_per_second_per_gpu=time.tokens_per_second),
     }
 
 
@@ -214,20 +199,17 @@ def _print(answer: _Answer) -> None:
     made, one, sizes = answer.made, answer.outlook, answer.made.facts.parallel
     processes = f"{made.world_size} process{'es' if made.world_size > 1 else ''}"
     print_line(f"recipe {made.recipe}, engine {made.engine}, {processes} on {answer.where.machine.label}")
-    virtual = f" x {sizes.virtual_pipeline}" if sizes.virtual_pipeline else ""
-    print_line(
-        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}{virtual}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}"
-    )
+    print_line(sizes_of(sizes))
     if made.played is not None:
         print_line(f"here   played {on_cpu(made)}")
     print_line()
     errors, warnings = len(one.errors), len(one.violations) - len(one.errors)
     print_line(
-        f"valid  {'no' if errors else 'yes'}: {errors} error{'s' if errors != 1 else ''}, {warnings} warning{'s' if warnings != 1 else ''}"
+        f"valid  {'no' if errors else 'yes'}: {errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}",
+        f"runs   {one.capability.how}{'' if one.capability.proven else ' (unproven)'}: {one.capability.reason}",
+        f"fits   {_fits(one)}",
+        f"time   {_time(one)}",
     )
-    print_line(f"runs   {one.capability.how}{'' if one.capability.proven else ' (unproven)'}: {one.capability.reason}")
-    print_line(f"fits   {_fits(one)}")
-    print_line(f"time   {_time(one)}")
     warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
     if warmup:
         print_line(f"scale  {warmup}")
@@ -285,25 +267,13 @@ def _print_violations(violations: Sequence[Violation]) -> None:
 
 
 def _print_sizes(findings: Sequence[Misfit]) -> None:
-    rows = [
-        (
-            f.level,
-            f.module,
-            _layers(f.layers),
-            f.dimension,
-            str(f.value or "at run time"),
-            str(f.multiple) if f.multiple > 1 else "",
-            str(f.pad or ""),
-            f.cure,
-        )
-        for f in findings
-    ]
+    columns = ("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do")
+    rows = []
+    for f in findings:
+        value, multiple = f.value or "at run time", f.multiple if f.multiple > 1 else ""
+        rows.append((f.level, f.module, _layers(f.layers), f.dimension, value, multiple, f.pad or "", f.cure))
     if rows:
-        print_table(
-            ("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do"),
-            rows,
-            title="sizes",
-        )
+        print_table(columns, rows, title="sizes")
         print_line()
 
 
@@ -313,13 +283,12 @@ def _layers(layers: Sequence[int]) -> str:
     return text if len(text) <= 24 else f"{len(layers)} of {layers[0]}-{layers[-1]}"
 
 
-def _list(as_json: bool) -> int:
+def _list(args: argparse.Namespace) -> int:
     rows = [
         (rule.severity, rule.id, rule.expected, " and ".join(map(str, rule.holds)), rule.source) for rule in rules()
     ]
-    if as_json:
-        names = ("severity", "id", "expected", "holds", "source")
-        print_json({"rules": [dict(zip(names, row, strict=True)) for row in rows]})
-    else:
-        print_table(("severity", "rule", "what it expects", "applies to", "source"), rows, title=f"{len(rows)} rules")
+    names = ("severity", "id", "expected", "holds", "source")
+    columns = ("severity", "rule", "what it expects", "applies to", "source")
+    data = {"rules": [dict(zip(names, row, strict=True)) for row in rows]}
+    print_answer(args, data, lambda: print_table(columns, rows, title=f"{len(rows)} rules"))
     return 0

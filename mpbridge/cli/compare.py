@@ -9,7 +9,7 @@ from typing import Any
 
 from mpbridge.cli.import_ import HEADINGS, variables
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, DataError
 from mpbridge.common.formats import plain, say
 from mpbridge.common.traits import DEFAULT
@@ -45,14 +45,8 @@ def run(args: argparse.Namespace) -> int:
     names = _told_apart(given, read)
     verdict = handover(a, b)
     fields = _fields(given) if read == (None, None) and not any(map(_is_run, given)) else None
-    if args.json:
-        print_json(_data(names, (a, b), read, verdict) | ({} if fields is None else {"fields": fields}))
-    else:
-        _print(names, (a, b), read)
-        if fields is not None:
-            _print_fields(names, fields)
-        print_line()
-        print_line(verdict)
+    data = _data(names, (a, b), read, verdict) | ({} if fields is None else {"fields": fields})
+    answer(args, data, lambda: _print(data, (a, b)))
     return 0
 
 
@@ -81,48 +75,44 @@ def _fields(given: tuple[str, str]) -> dict[str, list[Any]]:
     return {name: [plain(left[name]), plain(right[name])] for name in left if left[name] != right[name]}
 
 
-def _print_fields(names: tuple[str, str], fields: Mapping[str, Sequence[Any]]) -> None:
-    print_line()
-    if fields:
-        print_table(("field", *names), [(name, say(a), say(b)) for name, (a, b) in fields.items()])
-    else:
-        print_line(f"{' and '.join(names)} have the same fields")
-
-
-def _data(names: tuple[str, str], sides: tuple[Setup, Setup], read: _Read, verdict: str) -> dict[str, object]:
+def _data(names: tuple[str, str], sides: tuple[Setup, Setup], read: _Read, verdict: str) -> dict[str, Any]:
     first, second = (side.meaning for side in sides)
     apart = differences(first, second)
     return {
         "a": names[0],
         "b": names[1],
-        "differences": {row: list(pair) for row, pair in apart.items()},
+        "differences": apart,
         "costs": {row: text for row in apart if (text := cost(row, first, second))},
         "same": {row: text for row, text in rows(first).items() if row in LABELS and row not in apart},
         "verdict": verdict,
-        "notes": {side: _notes(found) for side, found in zip(("a", "b"), read, strict=True)},
+        "notes": {
+            side: {} if found is None else record(found, *_NOTES) for side, found in zip("ab", read, strict=True)
+        },
     }
 
 
-def _notes(found: Imported | None) -> dict[str, list[str]]:
-    return {} if found is None else {kind: list(getattr(found, kind)) for kind in _NOTES}
-
-
-def _print(names: tuple[str, str], sides: tuple[Setup, Setup], read: _Read) -> None:
-    """The table of differences, that of what is alike, and the notes on each file."""
+def _print(data: dict[str, Any], sides: tuple[Setup, Setup]) -> None:
+    """The table of differences, that of what is alike, the notes on each file, the fields, the verdict."""
     first, second = (side.meaning for side in sides)
-    apart, left, right = differences(first, second), rows(first), rows(second)
-    if apart:
-        rows_apart = [(label(row, first, second), *pair, cost(row, first, second)) for row, pair in apart.items()]
-        print_table(("differs", *names, "what the second costs"), rows_apart)
+    names = data["a"], data["b"]
+    if data["differences"]:
+        apart = [
+            (label(row, first, second), *pair, data["costs"].get(row, "")) for row, pair in data["differences"].items()
+        ]
+        print_table(("differs", *names, "what the second costs"), apart)
         print_line()
-    alike = [row for row in LABELS if row not in apart and left[row] == right[row]]
-    print_table(("alike", "both"), [(label(row, first, second), left[row]) for row in alike])
-    for name, found in dict(zip(names, read, strict=True)).items():
-        for kind, lines in _notes(found).items():
+    print_table(("alike", "both"), [(label(row, first, second), text) for row, text in data["same"].items()])
+    for name, notes in dict(zip(names, data["notes"].values(), strict=True)).items():
+        for kind, lines in notes.items():
             if lines:
                 print_line(f"\n{name}, {_NOTES[kind]}:")
-            for line in lines:
-                print_line(line, indent="  ")
+                print_line(*lines, indent="  ")
+    if "fields" in data:
+        print_line()
+        print_table(("field", *names), [(name, say(a), say(b)) for name, (a, b) in data["fields"].items()])
+        if not data["fields"]:
+            print_line(f"{' and '.join(names)} have the same fields")
+    print_line("", data["verdict"])
 
 
 _NOTES = {kind: heading for kind, heading in HEADINGS if kind != "in_force"}

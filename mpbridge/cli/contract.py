@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.machines import machine
 from mpbridge.settings.huggingface.folder import PREFIX, folder_of
@@ -16,6 +16,7 @@ from mpbridge.settings.huggingface.kept import ENGINES
 
 if TYPE_CHECKING:
     from mpbridge.training.serving.differences import Difference
+    from mpbridge.training.serving.folder import Report
 
 SUMMARY = "compare a folder of served weights with the run that trained them"
 MOST = 12
@@ -43,38 +44,28 @@ def run(args: argparse.Namespace) -> int:
     gpu = None if args.target is None else machine(args.target)
     with bar("compared", quiet=args.json) as told:
         report = examine(folder, path, recipe=args.recipe, engines=_engines(args.engine), target=gpu, told=told)
-    if args.json:
-        print_json(
-            {
-                "folder": str(folder),
-                "format": report.format,
-                "recipe": report.recipe,
-                "quantized": report.quantized,
-                "high_precision": report.high,
-                "differences": [
-                    {"name": one.name, "kind": one.kind, "what": one.text, "error": _finite(one.error)}
-                    for one in report.found
-                ],
-                "notes": report.notes,
-            }
-        )
-        return 1 if report.found else 0
+    differences = [record(one, "name", "kind", what=one.text, error=_finite(one.error)) for one in report.found]
+    said = {"high_precision": report.high, "differences": differences, "notes": report.notes}
+    facts = {"folder": str(folder), **record(report, "format", "recipe", "quantized", **said)}
+    answer(args, facts, lambda: _print(folder, path, report))
+    return 1 if report.found else 0
+
+
+def _print(folder: Path, path: Path | None, report: Report) -> None:
     trained = f"; trained with {report.recipe}" if report.recipe else ""
     print_line(
         f"{folder}: {report.format}, {report.quantized} linears quantized, {report.high} in high precision{trained}"
     )
-    if report.found:
-        rows = _rows(report.found)
-        print_table(("where", "what", "values off by"), rows[:MOST])
-        if len(rows) > MOST:
-            print_line(f"and {len(rows) - MOST} more (--json has all)")
-    else:
+    rows = _rows(report.found)
+    print_table(("where", "what", "values off by"), rows[:MOST])
+    if len(rows) > MOST:
+        print_line(f"and {len(rows) - MOST} more (--json has all)")
+    if not rows:
         print_line(
-            "clean: " + ("codes, scales and list are the run's" if path is not None else "nothing contradicts itself")
+            "clean: " + ("nothing contradicts itself" if path is None else "codes, scales and list are the run's")
         )
     for note in report.notes:
         print_line(f"  {note}")
-    return 1 if report.found else 0
 
 
 def _engines(text: str | None) -> tuple[str, ...]:

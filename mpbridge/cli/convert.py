@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line
+from mpbridge.cli.text import answer, print_line, record
 from mpbridge.common.errors import BadValue
-from mpbridge.common.formats import DType
+from mpbridge.common.formats import dtype
 from mpbridge.settings.huggingface.folder import PREFIX, folder_of, is_reference
 from mpbridge.settings.huggingface.served import METHODS
 
 if TYPE_CHECKING:
     from mpbridge.training.weights.to_checkpoint import Taken
-    from mpbridge.training.weights.to_folder import Given
 
 SUMMARY = "convert weights and configuration from a Hugging Face folder, and back"
 CHECKPOINT = "ckpt:"
@@ -72,12 +71,10 @@ def _configuration(args: argparse.Namespace, file: Path) -> None:
     if file.exists():
         raise BadValue(f"{file} already exists: expected a new file")
     ConfigContainer.load(args.source, check=False).dump(file)
-    if args.json:
-        print_json({"from": args.source, "path": str(file)})
-    else:
-        print_line(
-            f"{args.source}: wrote model, tokenizer and sample length to {file}; set recipe, optimizer and train yourself"
-        )
+    wrote = (
+        f"{args.source}: wrote model, tokenizer and sample length to {file}; set recipe, optimizer and train yourself"
+    )
+    answer(args, {"from": args.source, "path": str(file)}, lambda: print_line(wrote))
 
 
 def _take(args: argparse.Namespace, folder: Path) -> None:
@@ -88,33 +85,22 @@ def _take(args: argparse.Namespace, folder: Path) -> None:
     made = ConfigContainer.load(args.source, check=False).resolved(training=False)
     with bar("converted", quiet=args.json) as told:
         taken = to_checkpoint(folder_of(args.source), folder, made, told)
-    if args.json:
-        facts = {"tensors": taken.tensors, "elements": taken.elements, "dtypes": taken.dtypes}
-        told_ = {"widened": taken.widened, "rounded": taken.rounded, "notes": _told(taken)}
-        print_json({"from": args.source, "path": str(taken.path), **facts, **told_})
-        return
-    print_line(f"{taken.path}: {taken.tensors:,} tensors, {taken.elements:,} parameters in {_words(taken.dtypes)}")
-    for line in _told(taken):
-        print_line(f"  {line}")
-    print_line(
-        f"  to train on: mpbridge train --config {args.source} checkpoint.load={folder} --reset-optimizer train.train_iters=N optimizer.lr=X data.corpus=..."
+    notes = _told(taken)
+    facts = record(taken, "tensors", "elements", "dtypes", "widened", "rounded", notes=notes)
+    lines = (
+        f"{taken.path}: {taken.tensors:,} tensors, {taken.elements:,} parameters in {_words(taken.dtypes)}",
+        *(f"  {note}" for note in notes),
+        f"  to train on: mpbridge train --config {args.source} checkpoint.load={folder} --reset-optimizer train.train_iters=N optimizer.lr=X data.corpus=...",
     )
+    answer(args, {"from": args.source, "path": str(taken.path), **facts}, lambda: print_line(*lines))
 
 
 def _told(taken: Taken) -> list[str]:
-    lines = []
-    if taken.widened:
-        kinds = " and ".join(taken.dtypes)
-        lines.append(
-            f"{taken.widened:,} tensors were blockwise FP8 and are widened; {taken.rounded:,} of their values are rounded to {kinds}"
-        )
-    narrow = [name for name in taken.dtypes if name in ("bfloat16", "float16")]
-    if narrow:
-        lines.append(
-            f"main weights are initialized from {DType[{'bfloat16': 'BF16', 'float16': 'FP16'}[narrow[0]]].short}: a recipe with FP32 main weights starts from "
-            "exactly these values; what rounding lost is not restored"
-        )
-    return lines
+    kinds = " and ".join(taken.dtypes)
+    narrow = [dtype(name).short for name in taken.dtypes if name in ("bfloat16", "float16")]
+    widened = f"{taken.widened:,} tensors were blockwise FP8 and are widened; {taken.rounded:,} of their values are rounded to {kinds}"
+    initial = "main weights are initialized from {}: a recipe with FP32 main weights starts from exactly these values; what rounding lost is not restored"
+    return [widened] * bool(taken.widened) + [initial.format(name) for name in narrow[:1]]
 
 
 def _give(args: argparse.Namespace, target: Path) -> None:
@@ -132,32 +118,17 @@ def _give(args: argparse.Namespace, target: Path) -> None:
         )
     path = locate(Path(args.source.removeprefix(CHECKPOINT)))
     casting = partial(Served, method=args.quantization, recipe=args.recipe) if args.quantization else None
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[args.dtype] if args.dtype else None
+    wanted = dtype(args.dtype).value if args.dtype else None
     with bar("written", quiet=args.json) as told:
-        given = to_folder(path, target, like=like, dtype=dtype, casting=casting, told=told)
-    if args.json:
-        print_json(
-            {
-                "from": str(path),
-                "path": str(given.path),
-                "family": given.family,
-                "tensors": given.tensors,
-                "elements": given.elements,
-                "dtypes": given.dtypes,
-                "notes": _left(given),
-            }
-        )
-        return
-    print_line(
-        f"{path} -> {given.path}: {given.family}, {given.tensors:,} tensors, {given.elements:,} elements in {_words(given.dtypes)}"
-    )
-    for line in _left(given):
-        print_line(f"  {line}")
-
-
-def _left(given: Given) -> list[str]:
+        given = to_folder(path, target, like=like, dtype=wanted, casting=casting, told=told)
     padding = [f"{given.left_out} padding rows of the embedding are omitted"] if given.left_out else []
-    return padding + given.notes
+    notes = padding + given.notes
+    facts = record(given, "family", "tensors", "elements", "dtypes", notes=notes)
+    lines = (
+        f"{path} -> {given.path}: {given.family}, {given.tensors:,} tensors, {given.elements:,} elements in {_words(given.dtypes)}",
+        *(f"  {note}" for note in notes),
+    )
+    answer(args, {"from": str(path), "path": str(given.path), **facts}, lambda: print_line(*lines))
 
 
 def _words(dtypes: dict[str, int]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import JSON, arg, whole
-from mpbridge.cli.text import print_json, print_line, print_table, print_whole
+from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 from mpbridge.training.admission import place_fault
@@ -33,12 +33,11 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Packs or inspects. Returns 0."""
-    if args.action == "prepare":
-        return _prepare(args)
-    return _inspect(args)
+    {"prepare": _prepare, "inspect": _inspect}[args.action](args)
+    return 0
 
 
-def _prepare(args: argparse.Namespace) -> int:
+def _prepare(args: argparse.Namespace) -> None:
     from mpbridge.common.report.progress import bar
     from mpbridge.training.data.prepare import cache_folder, prepare, write_pairs
     from mpbridge.training.data.sources import find
@@ -58,22 +57,11 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.out:
         write_pairs(done, args.out)
         prefixes = [str(args.out.with_name(f"{args.out.name}_{key}_document")) for key in done.keys]
-    if args.json:
-        print_json(
-            {
-                "documents": done.documents,
-                "tokens": done.tokens,
-                "skipped": done.skipped,
-                "cached": done.cached,
-                "prefixes": prefixes,
-            }
-        )
-        return 0
-    if name != BYTE and not is_factory(name):
+    if name != BYTE and not is_factory(name) and not args.json:
         print_line(tokenizer_files(name, args.end_of_text).end_line())
-    print_line(done.line() + (" (prepared before)" if done.cached else ""))
-    print_whole("\n".join(prefixes))
-    return 0
+    lines = (done.line() + (" (prepared before)" if done.cached else ""), *prefixes)
+    facts = record(done, "documents", "tokens", "skipped", "cached", prefixes=prefixes)
+    answer(args, facts, lambda: print_whole("\n".join(lines)))
 
 
 def _refuse_bad(args: argparse.Namespace) -> None:
@@ -102,7 +90,7 @@ def _try_writing(out: Path) -> None:
         raise BadValue(f"--out {out}: no file can be written in {place} ({error.strerror})") from None
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _inspect(args: argparse.Namespace) -> None:
     if not args.sources and not args.tokenizer:
         raise BadValue("data inspect: nothing to inspect; give a SOURCE, or --tokenizer NAME")
     found: dict[str, Any] = {}
@@ -113,11 +101,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
         sources = find("stdlib" if args.sources == ["stdlib"] else args.sources)
         found |= _packed(sources) if sources.prefixes else _raw(sources)
-    if args.json:
-        print_json(found)
-    else:
-        _show(found)
-    return 0
+    answer(args, found, lambda: _show(found))
 
 
 def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
@@ -166,14 +150,10 @@ def _show(found: dict[str, Any]) -> None:
         rows = [(key, _text(value)) for key, value in found["tokenizer"].items() if key != "name"]
         print_table(("tokenizer", found["tokenizer"]["name"]), rows)
     for facts in found.get("pairs", ()):
-        print_table(
-            (Path(facts["prefix"]).name, ""),
-            [(key.replace("_", " "), _text(value)) for key, value in facts.items() if key != "prefix"],
-        )
+        rows = [(key.replace("_", " "), _text(value)) for key, value in facts.items() if key != "prefix"]
+        print_table((Path(facts["prefix"]).name, ""), rows)
     if "files" in found:
-        print_table(
-            ("kind", "files", "bytes"), [tuple(_text(value) for value in row.values()) for row in found["files"]]
-        )
+        print_table(("kind", "files", "bytes"), [tuple(map(_text, row.values())) for row in found["files"]])
 
 
 def _text(value: Any) -> str:

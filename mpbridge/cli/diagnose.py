@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line
+from mpbridge.cli.text import answer, paged, print_line
 
 if TYPE_CHECKING:
     from mpbridge.observe.diagnose.diagnosis import Diagnosis
@@ -25,32 +24,21 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints the diagnosis. Returns 0 if nothing is anomalous, else 1."""
-    from mpbridge.common.pages.document import writable, write
     from mpbridge.observe.diagnose.diagnosis import diagnose
+    from mpbridge.observe.diagnose.page import diagnosis_page
 
-    if args.out is not None:
-        writable(args.out)
-    found = diagnose(args.run_folder, args.against)
-    if args.json:
-        print_json(found.as_data())
-    else:
-        _print(found)
-    if args.out is not None:
-        from mpbridge.observe.diagnose.page import diagnosis_page
-
-        sys.stdout.flush()  # print the answer first, in case the page cannot be written
-        write(args.out, diagnosis_page(found).html())
-        if not args.json:
-            print_line(f"\npage: {args.out}")
+    with paged(args, lambda: diagnosis_page(found)):
+        found = diagnose(args.run_folder, args.against)
+        answer(args, found.as_data(), lambda: _print(found))
     return 0 if found.healthy else 1
 
 
 def _print(found: Diagnosis) -> None:
     run = found.run
+    steps = len(run.curves.rows)
     print_line(
-        f"{run.folder}: {run.recipe}, {len(run.curves.rows)} step{'s' * (len(run.curves.rows) != 1)}, {len(run.measured)} measured"
+        f"{run.folder}: {run.recipe}, {steps} step{'s' * (steps != 1)}, {len(run.measured)} measured", found.verdict
     )
-    print_line(found.verdict)
     for one in found.onsets:
         print_line(f"step {one.step}: {one.what}", indent="  ")
     _section("First anomalous tensors:", [str(one) for one in found.odd[:6]])
@@ -68,8 +56,6 @@ def _print(found: Diagnosis) -> None:
 
 def _section(title: str, lines: Sequence[str]) -> None:
     """Prints lines indented under a title, if there are any."""
-    if not lines:
-        return
-    print_line(f"\n{title}")
-    for line in lines:
-        print_line(line, indent="  ")
+    if lines:
+        print_line(f"\n{title}")
+        print_line(*lines, indent="  ")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line, print_whole
+from mpbridge.cli.text import answer, print_line, print_whole
 from mpbridge.common.errors import BadValue
 from mpbridge.common.report.history import PRECISION
 from mpbridge.common.report.progress import bar
@@ -36,21 +36,16 @@ def run(args: argparse.Namespace) -> int:
         from mpbridge.training.disclosure.evidence import write_mllog
 
         keys = write_mllog(evidence, args.mllog)
-        if args.json:
-            print_json({"keys": keys, "emulated": evidence.emulated, "written": str(args.mllog)})
-        else:
-            for key, value in keys.items():
-                print_line(f"{key} = {value}")
-            print_line(f"{'emulated; ' if evidence.emulated else ''}written to {args.mllog}")
+        written = f"{'emulated; ' if evidence.emulated else ''}written to {args.mllog}"
+        lines = (*(f"{key} = {value}" for key, value in keys.items()), written)
+        data = {"keys": keys, "emulated": evidence.emulated, "written": str(args.mllog)}
+        answer(args, data, lambda: print_line(*lines))
         return 0
     from mpbridge.training.disclosure.evidence import model_card
 
     card = model_card(evidence)
-    if args.json:
-        said = {"emulated": evidence.emulated, "card": card, "audits": list(evidence.audits)}
-        print_json({"folder": str(args.folder), **said, "precision": dict(evidence.data)})
-    else:
-        print_whole(card)
+    said = {"emulated": evidence.emulated, "card": card, "audits": evidence.audits, "precision": evidence.data}
+    answer(args, {"folder": str(args.folder), **said}, lambda: print_whole(card))
     return 0
 
 
@@ -79,19 +74,15 @@ def _sign(args: argparse.Namespace) -> int:
                 f"{folder} is no checkpoint of mpbridge (it has no {MANIFEST}): to sign any folder, add --publish; served weights with their {CONTRACT}, --run DIR"
             )
         sign_folder(folder, signer, MODEL_SIGNATURE)
-        if args.json:
-            print_json({"signature": str(folder / MODEL_SIGNATURE), "key": signer.id})
-        else:
-            print_line(f"{folder / MODEL_SIGNATURE}: signed by {signer.id[:12]}")
+        written = str(folder / MODEL_SIGNATURE)
+        line = f"{written}: signed by {signer.id[:12]}"
+        answer(args, {"signature": written, "key": signer.id}, lambda: print_line(line))
         return 0
     evidence = _evidence(args)
     with bar("hashing") as told:
         result = sign_checkpoint(folder, evidence, signer, publish=args.publish, told=told)
-    if args.json:
-        print_json({"record": str(folder / RECORD), "key": signer.id, **result})
-    else:
-        counts = ", ".join(f"{len(result[f'{word}Tests'])} {word}" for word in ("passed", "warned", "failed"))
-        print_line(f"{folder / RECORD}: {result['result']} ({counts}), signed by {signer.id[:12]}")
-        for text in (*result["failedTests"], *result["warnedTests"]):
-            print_line(text, indent="  ")
+    counts = ", ".join(f"{len(result[f'{word}Tests'])} {word}" for word in ("passed", "warned", "failed"))
+    line = f"{folder / RECORD}: {result['result']} ({counts}), signed by {signer.id[:12]}"
+    shown = (line, *(f"  {text}" for text in (*result["failedTests"], *result["warnedTests"])))
+    answer(args, {"record": str(folder / RECORD), "key": signer.id, **result}, lambda: print_line(*shown))
     return 1 if result["result"] == "FAILED" else 0

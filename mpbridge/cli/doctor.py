@@ -7,7 +7,7 @@ import dataclasses
 
 from mpbridge.cli._target import TARGET, TargetMachine, target
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line, print_table, print_whole
+from mpbridge.cli.text import answer, print_line, print_table, print_whole
 from mpbridge.common.machines import Machine, machines
 from mpbridge.common.probe import environment, gpus
 from mpbridge.common.tables.units import size
@@ -28,25 +28,15 @@ ARGUMENTS = (
 def run(args: argparse.Namespace) -> int:
     """Prints the table. Returns 1 if a single recipe was requested and does not run natively."""
     if args.machines:
-        _print_machines(as_json=args.json)
+        rows = [(name, row.label, size(row.memory_bytes), row.note) for name, row in machines.items() if row.gpu]
+        data = {"machines": {name: _machine(row) for name, row in machines.items()}}
+        answer(args, data, lambda: print_table(("--target", "machine", "memory", "note"), rows))
         return 0
     where = target(args)
     names = (recipe(args.recipe).name,) if args.recipe else tuple(recipes)
     answers = {name: can_run(resolve(recipes[name].make()), where.machine, where.versions) for name in names}
-    if args.json:
-        print_json(as_data(where, answers))
-    else:
-        _print(where, answers)
-    return 1 if args.recipe and not all(answer.native for answer in answers.values()) else 0
-
-
-def _print_machines(*, as_json: bool) -> None:
-    """Every machine of the table: the name that --target takes, and what it is."""
-    if as_json:
-        print_json({"machines": {name: _machine(row) for name, row in machines.items()}})
-        return
-    rows = [(name, row.label, size(row.memory_bytes), row.note) for name, row in machines.items() if row.gpu]
-    print_table(("--target", "machine", "memory", "note"), rows)
+    answer(args, as_data(where, answers), lambda: _print(where, answers))
+    return 1 if args.recipe and not all(one.native for one in answers.values()) else 0
 
 
 def _machine(row: Machine) -> dict[str, object]:
@@ -76,23 +66,18 @@ def _print(where: TargetMachine, answers: dict[str, Capability]) -> None:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in machine.peak)
         print_line(f"peak      {rates} dense TFLOP/s, {machine.bandwidth / 1e9:g} GB/s ({machine.source})")
     for name, value in dataclasses.asdict(where.versions).items():
-        print_line(
-            f"{name.replace('_', ' '):19}{value or ('not installed' if where.here else 'unknown')}{' (assumed)' if any(a.startswith(name.replace('_', ' ')) for a in where.assumed) else ''}"
-        )
+        words, absent = name.replace("_", " "), "not installed" if where.here else "unknown"
+        assumed = any(version.startswith(words) for version in where.assumed)
+        print_line(f"{words:19}{value or absent}{' (assumed)' if assumed else ''}")
     if where.here:
-        unused = [gpu.name for gpu in gpus()] if not machine.gpu else []
-        print_line(
-            f"gpus               {', '.join(gpu.name for gpu in gpus()) or 'none'}{' (torch is a build without CUDA)' if unused else ''}"
-        )
+        names = ", ".join(gpu.name for gpu in gpus())
+        unused = " (torch is a build without CUDA)" if names and not machine.gpu else ""
+        print_line(f"gpus               {names or 'none'}{unused}")
         for name, value in environment().items():
             print_whole(f"{name}={value}")
-        for package in missing(where.versions.megatron_core):
-            print_line(
-                f"missing             {package}, which megatron-core {where.versions.megatron_core} imports: pip install {package}"
-            )
+        core = where.versions.megatron_core
+        for package in missing(core):
+            print_line(f"missing             {package}, which megatron-core {core} imports: pip install {package}")
     print_line()
-    rows = [
-        (name, answer.how + ("" if answer.proven else ", unproven"), answer.nearest or "", answer.reason)
-        for name, answer in answers.items()
-    ]
+    rows = [(name, f"{one.how}{'' if one.proven else ', unproven'}", one.nearest or "", one.reason) for name, one in answers.items()]  # fmt: skip
     print_table(("recipe", "runs", "nearest that runs", "why"), rows)

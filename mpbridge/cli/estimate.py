@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import TARGET, on_target, reference, target
+from mpbridge.cli._target import TARGET, on_target, reference, sizes_of, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, resolved
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import GIB
 from mpbridge.planning.estimate.predict import Estimate
@@ -45,14 +46,10 @@ def run(args: argparse.Namespace) -> int:
     outlook = where.outlook(made)
     mine = outlook.time
     other = _reference(made, where)
-    if args.json:
-        print_json(
-            _data(made, mine, args.price)
-            | {"reference": None if other is None else _data(made, other, args.price)}
-            | {"verdict": outlook.verdict, "objections": outlook.objections}
-        )
-    else:
-        _print(made, where, mine, other, args.price)
+    data = _data(made, mine, args.price) | {"reference": None if other is None else _data(made, other, args.price)}
+    data |= record(outlook, "verdict", "objections")
+    answer(args, data, lambda: _print(made, where, mine, other, args.price))
+    if not args.json:
         for words in outlook.objections.values():
             print_line(f"\nnot as configured: {words} (mpbridge check)")
     if measured is not None and not args.json:
@@ -106,50 +103,38 @@ def _data(made: Run, one: Estimate, price: float | None) -> dict[str, Any]:
     return {
         "recipe": made.recipe,
         "predicted": True,
-        "seconds": one.seconds,
-        "band": one.band,
-        "span": list(one.span),
-        "because": one.because,
+        **record(one, "seconds", "band", "span", "because"),
         "tokens_per_second_per_gpu": one.tokens_per_second,
         "model_tflops_per_gpu": one.flops_per_second / 1e12,
         "share_of_peak": one.share_of_peak,
         "gpu_hours_per_billion_tokens": hours,
         "price_per_billion_tokens": None if price is None else price * hours,
-        "parts": dict(one.parts),
-        "left_out": list(one.left_out),
+        **record(one, "parts", "left_out"),
     }
 
 
 def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None, price: float | None) -> None:
-    sizes = made.facts.parallel
-    print_line(f"recipe {made.recipe}, engine {made.engine}, {sizes.world_size} x {where.machine.label}: a prediction")
-    print_line(
-        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}{f' x {sizes.virtual_pipeline}' if sizes.virtual_pipeline else ''}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}\n"
-    )
-    low, high = mine.span
-    print_line(f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})")
-    print_line(f"tokens/s/GPU  {mine.tokens_per_second:,.0f}")
-    print_line(
-        f"model TFLOP/s {_few(mine.flops_per_second / 1e12)} per GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products"
-    )
-    hours = mine.gpu_hours_per_billion_tokens
+    (low, high), hours = mine.span, mine.gpu_hours_per_billion_tokens
     cost = f", {price * hours:,.0f} at {price:g} per hour" if price is not None else ""
-    print_line(f"GPU hours     {hours:,.0f} per billion tokens{cost}")
+    print_line(
+        f"recipe {made.recipe}, engine {made.engine}, {made.facts.parallel.world_size} x {where.machine.label}: a prediction",
+        f"{sizes_of(made.facts.parallel)}\n",
+        f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})",
+        f"tokens/s/GPU  {mine.tokens_per_second:,.0f}",
+        f"model TFLOP/s {_few(mine.flops_per_second / 1e12)} per GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products",
+        f"GPU hours     {hours:,.0f} per billion tokens{cost}",
+    )
+    theirs: Mapping[str, float] = {} if other is None else other.parts
     if other is not None:
-        print_line(
-            f"compared with {REFERENCE} in the same layout: {other.seconds / mine.seconds:.2f} times as fast ({other.seconds:.3g} s)"
-        )
+        faster = f"{other.seconds / mine.seconds:.2f} times as fast ({other.seconds:.3g} s)"
+        print_line(f"compared with {REFERENCE} in the same layout: {faster}")
     print_line()
-    names = dict.fromkeys([*mine.parts, *(other.parts if other is not None else ())])
-    rows = [
-        (
-            name,
-            f"{mine.parts.get(name, 0.0) * 1000:,.1f}",
-            f"{mine.parts.get(name, 0.0) / mine.seconds:.1%}",
-            f"{other.parts.get(name, 0.0) * 1000:,.1f}" if other is not None else "",
+    rows = []
+    for name in dict.fromkeys([*mine.parts, *theirs]):
+        seconds, plain = mine.parts.get(name, 0.0), theirs.get(name, 0.0)
+        rows.append(
+            (name, f"{seconds * 1000:,.1f}", f"{seconds / mine.seconds:.1%}", f"{plain * 1000:,.1f}" if other else "")
         )
-        for name in names
-    ]
     print_table(("where the time goes", "ms", "share", f"{REFERENCE} ms"), rows)
     for line in mine.left_out:
         print_line(f"left out: {line}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line, print_whole
+from mpbridge.cli.text import answer, print_line, print_whole, record
 from mpbridge.common.errors import BadValue, cut
 from mpbridge.interop.stacks.base import Export
 from mpbridge.interop.stacks.exporters import STACKS, export
@@ -29,12 +29,14 @@ ARGUMENTS = (
 def run(args: argparse.Namespace) -> int:
     """Prints the pieces to paste. Returns 1 if something cannot be expressed there."""
     made = _made(args)
-    if args.json:
-        pieces = [{"name": piece.name, "text": piece.text} for piece in made.pieces]
-        lines = [{"fidelity": line.fidelity, "fact": line.fact, "text": line.text} for line in made.lines]
-        said = {"stack": made.stack, "version": made.version, "fidelity": made.fidelity, "assumed": list(made.assumed)}
-        print_json({"recipe": args.recipe, **said, "pieces": pieces, "lines": lines})
-        return 1 if made.fidelity == "impossible" else 0
+    pieces = [record(piece, "name", "text") for piece in made.pieces]
+    lines = [record(line, "fidelity", "fact", "text") for line in made.lines]
+    said = record(made, "stack", "version", "fidelity", "assumed", pieces=pieces, lines=lines)
+    answer(args, {"recipe": args.recipe, **said}, lambda: _print(args.recipe, made))
+    return 1 if made.fidelity == "impossible" else 0
+
+
+def _print(recipe: str | None, made: Export) -> None:
     for piece in made.pieces:
         print_whole(f"# {made.stack} {made.version}: {piece.name}")
         print_whole(piece.text)
@@ -47,14 +49,12 @@ def run(args: argparse.Namespace) -> int:
     }
     on = f"{made.stack}{f' {made.version}' if made.assumed else ''}"
     given = ", given what is assumed below" if made.assumed else ""
-    print_line(f"{args.recipe or 'the run'} on {on}: {words[made.fidelity]}{given}")
+    print_line(f"{recipe or 'the run'} on {on}: {words[made.fidelity]}{given}")
     for line in made.lines:
         print_line(str(line), indent="  ")
     if made.assumed:
         print_line("\nassumed:")
-        for text in made.assumed:
-            print_line(text, indent="  ")
-    return 1 if made.fidelity == "impossible" else 0
+        print_line(*made.assumed, indent="  ")
 
 
 def _made(args: argparse.Namespace) -> Export:

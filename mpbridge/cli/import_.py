@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import write
 from mpbridge.common.formats import plain
@@ -16,7 +16,8 @@ from mpbridge.interop.stacks.exporters import STACKS, stack_module
 from mpbridge.interop.stacks.importers import read_args, read_file
 from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.meaning import label, rows
-from mpbridge.interop.stacks.nearest import Answer, answer, apart
+from mpbridge.interop.stacks.nearest import Answer, apart
+from mpbridge.interop.stacks.nearest import answer as answer_for
 from mpbridge.interop.stacks.runs_here import refusals
 
 SUMMARY = "translate another stack's configuration to a recipe"
@@ -39,16 +40,13 @@ def run(args: argparse.Namespace) -> int:
     """
     found = _read(args)
     told = (
-        answer(found.fields, engine=found.engine, meaning=found.meaning)
+        answer_for(found.fields, engine=found.engine, meaning=found.meaning)
         if found.fields
         else Answer(recipe=None, overrides={}, why="; ".join(found.cannot_express))
     )
     if args.write is not None and not found.undecided:
         _write(args.write, found, told)
-    if args.json:
-        print_json(_data(found, told))
-    else:
-        _print(found, told)
+    answer(args, _data(found, told), lambda: _print(found, told))
     if args.write is not None and found.undecided:
         raise BadValue(f"--write {args.write}: not written, since it is undecided: {'; '.join(found.undecided)}")
     return 1 if told.recipe is None or found.undecided or _doubtful(found) else 0
@@ -119,8 +117,7 @@ def _print(found: Imported, told: Answer) -> None:
     forbidden = refusals(told)
     if forbidden:
         print_line("\nmpbridge does not train this as it is:")
-        for line in forbidden:
-            print_line(line, indent="  ")
+        print_line(*forbidden, indent="  ")
     listed = [(heading, getattr(found, attribute)) for attribute, heading in HEADINGS]
     for heading, lines in (("hazards", _hazards(found)), *listed):
         if lines:
@@ -133,7 +130,7 @@ def _print(found: Imported, told: Answer) -> None:
 
 
 def _data(found: Imported, told: Answer) -> dict[str, object]:
-    lists = {attribute: list(getattr(found, attribute)) for attribute, _ in HEADINGS}
+    lists = record(found, *(attribute for attribute, _ in HEADINGS))
     return {
         "stack": found.stack,
         "version": found.version,

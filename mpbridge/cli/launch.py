@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._slurm import Job, job_faults, script
 from mpbridge.cli.options import arg, resolved, whole
-from mpbridge.cli.text import complain, print_line, print_whole
+from mpbridge.cli.text import complain, print_line, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused
 from mpbridge.common.machines import machine
 from mpbridge.planning.hardware.capability import ASSUMED
@@ -57,21 +57,10 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(f"{words[0]!r} cannot be launched, expected train or a .py file: {USAGE}")
     elif not Path(words[0]).is_file() and not (args.image and Path(words[0]).is_absolute()):
         raise BadValue(f"{words[0]}: no such file here, expected train or a .py file: {USAGE}")
-    job = Job(
-        nodes=args.nodes,
-        per_node=args.gpus_per_node,
-        command=words,
-        repeats=trains,
-        python=args.python or ("python" if args.image else sys.executable),
-        name=args.name,
-        gpus=not args.cpu,
-        time=args.time,
-        notice=args.notice,
-        retries=args.retries,
-        image=args.image,
-        mounts=args.mount,
-        options=args.slurm,
-    )
+    python = args.python or ("python" if args.image else sys.executable)
+    asked = record(args, "nodes", "name", "time", "notice", "retries", "image")
+    made = {"per_node": args.gpus_per_node, "gpus": not args.cpu, "mounts": args.mount, "options": args.slurm}
+    job = Job(command=words, repeats=trains, python=python, **asked, **made)
     _submit(script(job)) if args.submit else print_whole(script(job).removesuffix("\n"))
     return 0
 
@@ -103,16 +92,10 @@ def _requeue_faults(section: Mapping[str, Any]) -> list[str]:
     if not save:
         return ["checkpoint.save is not set: without checkpoints the run starts over after every time limit"]
     cure = f"drop it; to start from the weights of another checkpoint: checkpoint.pretrained_checkpoint={load or 'DIR'}"
-    faults = []
-    if load and Path(load).resolve() != Path(save).resolve():
-        faults.append(
-            f"checkpoint.load={load} is not checkpoint.save={save}: after its time limit the run would start from there again: {cure}"
-        )
-    if section["reset_optimizer"]:
-        faults.append(
-            f"checkpoint.reset_optimizer (--reset-optimizer) would drop the optimizer's states after every time limit: {cure}"
-        )
-    return faults
+    again = f"checkpoint.load={load} is not checkpoint.save={save}: after its time limit the run would start from there again: {cure}"
+    reset = f"checkpoint.reset_optimizer (--reset-optimizer) would drop the optimizer's states after every time limit: {cure}"
+    elsewhere = bool(load) and Path(load).resolve() != Path(save).resolve()
+    return [again] * elsewhere + [reset] * bool(section["reset_optimizer"])
 
 
 def _refuse_broken(made: Run, *, gpus: bool) -> None:

@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import TARGET, left_out, on_target, target
 from mpbridge.cli.options import JSON, RUN, arg, container, wanted_world, whole
-from mpbridge.cli.text import print_json, print_line, print_table, print_whole
+from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.tables.units import size
 from mpbridge.planning.estimate.layouts import PLACES, Layout, line, search, why_none
@@ -40,20 +41,9 @@ def run(args: argparse.Namespace) -> int:
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
     found, faults, omitted = _search(args, base, where, world)
-    if args.json:
-        print_json(
-            {
-                "layouts": [_data(name, one, tuple(omitted)) | {"changes": changes} for name, one, changes in found],
-                "refused": faults,
-            }
-        )
-        return 0 if found else 1
-    print_line(f"{world} x {where.machine.label}: predictions")
-    _print(found)
-    for words in (*faults, *omitted):
-        print_line(f"left out: {words}")
-    if not found:
-        print_line("no layout is valid and fits")
+    layouts = [_data(name, one, tuple(omitted)) | {"changes": changes} for name, one, changes in found]
+    head = f"{world} x {where.machine.label}: predictions"
+    answer(args, {"layouts": layouts, "refused": faults}, lambda: _print(head, found, (*faults, *omitted)))
     return 0 if found else 1
 
 
@@ -135,19 +125,12 @@ def alone(facts: RunFacts, world: int) -> RunFacts:
 
 
 def _data(name: str, one: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        "recipe": name,
-        "seconds": one.seconds,
-        "tokens_per_second_per_gpu": one.tokens_per_second,
-        "needed": one.needed,
-        "band": one.band,
-        "answer": one.answer,
-        "settings": one.line,
-        "left_out": list(left_out),
-    }
+    speed = {"seconds": one.seconds, "tokens_per_second_per_gpu": one.tokens_per_second}
+    return {"recipe": name, **speed, **record(one, "needed", "band", "answer", settings=one.line, left_out=left_out)}
 
 
-def _print(found: list[tuple[str, Layout, str]]) -> None:
+def _print(head: str, found: list[tuple[str, Layout, str]], omitted: Iterable[str]) -> None:
+    print_line(head)
     rows = [
         (
             str(place), name, f"{one.run.parallel.tensor}", f"{one.run.parallel.pipeline}{f' x {one.run.parallel.virtual_pipeline}' if one.run.parallel.virtual_pipeline else ''}",
@@ -160,3 +143,7 @@ def _print(found: list[tuple[str, Layout, str]]) -> None:
     print_table(_COLUMNS, rows)
     for place, (_, _, changes) in enumerate(found, start=1):
         print_whole(f"{place}: {changes}")
+    for words in omitted:
+        print_line(f"left out: {words}")
+    if not found:
+        print_line("no layout is valid and fits")

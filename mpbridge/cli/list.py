@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import answer, print_table, record
 from mpbridge.precision.recipe import Recipe
 from mpbridge.precision.registry import recipes
 
@@ -16,15 +16,14 @@ ARGUMENTS = (arg("--aliases", "also list the aliases"), JSON)
 def run(args: argparse.Namespace) -> int:
     """Prints the table."""
     entries = list(recipes.values())
-    if args.json:
-        print_json({"recipes": [as_data(entry) for entry in entries]})
-        return 0
     rows = [
         (e.name, needs(e), e.status, e.engine or "", e.summary, ", ".join(e.aliases) if args.aliases else "")
         for e in entries
     ]
     columns = ("recipe", "needs", "status", "engine", "what it does", "also called")
-    print_table(columns if args.aliases else columns[:-1], rows if args.aliases else [row[:-1] for row in rows])
+    shown = len(columns) - (not args.aliases)
+    data = {"recipes": [as_data(entry) for entry in entries]}
+    answer(args, data, lambda: print_table(columns[:shown], [row[:shown] for row in rows]))
     return 0
 
 
@@ -35,13 +34,4 @@ def needs(entry: Recipe) -> str:
 
 def as_data(entry: Recipe) -> dict[str, object]:
     """The entry's metadata as JSON types."""
-    return {
-        "name": entry.name,
-        "summary": entry.summary,
-        "aliases": list(entry.aliases),
-        "needs": list(entry.needs) if entry.needs else None,
-        "status": entry.status,
-        "engine": entry.engine,
-        "source": entry.source,
-        "hints": list(entry.hints),
-    }
+    return record(entry, "name", "summary", "aliases", "needs", "status", "engine", "source", "hints")

@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mpbridge.cli._target import TARGET, TargetMachine, asked, reference
+from mpbridge.cli._target import TARGET, TargetMachine, asked, reference, sizes_of
 from mpbridge.cli.options import JSON, RUN, arg, whole
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables.units import ByteUnit, count, unit_for
 from mpbridge.planning.memory.activations import basis
@@ -37,11 +37,8 @@ def run(args: argparse.Namespace) -> int:
     other = reference(made, where)
     compared = against_bf16(made.policy, facts, mine=mine, reference=(other.policy, where.facts(other.facts)))
     stages = _stages(made, facts) if args.stages else ()
-    if args.json:
-        said = {"verdict": outlook.verdict, "objections": outlook.objections}
-        print_json(as_data(made, facts, compared, outlook.fit, stages) | said)
-    else:
-        _print(made, where, outlook, compared, stages)
+    data = as_data(made, facts, compared, outlook.fit, stages) | record(outlook, "verdict", "objections")
+    answer(args, data, lambda: _print(made, where, outlook, compared, stages))
     return 1 if outlook.answer == "does not fit" else 0
 
 
@@ -67,19 +64,12 @@ def as_data(
 
 def _data(one: Memory) -> dict[str, Any]:
     return {
-        "rank": one.rank,
-        "stage": one.stage,
-        "exact": one.exact,
-        "roles": dict(one.roles),
-        "states": one.states,
-        "bytes_per_parameter": one.bytes_per_parameter,
+        **record(one, "rank", "stage", "exact", "roles", "states", "bytes_per_parameter"),
         "parameters_on_rank": one.elements,
-        "estimates": {"activations": one.activations, "communication": one.communication},
+        "estimates": record(one, "activations", "communication"),
         "beside": [dataclasses.asdict(part) for part in (*one.overheads, *one.outside)],
         "activations_uncertainty": one.uncertainty,
-        "total": one.total,
-        "needed": one.needed,
-        "band": one.band,
+        **record(one, "total", "needed", "band"),
     }
 
 
@@ -90,27 +80,22 @@ def _stages(made: Run, facts: RunFacts) -> tuple[Memory, ...]:
 
 def _print(made: Run, where: TargetMachine, outlook: Outlook, compared: Comparison, stages: tuple[Memory, ...]) -> None:
     facts, mine, other = outlook.facts, compared.mine, compared.reference
-    sizes = facts.parallel
     unit = unit_for(max(mine.needed, other.needed))
+    gpus = f"{made.world_size} GPU{'s' * (made.world_size > 1)}"
     print_line(
-        f"recipe {made.recipe}, engine {made.engine}: {count(total_parameters(facts))} parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}"
+        f"recipe {made.recipe}, engine {made.engine}: {count(total_parameters(facts))} parameters on {gpus}",
+        f"{sizes_of(facts.parallel)}; {_which(made, facts, mine)}",
+        "",
     )
-    print_line(
-        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; {_which(made, facts, mine)}"
-    )
-    print_line()
     columns = ("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "basis")
     print_table(columns, _rows(facts, compared, unit))
     if stages:
         print_line()
-        print_table(
-            ("stage", f"states {unit.name}", f"activations {unit.name} (estimate)", f"total {unit.name}"),
-            [(str(s.stage), unit.of(s.states), unit.of(s.activations), unit.of(s.total)) for s in stages],
-        )
+        rows = [(str(s.stage), unit.of(s.states), unit.of(s.activations), unit.of(s.total)) for s in stages]
+        print_table(("stage", f"states {unit.name}", f"activations {unit.name} (estimate)", f"total {unit.name}"), rows)
     if compared.reasons:
         print_line(f"\nwhy it differs from {REFERENCE}")
-        for reason in compared.reasons:
-            print_line(reason, indent="  ")
+        print_line(*compared.reasons, indent="  ")
     for words in left_out_of_memory(facts):
         print_line(f"left out: {words}")
     if outlook.fit is not None:
@@ -124,13 +109,8 @@ def _print(made: Run, where: TargetMachine, outlook: Outlook, compared: Comparis
 def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[str, str, str, str, str]]:
     """Role, this recipe's amount, the reference's, bytes per parameter, basis of the figure."""
     mine, other = compared.mine, compared.reference
-    known = (
-        "exact"
-        if mine.exact
-        else "see what is omitted"
-        if left_out_of_memory(facts)
-        else "without its engine's alignment"
-    )
+    inexact = "see what is omitted" if left_out_of_memory(facts) else "without its engine's alignment"
+    known = "exact" if mine.exact else inexact
     known_by, _, why = basis(facts).partition(": ")
     measured = f"{known_by}, +-{mine.uncertainty:.0%}{f': {why}' if why else ''}"
     return [

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import LIMITS, regular, why
 from mpbridge.settings.huggingface.folder import PREFIX, folder_of
+
+if TYPE_CHECKING:
+    from mpbridge.training.serving.mismatch import Mismatch
 
 SUMMARY = "measure how far a served folder's log-probabilities are from training's"
 MOST = 4
@@ -36,25 +40,21 @@ def run(args: argparse.Namespace) -> int:
             text = stream.read(LIMITS["text"].size).decode("utf-8", errors="replace")
     except OSError as error:
         raise BadValue(f"{args.tokens} cannot be read: {why(error)}") from None
-    path, folder = (
-        locate(Path(args.run.removeprefix("ckpt:"))),
-        folder_of(f"{PREFIX}{args.folder.removeprefix(PREFIX)}"),
-    )
+    path = locate(Path(args.run.removeprefix("ckpt:")))
+    folder = folder_of(f"{PREFIX}{args.folder.removeprefix(PREFIX)}")
     found = mismatch(path, folder, text, sequences=args.sequences)
-    if args.json:
-        print_json({"run": str(path), "folder": str(folder)} | dataclasses.asdict(found))
-        return 0
-    print_line(f"{path} against {folder}: {found.tokens:,} tokens, training's loss {found.loss:.4f}")
-    print_table(
-        ("served", "mean |d log p|", "k3", "greedy tokens that change", "loss"),
-        [
-            (one.name, f"{one.mean:.2e}", f"{one.k3:.2e}", f"{one.greedy:.2%}", f"{one.loss:.4f}")
-            for one in found.distances
-        ],
-    )
-    print_line()
-    worst = list(found.linears.items())[:MOST]
-    print_table(
-        ("linear", "its output's error on training's inputs"), [(name, f"{error:.2e}") for name, error in worst]
-    )
+    data = {"run": str(path), "folder": str(folder)} | dataclasses.asdict(found)
+    answer(args, data, lambda: _print(path, folder, found))
     return 0
+
+
+def _print(path: Path, folder: Path, found: Mismatch) -> None:
+    print_line(f"{path} against {folder}: {found.tokens:,} tokens, training's loss {found.loss:.4f}")
+    rows = [
+        (one.name, f"{one.mean:.2e}", f"{one.k3:.2e}", f"{one.greedy:.2%}", f"{one.loss:.4f}")
+        for one in found.distances
+    ]
+    print_table(("served", "mean |d log p|", "k3", "greedy tokens that change", "loss"), rows)
+    print_line()
+    worst = [(name, f"{error:.2e}") for name, error in list(found.linears.items())[:MOST]]
+    print_table(("linear", "its output's error on training's inputs"), worst)

@@ -6,7 +6,7 @@ import argparse
 
 from mpbridge.cli.options import JSON, RUN, arg, resolved
 from mpbridge.cli.show import facts
-from mpbridge.cli.text import print_json, print_line, print_table, show_table
+from mpbridge.cli.text import answer, print_line, print_table, show_table
 from mpbridge.planning.memory.names import refuse_idle_rules
 from mpbridge.precision.sync.plan import plain
 from mpbridge.settings.container import Run
@@ -25,10 +25,7 @@ def run(args: argparse.Namespace) -> int:
     made = resolved(args)
     for stage in made.stages:
         refuse_idle_rules(stage.policy, made.facts.shape, depth=made.facts.shape.num_layers)
-    if args.json:
-        print_json(as_data(made))
-    else:
-        _print(made, explain=args.explain)
+    answer(args, as_data(made), lambda: _print(made, explain=args.explain))
     return 1 if args.on_conflict == "error" and made.plan.conflicts else 0
 
 
@@ -39,7 +36,7 @@ def as_data(made: Run) -> dict[str, object]:
         "recipe": made.recipe,
         "engine": made.engine,
         "world_size": made.world_size,
-        "brought": list(made.brought),
+        "brought": made.brought,
         "meaning": dict(facts(made.policy, made.facts.shape, engine=made.facts.engine)),
         **made.plan.as_data(),
         "bf16_layers": list(made.policy.bf16_layers(depth)) if made.policy.quantized else None,

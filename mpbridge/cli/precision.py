@@ -51,7 +51,7 @@ def _table(step: int, rows: Sequence[Mapping[str, Any]], top: int) -> object:
 
     made = []
     for row in worst(rows, top):
-        cells = [f"{row['linear']}", f"{row['side']} {row['copy']}", f"{row['format']}"]
+        cells = [row["linear"], f"{row['side']} {row['copy']}", row["format"]]
         cells += [_shown(row[name], "{:.2%}") for name in ("flushed", "saturated", "row_error")]
         cells += [_shown(row[name], text) for name, text in (("sqnr", "{:.1f}"), ("amax", "{:.3g}"), ("scale", "{:.3g}"), ("staleness", "2**{:+.1f}"))]  # fmt: skip
         made.append(cells)
@@ -60,12 +60,8 @@ def _table(step: int, rows: Sequence[Mapping[str, Any]], top: int) -> object:
 
 def worst(rows: Sequence[Mapping[str, Any]], top: int) -> list[Mapping[str, Any]]:
     """The rows with the largest row errors, largest first."""
-
-    def size(row: Mapping[str, Any]) -> float:
-        error = row["row_error"]
-        return error if isinstance(error, float) else 0.0
-
-    return sorted(rows, key=size, reverse=True)[:top]
+    known = [row["row_error"] if isinstance(row["row_error"], float) else 0.0 for row in rows]
+    return [rows[i] for i in sorted(range(len(rows)), key=known.__getitem__, reverse=True)[:top]]
 
 
 def _shown(value: object, text: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpbridge.cli._target import TARGET, left_out, on_target, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, wanted_world
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import size
 from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
@@ -47,20 +47,9 @@ def run(args: argparse.Namespace) -> int:
     for folder in args.runs.split(",") if args.runs else ():
         made = [_measured(advice, Path(folder)) for advice in made]
     ranked = sorted(with_ties(made), key=lambda advice: order(advice, args.by))
-    if args.json:
-        print_json(
-            {
-                "target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)},
-                "recipes": [dataclasses.asdict(a) for a in ranked],
-                "left_out": omitted,
-            }
-        )
-    else:
-        print_line(f"target {where.line()}")
-        print_line()
-        _print(ranked, args.price)
-        for words in omitted:
-            print_line(f"left out: {words}")
+    there = {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)}
+    data = {"target": there, "recipes": [dataclasses.asdict(one) for one in ranked], "left_out": omitted}
+    answer(args, data, lambda: _print(where, ranked, omitted, args.price))
     return 0 if any(advice.legal and advice.fits for advice in ranked) else 1
 
 
@@ -109,7 +98,8 @@ def _speed(advice: Advice, price: float | None) -> tuple[str, str]:
     return f"{advice.seconds:.3g} s{off}, {advice.speed_known}", f"{advice.hours:,.0f}{cost}"
 
 
-def _print(order: list[Advice], price: float | None) -> None:
+def _print(where: TargetMachine, order: list[Advice], omitted: list[str], price: float | None) -> None:
+    print_line(f"target {where.line()}", "")
     legal = [advice for advice in order if advice.legal]
     for fits, title in ((True, "valid and fit, in order"), (False, "valid, but do not fit")):
         rows = [
@@ -142,6 +132,8 @@ def _print(order: list[Advice], price: float | None) -> None:
     if others:
         print_line()
         print_table(("recipe", "why not"), others, title="not valid here")
+    for words in omitted:
+        print_line(f"left out: {words}")
 
 
 def _memory(advice: Advice) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import columns_here, print_json, print_line, print_whole
+from mpbridge.cli.diagnose import ARGUMENTS as ARGUMENTS
+from mpbridge.cli.text import answer, columns_here, paged, print_line, print_whole
 
 if TYPE_CHECKING:
     from mpbridge.observe.diagnose.diagnosis import Diagnosis
@@ -18,35 +17,18 @@ if TYPE_CHECKING:
 SUMMARY = "say after or during a run how it went: curves, audits, low precision, diagnosis, whether it can resume"
 HEIGHT, WIDTH = 8, 72
 """Lines and columns of the loss."""
-ARGUMENTS = (
-    arg("run_folder RUN", "the run's folder (logger.log_dir)", Path),
-    arg("--against RUN_B", "a run to compare with, preferably a healthy one", Path),
-    arg("--out FILE", "write a page: a self-contained HTML file", Path),
-    JSON,
-)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report. Returns 1 if an audit found something else than promised, or something is anomalous."""
-    from mpbridge.common.pages.document import writable, write
     from mpbridge.observe.diagnose.diagnosis import diagnose
+    from mpbridge.observe.diagnose.page import diagnosis_page
 
-    if args.out is not None:
-        writable(args.out)
-    found = diagnose(args.run_folder, args.against)
-    answer = as_data(found)
-    if args.json:
-        print_json(answer)
-    else:
-        _print(found, answer)
-    if args.out is not None:
-        from mpbridge.observe.diagnose.page import diagnosis_page
-
-        sys.stdout.flush()  # print the answer first, in case the page cannot be written
-        write(args.out, diagnosis_page(found).html())
-        if not args.json:
-            print_line(f"page: {args.out}")
-    return 0 if answer["ok"] else 1
+    with paged(args, lambda: diagnosis_page(found), gap=""):
+        found = diagnose(args.run_folder, args.against)
+        data = as_data(found)
+        answer(args, data, lambda: _print(found, data))
+    return 0 if data["ok"] else 1
 
 
 def as_data(found: Diagnosis) -> dict[str, Any]:
@@ -79,11 +61,8 @@ def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
     for number, values in series.items():
         if values:
             finite = [value for value in values if math.isfinite(value)]
-            bounds: dict[str, float | None] = {
-                "lowest": min(finite, default=None),
-                "highest": max(finite, default=None),
-            }
-            made[number] = bounds | {"first": values[0], "last": values[-1]}
+            low, high = min(finite, default=None), max(finite, default=None)
+            made[number] = {"lowest": low, "highest": high, "first": values[0], "last": values[-1]}
     return made
 
 
@@ -107,45 +86,41 @@ def _resume(run: Evidence) -> dict[str, Any]:
     named = (run.config.get("checkpoint") or {}).get("save")
     places = [Path(named)] if named else []
     place = next((one for one in (*places, run.folder, run.folder / "checkpoints") if saved(one)), None)
-    if place is None:
-        return {
-            "from": None,
-            "step": None,
-            "why_not": "no checkpoint was found" if named else "checkpoint.save was not set",
-        }
-    try:
-        newest = locate(place)
-        check(newest, sums=False)
-        return {"from": str(newest), "step": step_of(newest), "why_not": None}
-    except CheckpointError as error:
-        return {"from": None, "step": None, "why_not": str(error)}
+    why_not = "no checkpoint was found" if named else "checkpoint.save was not set"
+    if place is not None:
+        try:
+            newest = locate(place)
+            check(newest, sums=False)
+            return {"from": str(newest), "step": step_of(newest), "why_not": None}
+        except CheckpointError as error:
+            why_not = str(error)
+    return {"from": None, "step": None, "why_not": why_not}
 
 
-def _print(found: Diagnosis, answer: dict[str, Any]) -> None:
+def _print(found: Diagnosis, data: dict[str, Any]) -> None:
     from mpbridge.common.report.curves import terminal
 
-    run, of = found.run, answer["of"]
-    print_line(f"{answer['run']}: {answer['recipe']}, {answer['steps']}{f' of {of}' if of else ''} steps\n")
+    run, of = found.run, data["of"]
+    print_line(f"{data['run']}: {data['recipe']}, {data['steps']}{f' of {of}' if of else ''} steps\n")
     loss = run.curves.series("loss")
     if loss:
-        print_whole(
-            "\n".join(
-                terminal(loss, width=min(WIDTH, max(10, (columns_here() or 1000) - 12)), height=HEIGHT, log=False)
-            )
-        )
+        width = min(WIDTH, max(10, (columns_here() or 1000) - 12))
+        print_whole("\n".join(terminal(loss, width=width, height=HEIGHT, log=False)))
     labels = {"loss": "loss", "eval_loss": "held-out loss", "grad_norm": "gradient norm", "loss_scale": "loss scale"}
     curves = [
         f"{word} {ends['first']:.4g} -> {ends['last']:.4g}"
         for name, word in labels.items()
-        if (ends := answer["curves"].get(name)) and (name != "loss_scale" or ends["highest"] != 1)
+        if (ends := data["curves"].get(name)) and (name != "loss_scale" or ends["highest"] != 1)
     ]
-    print_line(f"curves     {', '.join(curves) or 'none'} (mpbridge plot)")
-    print_line(f"audits     {answer['audits']['words']} (mpbridge audit)")
-    print_line(f"precision  {_said(answer['precision'])} (mpbridge precision)")
-    print_line(f"diagnosis  {found.verdict} (mpbridge diagnose)")
+    print_line(
+        f"curves     {', '.join(curves) or 'none'} (mpbridge plot)",
+        f"audits     {data['audits']['words']} (mpbridge audit)",
+        f"precision  {_said(data['precision'])} (mpbridge precision)",
+        f"diagnosis  {found.verdict} (mpbridge diagnose)",
+    )
     for line in (*found.changes, *found.against):
         print_line(line, indent=" " * 11)
-    resume, left = answer["resume"], (of or 0) - (answer["resume"]["step"] or 0)
+    resume, left = data["resume"], (of or 0) - (data["resume"]["step"] or 0)
     print_line(
         f"resume     from {resume['from']}, {f'{left} steps before its end' if left > 0 else 'at its end'} (mpbridge resume-check)"
         if resume["from"]
@@ -153,15 +128,12 @@ def _print(found: Diagnosis, answer: dict[str, Any]) -> None:
     )
     for gap in run.gaps:
         print_line(f"not known  {gap}")
-    bad = [
-        name
-        for name, good in (("audits", answer["audits"]["ok"] is not False), ("diagnosis", found.healthy))
-        if not good
-    ]
+    good_parts = {"audits": data["audits"]["ok"] is not False, "diagnosis": found.healthy}
+    bad = [name for name, good in good_parts.items() if not good]
     if not bad and not run.curves.rows:
         print_line("verdict    no step was taken, so there is nothing to judge")
         return
-    good = f"{'as promised, ' if answer['audits']['ok'] else 'not proved by an audit; '}nothing is out of line"
+    good = f"{'as promised, ' if data['audits']['ok'] else 'not proved by an audit; '}nothing is out of line"
     print_line(f"verdict    {'see ' + ' and '.join(bad) if bad else good}")
 
 

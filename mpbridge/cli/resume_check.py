@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, RUN_HERE, arg, container
-from mpbridge.cli.text import print_json, print_line
+from mpbridge.cli.text import answer, print_line
 from mpbridge.common.traits import DEFAULT
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.requirements import engine_for
@@ -41,18 +41,12 @@ def run(args: argparse.Namespace) -> int:
     if args.reset_optimizer and found.goes_on:
         found = found.without_states("it was requested (--reset-optimizer)")
     needs = [] if args.reset_optimizer or not found.goes_on else _needs(made, folder, saved, wanted)
-    if args.json:
-        print_json(
-            {"checkpoint": str(folder), "step": step, "from": saved.recipe, "to": wanted.recipe}
-            | dataclasses.asdict(found)
-            | {"needs": needs}
-        )
-    else:
-        # the run must set it, since the default is mcore
-        engine = "" if wanted.engine == DEFAULT else f" with engine={wanted.engine}"
-        print_line(f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines()))
-        for text in needs:
-            print_line(f"needs a word: {text}", indent="  ")
+    # the run must set it, since the default is mcore
+    engine = "" if wanted.engine == DEFAULT else f" with engine={wanted.engine}"
+    line = f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines())
+    data = {"checkpoint": str(folder), "step": step, "from": saved.recipe, "to": wanted.recipe}
+    data |= dataclasses.asdict(found) | {"needs": needs}
+    answer(args, data, lambda: print_line(line, *(f"  needs a word: {text}" for text in needs)))
     return exit_code(found, reset=args.reset_optimizer) or int(bool(needs))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpbridge.cli.list import as_data, needs
 from mpbridge.cli.options import JSON, arg, whole
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import MOST, ModelShape
 from mpbridge.common.formats import DType, say
@@ -44,29 +44,29 @@ def run(args: argparse.Namespace) -> int:
     known = evidence_of(args.recipe)
     if not model_of(args.recipe):
         refuse_idle_rules(policy, *any_gpt(args.layers), depth=args.layers)
-    if args.json:
-        meaning = {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()}
-        meaning["meaning"] = dict(facts(policy, *_shapes(args.layers), engine=entry.engine))
-        papers_of = {"card": dataclasses.asdict(card(args.recipe))} | ({"evidence": known} if known else {})
-        print_json(as_data(entry) | meaning | papers_of)
-        return 0
-    print_line(f"{entry.name}: {entry.summary}")
-    print_line()
-    _lines(_papers(entry))
-    print_line()
-    print_table(
-        ("field", "value"),
-        [(name, say(value)) for name, value in config.given().items()],
-        title="fields set by its author",
+    meaning, costs = facts(policy, *_shapes(args.layers), engine=entry.engine), card(args.recipe)
+    data = {
+        **as_data(entry),
+        "config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint(),
+        "meaning": dict(meaning), "card": dataclasses.asdict(costs), **({"evidence": known} if known else {}),
+    }  # fmt: skip
+    fields = [(name, say(value)) for name, value in config.given().items()]
+    tables = (
+        ("fields set by its author", ("field", "value"), fields),
+        ("what it means", ("fact", "value"), meaning),
+        ("where it runs and what it costs", ("", ""), _costs(costs)),
+        *((("evidence", ("", ""), evidence_rows(known)),) if known else ()),
     )
-    print_line()
-    print_table(("fact", "value"), facts(policy, *_shapes(args.layers), engine=entry.engine), title="what it means")
-    print_line()
-    print_table(("", ""), _costs(card(args.recipe)), title="where it runs and what it costs")
-    if known:
-        print_line()
-        print_table(("", ""), evidence_rows(known), title="evidence")
+    answer(args, data, lambda: _print(entry, tables))
     return 0
+
+
+def _print(entry: Recipe, tables: Iterable[tuple[str, tuple[str, str], list[tuple[str, str]]]]) -> None:
+    print_line(f"{entry.name}: {entry.summary}", "")
+    _lines(_papers(entry))
+    for title, columns, rows in tables:
+        print_line()
+        print_table(columns, rows, title=title)
 
 
 def _papers(entry: Recipe) -> list[tuple[str, str]]:

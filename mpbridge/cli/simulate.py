@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, RUN, arg, container
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue
 from mpbridge.common.tables.units import size
 
@@ -40,17 +40,9 @@ def run(args: argparse.Namespace) -> int:
     made, changed = simulated_run(box, args.world_size or box.smallest_world())
     ranks = _ranks(args.ranks) if args.ranks else default_ranks(made)
     found = simulate(made, ranks, step=args.step)
-    if args.json:
-        print_json(
-            {
-                "recipe": made.recipe,
-                "world_size": made.world_size,
-                "changed": changed,
-                "ranks": [dataclasses.asdict(one) | {"ok": one.ok} for one in found],
-            }
-        )
-    else:
-        _print(made, changed, found, step=args.step)
+    ranks_found = [dataclasses.asdict(one) | {"ok": one.ok} for one in found]
+    data = record(made, "recipe", "world_size", changed=changed, ranks=ranks_found)
+    answer(args, data, lambda: _print(made, changed, found, step=args.step))
     return 0 if all(one.ok for one in found) else 1
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.tables.prose import printable, prose
 from mpbridge.common.tables.table import Column, Table, table
+
+if TYPE_CHECKING:
+    from mpbridge.common.pages.document import Page
 
 SCHEMAS = Path(__file__).parent / "schemas"
 """One JSON schema per verb that has `--json` (`scripts/generate/make_schemas.py`)."""
@@ -27,6 +32,34 @@ def on_terminal() -> bool:
 def print_json(data: Mapping[str, Any]) -> None:
     """A verb's answer, in the form of its schema: indented, with the form's version; numbers that JSON lacks are "nan", "inf" and "-inf", as in metrics.jsonl."""
     print(json.dumps(answer_of(data), indent=2, default=str, allow_nan=False))
+
+
+def answer(args: argparse.Namespace, data: Mapping[str, Any], show: Callable[[], object]) -> None:
+    """Prints a verb's answer: its record under --json, otherwise what `show` prints."""
+    if args.json:
+        print_json(data)
+    else:
+        show()
+
+
+@contextlib.contextmanager
+def paged(args: argparse.Namespace, page: Callable[[], Page], *, gap: str = "\n") -> Iterator[None]:
+    """Prints a verb's answer in its body, then writes `page` to --out, if that was given. Raises BadValue before the body if it cannot be written there."""
+    from mpbridge.common.pages.document import writable, write
+
+    if args.out is not None:
+        writable(args.out)
+    yield
+    if args.out is not None:
+        sys.stdout.flush()  # print the answer first, in case the page cannot be written
+        write(args.out, page().html())
+        if not args.json:
+            print_line(f"{gap}page: {args.out}")
+
+
+def record(thing: Any, *names: str, **more: Any) -> dict[str, Any]:
+    """These attributes of a thing by their names, then more."""
+    return {name: getattr(thing, name) for name in names} | more
 
 
 def answer_of(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,9 +81,13 @@ def columns_here() -> int | None:
     return shutil.get_terminal_size().columns if on_terminal() or "COLUMNS" in os.environ else None
 
 
-def print_line(text: str = "", *, indent: str = "") -> None:
-    """Prints prose, each line wrapped to the width if it is known; a command, settings or a path in it stay in one piece."""
-    print(prose(text, columns_here(), indent=indent))
+def print_line(*texts: str, indent: str = "") -> None:
+    """Prints prose, each text on lines of its own, wrapped to the width if it is known; a command, settings or a path in it stay in one piece.
+
+    Without texts an empty line.
+    """
+    for text in texts or ("",):
+        print(prose(text, columns_here(), indent=indent))
 
 
 def print_whole(text: str) -> None:

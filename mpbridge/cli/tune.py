@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import TARGET, target
 from mpbridge.cli.options import JSON, RUN_HERE, arg, container, whole
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table
 from mpbridge.common.errors import BadValue
 
 if TYPE_CHECKING:
@@ -45,17 +45,15 @@ def run(args: argparse.Namespace) -> int:
 
     levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
     first = rank() == 0
-    speak = print_line if first and not args.json else _silent
+    speak = print_line if first and not args.json else lambda text: None
     if args.hf is not None:
         result, content = _of_folder(args, levels, budget, speak)
     else:
         result, content = _of_configuration(args, levels, budget, speak)
     if first:
         write(args.out, content)
-        if args.json:
-            print_json(as_data(result, content, args.out))
-        else:
-            _print(result, str(content.get("extends", "")), args.out, of_folder=args.hf is not None)
+        extends, of_folder = str(content.get("extends", "")), args.hf is not None
+        answer(args, as_data(result, content, args.out), lambda: _print(result, extends, args.out, of_folder=of_folder))
     return 0 if result.verdict.take == TUNED else 1
 
 
@@ -132,7 +130,3 @@ def as_data(result: Tuned, content: dict[str, Any], out: Path) -> dict[str, Any]
     ]
     said = {"take": result.verdict.take, "tables": tables, "lines": lines(result, str(content.get("extends", "")))}
     return {"path": str(out), "content": content, **said}
-
-
-def _silent(text: str) -> None:
-    """Prints nothing."""

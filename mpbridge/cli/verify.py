@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line
+from mpbridge.cli.text import answer, print_line, record
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.report.progress import bar
 
@@ -31,35 +31,19 @@ def run(args: argparse.Namespace) -> int:
             raise Refused(f"{folder} has no record ({RECORD}) and no signature ({MODEL_SIGNATURE}): nobody signed it")
         if faults := check_folder(folder, signer, MODEL_SIGNATURE):
             raise Refused(f"{folder} is not what was signed: {faults[0]}")
-        if args.json:
-            print_json({"folder": str(folder), "key": signer.id, "record": None})
-        else:
-            print_line(
-                f"{folder}: unchanged since {signer.id[:12]} signed it ({MODEL_SIGNATURE}); it has no record of how it was trained"
-            )
+        line = f"{folder}: unchanged since {signer.id[:12]} signed it ({MODEL_SIGNATURE}); it has no record of how it was trained"
+        answer(args, {"folder": str(folder), "key": signer.id, "record": None}, lambda: print_line(line))
         return 0
     with bar("hashing") as told:
         found = verify_record(folder, signer, told)
     build, result = found.provenance["buildDefinition"], found.result
-    if args.json:
-        print_json(
-            {
-                "folder": str(folder),
-                "key": found.key,
-                "files": found.files,
-                "provenance": found.provenance,
-                "result": result,
-            }
-        )
-    else:
-        inner = build["internalParameters"]
-        print_line(f"{folder}: {found.files} files, unchanged since {found.key[:12]} signed them")
-        print_line(
-            f"{found.provenance['runDetails']['metadata']['invocationId']}, recipe {build['externalParameters']['recipe']}, engine {inner['engine']}, {inner['realization']}"
-        )
-        print_line(
-            f"{result['result']}: {len(result['passedTests'])} audits passed, {len(result['failedTests'])} failed"
-        )
-        for text in (*result["failedTests"], *result["warnedTests"]):
-            print_line(text, indent="  ")
+    inner, run_id = build["internalParameters"], found.provenance["runDetails"]["metadata"]["invocationId"]
+    lines = (
+        f"{folder}: {found.files} files, unchanged since {found.key[:12]} signed them",
+        f"{run_id}, recipe {build['externalParameters']['recipe']}, engine {inner['engine']}, {inner['realization']}",
+        f"{result['result']}: {len(result['passedTests'])} audits passed, {len(result['failedTests'])} failed",
+        *(f"  {text}" for text in (*result["failedTests"], *result["warnedTests"])),
+    )
+    data = {"folder": str(folder), **record(found, "key", "files", "provenance", "result")}
+    answer(args, data, lambda: print_line(*lines))
     return 1 if result["result"] == "FAILED" else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.interop.stacks.meaning import rows
 from mpbridge.interop.stacks.words import TABLE, meanings
 
@@ -25,16 +25,14 @@ def run(args: argparse.Namespace) -> int:
     asked = [*(args.flags or ()), *([args.word] if args.word is not None else ())]
     if not asked:
         known = sorted({word for row in TABLE for word in row.words})
-        print_json({"words": known}) if args.json else print_line("\n".join(known))
+        answer(args, {"words": known}, lambda: print_line(*known))
         return 0
     found = meanings(" ".join(asked))
     table = [(row, rows(row.meaning)) for row in found]
-    if args.json:
-        said = [{"stack": row.stack, "where": row.where, "source": row.source, **shown} for row, shown in table]
-        print_json({"words": asked, "meanings": said})
-        return 0
+    said = [record(row, "stack", "where", "source", **shown) for row, shown in table]
     # no column for quantization if the word never quantizes
     more = ("quantization",) if any(shown["quantization"] != "none" for _, shown in table) else ()
     heads = ("stack", "where", *_HEADS, *(("quantized linears",) if more else ()))
-    print_table(heads, [(row.stack, row.where, *(shown[name] for name in (*_SHOWN, *more))) for row, shown in table])
+    cells = [(row.stack, row.where, *(shown[name] for name in (*_SHOWN, *more))) for row, shown in table]
+    answer(args, {"words": asked, "meanings": said}, lambda: print_table(heads, cells))
     return 0
