@@ -319,10 +319,15 @@ def judged(proof: Mapping[str, GradientError], spent: Mapping[str, float], same:
     take, lines = _beside_rules(proof, spent, same)
     drawn = [name for name in proof if name.startswith("random")]
     if drawn:
-        mean = sum(proof[name].error for name in drawn) / len(drawn)
-        plural = "s" if len(drawn) > 1 else ""
+        errors = [proof[name].error for name in drawn]
+        each = (
+            f"{sum(errors) / len(errors):.3f} on average, {min(errors):.3f} the best of them"
+            if len(drawn) > 1
+            else f"{errors[0]:.3f}"
+        )
+        below = f", below {take}'s {proof[take].error:.3f}" if min(errors) < proof[take].error else ""
         lines.append(
-            f"{len(drawn)} random choice{plural} at {_costs([spent[name] / spent[TUNED] for name in drawn])}: off by {mean:.3f} on average"
+            f"{len(drawn)} random choice{'s' if len(drawn) > 1 else ''} at {_costs([spent[name] / spent[TUNED] for name in drawn])}: off by {each}{below}"
         )
     for name, one in proof.items():
         if name.startswith("all ") and spent[name] > spent[TUNED] * SAME_COST and one.error < mine.error:
