@@ -243,6 +243,22 @@ def weight_corrupted(out: Path, seed: int, at: int) -> None:
     train(base(out, ("bf16_mixed", CURRENT, "bf16_mixed")[seed % 3], seed), Plant(act))
 
 
+def gain_of_zero(out: Path, seed: int, at: int) -> None:
+    """A norm's gain is set to zero once, between two measurements."""
+    name = (
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+        "decoder.final_layernorm.weight",
+    )[seed % 3]
+
+    def act(training: Any, step: int) -> None:
+        if step == at:
+            for tensor in weights(training, name):
+                tensor.data.zero_()
+
+    train(base(out, ("bf16_mixed", CURRENT, DELAYED)[seed % 3], seed), Plant(act))
+
+
 def moments_lost(out: Path, seed: int, at: int) -> None:
     """The second moments are lost but not the first: one enormous update."""
 
@@ -285,10 +301,11 @@ PLANTS: dict[str, Callable[[Path, int, int], None]] = {
     "loss-scale": loss_scale,
     "recipe-switch": recipe_switch,
     "weight-corrupted": weight_corrupted,
+    "weight-corrupted.gain": gain_of_zero,
     "moments-lost": moments_lost,
     "nan-source": nan_source,
 }
-"""Cause, by diagnose's name -> the function that plants it."""
+"""Cause, by diagnose's name (before a dot) -> the function that plants it."""
 
 
 def healthy(out: Path, number: int) -> None:
@@ -317,7 +334,7 @@ Job = tuple[str, str | None, Callable[[Path], None]]
 
 def planted_jobs(kinds: list[str], seeds: list[int]) -> list[Job]:
     return [
-        (f"{kind}-{seed}", kind, lambda folder, k=kind, s=seed: PLANTS[k](folder, s, 31 + 3 * s))  # type: ignore[misc]
+        (f"{kind}-{seed}", kind.partition(".")[0], lambda folder, k=kind, s=seed: PLANTS[k](folder, s, 31 + 3 * s))  # type: ignore[misc]
         for kind in kinds
         for seed in seeds
     ]

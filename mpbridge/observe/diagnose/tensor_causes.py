@@ -160,7 +160,28 @@ def _channel(case: Symptoms, odd: Odd) -> int | None:
 
 def weights(case: Symptoms) -> Suspect | None:
     """Parameters whose values were written by something other than the optimizer."""
-    return one_weight(case) or many_weights(case)
+    return zeroed(case) or one_weight(case) or many_weights(case)
+
+
+def zeroed(case: Symptoms) -> Suspect | None:
+    """One parameter, a norm's gain for example, is no larger than the updates since the last measurement make of zero. The loss need not show it."""
+    fell = []
+    for name in case.run.names("weights", "parameter"):
+        for (begin, one), (end, two) in itertools.pairwise(case.run.series("weights", name, "rms", key="parameter")):
+            reach = moved(case, begin, end)
+            if one > 0.0 == two or (two <= reach and one - two > 2 * reach):
+                fell.append((end, name, one, two))
+    step = min((end for end, *_ in fell), default=0)
+    here = [(name, one, two) for end, name, one, two in fell if end == step]
+    if not here or len(here) > 2:
+        return None
+    return Suspect(
+        cause="weight-corrupted", step=step, score=0.97,
+        sentence=f"{here[0][0]} was set to zero: it is no larger than the updates since make of zero, and far from what it was",
+        evidence=[f"step {step}: {name}: RMS {one:.3g} -> {two:.3g}" for name, one, two in here],
+        tensors=[name for name, *_ in here],
+        advice=["look at what writes weights besides the optimizer: a reload, a mask, a script between steps", "compare it with the last checkpoint's, and go back to that"],
+    )  # fmt: skip
 
 
 def one_weight(case: Symptoms) -> Suspect | None:

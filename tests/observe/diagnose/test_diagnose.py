@@ -163,6 +163,8 @@ CAUSES: dict[str, tuple[str | None, tuple[Act, ...], Any, str]] = {
     "a flipped bit": ("weight-corrupted", (change("weights", 35, [LAYERS[1]], amax=1e4, rms=5.0),), None, ""),
     "weights that fell to nothing": ("weight-corrupted", (loss(38, 61), change("weights", 40, LAYERS[:3], rms=0.0, amax=0.0)), None, ""),
     # at a rate of 0.001 five updates move an element by about 0.005
+    "a norm's gain of zero": ("weight-corrupted", (change("weights", 35, [NORM], rms=0.0, amax=0.0),), 35, f"{NORM}.weight was set to zero"),
+    "a norm's gain of zero, and a spike behind it": ("weight-corrupted", (change("weights", 35, [NORM], rms=0.0, amax=0.0), loss(36, 61)), 35, f"{NORM}.weight: RMS 1 -> 0"),
     "weights that no update can have moved": ("weight-corrupted", (loss(38, 61), MOVED), 40, f"step 40: {WEIGHT}: RMS 0.027 -> 0.045"),
     "weights that a larger rate may have moved": ("!weight-corrupted", (loss(38, 61), MOVED, rows(31, lr=4e-3)), None, ""),
     "weights that grew long before a spike": (None, (rows(18, 19, grad_norm=20.0), GREW), None, ""),

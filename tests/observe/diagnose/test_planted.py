@@ -29,8 +29,8 @@ def test_causes_are_named_first_and_healthy_runs_are_not_accused(tmp_path: Path)
     named = re.search(r"named first: (\d+) of (\d+)", said)
     assert named is not None
     # the third change of recipe leaves so much range that whether anything suffers depends on the machine's arithmetic
-    assert int(named[1]) >= 35, said[-3000:]
-    assert int(named[2]) == 36
+    assert int(named[1]) >= 38, said[-3000:]
+    assert int(named[2]) == 39
 
 
 def test_one_planted_cause_and_one_healthy_run(tmp_path: Path) -> None:
