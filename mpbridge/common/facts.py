@@ -83,7 +83,7 @@ class ModelShape:
     """Some layers are Mamba layers; without `pattern` only the names of their linears are known here."""
     pattern: str = ""
     """hybrid_override_pattern: a symbol of PARTS for each layer; empty: every layer has attention and an MLP."""
-    sizes: Mapping[str, int] = field(default_factory=lambda: types.MappingProxyType({}))
+    sizes: Mapping[str, int] = field(default_factory=dict)
     """SIZES of the parts that a hybrid has."""
     sinks: bool = False
     """softmax_type "learnable": one parameter per head in the denominator of its softmax."""

@@ -131,7 +131,7 @@ def test_values_come_back_in_one_plain_form(section, name, value, plain):
         pytest.param("optimizer", "weight_decay", -0.1, "at least 0", id="negative decay"),
         pytest.param("optimizer", "clip_grad", -1.0, "at least 0", id="negative clip"),
         pytest.param("optimizer", "sgd_momentum", -3, "at least 0", id="negative momentum"),
-        pytest.param("optimizer", "optimizer", "adamm", "one of adam, sgd", id="no such optimizer"),
+        pytest.param("optimizer", "optimizer", "adamm", "one of adam, torch_adamw, sgd", id="no such optimizer"),
         pytest.param("model", "context_parallel_size", 0, "at least 1", id="a parallel size in the model section"),
         pytest.param("model", "hidden_dropout", 1.0, "below 1", id="all is dropped"),
         pytest.param(

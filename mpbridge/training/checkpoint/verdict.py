@@ -92,6 +92,11 @@ class Fingerprint:
             }
             if shapeless := [name for name in _TABLES if not isinstance(facts[name], Mapping)]:
                 raise TypeError(f"{', '.join(shapeless)}: expected a table")
+            if "mamba" in facts["shape"]:  # how checkpoints of November 2026 call the sizes of a hybrid's parts
+                facts["shape"] = {
+                    ("sizes" if name == "mamba" else name): value for name, value in facts["shape"].items()
+                }
+                facts["shape"]["sizes"] = facts["shape"]["sizes"] or {}
             return cls(**(facts | {"policy": PrecisionPolicy.from_data(data["policy"])}))
         except (KeyError, TypeError, AttributeError, MpbridgeError) as error:
             raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error

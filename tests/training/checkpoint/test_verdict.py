@@ -248,6 +248,13 @@ def test_a_forged_fingerprint_is_one_line(tmp_path, name):
         read_fingerprint(tmp_path)
 
 
+@pytest.mark.parametrize("sizes", [None, {"mamba_num_heads": 8}])
+def test_the_sizes_of_a_hybrid_under_their_former_name_are_read(sizes):
+    data = made("bf16_mixed").as_data()
+    data["shape"] = {name: value for name, value in data["shape"].items() if name != "sizes"} | {"mamba": sizes}
+    assert Fingerprint.from_data(data).shape["sizes"] == (sizes or {})
+
+
 def test_a_missing_checkpoint_is_named(tmp_path):
     parser = parser_of("resume-check", resume_check.__name__)
     with pytest.raises(CheckpointError, match="without checkpoints"):
