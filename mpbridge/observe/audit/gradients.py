@@ -168,7 +168,9 @@ def gradient_findings(
     if uncounted:
         wrong[0].append("no count of tokens was seen")
     promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
-    cure = "find what changes them between the backward pass and the optimizer"
+    cure = (
+        "find what changes them between the backward pass and the optimizer, or leaves those of the last step in them"
+    )
     made = judged("gradients", promised, wrong, count=len(ratios), cure=cure)
     if made.ok and why:
         made = dataclasses.replace(made, found="one factor, not observed", unseen=why)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 1, 2 and 3 (and its BF16 optimizer): flat FP32 partitions, stepped through engine.step(), gradients that are freed within the step."""
+"""DeepSpeed's ZeRO 1, 2 and 3, its BF16 optimizer and those without ZeRO: FP32 copies, mostly flat, stepped through engine.step(), gradients that are freed within the step."""
 
 from __future__ import annotations
 
@@ -92,6 +92,70 @@ class DeepSpeedLoop(TorchLoop):
             self._read[name] = int(mine.numel()), mine.dtype
 
 
+class UnshardedLoop(DeepSpeedLoop):
+    """Without ZeRO: a FP32 copy of each parameter (`FP16_UnfusedOptimizer`), or of all of a group in one flat tensor (`FP16_Optimizer`)."""
+
+    kind = replace(
+        DDP,
+        name="deepspeed",
+        summary="DeepSpeed without ZeRO",
+        label="DeepSpeed",
+        distributed_optimizer="never",
+        main_weights="wrapper",
+    )
+    name = "deepspeed"
+
+    def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
+        self._main: dict[int, tuple[torch.Tensor, slice]] = {}
+        """Parameter, by identity -> (what the inner optimizer updates, its place in that)."""
+        flat: list[torch.Tensor] = list(getattr(optimizer, "fp32_groups_flat", ()))
+        for number, group_of in enumerate(optimizer.fp16_groups):
+            begin = 0
+            for place, parameter in enumerate(group_of):
+                count = int(parameter.numel())
+                own = flat[number] if flat else optimizer.fp32_groups[number][place]
+                self._main[id(parameter)] = own, slice(begin, begin + count)
+                begin += count if flat else 0
+        super().__init__(model, optimizer, flat, scaler=scaler, group=group)
+
+    def audit_holdings(self) -> Iterator[Held]:
+        """Every parameter with its FP32 copy."""
+        owned = self._owned()
+        for name, parameter in self.named_parameters():
+            if id(parameter) not in self._main:
+                yield Held(name=name, parameter=parameter)
+                continue
+            whole, where = self._main[id(parameter)]
+            mine = owned.get(id(whole), NOBODY)
+            yield Held(
+                name=name,
+                parameter=parameter,
+                part=parameter.detach().reshape(-1),
+                updated=whole.detach().reshape(-1)[where],
+                inner=mine.inner,
+                group=mine.group,
+                state=cut_states(mine.state(whole), whole, lambda one, where=where: one.reshape(-1)[where]),  # type: ignore[misc]
+                samples=self._samples.get(name),
+            )
+
+    def _stored(self, held: Held) -> torch.Tensor:
+        own: torch.Tensor = held.parameter.detach()
+        return own
+
+    def _accumulated(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                self._grads[name] = int(parameter.grad.numel()), parameter.grad.dtype
+
+    def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for name, parameter in self.named_parameters():
+            whole, where = self._main.get(id(parameter), (None, slice(0)))
+            if whole is not None and whole.grad is not None:
+                mine = whole.grad.detach().reshape(-1)[where]
+                self._note(name, mine)
+                self._samples[name] = sample(mine, 0, int(parameter.numel()))
+
+
 class ZeroLoop(DeepSpeedLoop):
     """Whole parameters, sharded states."""
 
@@ -112,8 +176,8 @@ class ZeroLoop(DeepSpeedLoop):
         flat: list[torch.Tensor] = list(held or getattr(optimizer, "fp32_groups_flat_partition", ()))
         if not flat:
             raise BadValue(
-                f"witness() got DeepSpeed's {type(optimizer).__name__}: it has no flat FP32 partitions, unlike ZeRO 1 to 3; its "
-                "optimizers without ZeRO are not supported"
+                f"witness() got DeepSpeed's {type(optimizer).__name__}: it has no FP32 copy of the weights that is known, unlike ZeRO 1 to 3 and its "
+                "optimizers without ZeRO"
             )
         super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 

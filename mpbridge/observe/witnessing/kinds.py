@@ -11,7 +11,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.observe.audit.updates import inner_optimizers
 from mpbridge.observe.witnessing.core import CoreLoop
 from mpbridge.observe.witnessing.core_sharded import CoreFsdp2Loop, CoreFsdpLoop
-from mpbridge.observe.witnessing.deepspeed import Zero3Loop, ZeroLoop
+from mpbridge.observe.witnessing.deepspeed import UnshardedLoop, Zero3Loop, ZeroLoop
 from mpbridge.observe.witnessing.loops import Loop, chunks
 from mpbridge.observe.witnessing.plain import TorchLoop
 from mpbridge.observe.witnessing.sharded import Fsdp1Loop, Fsdp2Loop
@@ -23,6 +23,12 @@ def _core(optimizer: Any) -> bool:
 
 def _zero(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith("deepspeed.runtime")
+
+
+def _unsharded(optimizer: Any) -> bool:
+    """DeepSpeed's `FP16_UnfusedOptimizer` and `FP16_Optimizer`; the BF16 optimizer has FP32 groups too, and partitions of them."""
+    copies = hasattr(optimizer, "fp32_groups") or hasattr(optimizer, "fp32_groups_flat")
+    return copies and hasattr(optimizer, "fp16_groups") and not hasattr(optimizer, "fp32_groups_flat_partition")
 
 
 def _dtensors(model: Any) -> bool:
@@ -39,6 +45,7 @@ KINDS: tuple[tuple[type[Loop], Callable[[Any, Any], bool]], ...] = (
     (CoreFsdp2Loop, lambda model, optimizer: _core(optimizer) and _dtensors(model)),
     (CoreLoop, lambda model, optimizer: _core(optimizer)),
     (Zero3Loop, lambda model, optimizer: _zero(optimizer) and hasattr(optimizer, "fp32_partitioned_groups_flat")),
+    (UnshardedLoop, lambda model, optimizer: _zero(optimizer) and _unsharded(optimizer)),
     (ZeroLoop, lambda model, optimizer: _zero(optimizer)),
     (Fsdp1Loop, lambda model, optimizer: _fsdp1(model)),
     (Fsdp2Loop, lambda model, optimizer: _dtensors(model)),

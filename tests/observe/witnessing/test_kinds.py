@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.observe.witnessing.deepspeed import Zero3Loop, ZeroLoop
+from mpbridge.observe.witnessing.deepspeed import UnshardedLoop, Zero3Loop, ZeroLoop
 from mpbridge.observe.witnessing.kinds import loop_of
 from mpbridge.observe.witnessing.plain import TorchLoop
 from tests.observe.witnessing.loops import Tiny, adam
@@ -50,6 +50,28 @@ def test_deepspeeds_partitions_are_cut_to_each_parameter(number: int, kind: type
     assert held.name == "head.weight"
     assert held.state["exp_avg"].tolist() == [4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
     assert held.state["step"].shape == (), "a counter is no partition"
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_deepspeed_without_zero_has_a_copy_of_each_parameter_or_one_for_all(flat: bool) -> None:
+    model = Tiny().to(torch.bfloat16)
+    group = list(model.parameters())
+    copies = [one.detach().float() for one in group]
+    outer = type("FP16_Optimizer", (), {"__module__": "deepspeed.runtime.fp16.fused_optimizer"})()
+    whole = [torch.cat([one.reshape(-1) for one in copies])] if flat else copies
+    outer.optimizer, outer.loss_scale, outer.clip_grad = torch.optim.AdamW(whole, lr=1e-3), 8.0, 1.0
+    outer.fp16_groups = [group]
+    setattr(outer, "fp32_groups_flat" if flat else "fp32_groups", whole if flat else [whole])
+    for number, one in enumerate(whole):
+        outer.optimizer.state[one] = {"step": torch.tensor(1.0), "exp_avg": torch.full_like(one, float(number))}
+    loop: Any = loop_of(model, outer)
+    assert (type(loop), loop.loss_scale, loop.configs.optimizer.clip_grad) == (UnshardedLoop, 8.0, 1.0)
+    held = {one.name: one for one in loop.audit_holdings()}
+    assert len(held) == len(group)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(held[name].updated, parameter.detach().float().reshape(-1)), name
+        assert held[name].state["exp_avg"].shape == (parameter.numel(),)
+        assert held[name].state["step"].shape == ()
 
 
 def test_the_hooks_of_a_step_leave_nothing_behind() -> None:
