@@ -164,14 +164,14 @@ def gradient_findings(
         tolerance=tolerance,
         limit=limit,
     )
-    wrong, ratios = _wrong(ranks, aim)
+    wrong, ratios, looked = _wrong(ranks, aim)
     if uncounted:
         wrong[0].append("no count of tokens was seen")
     promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
     cure = (
         "find what changes them between the backward pass and the optimizer, or leaves those of the last step in them"
     )
-    made = judged("gradients", promised, wrong, count=len(ratios), cure=cure)
+    made = judged("gradients", promised, wrong, count=looked, cure=cure)
     if made.ok and why:
         made = dataclasses.replace(made, found="one factor, not observed", unseen=why)
     elif made.ok and ratios and aim.factor is None:
@@ -179,8 +179,8 @@ def gradient_findings(
     return [made]
 
 
-def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float]]:
-    """(what is wrong on each rank, the factors that were found)."""
+def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float], int]:
+    """(what is wrong on each rank, the factors that were found, the number of elements that were compared)."""
     judgements = [[*_judged_gradients(rank, ranks, aim)] for rank in ranks]
     wrong = [
         [text for *_, text in own if text] + _lost(rank, ranks) for own, rank in zip(judgements, ranks, strict=True)
@@ -192,7 +192,8 @@ def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[f
     for ratios in by_owner.values():
         if aim.factor is None and max(ratios) - min(ratios) > 2 * aim.tolerance * abs(min(ratios)):
             wrong[0].append("gradients of different parameters were scaled differently")
-    return wrong, [ratio for ratios in by_owner.values() for ratio in ratios]
+    looked = sum(len(rank.read[name]) for own, rank in zip(judgements, ranks, strict=True) for name, *_ in own)
+    return wrong, [ratio for ratios in by_owner.values() for ratio in ratios], looked
 
 
 def share_of(ranks: Sequence[Followed]) -> float | None:
