@@ -41,6 +41,7 @@ APART = {"blind": "audit_blind", "outsider": "audit_outsider", "outsider_after":
 """Faults that are no part of the catalogue -> the module that has them; outsider_after: counted again after the audit was mended."""
 WHY = {
     "ties of E4M3 are rounded away from zero": "both neighbours of a tie are equally near, so no bound on the error of a rounding tells them apart",
+    "a hook rounds every gradient to E5M2": "FSDP2 sets the gradients of its shards itself: a hook on a parameter never runs, and nothing is rounded",
     "every tensor draws the same bytes": "the random bytes are not observed, only the seed and the step behind them",
 }
 """Fault that an audit does not name -> the reason."""

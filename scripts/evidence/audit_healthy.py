@@ -156,7 +156,8 @@ def changed_model(kind: str) -> Iterator[None]:
     def frozen(*args: Any, **kwargs: Any) -> Any:
         model = real(*args, **kwargs)
         for name, parameter in model.named_parameters():
-            first = "layers.0." in name or "embedding" in name
+            copied = name == "output_layer.weight" and model.share_embeddings_and_output_weights
+            first = "layers.0." in name or "embedding" in name or copied
             parameter.requires_grad_(
                 not first if kind.startswith("first") else "norm" in name and kind == "norms alone"
             )

@@ -124,6 +124,8 @@ BUGS = (
     Bug("stanford-futuredata/Megatron-LM#5", "main weights are not reset to the pretrained BF16 weights", "engines:weights only", "(before the update)", NEXT, again=True),
     Bug("NVIDIA-NeMo/RL#2633", "main weights are made from parameters that were quantized first", "engines:quantized main weights",
         "bits of main weights: promised as wide as their dtype, found values of 8-bit codes in FP32", STATIC),
+    Bug("deepspeedai/DeepSpeed#8461", "Muon's orthogonalization is skipped for flat partitions", "engines:not orthogonalized",
+        "newton-schulz: promised bf16, found not the orthogonalized momentum", FIRST),
     # --- loading
     Bug("NVIDIA/Megatron-LM#1359", "main weights are BF16 after a load", "resumes:main weights rounded", "tensors are not in the run as they were loaded", LOAD),
     Bug("NVIDIA-NeMo/Megatron-Bridge#1730", "NaN in the first step after a resume: amax histories were not restored", "resumes:amax history lost",
@@ -134,7 +136,6 @@ BUGS = (
     Bug("NVIDIA/TransformerEngine#982", "FP8 with empty amax histories on a BF16 checkpoint: the loss explodes", when=NOT + "such a resume needs `checkpoint.accept`"),
     Bug("NVIDIA/TransformerEngine#1047", "`is_first_microbatch` with a cached weight: error 1.7 instead of 0.07", when=NOT + "inside of a GPU kernel"),
     Bug("pytorch/pytorch#189581", "RMSNorm in BF16 returns values that are too small", when=NOT + "does not happen on a CPU"),
-    Bug("deepspeedai/DeepSpeed#8461", "Muon's orthogonalization is skipped for flat partitions", when=NOT + "Muon's update rule is not replayed"),
     Bug("verl-project/verl#7918", "an `ignore` entry is taken as a prefix: 56 weights of the rollout are not quantized", when=NOT + "happens in the inference engine"),
     Bug("pytorch/pytorch#196996", "BF16 and FP32 gradients meet in one FSDP2 group", when=NOT + "the run ends with an assertion of torch's, no wrong number results"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpbridge.numerics.observation.tensors import sample
 from mpbridge.observe.audit.adapter import answer
-from mpbridge.observe.audit.findings import Finding, judged
+from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
@@ -50,7 +50,8 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
     roots = sum(watch.roots) if watch.roots else None
     apart = _with_my_experts(engine)
     seen = Followed(group=data_parallel(engine), experts=apart, roots=roots, loss=loss, tokens=tokens)
-    alone, shared = _is_alone(engine), _shared(engine)
+    alone, shared = is_alone(engine), _shared(engine)
+    fused = bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
     foreign = bool(getattr(engine, "foreign", False))
     optimizers: dict[int, int] = {}
     for held in holdings(engine):
@@ -61,7 +62,7 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
         tied = id(held.parameter) in shared or _tied(held.parameter, path, engine)
         linear = last == "weight" and ".experts." not in held.name and not tied
         produced = watch.products.gradients.get(path) if linear else None
-        if produced is None and alone:
+        if produced is None and alone and not (fused and held.parameter.dim() > 1):
             produced = watch.arrivals.gradients.get(held.name)
         if produced is None:
             continue
@@ -88,13 +89,12 @@ def _shared(engine: Any) -> set[int]:
     return {which for which, many in times.items() if many > 1}
 
 
-def _is_alone(engine: Any) -> bool:
-    """Whether a parameter's gradient is exactly what autograd delivers on the ranks that average it: no kernel adds to the buffer outside autograd, there is no sum over
-    tensor-parallel ranks or stages, and it is known over which ranks experts are."""
+def is_alone(engine: Any) -> bool:
+    """Whether a parameter's gradient is exactly what autograd delivers on the ranks that average it: there is no sum over tensor-parallel ranks or stages, and it is
+    known over which ranks experts are."""
     parallel = engine.run.facts.parallel
-    fused = bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
     spread = parallel.expert > 1 and not _with_my_experts(engine)
-    return not fused and not spread and parallel.tensor == parallel.pipeline == 1
+    return not spread and parallel.tensor == parallel.pipeline == 1
 
 
 def _with_my_experts(engine: Any) -> tuple[int, ...]:
@@ -172,6 +172,12 @@ def gradient_findings(
         "find what changes them between the backward pass and the optimizer, or leaves those of the last step in them"
     )
     made = judged("gradients", promised, wrong, count=looked, cure=cure)
+    if made.ok and not looked:
+        return [
+            not_observed(
+                "gradients", promised, "neither a GEMM nor autograd showed a gradient that the optimizer reads"
+            )
+        ]
     if made.ok and why:
         made = dataclasses.replace(made, found="one factor, not observed", unseen=why)
     elif made.ok and ratios and aim.factor is None:

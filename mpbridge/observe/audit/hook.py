@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import agreed, rank, world_size
 from mpbridge.common.errors import AuditFailed
-from mpbridge.common.formats import DType
 from mpbridge.observe.audit.as_read import AsRead
 from mpbridge.observe.audit.cadence import Cadence
+from mpbridge.observe.audit.compute import unread
 from mpbridge.observe.audit.examine import audit, promises_of
 from mpbridge.observe.audit.findings import Finding, Report, audit_table, fault_lines, offenders
 from mpbridge.observe.audit.flags import ScaleRule, scaler_of
@@ -121,9 +119,9 @@ class AuditHook:
             known = type(scheduler).__name__ == "OptimizerParamScheduler"
             self._before = Before(engine, self._last, scheduler if known else None, self._left)
             promises = promises_of(engine.run.policy, engine)
-            # BF16 and FP32 runs have no use for FP16, which ends at 65,504
-            odd = None if promises.policy.compute is DType.FP16 else torch.float16
-            self._watch = Watch(promises.gemms if promises.seen else lambda path: None, seed=self.step, odd=odd)
+            odd, behind = unread(promises)
+            gemms = promises.gemms if promises.seen else lambda path: None
+            self._watch = Watch(gemms, seed=self.step, odd=odd, behind=behind)
             self._watch.start(engine.model)
             self._reading = AsRead(engine, self._before.read, self._watch.aside)
 

@@ -122,13 +122,14 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         gemms_of: Callable[[str], Gemms | None] = lambda path: None,
         *,
         seed: int = 0,
-        odd: torch.dtype | None = None,
+        odd: frozenset[torch.dtype] = frozenset(),
+        behind: frozenset[torch.dtype] = frozenset(),
     ) -> None:
-        """odd: a dtype in which nothing of the model is to compute."""
+        """odd: dtypes that no operation of a module's forward pass is to read; behind: those that none of the rest of the step is."""
         super().__init__()
-        self._odd = odd
-        self.odd: dict[str, dict[str, None]] = defaultdict(dict)
-        """Module -> operations that read that dtype in its forward pass."""
+        self._odd, self._behind = odd, behind
+        self.odd: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+        """(Module or other place, such a dtype) -> operations that read it there."""
         self.coarse: dict[str, None] = {}
         """Linears, routers and attentions that read activations of 3 or fewer mantissa bits."""
         self.lost: dict[str, None] = {}
@@ -311,8 +312,11 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
     # --- operations ----------------------------------------------------------------------------------------------------------------------
     def computes(self, name: str, args: Any) -> None:
         """Notes the dtypes of softmax, routing, norms and the loss, and where backward starts."""
-        if self._stack and self._odd is not None and args and getattr(args[0], "dtype", None) is self._odd:
-            self.odd[self._stack[-1][1]][name] = None
+        read = getattr(args[0], "dtype", None) if args else None
+        if read in (self._odd if self._stack else self._behind):
+            owner = self._graph.owner()
+            where = self._stack[-1][1] if self._stack else f"backward of {owner}" if owner else "outside of modules"
+            self.odd[where, storage(args[0])][name] = None
         # with a capacity limit, a router also sorts integers
         if name in _ROUTING and self._stack and is_router(self._stack[-1][0]) and args[0].is_floating_point():
             self._routed(args[0])

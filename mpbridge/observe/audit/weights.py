@@ -6,6 +6,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -156,6 +157,8 @@ class Weights:
     """Trainable, but in no group of the optimizer."""
     twice: list[str] = field(default_factory=list)
     """Updated by more than one optimizer."""
+    shared: list[str] = field(default_factory=list)
+    """Parameters whose memory is another one's too: an update of one is lost, or both get it."""
     frozen_rate: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     """Parameters of a foreign model whose module did not run and that have no gradient."""
@@ -180,7 +183,7 @@ class Weights:
 
 def standing(engine: Any) -> Weights:
     """What can be checked without an update: which parameters are in the optimizer, and which equal their main weights."""
-    seen = Weights()
+    seen = Weights(shared=_sharing(engine))
     for held in holdings(engine):
         _membership(seen, held)
         _equality(seen, held)
@@ -202,6 +205,18 @@ def are_codes(main: torch.Tensor) -> bool:
     lines = lines[(lines > 0).sum(dim=1) > _LINE * 3 // 4]
     counts = [int(torch.unique(line).numel()) for line in lines]
     return len(counts) >= 4 and all(2 < count <= _CODES for count in counts)
+
+
+def _sharing(engine: Any) -> list[str]:
+    """Parameters that lie, in part, where another one does; a foreign model may tie them like this."""
+    if getattr(engine, "foreign", False):
+        return []
+    places = sorted(
+        (own.data_ptr(), own.numel() * own.element_size(), name)
+        for name, own in ((name, local(one.detach())) for name, one in engine.named_parameters())
+        if type(own) is torch.Tensor and own.is_contiguous() and own.numel() and own.data_ptr()
+    )
+    return [f"{b}: in the memory of {a}" for (at, size, a), (then, _, b) in pairwise(places) if then < at + size]
 
 
 def _membership(seen: Weights, held: Held) -> None:
@@ -251,7 +266,7 @@ def _equality(seen: Weights, held: Held) -> None:
 
 def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) -> Weights:
     """`standing`, plus the effect of the update just applied on every parameter. watch: what was observed of the step; None: unknown."""
-    seen = Weights()
+    seen = Weights(shared=_sharing(engine))
     read = None if watch is None else watch.read
     before.zeros = set() if watch is None else _zeros(watch)
     zeros = {name for name in before.zeros if not before.was_zero(name)}

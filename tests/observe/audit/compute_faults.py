@@ -57,6 +57,28 @@ def embedding_rounded(engine: Any) -> None:
     changed(gpt(engine).embedding, "forward", narrow)
 
 
+def hook_on_gradients(dtype: torch.dtype, name: str = "word_embeddings.weight") -> Callable[[Any], None]:
+    """Gradients pass through a narrower dtype before anything reads them."""
+
+    def plant(engine: Any) -> None:
+        for full, parameter in engine.named_parameters():
+            if full.endswith(name) and parameter.requires_grad:
+                parameter.register_hook(lambda grad: grad.to(dtype).to(grad.dtype))
+
+    return plant
+
+
+def output_gradient_rounded(engine: Any) -> None:
+    """What comes back to the embedding is rounded to BF16 on its way."""
+
+    def hook(out: torch.Tensor) -> torch.Tensor:
+        if out.requires_grad:  # not in an evaluation
+            out.register_hook(narrow)
+        return out
+
+    changed(gpt(engine).embedding, "forward", hook)
+
+
 def router_in_bf16(engine: Any) -> None:
     for layer in gpt(engine).decoder.layers:
         layer.mlp.router.config.moe_router_dtype = None

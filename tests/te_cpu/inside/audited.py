@@ -225,6 +225,30 @@ def test_amaxes_that_are_not_those_of_the_inputs_are_named(monkeypatch) -> None:
     assert "the newest amax of its history" in said
 
 
+@pytest.mark.parametrize("fused", ["true", "false"])
+@pytest.mark.parametrize(("change", "said_of_it"), [(lambda grad: grad * 2, "2 times its expected value"), (lambda grad: grad.bfloat16(), "differs from")])  # fmt: skip
+@on_hopper
+def test_gradients_that_change_on_their_way_to_the_optimizer_are_named(fused, change, said_of_it) -> None:
+    """Where a kernel adds weight gradients to their buffer, autograd still delivers those of norms."""
+
+    def plant(engine) -> None:
+        config = engine.configs.model
+        finalize = config.finalize_model_grads_func
+
+        def changed(*args, **kwargs) -> None:
+            finalize(*args, **kwargs)
+            for _, parameter in engine.named_parameters():
+                parameter.main_grad.copy_(change(parameter.main_grad))
+
+        config.finalize_model_grads_func = changed
+
+    more = (f"model.gradient_accumulation_fusion={fused}", "train.global_batch_size=8")
+    said = found(DELAYED, *more, hooks=(Plant(built=plant),))
+    assert "gradients: promised reduced once" in said
+    assert said_of_it in said
+    assert ("linear_fc1.weight" in said) is (fused == "false")
+
+
 @pytest.mark.parametrize("recipe", [NVFP4] if BLACKWELL else [DELAYED, BLOCKWISE])
 def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_named(recipe, monkeypatch) -> None:
     from megatron.core.transformer.module import MegatronModule
