@@ -183,7 +183,7 @@ def _values_of_ours(promises: Promises, watch: Watch, seen: Computed) -> None:
 
 def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
     """Modules that returned something though none of their operations was seen; excludes modules that call another library, and foreign models."""
-    seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "router", "norms")}
+    seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "softmax", "router", "norms")}
     for path, module in {} if promises.foreign else watch.ran.items():
         if is_library(module):
             continue
@@ -191,6 +191,8 @@ def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
             kind, shown, what = "norms", path in watch.norms, "reciprocal root"
         elif is_attention(module):
             kind, shown, what = "attention", path in watch.attention, "product"
+            if not any(f"{one}.".startswith(f"{path}.") for one in watch.softmax):
+                seen["softmax"].append(f"{path}: no softmax was seen")
         else:
             kind = "router" if is_router(module) else "GEMMs"
             shown, what = path in watch.products.dtypes, "product"

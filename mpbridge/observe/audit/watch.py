@@ -89,6 +89,8 @@ def counted(chunks: list[Any], note: Callable[[int], None]) -> Iterator[None]:
 
 
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+_BY_HAND = frozenset({"exp", "exp_", "exp2", "exp2_"})
+"""Operations of an attention that are a softmax's, written out."""
 _ROUTING = frozenset({"_softmax", "topk", "sigmoid"})
 """Operations of a router that read its logits, or scores computed from them."""
 _FUSED_ATTENTION = "_scaled_dot_product"
@@ -320,7 +322,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         # with a capacity limit, a router also sorts integers
         if name in _ROUTING and self._stack and is_router(self._stack[-1][0]) and args[0].is_floating_point():
             self._routed(args[0])
-        if name in _SOFTMAX or name.startswith(_FUSED_ATTENTION):
+        by_hand = name in _BY_HAND and any(is_attention(module) for module, _ in self._stack)
+        if name in _SOFTMAX or name.startswith(_FUSED_ATTENTION) or by_hand:
             self._softmax(name, args[0])
         elif name in _NORMS:
             self._norm(name, args[0])

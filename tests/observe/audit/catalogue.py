@@ -141,6 +141,8 @@ CATALOGUE = (
     Fault("routed in BF16", c.routed_in_bf16, ("moe",), ("router",), "router", quick=True),
     Fault("routing probabilities rounded", c.probabilities_rounded, ("moe",), ("router",), "probabilities", quick=True),
     Fault("attention's softmax in BF16", c.softmax_flag_off, ("wide softmax",), ("softmax",), "scale_mask_softmax", quick=True),
+    Fault("one layer's softmax by hand, in BF16", c.softmax_by_hand, ("wide softmax",), ("softmax",), "core_attention", quick=True),
+    Fault("attention reads E5M2 inside", c.attention_reads_e5m2, ("ddp", "fsdp2"), ("compute",), "float8_e5m2 in", quick=True),
     Fault("residual stream rounded", c.stream_rounded, ("residual", "fp32"), ("residual stream",), quick=True),
     Fault("residual stream rounded before a norm", c.stream_rounded_before_norm, ("fp32",), ("residual stream",)),
     Fault("cross entropy in BF16", c.loss_in_bf16, ("ddp", "fsdp2"), ("loss",), quick=True),

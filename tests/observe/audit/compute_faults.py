@@ -105,6 +105,25 @@ def softmax_flag_off(engine: Any) -> None:
         layer.self_attention.core_attention.scale_mask_softmax.softmax_in_fp32 = False
 
 
+def softmax_by_hand(engine: Any) -> None:
+    """In BF16, by other operations than a softmax."""
+
+    def forward(scores: torch.Tensor, mask: Any, *args: Any) -> torch.Tensor:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        narrow = scores.bfloat16().masked_fill(future, -1e4)
+        weights = (narrow - narrow.amax(-1, keepdim=True)).exp()
+        return (weights / weights.sum(-1, keepdim=True)).to(scores.dtype)
+
+    linear(engine, "self_attention.core_attention").scale_mask_softmax.forward = forward
+
+
+def attention_reads_e5m2(engine: Any) -> None:
+    attention = linear(engine, "self_attention.core_attention")
+    real = attention.forward
+    to = torch.float8_e5m2
+    attention.forward = lambda q, k, *args, **more: real(q.to(to).to(q.dtype), k.to(to).to(k.dtype), *args, **more)
+
+
 def stream_rounded(engine: Any) -> None:
     gpt(engine).decoder.layers[0].register_forward_hook(lambda module, args, output: narrow(output))
 
