@@ -112,14 +112,13 @@ def hybrid_json(model: Mapping[str, Any], family: Family) -> dict[str, Any]:
         **{theirs: model[name] or derived.get(name) for name, theirs in family.sizes.items()},
         "num_hidden_layers": len(pattern),
         "conv_kernel": 4,
-        "expand": inner // model["hidden_size"],
         "use_conv_bias": True,
         "use_bias": False,
         "layer_norm_epsilon": model["layernorm_epsilon"],
-        "residual_in_fp32": False,
+        "residual_in_fp32": bool(model.get("fp32_residual_connection")),
     }
     if family.name == "mamba2":
-        return out | {"hidden_act": "silu"}
+        return out | {"hidden_act": "silu", "expand": inner // model["hidden_size"]}
     out |= {
         "hybrid_override_pattern": pattern, "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mlp_hidden_act": "relu2", "mlp_bias": False,
         "attention_bias": False, "attention_dropout": model["attention_dropout"], "hidden_dropout": model["hidden_dropout"],

@@ -120,7 +120,7 @@ class _Conversion:
             self.taken.elements += data.numel()
             name = str(data.dtype).removeprefix("torch.")
             self.taken.dtypes[name] = self.taken.dtypes.get(name, 0) + data.numel()
-            parts = data.split([shape[0] for _, shape in one.stored])
+            parts = torch.split(data, [shape[0] for _, shape in one.stored])
             for (suffix, shape), part in zip(one.stored, parts, strict=True):
                 offset = (*place.index, *(0 for _ in shape))
                 yield place.key + suffix, (*place.counts, *shape), offset, part.view((1,) * len(place.counts) + shape)
