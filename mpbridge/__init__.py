@@ -34,7 +34,7 @@ _HOME = {
     "Plan": "precision.sync.plan",
     "PrecisionPolicy": "precision.policy",
     "Receipt": "precision.sync.plan",
-    "Run": "settings.run",
+    "Run": "settings.container",
     "apply": "backend.megatron.targets",
     "build": "backend.megatron.targets",
     "emulate": "numerics.modules",
@@ -83,8 +83,7 @@ if TYPE_CHECKING:
     from mpbridge.precision.policy import PrecisionPolicy
     from mpbridge.precision.registry import get_mixed_precision_config, recipes, register, resolve
     from mpbridge.precision.sync.plan import Plan, Receipt, plan
-    from mpbridge.settings.container import ConfigContainer
-    from mpbridge.settings.run import Run
+    from mpbridge.settings.container import ConfigContainer, Run
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.training.loop import pretrain
     from mpbridge.training.tune.module import tune_module

@@ -12,10 +12,10 @@ import pytest
 
 from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.settings.container import ConfigContainer
+from mpbridge.settings.draft import filled
 from mpbridge.settings.huggingface.folder import tensors
 from mpbridge.settings.huggingface.section import section, tree
 from mpbridge.settings.huggingface.written import config_json
-from mpbridge.settings.run import filled
 from tests.settings.huggingface import published
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
