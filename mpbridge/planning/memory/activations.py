@@ -201,9 +201,10 @@ def _with_experts(layer: LayerBytes, run: RunFacts, count: float, low: float, wi
     routed = count * shape.expert_topk * width / tensor
     return replace(
         layer,
-        permuted=routed * shape.hidden_size * low,
+        permuted=routed * shape.expert_hidden_size * low,
         gate=routed * (2 if shape.gated else 1) * shape.expert_ffn_hidden_size / width * wide,
-        experts=routed * shape.hidden_size * wide + count * (shape.experts or 0) * 4 / tensor,
+        experts=routed * shape.expert_hidden_size * wide
+        + count * ((shape.experts or 0) * 4 + shape.sizes.get("moe_latent_size", 0) * low) / tensor,
         activation=routed * shape.expert_ffn_hidden_size / width * low,
         shared=_mlp(run, count, shape.shared_expert_size, low, wide),
     )
