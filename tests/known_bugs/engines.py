@@ -15,6 +15,7 @@ from mpbridge.backend.engines.parallel import start_process_group, stop_process_
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.observe.audit import AuditHook
 from tests.backend.engines import tiny, two_ranks
+from tests.observe.audit.compute_faults import edge_quantized
 from tests.observe.audit.faults import gpt, linear, model_never_refreshed
 
 Plant = Callable[[Any], None]
@@ -63,7 +64,8 @@ def trained(plant: Plant, changes: dict[str, Any], *, audited: bool = False) -> 
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "sharded": SHARDED, "experts": SHARDED | EXPERTS, "muon": {"kind": "fp32_params_bf16_compute", "engine": "fsdp2", "optimizer": two_ranks.MUON}
+    "sharded": SHARDED, "experts": SHARDED | EXPERTS, "muon": {"kind": "fp32_params_bf16_compute", "engine": "fsdp2", "optimizer": two_ranks.MUON},
+    "edges": {"kind": "bf16_with_fp8_current_scaling_mixed", "emulate": True, "model": {"num_layers": 3}},
 }  # fmt: skip
 _healthy = cache(lambda run: trained(healthy, RUNS[run])[0])
 
@@ -176,6 +178,7 @@ PLAYS: dict[str, Callable[[], str]] = {
         "after evaluation": partial(play, stale_after_evaluation),
         "weights only": partial(play, loaded_without_main_weights),
         "quantized main weights": partial(play, main_weights_from_quantized),
+        "quantized in spite of its rule": partial(play, edge_quantized, run="edges"),
         "not orthogonalized": partial(play, momentum_as_it_is, run="muon"),
     }.items()
 }
