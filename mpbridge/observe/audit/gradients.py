@@ -33,6 +33,8 @@ class Followed:
     """Parameter -> position -> what this rank's optimizer read."""
     owners: dict[str, int] = field(default_factory=dict)
     """Parameter of a foreign loop -> which of several optimizers reads it: each may clip by a norm of its own."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Parameter -> its elements."""
     group: tuple[int, ...] = ()
     """Ranks whose dense gradients are averaged with this one's."""
     experts: tuple[int, ...] = ()
@@ -66,7 +68,7 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
             produced = watch.arrivals.gradients.get(held.name)
         if produced is None:
             continue
-        seen.produced[held.name] = produced
+        seen.produced[held.name], seen.sizes[held.name] = produced, held.whole
         if foreign:
             seen.owners[held.name] = optimizers.setdefault(id(held.inner), len(optimizers))
         grad = held.gradient if held.updated is not None else None
@@ -165,6 +167,8 @@ def gradient_findings(
         limit=limit,
     )
     wrong, ratios, looked = _wrong(ranks, aim)
+    if most is not None and ratios and aim.factor is None:
+        wrong[0] += _vanished(ranks, sum(ratios) / len(ratios) / most)
     if uncounted:
         wrong[0].append("no count of tokens was seen")
     promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
@@ -200,6 +204,26 @@ def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[f
             wrong[0].append("gradients of different parameters were scaled differently")
     looked = sum(len(rank.read[name]) for own, rank in zip(judgements, ranks, strict=True) for name, *_ in own)
     return wrong, [ratio for ratios in by_owner.values() for ratio in ratios], looked
+
+
+_CLIPPED, _LEAST = 2.0**-7.5, 1e-3
+"""A factor below which clipping was strong, and a norm far below what anybody clips to: strong clipping leaves a norm of its limit."""
+
+
+def _vanished(ranks: Sequence[Followed], factor: float) -> list[str]:
+    """Gradients that were clipped while they were still multiplied by a loss scale: their norm, estimated from the samples, is that limit divided by the scale."""
+    squares = {
+        name: sum(value * value for value in values.values()) / len(values) * rank.sizes.get(name, 0)
+        for rank in ranks
+        for name, values in rank.read.items()
+        if values
+    }
+    norm = math.sqrt(sum(squares.values()))
+    if not (0.0 < factor < _CLIPPED and 0.0 < norm < _LEAST):
+        return []
+    return [
+        f"{factor:.2g} times their expected value and of a norm of about {norm:.2g}: clipped before they were unscaled"
+    ]
 
 
 def share_of(ranks: Sequence[Followed]) -> float | None:

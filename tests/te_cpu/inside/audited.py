@@ -242,11 +242,13 @@ def test_gradients_that_change_on_their_way_to_the_optimizer_are_named(fused, ch
 
         config.finalize_model_grads_func = changed
 
-    more = (f"model.gradient_accumulation_fusion={fused}", "train.global_batch_size=8")
+    # a single micro-batch's gradients are BF16 numbers already
+    batches = ("train.micro_batch_size=1", "train.global_batch_size=4")
+    more = (f"model.gradient_accumulation_fusion={fused}", *batches)
     said = found(DELAYED, *more, hooks=(Plant(built=plant),))
     assert "gradients: promised reduced once" in said
     assert said_of_it in said
-    assert ("linear_fc1.weight" in said) is (fused == "false")
+    assert ("linear_proj.weight" in said) is (fused == "false")
 
 
 @pytest.mark.parametrize("recipe", [NVFP4] if BLACKWELL else [DELAYED, BLOCKWISE])
