@@ -191,7 +191,7 @@ CATALOGUE = (
     Fault("frozen while nobody looks", h.frozen_while_nobody_looks, (*ALL, "fsdp2 a", "aware"), ("invariants",), "were applied", quick=True, early=False, behind=1),
     Fault("last step's gradients kept", h.gradients_kept, ("ddp", "dist", "mfsdp"), ("gradients",), early=False),
     Fault("a norm's gradient doubled", f.change_gradients(lambda grad: grad * 2, "input_layernorm.weight"), ALL, ("gradients",), "layernorm", quick=True),
-    Fault("a gradient through FP16 in a hook", c.hook_on_gradients(torch.float16), ("ddp", "dist", "mfsdp", "fp32"), ("compute",), "fp16 in", quick=True),
+    Fault("a gradient through FP16 in a hook", c.hook_on_gradients(torch.float16), ("ddp", "dist", "fp32"), ("compute",), "fp16 in", quick=True),
     Fault("every gradient through E5M2 in a hook", c.hook_on_gradients(torch.float8_e5m2, ""), ("ddp", "fp32"), ("compute",), "float8_e5m2 in", quick=True),
     Fault("a gradient of activations through BF16", c.output_gradient_rounded, ("fp32",), ("compute",), "backward of embedding: bf16 in", quick=True),
     Fault("the embedding's gradient doubled", f.change_gradients(lambda grad: grad * 2, "word_embeddings.weight"), ALL, ("gradients",), "embeddings"),
