@@ -58,7 +58,7 @@ STEPS = {
             "parallel.sequence_parallel=true",
             "data.seq_length=128",
         ],
-    ),  # fmt: skip
+    ),
 }
 
 
