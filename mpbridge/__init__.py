@@ -23,6 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common import incomplete_te
+from mpbridge.common.chatter import without_chatter
 from mpbridge.common.shipped import VERSION as __version__
 
 incomplete_te.install()
@@ -91,6 +92,8 @@ if TYPE_CHECKING:
 if not TYPE_CHECKING:  # visible to mypy, this would make every name of the package Any
 
     def __getattr__(name: str) -> Any:
+        if name == "pretrain":  # a script that trains by it, as `mpbridge train` does
+            without_chatter()
         if name in _HOME:
             return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
