@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,17 +90,22 @@ def _rows(one: Hidden, flat: torch.Tensor | None) -> torch.Tensor:
 
 def _hidden(engine: Any) -> list[Hidden]:
     """Every matrix of this rank's Muon: shares of torch FSDP2's, and megatron-core's, of which tensor-parallel ranks orthogonalize their blocks alone."""
-    from mpbridge.backend.engines.muon import placed_as
-
     found = []
     for held in holdings(engine):
         matrix = next((part.whole[held.name] for part in _sharded(engine) if held.name in part.whole), None)
         if matrix is not None:
             shape, own = tuple(local(matrix).shape), held.updated is not None
-            found.append(Hidden(held, shape, lambda rows, matrix=matrix: placed_as(matrix, rows).full_tensor(), own))
+            found.append(Hidden(held, shape, partial(_gathered, matrix), own))
         elif hasattr(held.inner, "scaled_orthogonalize_fn") and not _is_gathered(held):
             found.append(Hidden(held, tuple(held.parameter.shape), lambda rows: rows, own=True))
     return found
+
+
+def _gathered(matrix: Any, rows: torch.Tensor) -> torch.Tensor:
+    from mpbridge.backend.engines.muon import placed_as
+
+    whole: torch.Tensor = placed_as(matrix, rows).full_tensor()
+    return whole
 
 
 def _sharded(engine: Any) -> list[Any]:

@@ -31,17 +31,20 @@ class Rule:
 
 _ADAM = Rule("Adam's", MOMENTS, {"beta1": ("adam_beta1",), "beta2": ("adam_beta2",), "eps": ("adam_eps",)})
 _MUON = Rule(
-    "Muon's",
-    ("momentum_buffer",),
-    {
-        "momentum": ("muon_momentum",), "Nesterov": ("muon_use_nesterov", "muon_nesterov"), "iterations": ("muon_num_ns_steps",),
-        "products": ("muon_fp32_matmul_prec",),
-    },
+    "Muon's", ("momentum_buffer",),
+    {"momentum": ("muon_momentum",), "Nesterov": ("muon_use_nesterov", "muon_nesterov"), "iterations": ("muon_num_ns_steps",), "products": ("muon_fp32_matmul_prec",)},
 )  # fmt: skip
-RULES: Mapping[str, Rule] = dict.fromkeys(ADAMS, _ADAM) | dict.fromkeys(
-    ("ShardMuon", "Muon", "TensorParallelMuon"), _MUON
-)
+RULES = dict.fromkeys(ADAMS, _ADAM) | dict.fromkeys(("ShardMuon", "Muon", "TensorParallelMuon"), _MUON)
 """Class of optimizer -> its rule. Muon's update of a weight follows from the whole matrix: audit.orthogonal replays it."""
+
+
+def rule_of(inner: Any) -> Rule | None:
+    """An optimizer's rule; None: it follows none of them. Other people's Muons have the name alone in common."""
+    rule = RULES.get(type(inner).__name__)
+    known = rule is not _MUON or type(inner).__module__.partition(".")[0] in ("torch", "mpbridge", "megatron")
+    return rule if known else None
+
+
 _ROUNDINGS = 2.0**-22
 """Error of a moment in FP32 relative to the sum of its two terms: two products, a sum and, in torch, a difference, each within half a unit in the last place."""
 _STORED = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
@@ -70,9 +73,9 @@ class Settings:
     def of(cls, held: Held) -> Settings:
         """The settings of a parameter's group, and those that its optimizer has beside its groups."""
         group, inner = held.group or {}, held.inner
-        if RULES[type(inner).__name__] is _ADAM:
+        if rule_of(inner) is _ADAM:
             betas = tuple(float(beta) for beta in group["betas"])
-            own = {"beta1": betas[0], "beta2": betas[1], "eps": float(group["eps"])}
+            own: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": float(group["eps"])}
         else:
             # torch's names, or Emerging-Optimizers'
             betas = (float(group.get("momentum", group.get("momentum_beta", math.nan))),)
@@ -123,7 +126,7 @@ class Replayed:
 def is_replayed(held: Held) -> bool:
     """Whether the update follows a rule of RULES and what is stored can be read to the bit."""
     group = held.group
-    rule = RULES.get(type(held.inner).__name__)
+    rule = rule_of(held.inner)
     if group is None or held.rests or rule is None or held.trained is None:
         return False
     if group.get("amsgrad") or group.get("maximize") or (rule is _ADAM and "betas" not in group):
@@ -147,7 +150,7 @@ def start_of(held: Held) -> Start | None:
 
 def betas_of(held: Held) -> dict[str, float]:
     """State -> beta, as far as the parameter's group has them."""
-    if held.group is not None and RULES.get(type(held.inner).__name__) is _MUON:
+    if held.group is not None and rule_of(held.inner) is _MUON:
         return dict(zip(_MUON.states, Settings.of(held).betas, strict=True))
     return dict(zip(MOMENTS, (held.group or {}).get("betas", ()), strict=False))
 
@@ -174,7 +177,7 @@ def _sampled(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _moments(held: Held) -> dict[str, torch.Tensor]:
-    found = {name: held.moment(name) for name in RULES[type(held.inner).__name__].states}
+    found = {name: held.moment(name) for name in betas_of(held)}
     return {name: _sampled(moment) for name, moment in found.items() if moment is not None}
 
 
@@ -192,7 +195,7 @@ def replay(engine: Any, starts: Mapping[str, Start]) -> Replayed:
         seen.settings[held.name] = start.settings
         if gradient is None or held.trained is None or gradient.numel() != held.trained.numel():
             continue
-        seen.looked[RULES[type(held.inner).__name__].words] += start.weight.numel()
+        seen.looked[(rule_of(held.inner) or _ADAM).words] += start.weight.numel()
         fault = _fault(held, start, _sampled(gradient))
         if fault:
             seen.wrong.append(f"{held.name}: {fault}")
@@ -206,7 +209,7 @@ def _f32(value: float) -> float:
 @torch.no_grad()
 def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
     """'' or the first result that the optimizer's rule does not give."""
-    group, settings, rule = held.group or {}, start.settings, RULES[type(held.inner).__name__]
+    group, settings, rule = held.group or {}, start.settings, rule_of(held.inner) or _ADAM
     decoupled = is_decoupled(held, group)
     summed = torch.zeros_like(gradient)
     if settings.weight_decay and not decoupled:
@@ -275,7 +278,7 @@ def is_decoupled(held: Held, group: Mapping[str, Any]) -> bool:
     """Whether weight decay is decoupled from the moments."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
-    if RULES.get(type(held.inner).__name__) is _MUON:
+    if rule_of(held.inner) is _MUON:
         return bool(
             getattr(held.inner, "weight_decay_method", "decoupled") == "decoupled"
         )  # Emerging-Optimizers has others
@@ -294,7 +297,7 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
     wrong: dict[str, None] = {}
     for held in holdings(engine):
         group = held.group
-        rule = RULES.get(type(held.inner).__name__)
+        rule = rule_of(held.inner)
         if group is None or rule is None or (rule is _ADAM and "betas" not in group):
             continue
         if not group.get("default_config", True):
