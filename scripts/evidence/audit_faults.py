@@ -186,7 +186,7 @@ def planted(kind: str, job: Job) -> dict[str, Any]:
         plant, at = fault.plant, moment - fault.behind
     world = dist.get_world_size()
     recipe, sections = engines(kind)[engine_name]
-    with device_layer(False):
+    with device_layer(over_te(kind, job)):
         engine = build_engine(tiny.run(recipe, world=world, scheduler={"lr_decay_style": "constant"}, **sections))
     try:
         ranks = state.get_data_parallel_world_size()

@@ -92,18 +92,16 @@ def _no_factory(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
     monkeypatch.setattr(core, "_get_fp8_autocast_for_quant_recipe", lambda rule: core.fp8_autocast(enabled=True, fp8_recipe=MXFP8BlockScaling()))  # fmt: skip
 
 
-def _wide_backward(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
-    """One linear's recipe says the rule, and its output gradients are not quantized."""
-    from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+def _e5m2_forward(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    """One linear's recipe says the rule, and its inputs are rounded to E5M2 for the forward product."""
+    from transformer_engine.pytorch.constants import DType
 
     linear = next(one for name, one in engine.model[0].named_modules() if name.endswith("1.mlp.linear_fc1"))
-    linear.quantizers["scaling_bwd"][0] = IdentityQuantizer()
+    linear.quantizers["scaling_fwd"][0].rowwise_quantizer.dtype = DType.kFloat8E5M2
 
 
 @pytest.mark.since((2, 19))
-@pytest.mark.parametrize(
-    ("change", "said"), [(_no_factory, "e4m3 mxfp8"), (_wide_backward, "dgrad grad_output high precision")]
-)
+@pytest.mark.parametrize(("change", "said"), [(_no_factory, "e4m3 mxfp8"), (_e5m2_forward, "fprop input e5m2 mxfp8")])
 def test_another_format_is_named(script: Any, monkeypatch: pytest.MonkeyPatch, change: Any, said: str) -> None:  # noqa: F811
     hook = audited(script, lambda engine: change(monkeypatch, engine))
     (linears,) = [one for one in hook.reports["live"].findings if one.subject == "linears"]
