@@ -75,7 +75,7 @@ def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> 
         return
     rows = run.tokens // parallel.tensor * shape.expert_topk
     if parallel.expert > 1:
-        size = rows * shape.hidden_size * policy.compute.bytes
+        size = rows * shape.expert_hidden_size * policy.compute.bytes
         yield _collective("all_to_all", "expert", parallel.expert, policy.compute, size, 4 * experts)
         # the router's probabilities are sent with the tokens
         exact = policy.router is DType.FP32 or run.model.get("moe_router_dtype") == "fp32"
