@@ -141,7 +141,7 @@ def _read_words(
     if not hasattr(module, "read"):
         raise BadValue(f"{told.stack} is configured by files, not by arguments: pass the file")
     words, notes = script.words, (*told.assumed, *script.notes)
-    undecided = tuple(note for note in notes if "not decided" in note and _DECIDES.search(note))
+    undecided = (*told.undecided, *(note for note in notes if "not decided" in note and _DECIDES.search(note)))
     alone = "no command here starts a Python program: what it is started with decides: pass its arguments (--args)"
     undecided += (alone,) if NO_PROGRAM in script.notes else ()
     decides = f"--deepspeed_config: {cut(file or '')} decides: pass that file (--from deepspeed)"
