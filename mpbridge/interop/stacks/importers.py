@@ -183,7 +183,7 @@ def _rules_beside(script: LaunchScript, words: Sequence[str], beside: Path | Non
 
 _EIGHT_BIT = re.compile(r"--[\w-]*(bnb|bitsandbytes|8.?bit)")
 """Options of programs that make an optimizer of bitsandbytes' without naming it in DeepSpeed's file."""
-_DECIDES = re.compile(rf"{PRECISION.pattern}|optimizer|fsdp|transformer-impl|hysteresis")
+_DECIDES = re.compile(rf"{PRECISION.pattern}|optimizer|fsdp|transformer-impl|hysteresis|deepspeed.config|zero.stage")
 """Pattern of notes on options that decide a fact."""
 
 

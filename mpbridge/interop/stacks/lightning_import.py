@@ -107,11 +107,11 @@ def read_data(data: Any, *, version: str) -> Imported:
     read.note("assumed", "the module is in FP32 when passed to the trainer")
     model = data.get("model") if isinstance(data.get("model"), Mapping) else {}
     own = [name for name in _NEMO if name in model]
-    read.note(
-        "undecided",
-        f"model.{cut(', '.join(own))}: of NeMo's Megatron models, which make their precision plugin and loss scale themselves: not one of the stacks",
-        own,
-    )
+    beside = [name for name in ("strategy", "plugins") if data.get("trainer") is not None and data.get(name)]
+    read.note_rows(
+        ("undecided", own, f"model.{cut(', '.join(own))}: of NeMo's Megatron models, which make their precision plugin and loss scale themselves: not one of the stacks"),
+        ("undecided", beside, f"{', '.join(beside)} beside trainer: of the program that reads this file, not of Lightning's Trainer: move into trainer what it passes on"),
+    )  # fmt: skip
     said = _Settings(read)
     _strategy(said)
     _precision(said)

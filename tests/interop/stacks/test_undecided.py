@@ -33,6 +33,7 @@ from mpbridge.interop.stacks.launch_script import read_script
         ("trl.json", {"output_dir": "o", "bf16": True, "model_name_or_path": "x", "dtype": "bfloat16"}, ["the launcher of the program that reads this file"]),
         ("saved.json", {"output_dir": "o", "bf16": True}, ["the loading dtype: since version 5 that of the checkpoint"]),
         ("sharded.json", {"output_dir": "o", "bf16": True, "fsdp": "full_shard"}, []),
+        ("nemo2.json", {"trainer": {"devices": 1}, "plugins": {"_target_": "nemo.lightning.MegatronMixedPrecision"}}, ["plugins beside trainer: of the program"]),
         ("nemo.json", {"trainer": {"precision": 16}, "model": {"megatron_amp_O2": False}}, ["model.megatron_amp_O2: of NeMo's Megatron models"]),
         ("eagle.json", {"recipe_args": {"target_model_name_or_path": "x"}, "distributed": {"strategy": "fsdp2"}, "optimizer": {"lr": 1}, "dist_env": {}}, ["recipe_args without a model"]),
         ("said.json", {"bf16": {"enabled": True}, "train_batch_size": "auto", "gradient_clipping": "auto"}, []),
@@ -67,6 +68,9 @@ def test_what_decides_elsewhere_is_undecided(
         ("torchrun x.py --bf16 --micro-batch-size 1 --lr $(pick)", 0, "--lr: its value"),
         ("torchrun x.py --bf16 --micro-batch-size 1 --deepspeed_config z.json", 1, "--deepspeed_config: z.json decides: pass that file"),
         ("cat <<E > z.json\n{{\"bf16\": {{\"enabled\": true}}, \"zero_optimization\": {{\"stage\": $Z}}}}\nE\ntorchrun x.py --fp16 --deepspeed_config=z.json", 0, "gradients on the wire               bf16"),
+        ("cat <<E > z.json\n{{\"bf16\": {{\"enabled\": true}}, \"train_batch_size\": $((2*$Z))}}\nE\nA=\"--deepspeed_config z.json\"\nif [ $Z ]; then A=\"--lr 1 ${A}\"; fi\ntorchrun x.py --fp16 $A", 0, "deepspeed"),
+        ("cat <<E > z.json\n{{\"bf16\": {{\"enabled\": $(pick)}}}}\nE\ntorchrun x.py --deepspeed_config z.json", 1, "bf16.enabled=auto: filled in by the launcher"),
+        ("if [ $Z ]; then A=\"--deepspeed_config y.json\"; fi\ntorchrun x.py --bf16 --micro-batch-size 1 $A", 1, "A=--deepspeed_config y.json stands in `if`"),
         ("cat > z.json <<'E'\n{{\"bf16\": {{\"enabled\": \"$Z\"}}}}\nE\ntorchrun x.py --deepspeed_config z.json", 2, "bf16.enabled='$Z': expected true or false"),
     ],
 )  # fmt: skip
