@@ -23,6 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common import incomplete_te
+from mpbridge.common.chatter import without_chatter
 from mpbridge.common.shipped import VERSION as __version__
 
 incomplete_te.install()
@@ -34,7 +35,7 @@ _HOME = {
     "Plan": "precision.sync.plan",
     "PrecisionPolicy": "precision.policy",
     "Receipt": "precision.sync.plan",
-    "Run": "settings.run",
+    "Run": "settings.container",
     "apply": "backend.megatron.targets",
     "build": "backend.megatron.targets",
     "emulate": "numerics.modules",
@@ -83,8 +84,7 @@ if TYPE_CHECKING:
     from mpbridge.precision.policy import PrecisionPolicy
     from mpbridge.precision.registry import get_mixed_precision_config, recipes, register, resolve
     from mpbridge.precision.sync.plan import Plan, Receipt, plan
-    from mpbridge.settings.container import ConfigContainer
-    from mpbridge.settings.run import Run
+    from mpbridge.settings.container import ConfigContainer, Run
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.training.loop import pretrain
     from mpbridge.training.tune.module import tune_module
@@ -92,6 +92,8 @@ if TYPE_CHECKING:
 if not TYPE_CHECKING:  # visible to mypy, this would make every name of the package Any
 
     def __getattr__(name: str) -> Any:
+        if name == "pretrain":  # a script that trains by it, as `mpbridge train` does
+            without_chatter()
         if name in _HOME:
             return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg, wanted_world
 from mpbridge.cli.text import answer as print_answer
 from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
-from mpbridge.common.tables.units import GIB
+from mpbridge.common.tables.units import GIB, processes
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
 from mpbridge.planning.certificates.optimizer import sentence
@@ -197,8 +197,9 @@ def _edges(policy: PrecisionPolicy, depth: int) -> list[int]:
 
 def _print(answer: _Answer) -> None:
     made, one, sizes = answer.made, answer.outlook, answer.made.facts.parallel
-    processes = f"{made.world_size} process{'es' if made.world_size > 1 else ''}"
-    print_line(f"recipe {made.recipe}, engine {made.engine}, {processes} on {answer.where.machine.label}")
+    print_line(
+        f"recipe {made.recipe}, engine {made.engine}, {processes(made.world_size)} on {answer.where.machine.label}"
+    )
     print_line(sizes_of(sizes))
     if made.played is not None:
         print_line(f"here   played {on_cpu(made)}")

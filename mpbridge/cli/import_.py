@@ -90,6 +90,8 @@ HEADINGS = (
     ("assumed", "assumed"),
 )
 """Kind of note -> its heading."""
+MOST_LISTED = 100
+"""Notes of one kind that the terminal shows: a real file has a few."""
 
 
 def _hazards(found: Imported) -> tuple[str, ...]:
@@ -122,8 +124,10 @@ def _print(found: Imported, told: Answer) -> None:
     for heading, lines in (("hazards", _hazards(found)), *listed):
         if lines:
             print_line(f"\n{heading}:")
-            for line in lines:
+            for line in lines[:MOST_LISTED]:
                 print_line(f"  {line}")
+            if len(lines) > MOST_LISTED:
+                print_line(f"  and {len(lines) - MOST_LISTED:,} more: --json has all of them")
     if found.other:
         many = "settings are" if len(found.other) > 1 else "setting is"
         print_line(f"\n{len(found.other)} other {many} not about precision")

@@ -13,6 +13,7 @@ from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import text_of, write
 from mpbridge.common.machines import machine
+from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.hardware.capability import ASSUMED, can_run
 from mpbridge.planning.memory.by_role import fit
 from mpbridge.precision.registry import describe, get_mixed_precision_config
@@ -124,9 +125,14 @@ def run(args: argparse.Namespace) -> int:
         print_line(f"{folder / name}  {WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
     world = wanted_world(args) or 1
-    then = f" && mpbridge train --config config.yaml{settings}" if world == 1 else " (README.md has what follows)"
-    processes = f" --world-size {world}" if world > 1 else ""
-    print_whole(f"\nnext: {go}mpbridge check --config config.yaml{processes}{settings}{then}")
+    if world == 1:
+        # on a machine that does not run the recipe, what follows emulates it
+        native = can_run(resolve(get_mixed_precision_config(args.recipe)), this_machine(), installed()).native
+        options = "" if native else " --emulate"
+        then = f" && mpbridge train --config config.yaml{options}{settings}"
+    else:
+        options, then = f" --world-size {world}", " (README.md has what follows)"
+    print_whole(f"\nnext: {go}mpbridge check --config config.yaml{options}{settings}{then}")
     if settings:
         print_line(f"set these on the command line or in config.yaml:{settings}")
     return 0
@@ -181,6 +187,12 @@ def starting_text(place: Path, overrides: Sequence[str] = ()) -> str:
         tokenizer = made.data.get("tokenizer")
         if is_reference(str(place)) and tokenizer:
             made.data["tokenizer"] = str(Path(tokenizer).absolute())
+        for text in SECTIONS.values():  # a section that overrides alone began gets what it would have without them
+            ((section, usual),) = load_yaml(text).items()
+            mine = getattr(made, section)
+            if mine and {f"{section}.{name}" for name in mine} <= {one.partition("=")[0] for one in overrides}:
+                more = {"load": mine["save"]} if "save" in mine else {}
+                setattr(made, section, usual | more | dict(mine))
         return made.to_yaml()
     if not is_reference(str(place)):
         text = text_of(place)

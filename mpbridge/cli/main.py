@@ -291,7 +291,7 @@ def _help(known: dict[str, str], *, every: bool = False) -> str:
     return "\n".join(
         [
             *lines,
-            *([] if every else [f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]),
+            *([] if every else ["", f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]),
             "",
             "For details: mpbridge help COMMAND. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
         ]

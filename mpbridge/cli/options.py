@@ -18,7 +18,7 @@ from mpbridge.settings.huggingface.folder import is_reference
 if TYPE_CHECKING:
     from mpbridge.common.facts import Versions
     from mpbridge.settings.container import ConfigContainer, Run
-    from mpbridge.settings.run import FaultFinder
+    from mpbridge.settings.draft import FaultFinder
 
 DEFAULT_CONFIG = "gpt_tiny"
 EMULATION = {"fast": "true", "te": "te"}

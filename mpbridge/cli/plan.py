@@ -7,6 +7,7 @@ import argparse
 from mpbridge.cli.options import JSON, RUN, arg, resolved
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import answer, print_line, print_table, show_table
+from mpbridge.common.tables.units import processes
 from mpbridge.planning.memory.names import refuse_idle_rules
 from mpbridge.precision.sync.plan import plain
 from mpbridge.settings.container import Run
@@ -51,9 +52,7 @@ def as_data(made: Run) -> dict[str, object]:
 
 def _print(made: Run, *, explain: bool) -> None:
     how = "emulated" if made.facts.realization == "emulated" else "native"
-    print_line(
-        f"recipe {made.recipe} ({how}), engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}\n"
-    )
+    print_line(f"recipe {made.recipe} ({how}), engine {made.engine}, {processes(made.world_size)}\n")
     if made.plan.writes or made.plan.kept:
         show_table(made.plan.table())
     else:

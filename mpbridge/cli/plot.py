@@ -27,7 +27,7 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints one plot for each number and run, and writes the picture; without matplotlib only the picture is missing."""
-    from mpbridge.common.errors import BadValue
+    from mpbridge.common.errors import BadValue, Refused
     from mpbridge.common.pages.document import writable
     from mpbridge.common.report.curves import CURVES, picture
     from mpbridge.common.report.pictures import drawable
@@ -38,7 +38,11 @@ def run(args: argparse.Namespace) -> int:
     if not args.no_picture:
         writable(target)
     drawn = not args.no_picture and drawable(report=True)
-    found = _read(args.runs)
+    found = [curves for curves in _read(args.runs) if curves.rows or curves.evaluations]
+    if not found:
+        raise Refused(
+            f"{args.runs[0]}: no step was taken yet, so there is nothing to plot (mpbridge report says what there is)"
+        )
     width = args.width or min(COLUMNS, max(10, (columns_here() or 1000) - AXIS))
     for number in CURVES:
         for curves in found:

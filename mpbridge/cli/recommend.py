@@ -115,10 +115,14 @@ def _print(where: TargetMachine, order: list[Advice], omitted: list[str], price:
             for place, a in enumerate(legal, start=1)
             if a.fits is fits
         ]
-        if rows or fits:
+        if fits and not rows:
+            print_line(
+                "valid and fit: none in this layout (mpbridge check and mpbridge layouts name layouts that do)", ""
+            )
+        if rows:
             error = ("gradient's error",) if any(a.error is not None for a in legal) else ()
             columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", *error, "why")
-            print_table(columns, rows or [("", "none", *[""] * (len(columns) - 2))], title=title)
+            print_table(columns, rows, title=title)
             print_line()
     if decides(order):
         print_line(decides(order))

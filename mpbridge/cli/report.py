@@ -108,7 +108,7 @@ def _print(found: Diagnosis, data: dict[str, Any]) -> None:
         print_whole("\n".join(terminal(loss, width=width, height=HEIGHT, log=False)))
     labels = {"loss": "loss", "eval_loss": "held-out loss", "grad_norm": "gradient norm", "loss_scale": "loss scale"}
     curves = [
-        f"{word} {ends['first']:.4g} -> {ends['last']:.4g}"
+        f"{word} {' -> '.join(dict.fromkeys(f'{ends[end]:.4g}' for end in ('first', 'last')))}"
         for name, word in labels.items()
         if (ends := data["curves"].get(name)) and (name != "loss_scale" or ends["highest"] != 1)
     ]
@@ -126,7 +126,7 @@ def _print(found: Diagnosis, data: dict[str, Any]) -> None:
         if resume["from"]
         else f"resume     no: {resume['why_not']}"
     )
-    for gap in run.gaps:
+    for gap in run.gaps if run.measured else [gap for gap in run.gaps if "logger.precision_every" not in gap]:
         print_line(f"not known  {gap}")
     good_parts = {"audits": data["audits"]["ok"] is not False, "diagnosis": found.healthy}
     bad = [name for name, good in good_parts.items() if not good]
@@ -142,7 +142,9 @@ def _said(precision: dict[str, Any]) -> str:
     row, count = precision["worst"], precision["measured_steps"]
     if row is None:
         return (
-            f"{count} steps measured, no quantized GEMM" if count else "nothing was measured (logger.precision_every)"
+            f"{count} steps measured, no quantized GEMM"
+            if count
+            else "nothing was measured, logger.precision_every=1 would"
         )
     error = row["row_error"]
     size = f"row error {error:.2%}" if isinstance(error, float) else "row error not known"

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import warnings
 
-UPSTREAM = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
-"""Beginnings of warnings that megatron-core 0.16.1 emits at every import or construction; `doctor` reports the fact."""
+UPSTREAM = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "`torch.distributed.",  # names of collectives that torch 2.13 deprecates, and that megatron-core 0.16.1 calls
+)
+"""Beginnings of warnings that megatron-core emits at every import, construction or step; `doctor` reports what is not installed."""
 
 
 def without_chatter() -> None:

@@ -84,7 +84,7 @@ class ModelShape:
     pattern: str = ""
     """hybrid_override_pattern: a symbol of PARTS for each layer; empty: every layer has attention and an MLP."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """SIZES of the parts that a hybrid has."""
+    """SIZES of the parts that a hybrid has, and moe_latent_size where experts read and write fewer features than a layer, between two projections."""
     sinks: bool = False
     """softmax_type "learnable": one parameter per head in the denominator of its softmax."""
     lora_rank: int = 0
@@ -112,6 +112,11 @@ class ModelShape:
         if self.pattern:
             return (PARTS[self.pattern[layer]],)
         return ("attention", "experts" if self.is_expert_layer(layer) else "mlp")
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Features of a token that is sent to an expert."""
+        return self.sizes.get("moe_latent_size") or self.hidden_size
 
     @property
     def mamba_sizes(self) -> tuple[int, int, int]:

@@ -21,12 +21,11 @@ MOST_VALUES = 100_000
 
 
 @functools.cache
-def _loader() -> Any:
+def bounded_loader() -> Any:
+    """PyYAML's SafeLoader, which raises yaml.YAMLError above MOST_WRITTEN and MOST_VALUES."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """Safe loading, plus 1e-3 and the like as numbers; a duplicate key is an error."""
-
+    class Bounded(yaml.SafeLoader):
         written = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -36,7 +35,17 @@ def _loader() -> Any:
             return super().compose_node(parent, index)
 
         def get_single_node(self) -> Any:
-            return of_bounded_size(super().get_single_node())
+            return _of_bounded_size(super().get_single_node())
+
+    return Bounded
+
+
+@functools.cache
+def _loader() -> Any:
+    import yaml
+
+    class Loader(bounded_loader()):  # type: ignore[misc]
+        """Safe loading, plus 1e-3 and the like as numbers; a duplicate key is an error."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[Any] = set()
@@ -58,7 +67,7 @@ def _loader() -> Any:
     return Loader
 
 
-def of_bounded_size(node: Any) -> Any:
+def _of_bounded_size(node: Any) -> Any:
     """PyYAML's composed `node`, before anything is made of it. Raises yaml.YAMLError above MOST_VALUES, and for what holds itself.
 
     Merges (`<<`) count like every other alias: they are written out when mappings are made.

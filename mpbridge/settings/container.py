@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mpbridge.common.errors import BadValue, Contradiction, UnknownName
 from mpbridge.common.files import why, write
+from mpbridge.common.formats import say
 from mpbridge.common.shipped import label
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.settings.draft import BROUGHT, Draft, FaultFinder, joined
 from mpbridge.settings.load import COMMAND_LINE, TOP, dump_yaml, read
 from mpbridge.settings.read_back import as_mapping
 from mpbridge.settings.realized import emulation_faults
-from mpbridge.settings.run import Draft, FaultFinder, Run, joined
 from mpbridge.settings.schema import SECTIONS, checked
 from mpbridge.settings.section import Section
 from mpbridge.settings.sections import OWN
@@ -27,7 +28,9 @@ from mpbridge.settings.shape import smallest_world
 from mpbridge.settings.stages import Stage, as_plain, read_stages
 
 if TYPE_CHECKING:
-    from mpbridge.common.facts import Versions
+    from mpbridge.common.facts import RunFacts, Versions
+    from mpbridge.precision.policy import PrecisionPolicy
+    from mpbridge.precision.sync.plan import Plan
     from mpbridge.settings.typed import (
         AuditField,
         CheckpointField,
@@ -159,10 +162,10 @@ class ConfigContainer:
         with their defaults filled in; they are raised together with the others.
         """
         draft = self._draft()
-        run = draft.run(world_size, machine, versions, training, also)
-        if run is None:
+        made = draft.resolved(world_size, machine, versions, training, also)
+        if made is None:
             raise Contradiction(draft.faults, subject="the configuration cannot be used")
-        return run
+        return Run(container=self, **made)
 
     def smallest_world(self) -> int:
         """The fewest processes that the parallel sizes allow; 1 if they are not numbers (`resolved` then reports it)."""
@@ -184,7 +187,14 @@ class ConfigContainer:
         faults += emulation_faults(self.emulate, self.target, self.te)
         engine = self._engine(stages, given["ddp"], faults)
         return Draft(
-            container=self, given=given, stages=stages, engine=engine, origin=self._sources(given), faults=faults
+            emulate=self.emulate,
+            target=self.target,
+            te=self.te,
+            given=given,
+            stages=stages,
+            engine=engine,
+            origin=self._sources(given),
+            faults=faults,
         )
 
     def _engine(self, stages: tuple[Stage, ...], ddp: Mapping[str, Any], faults: list[str]) -> str:
@@ -275,3 +285,51 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (str, int, float, bool))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is run. The mappings are this Run's own copies, to be read only."""
+
+    container: ConfigContainer
+    recipe: str
+    """Canonical name of the (first) recipe; 'custom' for a config without a name."""
+    policy: PrecisionPolicy
+    """Settled: every optimizer fact is decided."""
+    plan: Plan
+    facts: RunFacts
+    inputs: Mapping[str, dict[str, Any]]
+    """model, optimizer, ddp: what the author wrote, without the recipe, with GPTModel's arguments and the parallel sizes filled in."""
+    train: dict[str, Any]
+    data: dict[str, Any]
+    scheduler: dict[str, Any]
+    checkpoint: dict[str, Any]
+    logger: dict[str, Any]
+    audit: dict[str, Any]
+    """These five sections with their defaults filled in."""
+    origin: Mapping[str, str]
+    """'optimizer.lr' -> where its value came from, for every value that is not a default."""
+    emulate: bool = False
+    """Whether mpbridge.numerics rounds."""
+    played: str | None = None
+    """The machine that Transformer Engine simulates on the CPU (emulate='te'); None: no simulation."""
+    te: str | None = None
+    """The Transformer Engine release that was requested."""
+    stages: tuple[Stage, ...] = field(default=(), repr=False)
+    """One per recipe of the run; `policy` is the first one's."""
+
+    @property
+    def brought(self) -> tuple[str, ...]:
+        """Settings that the recipe also sets, as 'ddp.use_distributed_optimizer=true'."""
+        names = [name.partition(".") for name, source in self.origin.items() if source == BROUGHT]
+        return tuple(f"{section}.{key}={say(self.inputs[section][key])}" for section, _, key in names)
+
+    @property
+    def engine(self) -> str:
+        """One of `traits.engine_names`."""
+        return self.facts.engine
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.facts.parallel.world_size

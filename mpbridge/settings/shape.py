@@ -219,7 +219,7 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
         mtp_layers=model["mtp_num_layers"] or 0,
         hybrid=bool(pattern_of(model) or model.get("is_hybrid_model")),
         pattern=pattern_of(model),
-        sizes=sizes_of(model),
+        sizes=sizes_of(model) | ({"moe_latent_size": model["moe_latent_size"]} if model.get("moe_latent_size") else {}),
         sinks=str(model["softmax_type"]) == "learnable",
         lora_rank=model["lora_rank"] or 0,
         lora_targets=tuple(model["lora_targets"] or LORA_TARGETS) if model["lora_rank"] else (),

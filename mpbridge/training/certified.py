@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mpbridge.numerics.certificates.tensors import Linear
     from mpbridge.observe.telemetry.reading import MeasuredStep
-    from mpbridge.settings.run import Run
+    from mpbridge.settings.container import Run
 
 STANDARD_DEVIATION = 0.02
 """megatron-core's init_method_std."""

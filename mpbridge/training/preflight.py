@@ -14,6 +14,7 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import write
 from mpbridge.common.probe import installed
 from mpbridge.common.report.console import tell
+from mpbridge.common.tables.units import processes
 from mpbridge.planning.rules.admit import require_here
 from mpbridge.planning.rules.base import Violation
 from mpbridge.precision.policy import LossScale
@@ -31,7 +32,7 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
         how = on_cpu(run)
     tell(
         out,
-        f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}"
+        f"recipe {run.recipe}, {how}, engine {facts.engine}, {processes(facts.parallel.world_size)} on {machine.name}"
         + (" (played)" if run.played is not None else ""),
     )
     out.print(run.plan.table())

@@ -16,7 +16,13 @@ from mpbridge.common.machines import machine
 from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.settings.container import ConfigContainer, Run
 
-_VOCABULARIES = {"gpt3_15b": 256000, "mixtral_8x22b": 32000, "deepseekv3_proxy": 256000, "deepseek_proxy": 131072}
+_VOCABULARIES = {
+    "gpt3_15b": 256000,
+    "mixtral_8x22b": 32000,
+    "deepseekv3_proxy": 256000,
+    "deepseek_proxy": 131072,
+    "nemotron3": 131072,
+}
 """Vocabulary sizes of cases that do not use GPT-2's 50,257 (from their tokenizers), by name of the case."""
 _APART = (
     ("grpo", "reinforcement learning keeps an inference engine"), ("fsdp2", "Megatron-FSDP of a later megatron-core"), ("zp_z3", "Megatron-FSDP of a later megatron-core"),
@@ -166,7 +172,7 @@ _PLAIN = {
     "overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm", "pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
     "cuda-graph-impl": "cuda_graph_impl", "hidden-dropout": "hidden_dropout", "attention-dropout": "attention_dropout", "tp-comm-overlap": "tp_comm_overlap",
     "moe-router-num-groups": "moe_router_num_groups", "moe-router-group-topk": "moe_router_group_topk", "moe-permute-fusion": "moe_permute_fusion",
-    "rotary-percent": "rotary_percent",
+    "rotary-percent": "rotary_percent", "mamba-num-heads": "mamba_num_heads", "mamba-head-dim": "mamba_head_dim", "moe-latent-size": "moe_latent_size",
 }  # fmt: skip
 
 
@@ -183,6 +189,8 @@ def _model(row: dict[str, Any], args: dict[str, Any], vocabulary: int, pipeline:
         "gradient_accumulation_fusion": not args.get("no-gradient-accumulation-fusion"),
         "deterministic_mode": bool(args.get("deterministic-mode")),
     }
+    if args.get("hybrid-layer-pattern"):
+        found |= _hybrid(args)
     if args.get("group-query-attention"):
         found["num_query_groups"] = args.get("num-query-groups", 1)
     if args.get("swiglu") and not args.get("ffn-hidden-size"):
@@ -205,6 +213,21 @@ def _model(row: dict[str, Any], args: dict[str, Any], vocabulary: int, pipeline:
     if "account_for_embedding_loss" in row["case"]:
         found |= {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     return found
+
+
+def _hybrid(args: dict[str, Any]) -> dict[str, Any]:
+    """A pattern without its bars between stages; layers for further tokens, which megatron-core 0.16.1's hybrid does not have, as more layers of the stack."""
+    layers, *ahead = args["hybrid-layer-pattern"].replace("|", "").split("/")
+    return {
+        "hybrid_override_pattern": layers + "".join(ahead),
+        "num_layers": len(layers + "".join(ahead)),
+        "mtp_num_layers": None,
+    }
+
+
+def hybrids() -> list[dict[str, Any]]:
+    """Rows of hybrids with Mamba layers."""
+    return [row for row in rows() if row["args"].get("hybrid-layer-pattern")]
 
 
 def _frequency(text: str) -> Any:

@@ -71,6 +71,35 @@ DEVICE = "/dev/zero"
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("dup.json", "{" + ",".join(['"bf16":{"enabled":true}'] * 100_000) + "}", "characters, expected at most"),
+        ("merge.yaml", f"<<: [{','.join(['{a: 1}'] * 100_000)}]\n", "more than 20,000 keys and values"),
+    ],
+    ids=["a key 100,000 times", "100,000 merges"],
+)
+def test_a_file_of_another_stack_is_read_in_bounded_time(
+    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    began = time.process_time()
+    assert main(["import", str(tmp_path / name)]) == 2
+    assert time.process_time() - began < 15  # 1 on an idle machine; 80 before there was a limit
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_of_unknown_options_does_not_flood_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("torchrun pretrain_gpt.py --bf16 " + " ".join(f"--x{i}" for i in range(2_000)), encoding="utf-8")
+    main(["import", str(script)])
+    assert "and 1,900 more: --json has all of them" in capsys.readouterr().out
+    main(["import", str(script), "--json"])
+    assert '"--x1999' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     "arguments", [["show", "odd.yaml"], ["check", "--config", "odd.yaml"]], ids=["recipe", "configuration"]
 )
 @pytest.mark.parametrize(

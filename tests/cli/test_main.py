@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import mpbridge
 from mpbridge.cli import main as cli
 from mpbridge.cli import text
 from mpbridge.cli.main import main
@@ -348,6 +349,16 @@ def test_only_megatron_cores_warnings_about_itself_are_silent(monkeypatch, said,
         warnings.simplefilter("always")
         assert said(verb, "a.b=1")[0] == 0
     assert [str(one.message).partition(":")[0] for one in seen] == heard
+
+
+def test_so_they_are_in_a_script_that_trains_from_python():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warnings.warn(f"{UPSTREAM[0]}: a script of another kind", UserWarning, stacklevel=1)
+        assert mpbridge.pretrain
+        for words in (*UPSTREAM, "yours"):
+            warnings.warn(f"{words}: so it is", UserWarning, stacklevel=1)
+    assert [str(one.message).partition(": ")[2] for one in seen] == ["a script of another kind", "so it is"]
 
 
 def test_an_answer_that_nobody_read_is_no_success():

@@ -65,6 +65,8 @@ def test_a_run_that_took_no_step_says_what_there_is(folder, capsys):
     assert text.endswith("verdict    no step was taken, so there is nothing to judge\n")
     assert main(["report", place, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["curves"] == {}
+    assert main(["plot", place]) == 1  # the call is right, and there is nothing to draw
+    assert "nothing to plot" in capsys.readouterr().err
 
 
 @pytest.mark.slow

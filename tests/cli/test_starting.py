@@ -16,6 +16,7 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.container import ConfigContainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,3 +203,22 @@ def test_a_batch_that_is_not_set_is_one_that_the_ranks_can_divide(
     model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 384}
     made = ConfigContainer(mixed_precision="bf16", model=model, train=given, data={"seq_length": 64})
     assert made.resolved(world, training=False).train["global_batch_size"] == batch
+
+
+def test_settings_of_a_section_do_not_take_the_folders_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "first", "logger.precision_every=20", "checkpoint.save=elsewhere"]) == 0
+    made = load_yaml((tmp_path / "first/config.yaml").read_text())
+    assert made["logger"] == {"log_dir": "run", "precision_every": 20}
+    assert made["checkpoint"] == {"save": "elsewhere", "load": "elsewhere", "save_interval": 50}
+
+
+def test_what_follows_emulates_a_recipe_that_this_machine_does_not_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for recipe, words in (("bf16_mixed", ""), ("fp8_cs", " --emulate")):
+        assert main(["init", recipe, "--recipe", recipe]) == 0
+        line = (
+            f"cd {recipe} && mpbridge check --config config.yaml{words} && mpbridge train --config config.yaml{words}"
+        )
+        assert f"next: {line}\n" in capsys.readouterr().out

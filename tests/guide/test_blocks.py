@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,12 +74,32 @@ def test_every_python_block_runs_as_it_stands(page, tmp_path):
     assert "step 5/5" in done.stdout, "the first example trains"
 
 
+def script(name):
+    """A script of scripts/, as a module."""
+    place = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "scripts" / name)
+    module = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
+    return module
+
+
+def test_the_new_users_path_says_what_the_page_shows_until_it_trains(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert script("evidence/first_walk.py").walk(tmp_path, "train") == []
+
+
+def test_the_walk_sees_an_output_that_is_another_one(tmp_path, monkeypatch):
+    walk = script("evidence/first_walk.py")
+    monkeypatch.setattr(walk, "steps", lambda: [("mpbridge list", "...\nfp31 ...")])
+    assert [text.splitlines()[0] for text in walk.walk(tmp_path, "train")] == ["$ mpbridge list"]
+
+
+@pytest.mark.slow
+def test_the_new_users_path_says_what_the_page_shows_to_its_end(tmp_path):
+    assert script("evidence/first_walk.py").walk(tmp_path) == []
+
+
 def test_the_picture_is_what_check_prints():
-    sys.path.insert(0, str(ROOT / "scripts" / "generate"))
-    try:
-        import picture
-    finally:
-        sys.path.pop(0)
+    picture = script("generate/picture.py")
     assert picture.OUT.read_text(encoding="utf-8") == picture.drawn(), (
         "python scripts/generate/picture.py writes it anew"
     )

@@ -98,7 +98,7 @@ def test_yaml_is_a_recipe_or_a_configuration(text: str, tmp_path: Path) -> None:
 
 def commands(kinds: tuple[str, ...]) -> Iterator[str]:
     for block in blocks(*kinds):
-        for line in block.values[0].splitlines():
+        for line in block.values[0].replace("\\\n", " ").splitlines():
             shown = line.removeprefix("$ ") if line.startswith("$ ") else line if kinds == ("bash",) else ""
             if shown.strip():
                 yield shown

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import graphlib
 import importlib
 
+import grimp
 import pytest
 
 from mpbridge.cli.main import ALIASES, verbs
@@ -28,6 +30,14 @@ def test_verbs_and_entry_point_groups_are_there() -> None:
 @pytest.mark.parametrize("path", DOCUMENTED)
 def test_a_documented_path_is_the_present_module(path: str) -> None:
     assert hasattr(importlib.import_module(path), DOCUMENTED[path])
+
+
+def test_no_two_files_import_each_other_in_a_circle() -> None:
+    """Imports for types alone count too; those of the package itself do not, since it loads its names when they are asked for."""
+    graph = grimp.build_graph("mpbridge", exclude_type_checking_imports=False, cache_dir=None)
+    files = {name: graph.find_modules_directly_imported_by(name) - {"mpbridge"} for name in graph.modules}
+    assert len(files) > 400
+    graphlib.TopologicalSorter(files).prepare()  # raises CycleError with the circle
 
 
 def test_the_path_of_bridges_users_is_the_present_module() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from mpbridge import ConfigContainer, MixedPrecisionConfig, resolve
 from mpbridge.common.machines import machine
-from mpbridge.settings.run import Run
+from mpbridge.settings.container import Run
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "max_sequence_length": 32}
 

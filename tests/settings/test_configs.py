@@ -23,6 +23,7 @@ PARAMETERS = {
     "nemotron_h_8b": (8.05e9, 8.15e9),
     "nemotron_nano_v2_12b": (12.3e9, 12.32e9),
     "nemotron_3_nano": (31.5e9, 31.65e9),
+    "nemotron_3_super": (120.5e9, 120.8e9),
 }
 
 
@@ -55,8 +56,10 @@ def parameters(shape) -> int:
         )
         mamba = hidden * (2 * inner + states + heads) + 5 * (inner + states) + 3 * heads + inner + inner * hidden
         # experts, their router, and one that all tokens share
-        width = (shape.experts or 0) * shape.expert_ffn_hidden_size + shape.shared_expert_size
-        mixture = 2 * hidden * width + hidden * (shape.experts or 0)
+        latent = shape.sizes.get("moe_latent_size", 0)
+        routed = (shape.experts or 0) * shape.expert_ffn_hidden_size
+        mixture = 2 * (latent or hidden) * routed + 2 * hidden * (shape.shared_expert_size + latent)
+        mixture += hidden * (shape.experts or 0)
         count += hidden + {"M": mamba, "*": attention, "-": 2 * hidden * shape.ffn_hidden_size, "E": mixture}[kind]
     for layer in range(0 if shape.pattern else shape.num_layers):
         count += attention + 2 * hidden

@@ -18,7 +18,10 @@ WIDTH = 150
 
 
 class _Steady(io.TextIOBase):
-    """Standard output whose reader may have gone: a write error is reported once on stderr, and the caller continues."""
+    """Standard output whose reader may have gone: a write error is reported once on stderr, and the caller continues.
+
+    While a bar is shown, rich passes what is printed on sys.stdout to this console: written there again, it would come back without end.
+    """
 
     def __init__(self) -> None:
         self.gone = False
@@ -37,11 +40,11 @@ class _Steady(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        self._try(lambda: sys.stdout.write(text))
+        self._try(lambda: getattr(sys.stdout, "rich_proxied_file", sys.stdout).write(text))
         return len(text)
 
     def flush(self) -> None:
-        self._try(lambda: sys.stdout.flush())
+        self._try(lambda: getattr(sys.stdout, "rich_proxied_file", sys.stdout).flush())
 
     def _try(self, act: Callable[[], object]) -> None:
         if self.gone or sys.stdout is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import lines_of
+from mpbridge.common.report.history import PRECISION
 
 METRICS = "metrics.jsonl"
 CURVES: Mapping[str, tuple[str, bool]] = {
@@ -43,8 +44,8 @@ class Curves:
         return [(row["iteration"], row[number]) for row in self.rows if isinstance(row.get(number), (int, float))]
 
 
-def read_curves(folder: Path, *, begun: bool = False) -> Curves:
-    """The run in `folder`, or in a metrics file. Raises BadValue if there is no file, or no complete line in it; begun: an empty file is a run of no step."""
+def read_curves(folder: Path) -> Curves:
+    """The run in `folder`, or in a metrics file. Raises BadValue if there is no file, or no complete line in it, unless it is of a run that took no step."""
     path = folder / METRICS if folder.is_dir() else folder
     made = Curves((folder if folder.is_dir() else folder.parent).resolve().name)
     rows: dict[int, dict[str, Any]] = {}
@@ -64,7 +65,7 @@ def read_curves(folder: Path, *, begun: bool = False) -> Curves:
         raise BadValue(
             f"{path}: {error.strerror or error} (expected the folder of a run: `mpbridge train ... logger.log_dir=DIR`)"
         ) from None
-    if not rows and not evaluations and (number or not begun):
+    if not rows and not evaluations and (number or not (path.parent / PRECISION).is_file()):
         raise BadValue(
             f"{path} has no readable step ({number} lines), expected the {METRICS} of a run: `mpbridge train ... logger.log_dir=DIR`"
         )

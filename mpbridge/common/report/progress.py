@@ -1,4 +1,4 @@
-"""The progress of a training run: a bar in a terminal, otherwise a line at intervals."""
+"""The progress of a training run: a line at intervals, and a bar in a terminal."""
 
 from __future__ import annotations
 
@@ -72,23 +72,23 @@ class ProgressLine:
             if now - self._drawn > REDRAW or iteration == self.total:
                 self._drawn = now
                 self._cell.draw(iteration, text)
-        elif self._bar is not None:
+            return
+        if self._stays(iteration):
+            tell(self.console, f"step {iteration:>{len(str(self.total))}}/{self.total}  {text}")
+        if self._bar is not None:
             now = time.monotonic()
             self._bar.update(self._task, completed=iteration, description=text)
             if now - self._drawn > REDRAW or iteration == self.total:
                 self._drawn = now
                 self._bar.refresh()
-        elif self.due(iteration):
-            tell(self.console, f"step {iteration:>{len(str(self.total))}}/{self.total}  {text}")
 
     def due(self, iteration: int) -> bool:
         """Whether this step's text will be shown soon, since producing it has a cost."""
-        return (
-            self._bar is not None
-            or self._cell is not None
-            or iteration in (1, self.total)
-            or iteration % self.interval == 0
-        )
+        return self._bar is not None or self._cell is not None or self._stays(iteration)
+
+    def _stays(self, iteration: int) -> bool:
+        """Whether this step's text gets a line of its own."""
+        return iteration in (1, self.total) or iteration % self.interval == 0
 
     def say(self, text: str) -> None:
         """Prints a permanent line."""

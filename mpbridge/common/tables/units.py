@@ -1,4 +1,4 @@
-"""Bytes and parameter counts as text: the only formatter."""
+"""Bytes and counts as text: the only formatter."""
 
 from __future__ import annotations
 
@@ -40,3 +40,8 @@ def count(number: int) -> str:
         if number >= 10**power:
             return f"{number / 10**power:.2f}e{power}"
     return f"{number:,}"
+
+
+def processes(number: int) -> str:
+    """'1 process', '2 processes'."""
+    return f"{number} process{'es' if number > 1 else ''}"

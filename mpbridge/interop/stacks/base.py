@@ -67,7 +67,7 @@ class Request:
     version: str
     """Of the stack."""
     run: Any = None
-    """config.container.Run whose settings are exported; None: the recipe alone."""
+    """settings.container.Run whose settings are exported; None: the recipe alone."""
     unnamed: tuple[Region, ...] = ()
     """Rules under `modules` for another model: they match no linear of megatron-core's models."""
 

@@ -21,10 +21,12 @@ from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
 from mpbridge.interop.stacks.recognized import TITLES, Recognized, deepspeed_file, recognize_words
 from mpbridge.interop.stacks.versions import version_for
-from mpbridge.precision.yaml_loader import of_bounded_size
+from mpbridge.precision.yaml_loader import bounded_loader
 
 LONGEST = 2000
 """Maximum length of one line about a file, regardless of its contents."""
+MOST_READ = 1_000_000
+"""Characters of a configuration: PyYAML reads some 350,000 a second."""
 _LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "in_force", "undecided", "assumed")
 
 
@@ -226,6 +228,10 @@ def load(text: str, name: str) -> Any:
 
     import yaml
 
+    if len(text) > MOST_READ:
+        raise DataError(
+            f"{name or 'the file'}: {len(text):,} characters, expected at most {MOST_READ:,} in a configuration"
+        )
     try:
         if name.endswith(".json") and "\t" in text:  # which JSON allows, and YAML does not
             text = text.replace("\t", " ")
@@ -326,9 +332,8 @@ def _plain_loader() -> Any:
     """A safe loader of yaml's that keeps foreign tags as plain values, made on first use: yaml is not needed for shell scripts."""
     import yaml
 
-    class Plain(yaml.SafeLoader):
-        def get_single_node(self) -> Any:
-            return of_bounded_size(super().get_single_node())
+    class Plain(bounded_loader()):  # type: ignore[misc]
+        pass
 
     def plain(loader: Any, _suffix: str, node: Any) -> Any:
         if isinstance(node, yaml.MappingNode):

@@ -129,6 +129,17 @@ def has_more_bits_than_bf16(number: float) -> bool:
     return bool(int(torch.tensor([number], dtype=torch.float32).view(torch.int32)) & 0xFFFF)
 
 
+def has_bits(words: torch.Tensor, mask: int) -> bool:
+    """Whether one of the integers, of which there is at least one, has a bit of the mask, which is positive. `any` of integers takes several times as long on a CPU."""
+    return int((words & mask).amax()) != 0
+
+
+def power_below(values: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that is not above each element's magnitude, 0 for zeros and subnormal numbers. values: FP32 or FP64; quicker than frexp."""
+    integers, exponent = {4: (torch.int32, 0x7F800000), 8: (torch.int64, 0x7FF0000000000000)}[values.element_size()]
+    return (values.contiguous().view(integers) & exponent).view(values.dtype)
+
+
 def is_narrow(values: torch.Tensor, enough: int = _ENOUGH) -> bool | None:
     """Whether FP32 `values` all have 10 or fewer mantissa bits (TF32, FP16, BF16, FP8 numbers), as in a tensor that was rounded earlier. None if
     that proves nothing (fewer than `enough` nonzero or few distinct values)."""
@@ -137,7 +148,7 @@ def is_narrow(values: torch.Tensor, enough: int = _ENOUGH) -> bool | None:
     bits = values.detach().contiguous().view(torch.int32)
     if int(torch.count_nonzero(bits)) < enough:
         return None
-    if bool((bits & _TEN_BITS).any()):
+    if has_bits(bits, _TEN_BITS):
         return False
     return None if torch.unique(bits.view(-1)[:65536]).numel() < _DISTINCT else True
 
@@ -147,7 +158,7 @@ def is_coarse(values: torch.Tensor) -> bool:
     if type(values) is not torch.Tensor or values.element_size() < 2:
         return False
     bits = values.detach().reshape(-1)[:2048].float().view(torch.int32)
-    if bool((bits & 0xFFFFF).any()) or int(torch.count_nonzero(bits)) < _ENOUGH:
+    if int(torch.count_nonzero(bits)) < _ENOUGH or has_bits(bits, 0xFFFFF):
         return False
     return int(torch.unique(bits).numel()) >= _DISTINCT
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mpbridge.common.errors import AuditFailed
 from mpbridge.common.tables.table import Column, Table, table
+from mpbridge.common.tables.units import processes
 
 
 def offenders(by_rank: Sequence[Iterable[str]]) -> tuple[str, ...]:
@@ -187,7 +188,7 @@ def audit_table(report: Report) -> Table:
     """Promised against found, one row per fact; offenders follow in `fault_lines`."""
     verdict = "as promised" if report.ok else f"{len(report.faults)} not as promised"
     verdict += f", {len(report.unseen)} not observed" if report.unseen else ""
-    title = f"{report.stage} audit, {report.facts.get('engine', '')}, {report.facts.get('world_size', 1)} process(es): {verdict}"
+    title = f"{report.stage} audit, {report.facts.get('engine', '')}, {processes(report.facts.get('world_size', 1))}: {verdict}"
     rows = [(one.subject, one.promised, one.found, one.count or "", one.bytes, one.state) for one in report.findings]
     return table(title, _COLUMNS, rows, tones=[_TONES[one.state] for one in report.findings])
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mpbridge.common.formats import E4M3, E5M2, NumberFormat
+from mpbridge.numerics.observation.tensors import has_bits, power_below
 from mpbridge.precision.policy import Quant
 
 _FP32_MANTISSA = 23
@@ -96,8 +97,7 @@ class Grid:
 
 
 def _holds(bits: torch.Tensor, number: NumberFormat) -> bool:
-    mask = (1 << (_FP32_MANTISSA - number.mantissa)) - 1
-    return not bool((bits & mask).any())
+    return not has_bits(bits, (1 << (_FP32_MANTISSA - number.mantissa)) - 1)
 
 
 def _codes(values: torch.Tensor, largest: float, number: NumberFormat) -> bool:
@@ -160,9 +160,9 @@ _FAR = 4.0
 """No element may be off by more than this multiple of the rounding error."""
 
 
-def _but_strays(values: torch.Tensor, *, largest: bool) -> float:
-    """The largest (or smallest) value, apart from the share of strays."""
-    return float(values.topk(int(_STRAY * values.numel()) + 1, largest=largest).values[-1])
+def _but_strays(values: torch.Tensor, count: int, *, largest: bool) -> float:
+    """The largest (or smallest) value, apart from the share of strays among `count` of them."""
+    return float(values.reshape(-1).topk(int(_STRAY * count) + 1, largest=largest).values[-1])
 
 
 @torch.no_grad()
@@ -174,17 +174,16 @@ def is_rounded_with(
     Every element bounds the factor from both sides; some factor must satisfy all but a few of them. current: the factor maps amax, the largest
     element, to the format's maximum, or down to half of it if the factor is a power of two; otherwise it comes from a history and may saturate values.
     """
-    wide, found = source.detach().double().abs(), codes.detach().double().abs()
+    wide, found = source.detach().float().abs(), codes.detach().float().abs()
     shows = (wide > 0) & ((found > 0) | (wide > 0.5 * amax))
     inside = shows & (found < number.largest)
-    if not bool(shows.any()):
+    shown, within = int(shows.sum()), int(inside.sum())
+    if not shown:
         return True
-    _, exponent = torch.frexp(found.clamp_min(2.0 ** (1 - number.bias)))
-    half = torch.ldexp(torch.full_like(found, 0.5), exponent - 1 - number.mantissa)
-    least = ((found - half) / wide)[shows].clamp_min(0.0)
-    most = ((found + half) / wide)[inside]
-    low = _but_strays(least, largest=True)
-    high = _but_strays(most, largest=False) if most.numel() else float("inf")
+    half = power_below(found.clamp_min(2.0 ** (1 - number.bias))) * 2.0 ** (-1 - number.mantissa)
+    # what does not show lies at the other end of the order
+    low = _but_strays(((found - half) / wide).clamp_min_(0.0).masked_fill_(~shows, 0.0), shown, largest=True)
+    high = _but_strays(((found + half) / wide).masked_fill_(~inside, float("inf")), within, largest=False)
     if current:
         factor = number.largest / amax
         low, high = max(low, 0.499 * factor), min(high, 1.001 * factor)
@@ -249,7 +248,7 @@ def is_nearest_e2m1(values: torch.Tensor, source: torch.Tensor, *, across: int) 
     most = (middle[which.clamp_max(len(_E2M1) - 2)] * unit)[above]
     if not (least.numel() and most.numel()):
         return True
-    return _but_strays(least, largest=True) <= _but_strays(most, largest=False) * 1.001
+    return _but_strays(least, least.numel(), largest=True) <= _but_strays(most, most.numel(), largest=False) * 1.001
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.numerics.observation.tensors import local, positions
+from mpbridge.numerics.observation.tensors import local, positions, power_below
 from mpbridge.observe.audit.findings import Finding, joined, judged, offenders
 from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
 
@@ -214,8 +214,7 @@ def _weight_fault(
 def half_ulp(values: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
     """Half a unit in the last place of each element where numbers are kept in that dtype, in the dtype of `values`."""
     info = torch.finfo(kept)
-    _, exponent = torch.frexp(values)
-    return torch.ldexp(torch.full_like(values, info.eps / 4), exponent).clamp_min(info.tiny * info.eps / 2)
+    return (power_below(values) * (info.eps / 2)).clamp_min(info.tiny * info.eps / 2)
 
 
 def is_decoupled(held: Held, group: Mapping[str, Any]) -> bool:

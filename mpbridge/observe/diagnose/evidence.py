@@ -119,7 +119,7 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
 
     within: ranges of steps from which more statistics are read than elsewhere, if there are too many to read all.
     """
-    curves = read_curves(folder, begun=(folder / PRECISION).is_file())
+    curves = read_curves(folder)
     made = Evidence(folder, curves, gaps=list(curves.faults))
     if made.short:
         few = "1 step is" if len(curves.rows) == 1 else f"{len(curves.rows)} steps are"
@@ -131,7 +131,7 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
     made.measured, made.sampled = statistics.measured, statistics.left_out > 0
     made.gaps += statistics.faults
     if not made.measured and not statistics.faults:
-        made.gaps.append("no step was measured: the run ended before its first one (logger.precision_every)")
+        made.gaps.append("no step was measured: each logger.precision_every steps one is, 100 by default")
     try:
         made.audits = read_history(folder)
     except BadValue:

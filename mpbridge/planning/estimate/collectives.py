@@ -75,7 +75,7 @@ def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> 
         return
     rows = run.tokens // parallel.tensor * shape.expert_topk
     if parallel.expert > 1:
-        size = rows * shape.hidden_size * policy.compute.bytes
+        size = rows * shape.expert_hidden_size * policy.compute.bytes
         yield _collective("all_to_all", "expert", parallel.expert, policy.compute, size, 4 * experts)
         # the router's probabilities are sent with the tokens
         exact = policy.router is DType.FP32 or run.model.get("moe_router_dtype") == "fp32"
@@ -131,7 +131,8 @@ def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         parameter.weight.elements
         for parameter in rank_parameters(run, at)
         if not is_frozen(policy, parameter.name)
-        and ("norm" in parameter.weight.path.rpartition(".")[0] or parameter.weight.path.endswith(_WHOLE_BIASES))
+        and parameter.weight.module != "mixer.norm"  # split like the channels that it normalises
+        and ("norm" in parameter.weight.module or parameter.weight.path.endswith(_WHOLE_BIASES))
     )
     wire = wires(policy)["gradients"]
     yield _collective("all_reduce", "tensor", run.parallel.tensor, wire, size * wire.bytes)

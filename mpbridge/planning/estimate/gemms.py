@@ -108,7 +108,7 @@ def _linear(
     rows = run.tokens
     if weight.expert:
         rows = routed(run) // max(1, experts)
-    elif whole and run.parallel.sequence:
+    elif (whole or weight.module.endswith("_latent_proj")) and run.parallel.sequence:
         rows //= run.parallel.tensor
     times = experts if weight.expert else 1
     made = [*linear_gemms(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert)]

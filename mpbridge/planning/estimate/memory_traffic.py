@@ -78,7 +78,7 @@ def traffic(
                 # an FP32 router casts its input and its input's gradient
                 casts = 16 * shape.hidden_size if run.model.get("moe_router_dtype") else 0
                 found["routing"] += share * (
-                    12 * shape.expert_topk * shape.hidden_size + 8 * (shape.experts or 0) + casts
+                    12 * shape.expert_topk * shape.expert_hidden_size + 8 * (shape.experts or 0) + casts
                 )
         found["loss"] += chunk.heads(shape) * 12 * shape.vocab_size * rows / tensor
     found["quantization"] += quantized_bytes(gemms, run.machine.arch if run.machine is not None else None) * (

@@ -119,17 +119,26 @@ def unusual(run: RunFacts) -> str:
         found.append("a clamped activation")
     if run.shape.experts and run.shape.linear_bias:
         found.append("biases in experts")
+    if "M" in run.shape.pattern:
+        found.append(_MAMBA)
     return ", ".join(found)
 
 
 def longer(run: RunFacts) -> str:
     """How far steps with unusual kernels are from their prediction, always on one side (`scripts/evidence/fit_step_time.py`); empty for usual kernels."""
     odd = unusual(run)
+    seen = ("all 50", "1.5", "2.1") if _MAMBA in odd else ("26 of 27", "1.6", "2.2")
     return (
-        f"{odd}: 26 of 27 published runs of such a model take longer than predicted, 1.6 times in the median, 2.2 at worst"
+        "{}: {} published runs of such a model take longer than predicted, {} times in the median, {} at worst".format(
+            odd, *seen
+        )
         if odd
         else ""
     )
+
+
+_MAMBA = "Mamba layers"
+"""Their kernels are counted as memory traffic (`limitations`); `scripts/evidence/check_hybrids.py` compares them with published runs."""
 
 
 def _band(run: RunFacts, machine: Machine, using: Constants) -> tuple[float, str]:

@@ -95,7 +95,9 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
 
 
 def uncertainty(run: RunFacts) -> float:
-    """Relative error not exceeded in nine of ten measured cases; `scripts/evidence/check_memory_rows.py` prints it. A hybrid's is a judgement: see `basis`."""
+    """Relative error not exceeded in nine of ten measured cases; `scripts/evidence/check_memory_rows.py` prints it (of hybrids `check_hybrids.py`)."""
+    if run.shape.experts and run.shape.hybrid:
+        return 0.25
     if run.shape.experts or run.shape.hybrid:
         return 0.15
     return 0.1 if attention_kernel(run) == "fused" else 0.15
@@ -104,7 +106,7 @@ def uncertainty(run: RunFacts) -> float:
 def basis(run: RunFacts) -> str:
     """How the bytes and their uncertainty are known."""
     if run.shape.hybrid:
-        return "estimated: no run of a hybrid on a GPU was compared"
+        return "measured on 8 of Megatron-LM's test cases with Mamba layers"
     return "measured on Megatron-LM's test cases"
 
 
@@ -201,9 +203,10 @@ def _with_experts(layer: LayerBytes, run: RunFacts, count: float, low: float, wi
     routed = count * shape.expert_topk * width / tensor
     return replace(
         layer,
-        permuted=routed * shape.hidden_size * low,
+        permuted=routed * shape.expert_hidden_size * low,
         gate=routed * (2 if shape.gated else 1) * shape.expert_ffn_hidden_size / width * wide,
-        experts=routed * shape.hidden_size * wide + count * (shape.experts or 0) * 4 / tensor,
+        experts=routed * shape.expert_hidden_size * wide
+        + count * ((shape.experts or 0) * 4 + shape.sizes.get("moe_latent_size", 0) * low) / tensor,
         activation=routed * shape.expert_ffn_hidden_size / width * low,
         shared=_mlp(run, count, shape.shared_expert_size, low, wide),
     )

@@ -366,18 +366,21 @@ def _mlp(
 def _experts(
     shape: ModelShape, tensor: int, expert_tensor: int, local: int, shared_gate: bool, first: int, grouped: bool
 ) -> list[Weight]:
-    hidden = shape.hidden_size
+    hidden, latent = shape.hidden_size, shape.sizes.get("moe_latent_size")
     found = [Weight("mlp.router.weight", (shape.experts or 0, hidden))]
     found += [Weight("mlp.router.bias", (shape.experts or 0,))] if shape.linear_bias else []
+    for number, size in enumerate(((latent, hidden), (hidden, latent)) if latent else (), 1):  # whole on every rank
+        found += _column(f"mlp.fc{number}_latent_proj", *size, 1, bias=shape.linear_bias)
+    inside = replace(shape, hidden_size=shape.expert_hidden_size)
     if grouped:
-        one = _mlp(shape, "mlp.experts.", shape.expert_ffn_hidden_size, expert_tensor, expert=True)
+        one = _mlp(inside, "mlp.experts.", shape.expert_ffn_hidden_size, expert_tensor, expert=True)
         found += [
             replace(weight, path=f"{weight.path}{index}") for weight in one for index in range(first, first + local)
         ]
     else:
         for index in range(first, first + local):
             found += _mlp(
-                shape, f"mlp.experts.local_experts.{index}.", shape.expert_ffn_hidden_size, expert_tensor, expert=True
+                inside, f"mlp.experts.local_experts.{index}.", shape.expert_ffn_hidden_size, expert_tensor, expert=True
             )
     if shape.shared_expert_size:
         if shared_gate:

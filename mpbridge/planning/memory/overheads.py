@@ -86,7 +86,7 @@ def _dispatch(policy: PrecisionPolicy, run: RunFacts) -> int:
     shape, parallel = run.shape, run.parallel
     if not shape.experts or parallel.expert == 1 or run.model.get("moe_token_dispatcher_type") != "flex":
         return 0
-    return 2 * (run.tokens // parallel.tensor) * parallel.expert * shape.hidden_size * policy.compute.bytes
+    return 2 * (run.tokens // parallel.tensor) * parallel.expert * shape.expert_hidden_size * policy.compute.bytes
 
 
 def _sizes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[tuple[str, int]]:

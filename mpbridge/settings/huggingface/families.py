@@ -33,6 +33,10 @@ class Family:
     """An expert's linears: gate, up, down."""
     shared: str = ""
     """Module of shared experts; '': none."""
+    outside: tuple[str, str] = ("model.embed_tokens", "model.norm")
+    """The embedding and the last norm; layers stand beside them."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Of a hybrid with Mamba layers: setting of the model section -> field of config.json."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' values for omitted fields."""
 
@@ -42,6 +46,10 @@ _EPSILON = MappingProxyType({"rms_norm_eps": 1e-6})
 
 def _and(**more: Any) -> Mapping[str, Any]:
     return MappingProxyType({**_EPSILON, **more})
+
+
+_MAMBA_NAMES = ("backbone.embeddings", "backbone.norm_f")
+_MAMBA_SIZES = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "mamba_num_groups": "n_groups"}
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({
@@ -66,6 +74,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
         Family(
             name="deepseek_v3", architecture="DeepseekV3ForCausalLM", latent=True, experts="n_routed_experts", shared="shared_experts",
             defaults=_and(routed_scaling_factor=2.5),
+        ),
+        Family(
+            name="nemotron_h", architecture="NemotronHForCausalLM", experts="n_routed_experts", mixture="mixer", shared="shared_experts",
+            outside=_MAMBA_NAMES,
+            sizes=_MAMBA_SIZES | {
+                "mamba_num_heads": "mamba_num_heads", "mamba_head_dim": "mamba_head_dim", "mamba_state_dim": "ssm_state_size",
+                "num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim",
+                "ffn_hidden_size": "intermediate_size", "max_sequence_length": "max_position_embeddings",
+            },
+            defaults=MappingProxyType({"num_key_value_heads": 8, "head_dim": 128, "n_group": 1, "topk_group": 1, "n_groups": 8, "n_shared_experts": 1}),
+        ),
+        Family(
+            name="mamba2", architecture="Mamba2ForCausalLM", mixture="mixer", outside=_MAMBA_NAMES,
+            sizes=_MAMBA_SIZES | {"mamba_num_heads": "num_heads", "mamba_head_dim": "head_dim", "mamba_state_dim": "state_size"},
+            defaults=MappingProxyType({"n_groups": 8, "expand": 2, "initializer_range": 0.1}),
         ),
     )
 })  # fmt: skip

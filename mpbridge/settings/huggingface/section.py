@@ -10,6 +10,7 @@ from mpbridge.common.errors import Contradiction
 from mpbridge.settings.huggingface.families import FAMILIES, Family
 from mpbridge.settings.huggingface.fields import BOOKKEEPING, ConfigFields
 from mpbridge.settings.huggingface.folder import CONFIG, folder_of, read_config, tensors
+from mpbridge.settings.huggingface.hybrids import hybrid_section
 from mpbridge.settings.huggingface.rope import rope_section
 
 SEQUENCE = 4096
@@ -59,11 +60,14 @@ def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CO
     fields = ConfigFields(data, faults, family.defaults)
     fields.must("architectures", ([family.architecture],), f"the language model class of model_type={family.name}")
     _quantized(fields)
-    out = _common(fields, family)
-    out |= _latent(fields) if family.latent else _attention(fields, family)
-    out |= rope_section(fields, latent=family.latent)
-    if family.experts:
-        out |= _experts(fields, family, out["num_layers"])
+    if family.sizes:
+        out = hybrid_section(fields, family, SEQUENCE)
+    else:
+        out = _common(fields, family)
+        out |= _latent(fields) if family.latent else _attention(fields, family)
+        out |= rope_section(fields, latent=family.latent)
+    if family.experts and "E" in out.get("hybrid_override_pattern", "E"):
+        out |= _experts(fields, family, out.get("num_layers"))
     if family.latent:
         said = fields.raw("num_nextn_predict_layers") or fields.raw("num_mtp_layers") or 0
         fields.raw("num_mtp_layers")
@@ -163,7 +167,8 @@ def _latent(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
-def _experts(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
+def _experts(fields: ConfigFields, family: Family, layers: int | None) -> dict[str, Any]:
+    """layers: None: a pattern says which of them have experts."""
     # transformers 5 uses another name for the same number
     named = next((n for n in (family.experts, "num_local_experts", "num_experts") if fields.has(n)), family.experts)
     experts, topk = fields.size(named), fields.size("num_experts_per_tok")
@@ -173,12 +178,18 @@ def _experts(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": fields.size(family.expert_width),
         "moe_router_topk": topk,
-        "moe_layer_freq": _mixtures(fields, family, layers),
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
     }
     fields.must("router_jitter_noise", (0.0, 0), "megatron-core's jitter is different")
+    if layers is None:
+        shared = fields.size("moe_shared_expert_intermediate_size")
+        latent = fields.size("moe_latent_size") if fields.has("moe_latent_size") else None
+        fields.must("n_shared_experts", (1,), "transformers builds one, of moe_shared_expert_intermediate_size")
+        router = _sigmoid_router(fields, experts, topk)
+        return out | router | {"moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}
+    out["moe_layer_freq"] = _mixtures(fields, family, layers)
     return out | (_sigmoid_router(fields, experts, topk) if family.latent else _softmax_router(fields, family))
 
 

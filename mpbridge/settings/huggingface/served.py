@@ -182,6 +182,8 @@ FUSED: tuple[tuple[str, ...], ...] = (
 def group_of(module: str) -> str:
     """The name under which an engine fuses `module`: that of the first linear of its group, or its own."""
     stem, _, last = module.rpartition(".")
+    if ".mixer" in stem and last == "up_proj":
+        return module  # a hybrid's MLPs have no gate
     return next((f"{stem}.{group[0]}" for group in FUSED if last in group), module)
 
 

@@ -44,6 +44,13 @@ class Mapped:
     split: Split | None = None
     """How tensor parallelism splits it."""
     expert: bool = False
+    rows: tuple[tuple[str, int], ...] = ()
+    """Suffixes of the tensors in which a checkpoint stores it, with each one's rows; (): in one tensor."""
+
+    @property
+    def stored(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """(suffix, shape) of the tensors that hold it in a checkpoint, in the order of its rows."""
+        return tuple((f".{name}", (rows, *self.shape[1:])) for name, rows in self.rows) or (("", self.shape),)
 
     @property
     def elements(self) -> int:
@@ -53,9 +60,11 @@ class Mapped:
 
 def mapped(family: Family, shape: ModelShape, model: Mapping[str, Any]) -> Iterator[Mapped]:
     """Every parameter of the model in the order of its layers. model: the model section, for what the shape does not contain."""
+    embedding, norm = family.outside
+    final = f"decoder.{'final_norm' if shape.pattern else 'final_layernorm'}.weight"
     whole = {
-        "embedding.word_embeddings.weight": ("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size)),
-        "decoder.final_layernorm.weight": ("model.norm.weight", (shape.hidden_size,)),
+        "embedding.word_embeddings.weight": (f"{embedding}.weight", (shape.vocab_size, shape.hidden_size)),
+        final: (f"{norm}.weight", (shape.hidden_size,)),
     }
     if not shape.tied:
         whole["output_layer.weight"] = ("lm_head.weight", (shape.vocab_size, shape.hidden_size))
@@ -67,13 +76,14 @@ def mapped(family: Family, shape: ModelShape, model: Mapping[str, Any]) -> Itera
         yield from _ahead(family, shape, model, depth)
 
 
-def copies(shape: ModelShape) -> dict[str, str]:
+def copies(family: Family, shape: ModelShape) -> dict[str, str]:
     """Tensors that a folder may repeat -> the tensor that they repeat."""
-    found = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
-    head = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+    embedding = f"{family.outside[0]}.weight"
+    found = {"lm_head.weight": embedding} if shape.tied else {}
+    head = embedding if shape.tied else "lm_head.weight"
     for depth in range(shape.mtp_layers):
         layer = f"model.layers.{shape.num_layers + depth}."
-        found |= {f"{layer}embed_tokens.weight": "model.embed_tokens.weight", f"{layer}shared_head.head.weight": head}
+        found |= {f"{layer}embed_tokens.weight": embedding, f"{layer}shared_head.head.weight": head}
     return found
 
 
@@ -94,12 +104,13 @@ def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: i
         if theirs >= shape.num_layers
         else [DECODER.format(layer)]
     )
-    stack = (layer, shape.num_layers) if alike and theirs < shape.num_layers else None
+    stack = (layer, shape.num_layers) if alike and not shape.pattern and theirs < shape.num_layers else None
     bias = [Weight("mlp.router.expert_bias", (shape.experts or 0,))] if "experts" in kind and shape.expert_bias else []
     for weight in (*weights, *bias):
         layout, names = _source(family, weight.path)
         sizes = _sizes(shape, weight, layout)
-        parts = tuple((f"model.layers.{theirs}.{n}", size) for n, size in zip(names, sizes, strict=True))
+        above = family.outside[0].partition(".")[0]
+        parts = tuple((f"{above}.layers.{theirs}.{n}", size) for n, size in zip(names, sizes, strict=True))
         where = tuple(_places(weight.path, stems, stack, shape.experts or 0))
         yield Mapped(
             stems[0] + weight.path,
@@ -111,6 +122,7 @@ def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: i
             weight.linear,
             weight.split,
             weight.expert,
+            stored_apart(shape, weight.path),
         )
 
 
@@ -151,7 +163,29 @@ _ATTENTION: Mapping[str, tuple[PartLayout, tuple[str, ...]]] = {
 """Path below a layer -> layout and names below the folder's layer, for everything but the MLP and the norm of queries."""
 
 
+def stored_apart(shape: ModelShape, path: str) -> tuple[tuple[str, int], ...]:
+    """The parts in which megatron-core stores a Mamba layer's stacked projections (0.16.1 ssm/mamba_mixer.py sharded_state_dict); () for other parameters."""
+    module = path.rpartition(".")[0]
+    if module not in ("mixer.in_proj", "mixer.conv1d"):
+        return ()
+    inner, states, heads = shape.mamba_sizes
+    mixed = (("x", inner), ("B", states), ("C", states))
+    return (("z", inner), *mixed, ("dt", heads)) if module == "mixer.in_proj" else mixed
+
+
+_HYBRID: Mapping[str, tuple[PartLayout, tuple[str, ...]]] = {
+    "input_layernorm.weight": ("whole", ("norm.weight",)),
+    "pre_mlp_layernorm.weight": ("whole", ("norm.weight",)),
+    "self_attention.linear_proj.weight": ("whole", ("mixer.o_proj.weight",)),
+    "self_attention.linear_qkv.weight": ("qkv", tuple(f"mixer.{name}_proj.weight" for name in "qkv")),
+    **{f"mlp.fc{n}_latent_proj.weight": ("whole", (f"mixer.fc{n}_latent_proj.weight",)) for n in (1, 2)},
+}
+"""The same of a hybrid's layers, each of which has one norm and one mixer; Mamba's own parameters have the same names there."""
+
+
 def _source(family: Family, path: str) -> tuple[PartLayout, tuple[str, ...]]:
+    if family.sizes and (path in _HYBRID or not path.startswith("mlp.")):
+        return _HYBRID.get(path, ("whole", (path,)))
     if path in _ATTENTION:
         return _ATTENTION[path]
     if path == "self_attention.q_layernorm.weight":
@@ -166,7 +200,10 @@ def _source(family: Family, path: str) -> tuple[PartLayout, tuple[str, ...]]:
     if head.startswith("mlp.experts."):
         stem, (gate, up, down) = f"{family.mixture}.experts.{head.rpartition('.')[2]}", family.expert_parts
     else:
-        stem = {"mlp": "mlp", "mlp.shared_experts": f"mlp.{family.shared}"}[head]
+        above = "mixer" if family.sizes else "mlp"
+        stem = {"mlp": above, "mlp.shared_experts": f"{above}.{family.shared}"}[head]
+    if family.sizes and linear == "linear_fc1":
+        return "whole", (f"{stem}.up_proj.weight",)
     if linear == "linear_fc1":
         return "stacked", (f"{stem}.{gate}.weight", f"{stem}.{up}.weight")
     return "whole", (f"{stem}.{down}.weight",)

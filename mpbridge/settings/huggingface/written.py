@@ -7,6 +7,7 @@ from typing import Any
 
 from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.settings.huggingface.families import FAMILIES, Family
+from mpbridge.settings.huggingface.hybrids import hybrid_json
 from mpbridge.settings.huggingface.rope import rope_fields
 from mpbridge.settings.huggingface.section import section
 
@@ -16,7 +17,7 @@ _FUNCTION = (
     "moe_apply_probs_on_input", "experimental_attention_variant", "multi_latent_attention", "num_moe_experts", "qk_layernorm", "add_qkv_bias",
     "window_size", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "rotary_percent",
-    "seq_len_interpolation_factor", "rope_scaling", "mtp_num_layers", "normalization", "gated_linear_unit", "activation_func", "add_bias_linear",
+    "seq_len_interpolation_factor", "moe_latent_size", "rope_scaling", "mtp_num_layers", "normalization", "gated_linear_unit", "activation_func", "add_bias_linear",
 )  # fmt: skip
 """Settings that change what the model computes from its tensors, whether a folder's config.json mentions them or not."""
 _TRAINING = frozenset(
@@ -29,15 +30,14 @@ _TRAINING = frozenset(
 
 
 def family_for(model: Mapping[str, Any]) -> Family:
-    """The family whose layers a model section describes, the simplest if several do. Raises Refused for a hybrid and for adapters."""
+    """The family whose layers a model section describes, the simplest if several do. Raises Refused for adapters."""
     if model.get("lora_rank"):
         raise Refused(
             "folders are neither read nor written with adapters (model.lora_rank): read the base, then add them"
         )
-    if model.get("hybrid_override_pattern"):
-        raise Refused(
-            "folders of hybrids with Mamba layers are neither read nor written: Megatron Bridge converts them"
-        )
+    pattern = model.get("hybrid_override_pattern")
+    if pattern:
+        return FAMILIES["mamba2" if set(pattern) == {"M"} else "nemotron_h"]
     if model.get("multi_latent_attention"):
         return FAMILIES["deepseek_v3"]
     experts, window = bool(model["num_moe_experts"]), model["window_size"] is not None
@@ -57,7 +57,20 @@ def config_json(model: Mapping[str, Any], *, rows: int, dtype: str) -> dict[str,
     out: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.name,
+        **(hybrid_json(model, family) if family.sizes else _attention(model, family)),
         "vocab_size": rows,
+        "initializer_range": model["init_method_std"],
+        "tie_word_embeddings": bool(model["share_embeddings_and_output_weights"]),
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+    refuse_differences(model, out)
+    return out
+
+
+def _attention(model: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of families whose layers all have attention."""
+    out: dict[str, Any] = {
         "hidden_size": model["hidden_size"],
         "intermediate_size": model["ffn_hidden_size"] or 4 * model["hidden_size"],
         "num_hidden_layers": model["num_layers"],
@@ -66,11 +79,7 @@ def config_json(model: Mapping[str, Any], *, rows: int, dtype: str) -> dict[str,
         "hidden_act": "silu",
         "max_position_embeddings": model["max_sequence_length"],
         "rms_norm_eps": model["layernorm_epsilon"],
-        "initializer_range": model["init_method_std"],
         "attention_dropout": model["attention_dropout"],
-        "tie_word_embeddings": bool(model["share_embeddings_and_output_weights"]),
-        "use_cache": True,
-        "torch_dtype": dtype,
         **rope_fields(model, latent=family.latent),
     }
     if family.latent:
@@ -81,9 +90,7 @@ def config_json(model: Mapping[str, Any], *, rows: int, dtype: str) -> dict[str,
         out["sliding_window"] = None if window is None else window[0] + 1
         if family.window == "use_sliding_window":
             out |= {"use_sliding_window": window is not None, "max_window_layers": 0}
-    out |= _experts(model, family) if family.experts else {}
-    refuse_differences(model, out)
-    return out
+    return out | (_experts(model, family) if family.experts else {})
 
 
 def _latent(model: Mapping[str, Any]) -> dict[str, Any]:

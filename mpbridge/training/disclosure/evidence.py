@@ -19,6 +19,7 @@ from mpbridge.common.files import lines_of, read_json, write
 from mpbridge.common.report.history import PRECISION, read_history
 from mpbridge.common.shipped import VERSION, install
 from mpbridge.common.tables.table import table
+from mpbridge.common.tables.units import processes
 from mpbridge.precision.regions import GEMMS
 from mpbridge.precision.scalings import ELEMENTS, SCALINGS
 from mpbridge.precision.wording import HIGH
@@ -229,7 +230,7 @@ def model_card(evidence: Evidence) -> str:
     unseen = sorted(name for name, row in found.items() if row[2] == "not observed")
     text = (
         f"Trained with the recipe{'s' if len(recipes) > 1 else ''} {', then '.join(recipes)} (mpbridge {VERSION}; {versions}), engine {data['engine']}, {how}, on "
-        f"{parallel['world_size']} process{'es' if parallel['world_size'] > 1 else ''}. "
+        f"{processes(parallel['world_size'])}. "
         f"Live tensors were audited at {f'steps {_steps(steps)}' if steps else 'no step'}: {verdict}"
         + (f"; not observed: {', '.join(unseen)}." if unseen else ".")
     )

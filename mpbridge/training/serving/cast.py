@@ -196,7 +196,10 @@ class ServedWeights:
 
 def is_module(name: str) -> bool:
     """Whether an unquantized tensor of that name belongs to a linear, which engines look up in the list of modules in high precision."""
-    return name.endswith(".weight") and not name.endswith(("norm.weight", "embed_tokens.weight"))
+    return name.endswith(".weight") and not name.endswith(_NO_LINEARS)
+
+
+_NO_LINEARS = tuple(f"{last}.weight" for last in ("norm", "norm_f", "embed_tokens", "embeddings", "conv1d"))
 
 
 class Served(ServedWeights):

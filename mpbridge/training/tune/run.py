@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.common.probe import installed
+from mpbridge.common.tables.units import processes
 from mpbridge.precision.config import MixedPrecisionConfig, plain_states
 from mpbridge.settings.training import microbatches
 from mpbridge.training.checkpoint import store
@@ -100,6 +101,6 @@ def _facts(run: Run, weights: Path | None, where: Where) -> dict[str, Any]:
         "checkpoint": str(weights) if weights is not None else "none: randomly initialized weights",
         "data": run.data["corpus"] if isinstance(run.data["corpus"], str) else list(map(str, run.data["corpus"])),
         "batch": f"{run.train['global_batch_size']} sequences of {shape.seq_length} tokens",
-        "layout": f"{run.world_size} process{'es' if run.world_size > 1 else ''}",
+        "layout": processes(run.world_size),
         "seed": run.train.get("seed"),
     }

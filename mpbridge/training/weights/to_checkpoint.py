@@ -77,8 +77,9 @@ class _Conversion:
 
     def __init__(self, reader: FolderReader, run: Run, told: ProgressCallback) -> None:
         self.reader, self.run, self.told, self.shape = reader, run, told, run.facts.shape
-        self.wanted = list(mapped(family_of(reader.config), self.shape, run.inputs["model"]))
-        self.copied = {name: of for name, of in copies(self.shape).items() if name in reader.held}
+        family = family_of(reader.config)
+        self.wanted = list(mapped(family, self.shape, run.inputs["model"]))
+        self.copied = {name: of for name, of in copies(family, self.shape).items() if name in reader.held}
         check(reader.held, self.wanted, self.copied, reader.block)
         for name, original in self.copied.items():
             if not torch.equal(reader.tensor(name), reader.tensor(original)):
@@ -119,8 +120,10 @@ class _Conversion:
             self.taken.elements += data.numel()
             name = str(data.dtype).removeprefix("torch.")
             self.taken.dtypes[name] = self.taken.dtypes.get(name, 0) + data.numel()
-            offset = (*place.index, *(0 for _ in one.shape))
-            yield place.key, (*place.counts, *one.shape), offset, data.view((1,) * len(place.counts) + one.shape)
+            parts = torch.split(data, [shape[0] for _, shape in one.stored])
+            for (suffix, shape), part in zip(one.stored, parts, strict=True):
+                offset = (*place.index, *(0 for _ in shape))
+                yield place.key + suffix, (*place.counts, *shape), offset, part.view((1,) * len(place.counts) + shape)
             self.told(self.done, self.total)
 
     def _made(self, one: Mapped) -> torch.Tensor:
@@ -157,9 +160,10 @@ def _add_places(partial: Path, wanted: list[Mapped], known: Mapping[str, Any]) -
     at = {(key, piece.offset): (stored, piece) for key, stored in index.tensors.items() for piece in stored.pieces}
     for one in wanted:
         first, zeros = one.places[0], (0,) * len(one.shape)
-        stored, piece = at[first.key, (*first.index, *zeros)]
-        for place in one.places[1:]:
-            whole = (1,) * len(place.counts) + one.shape
-            again = (piece.file, piece.at, (*place.index, *zeros), whole)
-            index.add(place.key, stored.dtype, (*place.counts, *one.shape), again)
+        for suffix, shape in one.stored:
+            stored, piece = at[first.key + suffix, (*first.index, *zeros)]
+            for place in one.places[1:]:
+                whole = (1,) * len(place.counts) + shape
+                again = (piece.file, piece.at, (*place.index, *zeros), whole)
+                index.add(place.key + suffix, stored.dtype, (*place.counts, *shape), again)
     index.write(partial, "the folder's weights do not make up a checkpoint")

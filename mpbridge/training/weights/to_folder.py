@@ -186,7 +186,7 @@ class Export:
         self.casting: Served | None = None
         self.family, self.narrow = family, dict(origin.get("narrower") or {})
         self.wanted = list(mapped(family, run.facts.shape, run.inputs["model"]))
-        repeated = copies(run.facts.shape)
+        repeated = copies(family, run.facts.shape)
         # the export of a run repeats what the family's folders contain twice: embedding and head of the multi-token prediction layers
         again = origin.get("copies") if origin else [name for name in repeated if name != "lm_head.weight"]
         self.copies = {name: repeated[name] for name in again or () if name in repeated}
@@ -269,12 +269,14 @@ class Export:
         tensors = self.contents.index.tensors
         for prefix in MAIN_WEIGHTS if main else (*(MAIN_WEIGHTS if self.dtype == "float32" else ()), ""):
             for place in one.places:
-                stored = tensors.get(prefix + place.key)
-                if stored is not None and stored.shape == (*place.counts, *one.shape):
-                    dtype = getattr(torch, stored.dtype)
+                parts = [(tensors.get(prefix + place.key + suffix), suffix, shape) for suffix, shape in one.stored]
+                if all(held is not None and held.shape == (*place.counts, *shape) for held, _, shape in parts):
+                    dtype = getattr(torch, parts[0][0].dtype)  # type: ignore[union-attr]
                     if meta:
                         return torch.empty(one.shape, dtype=dtype, device="meta")
-                    return _whole(self.contents, prefix + place.key, place, one.shape, dtype)
+                    key = prefix + place.key
+                    read = [_whole(self.contents, key + suffix, place, shape, dtype) for _, suffix, shape in parts]
+                    return torch.cat(read) if len(read) > 1 else read[0]
         return None
 
     def read(self, one: Mapped, *, main: bool = False, meta: bool = False) -> torch.Tensor:
@@ -283,7 +285,8 @@ class Export:
         if found is not None:
             return found
         tensors = self.contents.index.tensors
-        held = next((tensors[place.key] for place in one.places if place.key in tensors), None)
+        first = one.stored[0][0]
+        held = next((tensors[place.key + first] for place in one.places if place.key + first in tensors), None)
         if main:
             raise CheckpointError(
                 f"{self.contents.folder}: {one.name} has no FP32 main weight, from which training casts it to its low format"

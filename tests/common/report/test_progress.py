@@ -1,8 +1,11 @@
-"""Progress: a bar where there is a terminal, lines at intervals where there is none, silence on other ranks."""
+"""Progress: lines at intervals, a bar where there is a terminal, silence on other ranks."""
 
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -25,10 +28,31 @@ def test_a_log_file_gets_the_first_last_and_every_tenth_step() -> None:
     assert _shown(terminal=False).splitlines() == [f"step {step:>2}/25  loss {step}.0" for step in (1, 10, 20, 25)]
 
 
-def test_a_terminal_gets_a_bar_unless_it_is_switched_off() -> None:
-    assert "25/25" in _shown(terminal=True)
-    assert "step" not in _shown(terminal=True)
+def test_a_terminal_gets_a_bar_too_unless_it_is_switched_off() -> None:
+    assert _shown(terminal=True).count("25/25") > 1 == _shown(terminal=True, bar=False).count("25/25")
+    assert "step 20/25" in _shown(terminal=True)
     assert "step 20/25" in _shown(terminal=True, bar=False)
+
+
+RUN = """
+from mpbridge.common.report.console import console
+from mpbridge.common.report.progress import ProgressLine
+
+with ProgressLine(console(), total=20, interval=10) as progress:
+    for step in range(1, 21):
+        progress.step(step, f"loss {step}.0")
+    print("a library's own line")
+"""
+
+
+def test_in_a_real_terminal_it_ends_and_lets_others_print() -> None:
+    ours, theirs = os.openpty()
+    told = {name: text for name, text in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    subprocess.run([sys.executable, "-c", RUN], stdout=theirs, env=told, check=True, timeout=60)
+    os.close(theirs)
+    text = os.read(ours, 65536).decode()
+    for line in ("step 10/20  loss 10.0", "step 20/20  loss 20.0", "a library's own line"):
+        assert text.count(line) == 1, text
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:

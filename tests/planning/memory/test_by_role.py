@@ -430,8 +430,8 @@ def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):
     assert "; rank " in other[0]
 
 
-@pytest.mark.parametrize(("config", "basis"), [("llama3_8b", "measured on "), ("nemotron_h_8b", "estimated, ")])
-def test_activations_are_called_measured_only_where_such_a_model_was(capsys, config, basis):
+@pytest.mark.parametrize(("config", "basis"), [("llama3_8b", "measured on Mega"), ("nemotron_h_8b", "measured on 8 ")])
+def test_activations_say_which_models_were_measured(capsys, config, basis):
     main(["memory", "--config", config, "--target", "h100"])
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("activations"))
     assert row.split("  ")[-1].startswith(basis)

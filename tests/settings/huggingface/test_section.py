@@ -12,10 +12,10 @@ import pytest
 
 from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.settings.container import ConfigContainer
+from mpbridge.settings.draft import filled
 from mpbridge.settings.huggingface.folder import tensors
 from mpbridge.settings.huggingface.section import section, tree
 from mpbridge.settings.huggingface.written import config_json
-from mpbridge.settings.run import filled
 from tests.settings.huggingface import published
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -36,8 +36,10 @@ _HOW = frozenset(
         (published.LLAMA_3_8B, "llama3_8b"),
         (published.QWEN3_30B_A3B, "qwen3_30b_a3b"),
         (published.DEEPSEEK_V3, "deepseek_v3_671b"),
+        (published.NEMOTRON_3_NANO, "nemotron_3_nano"),
+        (published.NEMOTRON_3_SUPER, "nemotron_3_super"),
     ],
-    ids=["llama", "qwen3_moe", "deepseek_v3"],
+    ids=["llama", "qwen3_moe", "deepseek_v3", "nemotron_h", "latent experts"],
 )
 def test_a_published_model_is_the_one_that_ships(config: dict[str, Any], name: str) -> None:
     shipped = ConfigContainer.load(CONFIGS / f"{name}.yaml").model
@@ -51,7 +53,7 @@ def test_a_published_model_is_the_one_that_ships(config: dict[str, Any], name: s
         if ours[key] != theirs[key] and key not in _HOW
     }
     # (ours says the width of a head, where the shipped file leaves it to hidden size and heads)
-    assert different == ({} if latent or name == "qwen3_30b_a3b" else {"kv_channels": (128, None)})
+    assert different == ({} if name != "llama3_8b" else {"kv_channels": (128, None)})
 
 
 def test_a_sliding_window_counts_its_own_token() -> None:
@@ -214,6 +216,27 @@ REFUSED = {
         "expected twice as many experts per token as groups",
     ),
     "another norm's epsilon": (published.DEEPSEEK_V3 | {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: expected 1e-06"),
+    "another convolution": (published.MAMBA2_370M | {"conv_kernel": 8}, "conv_kernel=8: expected 4"),
+    "limited step sizes": (
+        published.MAMBA2_370M | {"time_step_limit": [0.0, 0.1]},
+        "megatron-core does not limit step sizes",
+    ),
+    "channels that do not fit": (
+        published.MAMBA2_370M | {"num_heads": 16},
+        "hidden_size times expand=2 is not 16 heads of 64 channels",
+    ),
+    "layers of a kind that is not built": (
+        _without(published.NEMOTRON_3_NANO, "hybrid_override_pattern") | {"layers_block_type": ["mamba", "rwkv"]},
+        "expected attention, full_attention",
+    ),
+    "another number of layers": (
+        published.NEMOTRON_3_NANO | {"num_hidden_layers": 8},
+        "num_hidden_layers=8 for 52 layers",
+    ),
+    "further tokens of a hybrid": (
+        published.NEMOTRON_3_SUPER | {"num_nextn_predict_layers": 1},
+        "num_nextn_predict_layers=1: expected 0",
+    ),
     "jitter": (published.MIXTRAL_8X7B | {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: expected 0.0"),
 }
 
@@ -233,15 +256,16 @@ def test_every_fault_comes_at_once() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [published.LLAMA_3_1_8B, published.MISTRAL_7B, published.MIXTRAL_8X7B, published.QWEN2_5_7B, published.QWEN3_30B_A3B, published.DEEPSEEK_V3],
-    ids=lambda config: config["model_type"],
+    [published.LLAMA_3_1_8B, published.MISTRAL_7B, published.MIXTRAL_8X7B, published.QWEN2_5_7B, published.QWEN3_30B_A3B, published.DEEPSEEK_V3,
+     published.NEMOTRON_3_NANO, published.NEMOTRON_3_SUPER, published.MAMBA2_370M],
+    ids=lambda config: f"{config['model_type']} {config['hidden_size']}",
 )  # fmt: skip
 def test_a_section_becomes_the_config_that_it_came_from(config: dict[str, Any]) -> None:
     made = section(config)
-    back = config_json(filled("model", made), rows=config["vocab_size"], dtype="bfloat16")
+    back = config_json(filled("model", made), rows=config["vocab_size"], dtype=config["torch_dtype"])
     ours, theirs = section(back), made
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} == set()
-    shared = back.keys() & config.keys() - {"sliding_window", "rope_scaling", "max_window_layers"}
+    shared = back.keys() & config.keys() - {"sliding_window", "rope_scaling", "max_window_layers", "residual_in_fp32"}
     assert {key: back[key] for key in shared} == {key: config[key] for key in shared}
 
 

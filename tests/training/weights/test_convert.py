@@ -157,6 +157,57 @@ def test_layers_for_further_tokens_and_their_copies_come_back(tmp_path: Path) ->
     assert folders.run_of(folders.write(tmp_path / "less", config, less)).facts.shape.mtp_layers == 0
 
 
+def test_a_hybrids_weights_come_back_and_are_stored_in_megatron_cores_parts(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 64, "mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 2,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 24,
+    }  # fmt: skip
+    sizes: dict[str, tuple[int, ...]] = {
+        # 96 channels, and 32 of B and of C
+        "0.mixer.in_proj.weight": (2 * 96 + 2 * 32 + 8, 64), "0.mixer.conv1d.weight": (96 + 2 * 32, 1, 4), "0.mixer.conv1d.bias": (96 + 2 * 32,),
+        "0.mixer.norm.weight": (96,), "0.mixer.out_proj.weight": (64, 96), **{f"0.mixer.{name}": (8,) for name in ("A_log", "D", "dt_bias")},
+        "1.mixer.up_proj.weight": (96, 64), "1.mixer.down_proj.weight": (64, 96), "2.mixer.q_proj.weight": (64, 64),
+        "2.mixer.k_proj.weight": (32, 64), "2.mixer.v_proj.weight": (32, 64), "2.mixer.o_proj.weight": (64, 64), "3.mixer.gate.weight": (2, 64),
+        "3.mixer.fc1_latent_proj.weight": (24, 64), "3.mixer.fc2_latent_proj.weight": (64, 24), "3.mixer.shared_experts.up_proj.weight": (48, 64),
+        "3.mixer.shared_experts.down_proj.weight": (64, 48), **{f"3.mixer.experts.{n}.up_proj.weight": (32, 24) for n in (0, 1)},
+        **{f"3.mixer.experts.{n}.down_proj.weight": (24, 32) for n in (0, 1)}, **{f"{n}.norm.weight": (64,) for n in range(4)},
+    }  # fmt: skip
+    given = {f"backbone.layers.{name}": torch.randn(size).bfloat16() for name, size in sizes.items()}
+    given["backbone.layers.3.mixer.gate.e_score_correction_bias"] = torch.randn(2)
+    given |= {name: torch.randn(128, 64).bfloat16() for name in ("backbone.embeddings.weight", "lm_head.weight")}
+    given["backbone.norm_f.weight"] = torch.randn(64).bfloat16()
+    given["backbone.layers.0.mixer.A_log"] = torch.randn(8)  # kept in FP32
+    taken = folders.convert(folders.write(tmp_path / "hf", config, given), tmp_path / "checkpoint")
+    with Contents(taken.path) as contents:
+        stored = {
+            name: tensor.shape for name, tensor in contents.index.tensors.items() if "layers.0.mixer.in_proj" in name
+        }
+    rows = {name.rpartition(".")[2]: shape[0] for name, shape in stored.items() if "layer_norm" not in name}
+    assert rows == {"z": 96, "x": 96, "B": 32, "C": 32, "dt": 8}
+    to_folder(taken.path, tmp_path / "back")
+    assert same(given, load_file(tmp_path / "back" / "model.safetensors"))
+    assert (
+        main(
+            [
+                "convert",
+                f"ckpt:{taken.path}",
+                f"hf:{tmp_path / 'low'}",
+                "--quantization",
+                "compressed-tensors",
+                "--recipe",
+                "bf16_with_fp8_current_scaling_mixed",
+            ]
+        )
+        == 0
+    )
+    kept = json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {"lm_head", "backbone.layers.3.mixer.gate"} <= set(kept)
+    assert not [name for name in kept if name.endswith(("embeddings", "conv1d", "norm"))]
+    assert main(["contract", str(tmp_path / "low"), "--engine", "vllm"]) == 0
+
+
 def change(name: str, tensor: torch.Tensor | None) -> Any:
     given = folders.llama_tensors()
     return {k: v for k, v in (given | {name: tensor}).items() if v is not None}

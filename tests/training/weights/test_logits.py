@@ -30,6 +30,25 @@ LATENT = {
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
+MAMBA2 = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_heads": 16,
+    "head_dim": 8,
+    "state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+}
+NEMOTRON_H = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "mamba_num_heads": 16, "mamba_head_dim": 12, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16, "max_position_embeddings": 256,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+    "time_step_min": 1e-30,  # transformers raises smaller step sizes to it, megatron-core does not
+}  # fmt: skip
+ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 48,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama, tied, linear rope": ("Llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
@@ -45,12 +64,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "rope_parameters": YARN}),
     "deepseek_v3, whole queries": ("DeepseekV3", {**LATENT, "q_lora_rank": None}),
+    "mamba2": ("Mamba2", {**MAMBA2, "num_hidden_layers": 2}),
+    "mamba2, tied": ("Mamba2", {**MAMBA2, "num_hidden_layers": 1, "n_groups": 4, "tie_word_embeddings": True}),
+    "nemotron_h": ("NemotronH", NEMOTRON_H),
+    "nemotron_h, experts": ("NemotronH", {**NEMOTRON_H, **ROUTED, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}),
 }  # fmt: skip
 
 
 def written(kind: str, settings: dict[str, Any], place: Path) -> Any:
     """The model, its weights moved off their even start (norms of 1, biases of 0), saved by transformers."""
-    config = getattr(transformers, f"{kind}Config")(**(BASE | settings))
+    config = getattr(transformers, f"{kind}Config")(**(settings if "chunk_size" in settings else BASE | settings))
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     moved = [*model.parameters(), *(b for name, b in model.named_buffers() if "correction_bias" in name)]
@@ -74,7 +97,8 @@ def test_logits_are_those_of_transformers_and_the_way_back_is_exact(
     model = written(kind, settings, tmp_path / "hf")
     taken = folders.convert(tmp_path / "hf", tmp_path / "checkpoint")
     tokens = torch.randint(0, 128, (2, 48), generator=torch.Generator().manual_seed(1))
-    moe = ("model.moe_grouped_gemm=false",) if "Moe" in kind or kind in ("Mixtral", "DeepseekV3") else ()
+    routed = "Moe" in kind or kind in ("Mixtral", "DeepseekV3") or "n_routed_experts" in settings
+    moe = ("model.moe_grouped_gemm=false",) if routed else ()
     engine = build_engine(folders.run_of(tmp_path / "hf", "mixed_precision=fp32", "data.seq_length=48", *moe))
     try:
         folders.load(engine, taken.path)

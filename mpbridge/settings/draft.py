@@ -1,19 +1,17 @@
-"""Run: a fully resolved configuration for one world size, and how it is made from checked sections."""
+"""How checked sections become a fully resolved configuration for one world size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
-from mpbridge.common.formats import say
 from mpbridge.common.probe import environment, installed
 from mpbridge.common.traits import DEFAULT, engine_names, known, traits
 from mpbridge.planning.memory.keeps import updater
 from mpbridge.precision.inert import inert
-from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.schedule import spans
 from mpbridge.precision.sync.plan import Plan, plain, plan
@@ -24,9 +22,6 @@ from mpbridge.settings.shape import model_shape, padded_vocabulary, parallel_of,
 from mpbridge.settings.stages import Stage
 from mpbridge.settings.training import batch_faults, fitting_batch, nonfinite_faults, training_faults
 
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer
-
 FaultFinder = Callable[[Mapping[str, dict[str, Any]]], list[str]]
 """Finds faults in the sections of a run."""
 _ONE_FACT = ("use_distributed_optimizer", "overlap_param_gather")
@@ -35,54 +30,6 @@ _ONE_FACT = ("use_distributed_optimizer", "overlap_param_gather")
 
 BROUGHT = "required by the recipe"
 """Origin of a setting outside the plan that the recipe fills in if it was not set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What is run. The mappings are this Run's own copies, to be read only."""
-
-    container: ConfigContainer
-    recipe: str
-    """Canonical name of the (first) recipe; 'custom' for a config without a name."""
-    policy: PrecisionPolicy
-    """Settled: every optimizer fact is decided."""
-    plan: Plan
-    facts: RunFacts
-    inputs: Mapping[str, dict[str, Any]]
-    """model, optimizer, ddp: what the author wrote, without the recipe, with GPTModel's arguments and the parallel sizes filled in."""
-    train: dict[str, Any]
-    data: dict[str, Any]
-    scheduler: dict[str, Any]
-    checkpoint: dict[str, Any]
-    logger: dict[str, Any]
-    audit: dict[str, Any]
-    """These five sections with their defaults filled in."""
-    origin: Mapping[str, str]
-    """'optimizer.lr' -> where its value came from, for every value that is not a default."""
-    emulate: bool = False
-    """Whether mpbridge.numerics rounds."""
-    played: str | None = None
-    """The machine that Transformer Engine simulates on the CPU (emulate='te'); None: no simulation."""
-    te: str | None = None
-    """The Transformer Engine release that was requested."""
-    stages: tuple[Stage, ...] = field(default=(), repr=False)
-    """One per recipe of the run; `policy` is the first one's."""
-
-    @property
-    def brought(self) -> tuple[str, ...]:
-        """Settings that the recipe also sets, as 'ddp.use_distributed_optimizer=true'."""
-        names = [name.partition(".") for name, source in self.origin.items() if source == BROUGHT]
-        return tuple(f"{section}.{key}={say(self.inputs[section][key])}" for section, _, key in names)
-
-    @property
-    def engine(self) -> str:
-        """One of `traits.engine_names`."""
-        return self.facts.engine
-
-    @property
-    def world_size(self) -> int:
-        """Processes."""
-        return self.facts.parallel.world_size
 
 
 def filled(section: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +121,10 @@ def _rows(given: int | None, data: Mapping[str, Any], tensor: int, faults: list[
 class Draft:
     """Checked sections on the way to a Run."""
 
-    container: ConfigContainer
+    emulate: bool | str
+    target: str | None
+    te: str | None
+    """As in ConfigContainer."""
     given: Mapping[str, dict[str, Any]]
     """Every section as its author wrote it, in canonical plain form."""
     stages: tuple[Stage, ...]
@@ -182,10 +132,10 @@ class Draft:
     origin: Mapping[str, str]
     faults: list[str]
 
-    def run(
+    def resolved(
         self, world_size: int, machine: Any, versions: Versions | None, training: bool, also: FaultFinder | None = None
-    ) -> Run | None:
-        """The Run, or None if there are faults. also: finds further faults in the sections with their defaults filled in."""
+    ) -> dict[str, Any] | None:
+        """The fields of a Run except its container, or None if there are faults. also: finds further faults in the sections with their defaults filled in."""
         machine, versions = self._machine(machine, versions)
         inputs, sizes = joined(self.given, self.engine, self.faults)
         brought = self._bring_along(inputs)
@@ -220,26 +170,25 @@ class Draft:
         facts = self._facts(shape, parallel, inputs, planned, train, versions=versions, machine=machine)
         filled_in = {name: model[name] for name in GPT_FILLED}
         inputs["model"] = filled_in | inputs["model"] | {"vocab_size": rows, "max_sequence_length": most}
-        return Run(
-            container=self.container,
-            recipe=self.stages[0].recipe,
-            policy=self.stages[0].policy,
-            plan=planned,
-            facts=facts,
-            inputs=inputs,
-            origin=dict(self.origin) | brought,
-            emulate=is_fast(self.container.emulate),
-            played=(self.container.target or DEFAULT_TARGET) if is_played(self.container.emulate) else None,
-            te=self.container.te,
-            stages=self.stages,
+        return {
+            "recipe": self.stages[0].recipe,
+            "policy": self.stages[0].policy,
+            "plan": planned,
+            "facts": facts,
+            "inputs": inputs,
+            "origin": dict(self.origin) | brought,
+            "emulate": is_fast(self.emulate),
+            "played": (self.target or DEFAULT_TARGET) if is_played(self.emulate) else None,
+            "te": self.te,
+            "stages": self.stages,
             **full,
-        )
+        }
 
     def _machine(self, machine: Any, versions: Versions | None) -> tuple[Any, Versions | None]:
         """The machine and the versions that apply: the simulated ones if the run simulates a machine."""
-        if is_played(self.container.emulate) and not self.faults:
+        if is_played(self.emulate) and not self.faults:
             try:
-                return played(self.container.target, self.container.te)
+                return played(self.target, self.te)
             except MpbridgeError as error:
                 self.faults.append(str(error))
         return machine, versions
@@ -302,7 +251,7 @@ class Draft:
             optimizer=inputs["optimizer"],
             ddp=inputs["ddp"],
             origin=self.origin,
-            realization="emulated" if is_fast(self.container.emulate) and policy.quantized else "native",
+            realization="emulated" if is_fast(self.emulate) and policy.quantized else "native",
             core=versions.megatron_core,
         )
 
