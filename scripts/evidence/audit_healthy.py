@@ -143,7 +143,7 @@ def possible(found: dict[str, str]) -> dict[str, str]:
         found["trained"] = "everything"
     if found["recipe"] == "autocast" and found["model"] == "recomputed":
         found["model"] = "plain"  # megatron-core recomputes outside of autocast: the audit rightly names it
-    if found["trained"].startswith("first") and found["run"].startswith("stopped"):
+    if found["trained"].startswith("first"):  # a recipe changes by way of a checkpoint, too
         found["run"] = "whole"
     if found["trained"].startswith("adapters") and found["processes"] in ("2, tensor", "2, sequence"):
         found["trained"] = "norms alone"  # the adapters here are not split
