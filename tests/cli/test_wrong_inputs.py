@@ -63,6 +63,7 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "check data.corpus=nope": (2, "data.corpus=nope", "no such file, folder, glob"),
     "check checkpoint.load=nope": (2, "no such folder", "expected a folder with step_"),
     "check logger.log_dir=text.txt": (2, "is a file", "expected a folder"),
+    "check mixed_precision.fp8=true": (2, "a truth value", "e4m3, hybrid or null"),
     "check mixed_precision.fp8=e9m9": (2, "'e9m9'", "e4m3, hybrid or null"),
     "check scheduler.lr_warmup_iters=10 scheduler.lr_decay_iters=5": (2, "lr_warmup_iters=10", "does not end before"),
     "import code.py --from megatron": (2, "'megatron'", "megatron-lm"),
