@@ -131,7 +131,8 @@ def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         parameter.weight.elements
         for parameter in rank_parameters(run, at)
         if not is_frozen(policy, parameter.name)
-        and ("norm" in parameter.weight.path.rpartition(".")[0] or parameter.weight.path.endswith(_WHOLE_BIASES))
+        and parameter.weight.module != "mixer.norm"  # split like the channels that it normalises
+        and ("norm" in parameter.weight.module or parameter.weight.path.endswith(_WHOLE_BIASES))
     )
     wire = wires(policy)["gradients"]
     yield _collective("all_reduce", "tensor", run.parallel.tensor, wire, size * wire.bytes)

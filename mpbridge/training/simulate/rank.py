@@ -100,7 +100,9 @@ def compare_products(run: Run, rank: int, batches: int, seen: Mapping[Any, int])
     rest: Counter[str] = Counter()
     for (a, b, k, dtype), count in left.items():
         rest[dtype] += 2 * a * b * k * count
-    for dtype in sorted({*rest, *grouped}):
+    # what multiplies inside a scan is one kernel on a GPU, and not listed (planning.memory.limitations)
+    inside = {"fp32"} if "M" in run.facts.shape.pattern else set()
+    for dtype in sorted({*rest, *grouped} - inside):
         # experts' products have a row more or less if tokens do not divide evenly
         if abs(rest[dtype] - grouped[dtype]) > 0.002 * max(rest[dtype], grouped[dtype]):
             found.append(

@@ -46,6 +46,19 @@ STEPS = {
         ["model.num_layers=4", "train.global_batch_size=16", "parallel.pipeline_model_parallel_size=4"],
     ),
     "experts, balanced": ("moe_tiny", 4, [0, 3], ["parallel.expert_model_parallel_size=2"]),
+    "Mamba layers": (
+        "nemotron_h_tiny",
+        2,
+        [1],
+        # so wide that the reduced gradients of norms are not taken for bookkeeping
+        [
+            "model.hybrid_override_pattern=M*-",
+            "model.hidden_size=2048",
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "data.seq_length=128",
+        ],
+    ),
 }
 
 
