@@ -150,7 +150,8 @@ class Reader:
         if not -largest <= value <= largest:  # not for NaN either
             self.faults.append(f"{path}={brief(value)}: expected a number of at most {largest:g}")
             return default
-        return value
+        found: int | float = value
+        return found
 
 
 def in_force(silent: Mapping[str, str], under: str = "") -> tuple[str, ...]:

@@ -260,8 +260,8 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
         still = lr > 0 and before.rates.get(name) == 0 and bool((held.group or {}).get("lr_mult", 1.0))
         # a schedule may have set the next step's rate already
         rates = {float((held.group or {}).get("lr") or 0.0), float(before.rates.get(name) or 0.0)} - {0.0}
-        rate = min(rates, default=lr)
-        due = _motion(seen, held, trained, before.digests.get(name), rate, rests=rests, still=still, zeros=zeros)
+        least = min(rates, default=lr)
+        due = _motion(seen, held, trained, before.digests.get(name), least, rests=rests, still=still, zeros=zeros)
         if name in seen.moved:
             rate, decay = None if foreign else lr, before.decays.get(name)
             if is_another(held, trained, before.samples.get(name), rate, decay):
