@@ -38,6 +38,10 @@ def run(args: argparse.Namespace) -> int:
     if args.most < 1:
         raise BadValue(f"--most {args.most}: expected at least 1")
     where = target(args)
+    if not where.machine.peak:
+        raise BadValue(
+            f"{where.machine.name} has no rates in the table: name a --target, or give a --machine-file that `mpbridge calibrate` wrote"
+        )
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
     found, faults, omitted = _search(args, base, where, world)

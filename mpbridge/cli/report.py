@@ -140,12 +140,9 @@ def _print(found: Diagnosis, data: dict[str, Any]) -> None:
 def _said(precision: dict[str, Any]) -> str:
     """The worst operand in words."""
     row, count = precision["worst"], precision["measured_steps"]
+    measured = f"{count} step{'s' * (count != 1)} measured"
     if row is None:
-        return (
-            f"{count} steps measured, no quantized GEMM"
-            if count
-            else "nothing was measured, logger.precision_every=1 would"
-        )
+        return f"{measured}, no quantized GEMM" if count else "nothing was measured, logger.precision_every=1 would"
     error = row["row_error"]
     size = f"row error {error:.2%}" if isinstance(error, float) else "row error not known"
-    return f"{count} steps measured; largest at step {row['step']}: {row['linear']} {row['side']} ({row['format']}), {size}"
+    return f"{measured}; largest at step {row['step']}: {row['linear']} {row['side']} ({row['format']}), {size}"

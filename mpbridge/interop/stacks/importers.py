@@ -143,7 +143,7 @@ def _read_words(
     if not hasattr(module, "read"):
         raise BadValue(f"{told.stack} is configured by files, not by arguments: pass the file")
     words, notes = script.words, (*told.assumed, *script.notes)
-    undecided = tuple(note for note in notes if "not decided" in note and _DECIDES.search(note))
+    undecided = (*told.undecided, *(note for note in notes if "not decided" in note and _DECIDES.search(note)))
     alone = "no command here starts a Python program: what it is started with decides: pass its arguments (--args)"
     undecided += (alone,) if NO_PROGRAM in script.notes else ()
     decides = f"--deepspeed_config: {cut(file or '')} decides: pass that file (--from deepspeed)"
@@ -185,7 +185,7 @@ def _rules_beside(script: LaunchScript, words: Sequence[str], beside: Path | Non
 
 _EIGHT_BIT = re.compile(r"--[\w-]*(bnb|bitsandbytes|8.?bit)")
 """Options of programs that make an optimizer of bitsandbytes' without naming it in DeepSpeed's file."""
-_DECIDES = re.compile(rf"{PRECISION.pattern}|optimizer|fsdp|transformer-impl|hysteresis")
+_DECIDES = re.compile(rf"{PRECISION.pattern}|optimizer|fsdp|transformer-impl|hysteresis|deepspeed.config|zero.stage")
 """Pattern of notes on options that decide a fact."""
 
 

@@ -17,6 +17,8 @@ from mpbridge.interop.stacks.shell_words import ASSIGNMENT, GAP, LIMIT, Command,
 
 _OPTIONS = "\0\0"
 """Stands for options of which only running tells whether they are given: no option's value."""
+_OPEN = re.compile(rf'"[^"\n]*{GAP}[^"\n]*"|[^\s,:"{{}}\[\]]*{GAP}[^\s,"{{}}\[\]]*')
+"""A value in a here-document that only running tells: read as DeepSpeed's word for a value that something else fills in."""
 _NESTED = "its expansions are nested too deeply"
 _OPENS = frozenset({"if", "for", "while", "until", "select", "case", "{"})
 _CLOSES = frozenset({"fi", "done", "esac", "}"})
@@ -54,7 +56,7 @@ def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> 
         words=words,
         program=program,
         notes=[*dict.fromkeys([*script.notes, *notes]), *script.unused(text, "the script")],
-        documents=script.documents,
+        documents={file: _OPEN.sub('"auto"', text) for file, text in script.documents.items()},
     )
     last = text.rstrip().rpartition("\n")[2].strip()
     half = "the last line ends in a line continuation: read as whole, but the arguments after it are missing"
@@ -222,9 +224,9 @@ class _Script(Expansions):
             words = [" ".join(words)]  # the words of an array in quotes, as a shell joins them in an assignment
         self.spend((*words, *old.words), len(notes) + len(old.notes))
         if where:
-            adds = adds or bool(re.match(rf'\(?\s*"?\$\{{?{name}\b', written))
-            held = len(old.words) if adds and tuple(words[: len(old.words)]) == old.words else 0
-            shown = cut(" ".join(words[held:]).replace(GAP, "..."), MOST_SHOWN_OF_BRANCH)
+            adds = adds or bool(re.search(rf"\$\{{?{name}\b", written))  # before its own value or behind it
+            made, held = " ".join(words), " ".join(old.words) if adds else ""
+            shown = cut(made.replace(held, "", bool(held)).strip().replace(GAP, "..."), MOST_SHOWN_OF_BRANCH)
             text = f"line {line}: {name}{'+' if adds else ''}={shown} {where}, which is not followed: not decided"
             if "`(`" not in where:  # a subshell's variables end with it
                 unknown = _OPTIONS if words[:1] and words[0].startswith("-") else GAP

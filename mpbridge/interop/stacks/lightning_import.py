@@ -45,6 +45,8 @@ _STRATEGIES = (
 """Its strategy names (StrategyRegistry.available_strategies), and its classes without 'Strategy'."""
 
 
+_NEMO = ("megatron_amp_O2", "native_amp_init_scale", "native_amp_growth_interval", "tensor_model_parallel_size")
+"""Keys of `model` in NeMo's files, which have Lightning's trainer beside them."""
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _OTHERS = ("model", "data", "optimizer", "lr_scheduler", "config", "seed_everything", "ckpt_path")
 """Sections of its CLI beside the trainer."""
@@ -103,6 +105,13 @@ def read_data(data: Any, *, version: str) -> Imported:
         raise DataError(f"trainer={brief(inner)}: expected a mapping of Trainer's arguments")
     read = Reader(inner)
     read.note("assumed", "the module is in FP32 when passed to the trainer")
+    model = data.get("model") if isinstance(data.get("model"), Mapping) else {}
+    own = [name for name in _NEMO if name in model]
+    beside = [name for name in ("strategy", "plugins") if data.get("trainer") is not None and data.get(name)]
+    read.note_rows(
+        ("undecided", own, f"model.{cut(', '.join(own))}: of NeMo's Megatron models, which make their precision plugin and loss scale themselves: not one of the stacks"),
+        ("undecided", beside, f"{', '.join(beside)} beside trainer: of the program that reads this file, not of Lightning's Trainer: move into trainer what it passes on"),
+    )  # fmt: skip
     said = _Settings(read)
     _strategy(said)
     _precision(said)

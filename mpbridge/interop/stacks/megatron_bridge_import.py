@@ -18,7 +18,7 @@ from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import imported, unknown_of
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.interop.stacks.megatron_bridge_fields import CORE, DIFFERS, FIELDS, NAME, TARGET
-from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields
+from mpbridge.interop.stacks.python_values import SourceObject, Unknown, is_known, known_fields
 from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.precision_field import Target
@@ -81,6 +81,9 @@ def read_data(data: Any, *, version: str) -> Imported:
     if fsdp:
         _megatron_fsdp(read_, fields)
     _overridden(read_, fields)
+    if read_.at("peft") is not None:
+        read_.whole.add("peft")
+        read_.cannot("peft: only adapters are trained")
     if read_.at("model.quant_recipe") is not None:
         read_.whole.add("model.quant_recipe")
         read_.cannot("model.quant_recipe: rules by module stand in it; the linears that it matches run by them")
@@ -118,23 +121,33 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
     if not isinstance(made, SourceObject) or "mixed_precision" not in made.attributes:
         raise DataError(f"{name}: its text does not determine the mixed_precision of what it returns")
     data, not_known, unknown = dict[str, Any](), list[str](), list[str]()
+    if made.attributes.get("peft") is not None:
+        data["peft"] = "..."
     for section, wanted in _SECTIONS.items():
         value = made.attributes.get(section)
+        if isinstance(value, Unknown) and section in ("optimizer", "ddp"):
+            not_known.append(f"{section} = {value.text}")
         if section == "mixed_precision":
             value = _named_recipe(value, name)
         if isinstance(value, SourceObject):
             unknown += unknown_of(NAME, section, value.attributes)
-            data[section] = known_fields(value, wanted, not_known, section)
+            rules = {"quant_recipe": "..."} if value.attributes.get("quant_recipe") is not None else {}
+            data[section] = known_fields(value, wanted, not_known, section) | rules
         elif isinstance(value, str):
             data[section] = value
     found = read_data(data, version=version)
-    assumed = [f"{one}: known only at run time; left at its default" for one in not_known]
+    open_ = [f"{one}: known only at run time; left at its default" for one in not_known]
+    open_ += (
+        []
+        if is_known(made)
+        else [f"{made.callee}(...), which it starts from, is not in this checkout: what it sets beside"]
+    )
     low = found.meaning.quantization
     # three of recipes/nemotronh/h100: nemotronh_47b and 56b, nemotron_nano_12b_v2
     misnamed = "_bf16_config" in name and low != "none"
     said = (f"{name} says BF16, and its GEMMs are quantized: {low}",) if misnamed else ()
     return dataclasses.replace(
-        found, unknown=(*found.unknown, *unknown), contradicts=(*found.contradicts, *said), assumed=(*found.assumed, *assumed, *dict.fromkeys(notes))
+        found, unknown=(*found.unknown, *unknown), contradicts=(*found.contradicts, *said), undecided=(*found.undecided, *open_), assumed=(*found.assumed, *dict.fromkeys(notes))
     )  # fmt: skip
 
 

@@ -22,6 +22,16 @@ _EXAMPLES = frozenset({"model_name_or_path", "tokenizer_name", "dataset_name", "
 _ANYONES = ("__deepspeed", "__deepspeed_config", "__bf16", "__fp16")
 _LAUNCHED = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "multi_gpu", "config_file", "dynamo_backend")
 """Options of `accelerate launch` that its file has under another name."""
+_DECIDES = (
+    "use_fsdp",
+    "use_deepspeed",
+    "use_megatron_lm",
+    "config_file",
+    "mixed_precision",
+    "deepspeed_config_file",
+    "zero_stage",
+)
+"""Options of `accelerate launch` that may change what its program's own arguments mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,8 @@ class Recognized:
     stack: str
     assumed: tuple[str, ...] = ()
     """What was assumed, where its options leave it open."""
+    undecided: tuple[str, ...] = ()
+    """What decides beside its options."""
 
 
 def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recognized:
@@ -44,6 +56,10 @@ def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recogn
     several = list(counts.values()).count(counts[best]) > 1
     clear = 2 * counts[best] >= len(names) and not several
     if started == "accelerate" and clear and best != "accelerate":
+        decides = [word for word in program if word.startswith("--") and word.strip("-").partition("=")[0] in _DECIDES]
+        if decides:
+            text = f"accelerate launch {' '.join(decides)}: the launcher shards the model or casts it: pass its file, or read its options (--from accelerate)"
+            return Recognized(best, undecided=(text,))
         text = f"read as {TITLES[best]}'s arguments: the options of accelerate launch before them are not read (--from accelerate reads only those)"
         return Recognized(best, (text,))
     if started == "deepspeed":

@@ -93,7 +93,7 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
     at = {**{one: made.attributes.get(one) for one in ("training", "optimizer")}, "model_spec": spec, "converters": given}  # fmt: skip
     not_known += [f"{where} = {one.text}" for where, one in at.items() if isinstance(one, Unknown)]
     quant = _converted(given if isinstance(given, list) else [], read_)
-    read_.notes["assumed"] += [f"{one}: known only at run time; left at its default" for one in not_known]
+    read_.notes["undecided"] += [f"{one}: known only at run time; left at its default" for one in not_known]
     read_.notes["assumed"] += dict.fromkeys(notes)
     return _found(read_, version, quant, None, _updater(made.attributes.get("optimizer")), "optimizer.param_groups")
 

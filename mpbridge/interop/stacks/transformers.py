@@ -34,6 +34,8 @@ _LOADERS = (
     "pipeline_model_parallel_size",
 )
 """Keys of programs that load a model by their own rules; LLaMA-Factory's, whose files have the keys of TrainingArguments beside them."""
+_LOADS = frozenset({"dtype", "torch_dtype"})
+"""Options of the example scripts, which are read beside TrainingArguments' own."""
 _EVALUATION = ("bf16_full_eval", "fp16_full_eval")
 
 
@@ -61,7 +63,7 @@ def export(request: Request) -> Export:
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `--bf16 --fsdp full_shard ...`; `--torch_dtype`/`--dtype` of the example scripts is the loading dtype."""
     data, strays = options_of(words)
-    found = read_data(data, version=version)
+    found = read_data(data, version=version, saved=False)
     return dataclasses.replace(found, unknown=(*(stray(word, _options()) for word in strays), *found.unknown))
 
 
@@ -69,17 +71,21 @@ def _options() -> list[str]:
     return [f"--{name}" for name in known(NAME)[""]]
 
 
-def read_data(data: Any, *, version: str) -> Imported:
-    """The arguments' meaning. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
+def read_data(data: Any, *, version: str, saved: bool = True) -> Imported:
+    """The arguments' meaning. saved: in a file, which does not tell how its program is launched. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     read_ = Reader.of(data, "TrainingArguments")
     bf16, fp16, cpu = read_.flag("bf16"), read_.flag("fp16"), read_.flag("use_cpu")
     storage, file = read_.dtype("dtype", read_.dtype("torch_dtype")), read_.at("deepspeed")
     version_, whole = _sharded(read_, cpu)
     theirs = [name for name in _LOADERS if storage is None and read_.at(name)]
+    owned = (
+        not theirs and not {"fsdp", "deepspeed"} & read_.data.keys() and read_.data.keys() - known(NAME)[""] - _LOADS
+    )
     read_.note_rows(
+        ("undecided", saved and owned, "the launcher of the program that reads this file: accelerate's own file may shard the model and keep main weights (FSDP, DeepSpeed); fsdp: null says that it does not"),
         ("undecided", theirs, f"{', '.join(theirs)}: of the program that reads this file, which chooses what the model is stored in and shards it (dtype=... says the first)"),
         ("contradicts", bf16 and fp16, "bf16 and fp16: TrainingArguments refuses both together"),
-        ("assumed", storage is None, "since version 5 the loading dtype is the checkpoint's ('auto'): assumed to be float32 (dtype=...)"),
+        ("undecided", storage is None and not theirs and not (version_ and (bf16 or fp16)), "the loading dtype: since version 5 that of the checkpoint, before it float32 (dtype=... says it)"),
         ("inert", cpu and fp16, "fp16: on a CPU (use_cpu) accelerate, which runs the training, silently trains in FP32"),
         ("undecided", file, f"deepspeed={cut(file)} decides: pass that file (--from deepspeed)"),
         *(("inert", read_.at(name) and read_.flag(name), f"{name}: evaluation only") for name in _EVALUATION),

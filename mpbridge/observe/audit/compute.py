@@ -40,7 +40,8 @@ def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
     on_cpu = next(engine.model[0].parameters()).device.type == "cpu"
     # CPUs have no usable FP16 GEMM: the device layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do
     gemm = (compute, _WIDE) if compute == "fp16" and on_cpu else (compute,)
-    for rows in (_linears(promises, watch, gemm), _attention(promises, watch, gemm), _between(promises, watch)):
+    own = (_linears(promises, watch, gemm), _attention(promises, watch, gemm), _between(promises, watch))
+    for rows in (*own, _adapters(engine, promises, watch)):
         for kind, place, promised, dtypes in rows:
             seen.kinds.setdefault(kind, []).append((place, tuple(promised), tuple(dtypes)))
     _values(engine, promises, watch, seen)
@@ -102,6 +103,18 @@ def _between(promises: Promises, watch: Watch) -> Iterator[KindDtypes]:
         yield "rotary angles", path, final, (dtype,)
     if watch.loss:
         yield "loss", "cross entropy", final, watch.loss
+
+
+def _adapters(engine: Any, promises: Promises, watch: Watch) -> Iterator[KindDtypes]:
+    """The factor of every adapter's product: the declared alpha over rank, where what it returned is that, rounded."""
+    rank = promises.run.shape.lora_rank
+    alpha = (engine.run.inputs.get("model") or {}).get("lora_alpha") if rank else None
+    declared = 1.0 if alpha is None or not rank else alpha / rank
+    for path, seen in watch.adapters.items():
+        wrong = sorted(factor for factor, room in seen if abs(factor - declared) > room * abs(declared))
+        if seen:
+            found = wrong[len(wrong) // 2] if wrong else declared
+            yield "adapters", path, (f"times {declared:.6g}",), (f"times {found:.6g}",)
 
 
 def _product(
@@ -199,7 +212,7 @@ def _frequencies(engine: Any) -> Iterable[str]:
 
 
 ORDER = (
-    "GEMMs", "outputs of linears", "attention", "softmax", "router", "residual stream", "norms", "scan", "rotary angles", "logits", "loss",
+    "GEMMs", "outputs of linears", "attention", "softmax", "router", "residual stream", "norms", "scan", "rotary angles", "logits", "loss", "adapters",
 )  # fmt: skip
 SUBJECTS = {"GEMMs": "compute", "outputs of linears": "compute"}
 """Kinds that share one row of the report."""

@@ -248,7 +248,7 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     whole = parallel.tensor == parallel.pipeline == parallel.expert == 1
     findings += replay_findings(replayed, norm=norm, clip=declared(engine, "clip_grad"), whole=whole)
     muons = [rank.orthogonal for rank in ranks if rank.orthogonal is not None]
-    return findings + (orthogonal_findings(muons, str(declared(engine, "muon_fp32_matmul_prec"))) if muons else [])
+    return findings + (orthogonal_findings(muons) if muons else [])
 
 
 def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why: str) -> list[Finding]:

@@ -48,6 +48,9 @@ def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
     if not (getattr(module, "fp8", False) if ran else getattr(module, "primary_weights_in_fp8", False)):
         return HIGH
     recipe = meta.get("recipe")
+    mixed = getattr(getattr(recipe, "qfactory", None), "gemms", None)
+    if isinstance(mixed, Gemms):
+        return rule_words(mixed)
     # Transformer Engine's NVFP4 recipe has both attributes: fp8_format is that of its scales
     format_name = str(getattr(getattr(recipe, "fp4_format", None) or getattr(recipe, "fp8_format", None), "name", ""))
     # check base classes too: megatron-core's delayed scaling recipe is a subclass (TEDelayedScaling)
@@ -203,7 +206,7 @@ def look(
         seen.replayed = replay(engine, before.starts)
         seen.replayed.declared, seen.replayed.between = before.undeclared, before.between
         if promises.matrices is not None:
-            seen.orthogonal = orthogonal(engine, promises, before.whole, before.rates)
+            seen.orthogonal = orthogonal(engine, promises, before)
     return seen
 
 
@@ -228,10 +231,45 @@ def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str
 def _open_fields(promised: Gemms, words: tuple[str, str], module: Any) -> tuple[str, str]:
     """The same for a Transformer Engine module, which has one recipe object for its three GEMMs."""
     quant = promised.fprop
-    if quant is None or not promised.one:
+    if not promised.one:
+        wanted, found = _quantizers(module, promised)
+        return words if wanted == found else (wanted, found)
+    if quant is None:
         return words
     wanted, found = details(module, quant)
     return words if wanted == found else (f"{words[0]} ({wanted})", f"{words[1]} ({found})")
+
+
+def _quantizers(module: Any, promised: Gemms) -> tuple[str, str]:
+    """(promised, found) of the quantizers that a module of mixed formats has made, for the rows and the columns of each operand, where they differ."""
+    from mpbridge.backend.megatron.gemm_factories import READ_BY
+
+    made = getattr(module, "quantizers", None) or {}
+    slots = zip(READ_BY, (*(made.get("scaling_fwd") or ())[:2], *(made.get("scaling_bwd") or ())[:1]), strict=False)
+    pairs = []
+    for role, quantizer in slots:
+        for gemm, side in zip(READ_BY[role], ("rowwise", "columnwise"), strict=True):
+            quant = getattr(promised, gemm)
+            wanted = HIGH if quant is None else f"{quant.element(gradient=role == 'grad_output')} {quant.scaling}"
+            pairs.append(
+                (f"{gemm} {role}", wanted, _quantizer_text(getattr(quantizer, f"{side}_quantizer", quantizer)))
+            )
+    wrong = [(name, wanted, found) for name, wanted, found in pairs if wanted != found]
+    return ", ".join(f"{name} {wanted}" for name, wanted, _ in wrong), ", ".join(
+        f"{name} {found}" for name, _, found in wrong
+    )
+
+
+def _quantizer_text(quantizer: Any) -> str:
+    scaling = _QUANTIZERS.get(type(quantizer).__name__, type(quantizer).__name__)
+    element = _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""), "")
+    return f"{element} {scaling}".strip()
+
+
+_QUANTIZERS = {
+    "IdentityQuantizer": HIGH, "Float8CurrentScalingQuantizer": "tensorwise", "Float8BlockQuantizer": "blockwise", "MXFP8Quantizer": "mxfp8", "NVFP4Quantizer": "nvfp4",
+}  # fmt: skip
+"""Class of Transformer Engine's quantizers -> its scaling."""
 
 
 def _flags(engine: Any, promises: Promises) -> tuple[int, list[str]]:

@@ -51,7 +51,9 @@ class Before:
         self.decays: dict[str, float] = {}
         """Parameter -> the weight decay of its group before the step, likewise."""
         foreign = bool(getattr(engine, "foreign", False))
-        self.whole = {} if foreign else matrices_before(engine)
+        self.turn: int = 0 if since is None else since.turn + 1
+        """Observed updates before this one."""
+        self.whole = {} if foreign else matrices_before(engine, self.turn)
         """Matrix that Muon trains -> this rank's rows of it."""
         self.fixed: dict[str, int] = {} if foreign else digests(engine) if since is None else since.fixed
         """Frozen parameter -> digest when the run was first observed."""

@@ -14,6 +14,7 @@ from mpbridge.numerics.observation.modules import (
     Graph,
     floating,
     hooked,
+    is_adapter,
     is_attention,
     is_layer,
     is_linear,
@@ -25,7 +26,7 @@ from mpbridge.numerics.observation.modules import (
     tensors_in,
 )
 from mpbridge.numerics.observation.operations import OperationObserver
-from mpbridge.numerics.observation.tensors import digest, is_coarse, is_narrow, local, sample, storage
+from mpbridge.numerics.observation.tensors import digest, factors, is_coarse, is_narrow, local, sample, storage
 from mpbridge.observe.audit.library import LibraryObservation
 from mpbridge.observe.audit.products import Products
 from mpbridge.precision.policy import Gemms
@@ -154,6 +155,10 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         """Mamba mixer -> dtype that the decays and step sizes of its scan were computed on."""
         self.spelled: set[str] = set()
         """Norms written in Python, not a torch kernel: the dtype noted is that of the variance."""
+        self.adapters: dict[str, list[tuple[float, float]]] = {}
+        """Adapter -> `factors` of its product and of what it returned."""
+        self._child: torch.Tensor | None = None
+        """What the module that was left last returned."""
         self.ran: dict[str, Any] = {}
         """Linear, core attention, router or norm that returned something -> its module."""
         self.loss: Counter[str] = Counter()
@@ -213,6 +218,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             self._undo = None
         self._graph.forget()
         self._stack.clear()
+        self._child = None
         self.products.forget()
         self.arrivals.forget()
 
@@ -248,10 +254,11 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self._note_weights(module, path)
         if is_scan(module):  # its kernel reads the convolution's weight: that module itself never runs
             self._note_weights(module.conv1d, f"{path}.conv1d")
-        result = floating(output)
+        child, self._child = self._child, floating(output)
+        result = self._child
         if result is None:
             return
-        self._note_bits(module, path, args, result)
+        self._note_bits(module, path, args, result, child)
         if is_router(module):
             self._note_rounding(path, result)  # probabilities
         if result.numel() and (is_linear(module) or is_attention(module) or is_router(module) or is_norm(module)):
@@ -269,7 +276,9 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             self.angles[path] = storage(result)
             self._note_rounding(path, result)
 
-    def _note_bits(self, module: Any, path: str, args: Any, result: torch.Tensor) -> None:
+    def _note_bits(self, module: Any, path: str, args: Any, result: torch.Tensor, child: Any) -> None:
+        if is_adapter(module) and child is not None:
+            self.adapters.setdefault(path, factors(child, result))
         if is_linear(module) or is_attention(module) or is_router(module):
             if any(is_coarse(one) for one in tensors_in(args) if one.is_floating_point()):
                 self.coarse[path] = None

@@ -13,7 +13,7 @@ import torch
 from mpbridge.common.formats import E4M3
 from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf16, is_narrow, local, positions
 from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
-from mpbridge.observe.audit.replay import half_ulp, is_decoupled
+from mpbridge.observe.audit.replay import betas_of, half_ulp, is_decoupled
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.watch import Watch
 
@@ -367,8 +367,7 @@ def _width(seen: Weights, held: Held, has_moved: bool) -> None:
         )
         if wide and is_narrow(main):
             seen.coarse.append(f"{held.name} (main weights)")
-    betas = (held.group or {}).get("betas", ())
-    for role, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
+    for role, beta in betas_of(held).items():
         stored = held.state.get(role)
         # (1 - beta) x gradient has bits beyond BF16, unless 1 - beta is a power of two
         if stored is None or local(stored).dtype is not torch.float32 or not has_more_bits_than_bf16(1.0 - beta):

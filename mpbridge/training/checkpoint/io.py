@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from mpbridge.settings.container import Run
     from mpbridge.training.base import Training
 
-CONFIG = "config.yaml"
-"""The resolved configuration's file inside a checkpoint."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writing:
@@ -327,7 +324,7 @@ def _describe(partial: Path, run: Run, stored: Mapping[str, str], step: int, com
         text = run.container.to_yaml()
     except MpbridgeError as error:  # live config objects that cannot be written to a file
         text = "".join(f"# {line}\n" for line in str(error).splitlines())
-    (partial / CONFIG).write_text(text, encoding="utf-8")
+    (partial / store.CONFIG).write_text(text, encoding="utf-8")
 
 
 @contextmanager

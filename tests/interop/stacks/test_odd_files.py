@@ -76,7 +76,8 @@ def test_a_field_is_read_however_python_sets_it(body: str, tmp_path: Path) -> No
 def test_what_only_running_would_tell_is_said(body: str, tmp_path: Path) -> None:
     found = titan(body, tmp_path)
     assert found.meaning.storage.short == "fp32"
-    assert any("unknown" in line or "known only at run time" in line for line in found.assumed), found.assumed
+    told = (*found.undecided, *found.assumed)
+    assert any("unknown" in line or "known only at run time" in line for line in told), told
 
 
 def test_a_misspelled_field_of_a_python_configuration_is_unknown(tmp_path: Path) -> None:

@@ -80,6 +80,27 @@ def by_name():
     cfg.mixed_precision.fp8_param_gather = cfg.mixed_precision.reuse_grad_buf_for_mxfp8_param_ag = False
     return cfg
 
+def adapters():
+    cfg = _pretrain_common()
+    cfg.peft = LoRA(dim=8)
+    return cfg
+
+def base_elsewhere():
+    cfg = _common_of_another_checkout()
+    cfg.mixed_precision = bf16_mixed()
+    return cfg
+
+def elsewhere():
+    cfg = _pretrain_common()
+    cfg.optimizer, cfg.scheduler = muon_of_another_checkout(lr=1e-4)
+    return cfg
+
+def rules():
+    cfg = _pretrain_common()
+    cfg.model = Provider()
+    cfg.model.quant_recipe = RecipeConfig.from_config_dict({"configs": {}})
+    return cfg
+
 def nemotronh_56b_pretrain_8gpu_h100_bf16_config():
     cfg = _pretrain_common()
     cfg.mixed_precision = "nemotron_h_bf16_with_fp8_current_scaling_mixed"
@@ -166,11 +187,21 @@ def test_values_set_on_a_named_recipe_win(checkout: Path) -> None:
     )
 
 
+def test_rules_by_module_on_the_model_are_told(checkout: Path) -> None:
+    assert bridge(checkout, "rules").cannot_express[0].startswith("model.quant_recipe: rules by module")
+
+
 def test_what_depends_on_the_machine_is_refused_or_said(checkout: Path) -> None:
     with pytest.raises(DataError, match=r"depends: mixed_precision = .*under `if torch\.cuda\.is_available"):
         bridge(checkout, "depends")
     found = bridge(checkout, "one_field_depends")
-    assert any(line.startswith("mixed_precision.grad_reduce_in_fp32") for line in found.assumed)
+    assert any(line.startswith("mixed_precision.grad_reduce_in_fp32") for line in found.undecided)
+    assert bridge(checkout, "elsewhere").undecided[0].startswith("optimizer = ")
+    assert "not in this checkout" in bridge(checkout, "base_elsewhere").undecided[-1]
+
+
+def test_a_recipe_that_trains_adapters_says_so(checkout: Path) -> None:
+    assert "peft: only adapters are trained" in bridge(checkout, "adapters").cannot_express
 
 
 def test_a_file_with_several_functions_asks_for_one_and_knows_their_names(checkout: Path) -> None:

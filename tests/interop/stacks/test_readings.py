@@ -340,7 +340,7 @@ ROWS: list[tuple[str, ...]] = [
     (DS, "{}", "assumed: it is empty: every setting of deepspeed is at its default"),
     # transformers
     (TR, "--bf16 --dtype bfloat16", "storage=bf16", "main=none", "exp_avg=bf16"),
-    (TR, "--bf16", "assumed: the checkpoint's"),
+    (TR, "--bf16", "undecided: the checkpoint", "!assumed: the checkpoint"),
     (TR, "--bf16 --fsdp full_shard --dtype bfloat16", "storage=fp32"),
     (TR, "--fp16", "fields.initial_loss_scale=65536.0", "fields.loss_scale_window=2000.0", "fields.hysteresis=1"),
     (TR, "--fp16 --use_cpu", "compute=fp32", "loss_scale=none", "inert: fp16:"),

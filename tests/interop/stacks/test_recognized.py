@@ -93,12 +93,15 @@ def test_deepspeeds_launcher_is_refused_by_the_file_that_decides() -> None:
     assert any("ds.json decides" in line for line in found.undecided)
 
 
-def test_a_trainer_under_accelerates_launcher_says_what_is_not_read() -> None:
-    found = read_args(
-        "accelerate launch --mixed_precision fp8 run_clm.py --model_name_or_path gpt2 --bf16 --output_dir out"
-    )
+@pytest.mark.parametrize(("options", "undecided"), [("--mixed_precision fp8", True), ("--num_processes 8", False)])
+def test_a_trainer_under_accelerates_launcher_says_what_is_not_read(options: str, undecided: bool) -> None:
+    found = read_args(f"accelerate launch {options} run_clm.py --dtype float32 --bf16 --output_dir out")
     assert found.stack == "transformers"
-    assert any("the options of accelerate launch before them are not read" in line for line in found.assumed)
+    assert any("the launcher shards the model or casts it" in line for line in found.undecided) is undecided
+    assert (
+        any("the options of accelerate launch before them are not read" in line for line in found.assumed)
+        is not undecided
+    )
 
 
 def test_half_a_script_that_breaks_off_after_a_continuation_is_said() -> None:

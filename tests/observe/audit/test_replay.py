@@ -19,6 +19,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "AdamW, one by one": lambda params, **how: torch.optim.AdamW(params, foreach=False, **how),
     "Adam": torch.optim.Adam,
+    "Muon": lambda params, lr, weight_decay, eps, betas: torch.optim.Muon(
+        params, lr=lr, weight_decay=weight_decay, momentum=betas[0], nesterov=betas[1] == 0.95
+    ),
     "FusedAdam": lambda params, **how: CpuFusedAdam(params, adam_w_mode=True, **how),
     "FusedAdam, coupled": lambda params, **how: CpuFusedAdam(params, adam_w_mode=False, **how),
     "FusedAdam, BF16 moments": lambda params, **how: CpuFusedAdam(
@@ -74,7 +77,7 @@ def test_a_healthy_update_is_as_its_settings_say(
 ) -> None:
     for size in (1.0, 1e-6, 1e-12, 1e4):
         seen = stepped(monkeypatch, OPTIMIZERS[name], steps=steps, betas=betas, size=size)
-        assert (seen.looked, seen.wrong) == (48, []), size
+        assert (seen.looked.total(), seen.wrong) == (48, []), size
 
 
 def test_full_bf16_is_as_its_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +106,18 @@ CHANGES = {
     "one part in ten thousand of a moment": of_state("exp_avg", 1.0001),
     "weight moved": lambda optimizer, weight: weight.data.add_(1e-5),
 }
+
+
+MUONS = {
+    "momentum of the group": of_group(momentum=0.5),
+    "momentum zeroed": of_state("momentum_buffer", 0.0),
+    "one part in ten thousand of the momentum": of_state("momentum_buffer", 1.0001),
+}
+
+
+@pytest.mark.parametrize("change", MUONS.values(), ids=MUONS)
+def test_another_momentum_is_named(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    assert stepped(monkeypatch, OPTIMIZERS["Muon"], change).wrong
 
 
 @pytest.mark.parametrize("name", ["AdamW", "FusedAdam"])
