@@ -51,6 +51,7 @@ HEALTHY = {"healthy": 0, "healthy_models": 1_000_000}
 """Healthy runs, those with Muon, adapters or Mamba layers apart -> the number of the first (audit_healthy.MODELS)."""
 WHY = {
     "ties of E4M3 are rounded away from zero": "both neighbours of a tie are equally near, so no bound on the error of a rounding tells them apart",
+    "a hook rounds every gradient to E5M2": "FSDP2 sets the gradients of its shards itself: a hook on a parameter never runs, and nothing is rounded",
     "every tensor draws the same bytes": "the random bytes are not observed, only the seed and the step behind them",
 }
 """Fault that an audit does not name -> the reason."""
