@@ -38,12 +38,18 @@ def run(args: argparse.Namespace) -> int:
     if args.most < 1:
         raise BadValue(f"--most {args.most}: expected at least 1")
     where = target(args)
+    if not where.machine.peak:
+        raise BadValue(
+            f"{where.machine.name} has no rates in the table: name a --target, or give a --machine-file that `mpbridge calibrate` wrote"
+        )
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
     found, faults, omitted = _search(args, base, where, world)
     layouts = [_data(name, one, tuple(omitted)) | {"changes": changes} for name, one, changes in found]
     head = f"{world} x {where.machine.label}: predictions"
-    answer(args, {"layouts": layouts, "refused": faults}, lambda: _print(head, found, (*faults, *omitted)))
+    there = {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)}
+    data = {"world_size": world, "target": there, "layouts": layouts, "refused": faults}
+    answer(args, data, lambda: _print(head, found, (*faults, *omitted)))
     return 0 if found else 1
 
 

@@ -27,8 +27,10 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run. Raises KeyboardInterrupt if a signal ended it."""
-    if args.steps < 1 or (args.every is not None and args.every < 1):
-        raise BadValue(f"--steps {args.steps}, --every {args.every}: expected at least 1")
+    for option in ("steps", "every"):
+        number = getattr(args, option)
+        if number is not None and number < 1:
+            raise BadValue(f"--{option} {number}: expected at least 1")
     from mpbridge.common.pages.document import writable
     from mpbridge.common.report.console import console, rank, tell
     from mpbridge.training.rehearse.report import caveats, tables

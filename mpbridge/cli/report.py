@@ -84,7 +84,7 @@ def _resume(run: Evidence) -> dict[str, Any]:
     from mpbridge.training.checkpoint.store import check, locate, saved, step_of
 
     named = (run.config.get("checkpoint") or {}).get("save")
-    places = [Path(named)] if named else []
+    places = [Path(named)] if named and isinstance(named, str) else []
     place = next((one for one in (*places, run.folder, run.folder / "checkpoints") if saved(one)), None)
     why_not = "no checkpoint was found" if named else "checkpoint.save was not set"
     if place is not None:
@@ -140,12 +140,9 @@ def _print(found: Diagnosis, data: dict[str, Any]) -> None:
 def _said(precision: dict[str, Any]) -> str:
     """The worst operand in words."""
     row, count = precision["worst"], precision["measured_steps"]
+    measured = f"{count} step{'s' * (count != 1)} measured"
     if row is None:
-        return (
-            f"{count} steps measured, no quantized GEMM"
-            if count
-            else "nothing was measured, logger.precision_every=1 would"
-        )
+        return f"{measured}, no quantized GEMM" if count else "nothing was measured, logger.precision_every=1 would"
     error = row["row_error"]
     size = f"row error {error:.2%}" if isinstance(error, float) else "row error not known"
-    return f"{count} steps measured; largest at step {row['step']}: {row['linear']} {row['side']} ({row['format']}), {size}"
+    return f"{measured}; largest at step {row['step']}: {row['linear']} {row['side']} ({row['format']}), {size}"

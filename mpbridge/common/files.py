@@ -230,6 +230,8 @@ def lines_of(file: Path | str) -> Iterator[str]:
 def why(error: Exception) -> str:
     """The message of an exception raised while reading, on one line; for OSError only the reason."""
     said = error.strerror if isinstance(error, OSError) else None
+    if isinstance(error, UnicodeDecodeError):
+        said = f"not text in UTF-8 (byte {error.object[error.start]:#04x} at {error.start}): save it in that encoding"
     return " ".join((said or str(error) or type(error).__name__).split())
 
 

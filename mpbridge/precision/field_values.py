@@ -48,6 +48,8 @@ def _type_fault(name: str, value: Any, hint: str) -> str | None:
     if value is None and hint.endswith("None"):
         return None
     fits, expected = _TYPES[hint.removesuffix(" | None")]
+    if expected == "text" and ROWS[name].legal:
+        expected = f"one of {', '.join(map(str, ROWS[name].legal))}" + (" or null" if hint.endswith("None") else "")
     kind = f" (a {yaml_kind(value)})" if yaml_kind(value) else ""
     return None if fits(value) else f"{name}={value!r}{kind}: expected {expected}"
 

@@ -77,6 +77,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     }
 )
 """Words of other stacks without a single equivalent recipe -> what to choose. Hints, never aliases."""
+ANY = "mpbridge list shows the names, bf16_mixed and fp8_cs among them; a file is given with its ending, as in recipe.yaml"
+"""What to choose in place of a name that is near none."""
 
 
 def key(name: str) -> str:
@@ -196,7 +198,7 @@ def recipe(name: str) -> Recipe:
     found = _alias_of.get(key(name), key(name))
     if found not in _by_name:
         unknown = UnknownName("recipe", name, [*_by_name, *_alias_of, *recipe_files()])
-        hint = ELSEWHERE.get(key(name))
+        hint = ELSEWHERE.get(key(name)) or (None if unknown.near else ANY)
         if hint is not None:
             unknown.args = (f"no recipe named {name!r}: {hint}",)
         raise unknown

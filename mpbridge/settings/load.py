@@ -72,7 +72,10 @@ class ConfigLayers:
     def _make_room(self, precision: Any, source: str) -> None:
         """Removes what an earlier layer set and this one overrides: additions to another recipe, the other one of a pair of equivalent fields."""
         below = self.tree.get("mixed_precision")
-        if isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
+        if isinstance(precision, Mapping) and isinstance(below, Mapping) and _renames(precision, below):
+            for name in [name for name in below if name not in _ROLES]:
+                self._forget(f"mixed_precision.{name}")
+        elif isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
             self._forget("mixed_precision")
         elif isinstance(below, (list, tuple)):
             self.faults.append(
@@ -246,6 +249,10 @@ def _put(tree: Tree, name: str, value: Any) -> None:
         raise BadValue(f"{way[-1]} already has settings below it")
     else:
         node[way[-1]] = value
+
+
+_ROLES = ("frozen", "lora_dtype")
+"""What another recipe does not replace: which parameters train, which is the run's decision."""
 
 
 def _renames(precision: Mapping[str, Any], below: Any) -> bool:

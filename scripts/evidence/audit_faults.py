@@ -2,9 +2,11 @@
 
     python scripts/evidence/audit_faults.py faults OUT [--share 0.5]   # each fault before steps 1, 7 and 14 of a run that is audited at 1, 7 and 14
     python scripts/evidence/audit_faults.py pairs OUT                  # the same of the faults that take two processes
+    python scripts/evidence/audit_faults.py models OUT                 # the same of Muon, adapters and hybrids (megatron-core's Muon with Emerging-Optimizers on PYTHONPATH)
     python scripts/evidence/audit_faults.py blind OUT                  # the faults of scripts/evidence/audit_blind.py, which is no part of the catalogue
     python scripts/evidence/audit_faults.py outsider OUT               # the faults of scripts/evidence/audit_outsider.py, likewise
     python scripts/evidence/audit_faults.py healthy OUT [--runs 200]   # runs as scripts/evidence/audit_healthy.py draws them
+    python scripts/evidence/audit_faults.py healthy_models OUT         # the same of runs with Muon, adapters or Mamba layers
     python scripts/evidence/audit_faults.py collect OUT                # writes data/audit_faults.json, which docs/audit.md shows
 
 OUT is a folder; results are appended to files in it, so that a run that was ended goes on where it was.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -37,10 +40,18 @@ AFTER = ("rank 1's scales frozen", "rank 1's moment one ulp apart")
 AT_ONCE = 40
 """Runs of one process; engines leave some memory behind."""
 SEED = 20260
-APART = {"blind": "audit_blind", "outsider": "audit_outsider", "outsider_after": "audit_outsider"}
+APART = {
+    "models": "tests.observe.audit.model_faults",
+    "blind": "audit_blind",
+    "outsider": "audit_outsider",
+    "outsider_after": "audit_outsider",
+}
 """Faults that are no part of the catalogue -> the module that has them; outsider_after: counted again after the audit was mended."""
+HEALTHY = {"healthy": 0, "healthy_models": 1_000_000}
+"""Healthy runs, those with Muon, adapters or Mamba layers apart -> the number of the first (audit_healthy.MODELS)."""
 WHY = {
     "ties of E4M3 are rounded away from zero": "both neighbours of a tie are equally near, so no bound on the error of a rounding tells them apart",
+    "a hook rounds every gradient to E5M2": "FSDP2 sets the gradients of its shards itself: a hook on a parameter never runs, and nothing is rounded",
     "every tensor draws the same bytes": "the random bytes are not observed, only the seed and the step behind them",
 }
 """Fault that an audit does not name -> the reason."""
@@ -52,8 +63,8 @@ Job = list[Any]
 
 def jobs(kind: str, share: float, runs: int) -> list[Job]:
     """All runs of a kind in an order drawn at random, or the first share of them."""
-    if kind == "healthy":
-        return [[number] for number in range(4 * runs)]  # many are refused by a rule
+    if kind in HEALTHY:
+        return [[HEALTHY[kind] + number] for number in range(4 * runs)]  # many are refused by a rule
     if kind == "pairs":
         from tests.observe.audit.two_rank_faults import START, cases
 
@@ -70,10 +81,16 @@ def jobs(kind: str, share: float, runs: int) -> list[Job]:
             for fault in catalogue(kind)
             for engine in fault.engines
             for moment in MOMENTS
-            if moment - fault.behind > 0 and (fault.early or moment - fault.behind > 1)
+            if moment - fault.behind > 0 and (fault.early or moment - fault.behind > 1) and _is_there(kind, engine)
         ]
     random.Random(SEED).shuffle(found)
     return found[: max(1, round(share * len(found)))]
+
+
+def _is_there(kind: str, engine: str) -> bool:
+    """Whether the package is installed without which the engine cannot be built."""
+    needs = getattr(importlib.import_module(APART[kind]), "NEEDS", {}) if kind in APART else {}
+    return engine not in needs or importlib.util.find_spec(needs[engine]) is not None
 
 
 def catalogue(kind: str) -> tuple[Any, ...]:
@@ -93,13 +110,18 @@ def engines(kind: str) -> dict[str, Any]:
 
 def processes(kind: str, job: Job) -> int:
     """Number of processes of a run."""
-    if kind == "healthy":
+    if kind in HEALTHY:
         from audit_healthy import ranks
 
         return ranks(job[0])
     if kind in APART:
-        return int(next(fault.ranks for fault in catalogue(kind) if fault.name == job[0]))
+        return int(next(getattr(fault, "ranks", 1) for fault in catalogue(kind) if fault.name == job[0]))
     return 2 if kind == "pairs" else 1
+
+
+def over_te(kind: str, job: Job) -> bool:
+    """Whether a run is over Transformer Engine's Python, which has to come before megatron-core's import."""
+    return kind in APART and engines(kind)[job[1]][1].get("emulate") == "te"
 
 
 # --- one run ------------------------------------------------------------------------------------------------------------------------------
@@ -165,7 +187,7 @@ def planted(kind: str, job: Job) -> dict[str, Any]:
         plant, at = fault.plant, moment - fault.behind
     world = dist.get_world_size()
     recipe, sections = engines(kind)[engine_name]
-    with device_layer(False):
+    with device_layer(over_te(kind, job)):
         engine = build_engine(tiny.run(recipe, world=world, scheduler={"lr_decay_style": "constant"}, **sections))
     try:
         ranks = state.get_data_parallel_world_size()
@@ -178,7 +200,7 @@ def planted(kind: str, job: Job) -> dict[str, Any]:
 
 
 def one(kind: str, job: Job) -> dict[str, Any]:
-    if kind == "healthy":
+    if kind in HEALTHY:
         from audit_healthy import outcome
 
         return outcome(job[0])
@@ -192,13 +214,18 @@ def work(kind: str, out: Path, todo: list[Job]) -> None:
     import torch
     import torch.distributed as dist
 
-    from mpbridge.backend.engines.parallel import start_process_group
-
     warnings.simplefilter("ignore")
+    if todo and over_te(kind, todo[0]):
+        from mpbridge import transformer_engine_on_cpu
+
+        played = transformer_engine_on_cpu("b200")  # ends with the process, not before
+        played.__enter__()
     torch.set_num_threads(1)
     torch._dynamo.config.disable = (
         True  # the emulation without its compilation, which would take longer than such a run
     )
+    from mpbridge.backend.engines.parallel import start_process_group
+
     start_process_group(False)
     for job in todo:
         begun = time.process_time()
@@ -232,14 +259,17 @@ def drive(kind: str, out: Path, wanted: list[Job], enough: int = 0) -> None:
         left = [job for job in wanted if json.dumps(job) not in finished]
         if not left:
             return
-        size = processes(kind, left[0])
-        batch = [job for job in left if processes(kind, job) == size][:AT_ONCE]
+        size, te = processes(kind, left[0]), over_te(kind, left[0])
+        batch = [job for job in left if processes(kind, job) == size and over_te(kind, job) is te][:AT_ONCE]
         (out / f"{kind}.todo").write_text(json.dumps(batch))
         command = [sys.executable, "-W", "ignore"]
         if size > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
         command += [__file__, "work", str(out), "--kind", kind]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        }
         code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=7200, check=False).returncode
         after = {json.dumps(row["job"]) for row in done(out, kind)}
         lost = [job for job in batch if json.dumps(job) not in after]
@@ -268,9 +298,11 @@ def collect(out: Path) -> dict[str, Any]:
                 why = "when first planted; named since" if kind == "outsider" else WHY.get(name, "not explained")
                 missed.append([name, engine, moment, row.get("error") or why])
         figures[kind] = {"engines": engines, "missed": missed, "of": len(possible)}
-    rows = done(out, "healthy")
-    ran = [row for row in rows if row.get("ran")]
-    if ran:
+    for kind in HEALTHY:
+        rows = done(out, kind)
+        ran = [row for row in rows if row.get("ran")]
+        if not ran:
+            continue
         axes: dict[str, dict[str, int]] = {}
         for row in ran:
             for axis, value in row["drawn"].items():
@@ -279,7 +311,7 @@ def collect(out: Path) -> dict[str, Any]:
         alarms = [[row["drawn"], row["faults"]] for row in ran if row["faults"]]
         errors = [[row["job"], row["error"]] for row in rows if "error" in row]
         refused = sum(bool(row.get("refused")) for row in rows)
-        figures["healthy"] = {
+        figures[kind] = {
             "runs": len(ran), "audits": sum(row["audits"] for row in ran), "alarms": alarms, "errors": errors, "refused": refused, "axes": axes,
         }  # fmt: skip
     return figures
@@ -287,7 +319,7 @@ def collect(out: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["faults", "pairs", *APART, "healthy", "collect", "work"])
+    parser.add_argument("verb", choices=["faults", "pairs", *APART, *HEALTHY, "collect", "work"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--share", type=float, default=1.0, help="part of the runs, drawn at random")
     parser.add_argument("--runs", type=int, default=200, help="healthy runs")
@@ -299,7 +331,7 @@ def main() -> int:
         figures = (json.loads(FIGURES.read_text()) if FIGURES.exists() else {}) | collect(args.out)
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
     else:
-        drive(args.verb, args.out, jobs(args.verb, args.share, args.runs), args.runs if args.verb == "healthy" else 0)
+        drive(args.verb, args.out, jobs(args.verb, args.share, args.runs), args.runs if args.verb in HEALTHY else 0)
     return 0
 
 

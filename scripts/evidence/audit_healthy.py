@@ -86,16 +86,55 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "run": {"whole": {}, "stopped and resumed": {}, "another recipe from step 3 on": {}},
     "batch": {"one micro-batch": {"train": {"global_batch_size": 4, "micro_batch_size": 2}}, "two": {"train": {"global_batch_size": 8}}, "four": {"train": {"global_batch_size": 16}}},
 }  # fmt: skip
+MUON = {"optimizer": {"optimizer": "muon", "lr": 1e-2}}
+WIDE = {"optimizer": MUON["optimizer"] | {"muon_fp32_matmul_prec": "highest", "muon_use_nesterov": True}}
+LORA = {"model": {"lora_rank": 4, "lora_alpha": 8.0, "share_embeddings_and_output_weights": False}}
+FROZEN = {"frozen": ["*"]}
+HYBRID = {
+    "model": {
+        "num_layers": 4, "hybrid_override_pattern": "M-M*", "normalization": "RMSNorm", "position_embedding_type": "none", "mamba_num_heads": 16,
+        "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 28,
+    }
+}  # fmt: skip
+MIXERS = {"model": LORA["model"] | HYBRID["model"] | {"lora_targets": ["mixer.in_proj", "mixer.out_proj", "mlp.*"]}}
+MODELS = 1_000_000
+"""Runs from this number on have parameters with roles of their own."""
+OF_MODELS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "Muon": ("fp32_params_bf16_compute", "fsdp2", MUON),
+    "Muon, FP32": ("fp32", "fsdp2", {"optimizer": MUON["optimizer"] | {"muon_use_nesterov": True}}),
+    "megatron-core's Muon": ("bf16", "mcore", MUON),
+    "megatron-core's Muon in FP32": ("bf16", "mcore", WIDE),
+    "megatron-core's Muon on a hybrid": ("bf16", "mcore", MUON | HYBRID),
+    "adapters": ({"recipe": "bf16_mixed", **FROZEN}, "mcore", LORA),
+    "FP32 adapters": ({"recipe": "bf16_mixed", "lora_dtype": "fp32", **FROZEN}, "mcore", LORA),
+    "adapters, tensorwise": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **ALL, **FROZEN}, "mcore", LORA),
+    "FP32 adapters, MXFP8": ({"recipe": "bf16_with_mxfp8_mixed", "lora_dtype": "fp32", **ALL, **FROZEN}, "mcore", LORA),
+    "adapters, NVFP4": ({"recipe": "bf16_with_nvfp4_mixed", **ALL, **FROZEN}, "mcore", LORA),
+    "adapters on a hybrid": ({"recipe": "bf16_mixed", "lora_dtype": "fp32", **FROZEN}, "mcore", MIXERS),
+    "hybrid": ("bf16", "mcore", HYBRID),
+    "hybrid, A_log, D and dt_bias in FP32": ({"recipe": "bf16_mixed", "keep_fp32": ["*.A_log", "*.D", "*.dt_bias"]}, "mcore", HYBRID),
+    "hybrid, tensorwise": ({"recipe": "bf16_with_fp8_current_scaling_mixed", **ALL}, "mcore", HYBRID),
+    "hybrid, MXFP8": ({"recipe": "bf16_with_mxfp8_mixed", **ALL}, "mcore", HYBRID),
+    "hybrid, NVFP4": ({"recipe": "bf16_with_nvfp4_mixed", **ALL}, "mcore", HYBRID),
+}  # fmt: skip
+_SHARED = ("wrapper", "rates", "run", "batch")
+AXES_OF_MODELS: dict[str, dict[str, dict[str, Any]]] = {name: AXES[name] for name in _SHARED} | {
+    "optimizer": {"as it is": {}, "no clipping": {"optimizer": {"clip_grad": 0.0}}, "tight clipping": {"optimizer": {"clip_grad": 0.05}}, "no decay": {"optimizer": {"weight_decay": 0.0}}},
+    "processes": {"1": {}, "2, data": {}},
+    "trained": {"everything": {}},
+}  # fmt: skip
 _OFTEN = {"processes": (6, 2, 1, 1, 1, 1), "trained": (6, 1, 1, 2), "run": (3, 2, 1)}
 
 
 def drawn(number: int) -> dict[str, str]:
     """Axis -> value of that run."""
     draw = random.Random(SEED * 100_000 + number)
-    found = {"recipe": draw.choice(list(RECIPES))}
-    for axis, values in AXES.items():
-        found[axis] = draw.choices(list(values), _OFTEN.get(axis))[0]
-    return possible(found)
+    models = number >= MODELS
+    found = {"recipe": draw.choice(list(OF_MODELS if models else RECIPES))}
+    for axis, values in (AXES_OF_MODELS if models else AXES).items():
+        often = _OFTEN.get(axis, ())[: len(values)]
+        found[axis] = draw.choices(list(values), often or None)[0]
+    return found if models else possible(found)
 
 
 def possible(found: dict[str, str]) -> dict[str, str]:
@@ -104,7 +143,7 @@ def possible(found: dict[str, str]) -> dict[str, str]:
         found["trained"] = "everything"
     if found["recipe"] == "autocast" and found["model"] == "recomputed":
         found["model"] = "plain"  # megatron-core recomputes outside of autocast: the audit rightly names it
-    if found["trained"].startswith("first") and found["run"].startswith("stopped"):
+    if found["trained"].startswith("first"):  # a recipe changes by way of a checkpoint, too
         found["run"] = "whole"
     if found["trained"].startswith("adapters") and found["processes"] in ("2, tensor", "2, sequence"):
         found["trained"] = "norms alone"  # the adapters here are not split
@@ -120,11 +159,16 @@ def container(folder: Path, choice: dict[str, str]) -> Any:
     """The run's configuration."""
     from tests.training.tiny import tiny
 
-    recipe, engine = RECIPES[choice["recipe"]]
+    models = choice["recipe"] in OF_MODELS
+    recipe, engine, own = OF_MODELS[choice["recipe"]] if models else (*RECIPES[choice["recipe"]], {})
     if choice["run"].startswith("another recipe"):
-        other = "bf16_mixed" if choice["recipe"] != "bf16" else {"recipe": "bf16_with_fp8_current_scaling_mixed", **ALL}
+        other: dict[str, Any] = (
+            {"recipe": "bf16_mixed"}
+            if choice["recipe"] != "bf16"
+            else {"recipe": "bf16_with_fp8_current_scaling_mixed", **ALL}
+        )
         first = recipe if isinstance(recipe, dict) else {"recipe": recipe}
-        recipe = [first | {"until": 2}, other]
+        recipe = [first | {"until": 2}, other | FROZEN if "adapters" in choice["recipe"] else other]
     sections: dict[str, dict[str, Any]] = {
         "train": {"train_iters": STEPS, "eval_interval": 2, "eval_iters": 1, "log_interval": 1, "audit": "warn"},
         "model": {"add_bias_linear": False, "position_embedding_type": "rope"},
@@ -134,10 +178,12 @@ def container(folder: Path, choice: dict[str, str]) -> Any:
     }
     if choice["run"].startswith("stopped"):
         sections["checkpoint"] = {"save": str(folder / "saved"), "save_interval": 2, "async_save": False}
-    for axis, values in AXES.items():
-        if axis == "wrapper" and engine != "mcore":
-            continue
-        for name, more in values[choice[axis]].items():
+    drawn_sections = [own]
+    for axis, values in (AXES_OF_MODELS if models else AXES).items():
+        if axis != "wrapper" or engine == "mcore":
+            drawn_sections.append(values[choice[axis]])
+    for one in drawn_sections:
+        for name, more in one.items():
             sections[name] = sections.get(name, {}) | more
     made = tiny(folder, recipe, engine=engine, **sections)
     made.emulate = "tensorwise" in str(recipe) or any(word in str(recipe) for word in ("fp8", "nvfp4"))
@@ -156,7 +202,8 @@ def changed_model(kind: str) -> Iterator[None]:
     def frozen(*args: Any, **kwargs: Any) -> Any:
         model = real(*args, **kwargs)
         for name, parameter in model.named_parameters():
-            first = "layers.0." in name or "embedding" in name
+            copied = name == "output_layer.weight" and model.share_embeddings_and_output_weights
+            first = "layers.0." in name or "embedding" in name or copied
             parameter.requires_grad_(
                 not first if kind.startswith("first") else "norm" in name and kind == "norms alone"
             )

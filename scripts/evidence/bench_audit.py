@@ -37,16 +37,20 @@ LOW = (
     "bf16_with_mxfp8_mixed",
     "bf16_with_nvfp4_mixed",
 )
-ROWS: dict[str, tuple[str, str]] = {
+ROWS: dict[str, tuple[str, ...]] = {
     "bf16_mixed": ("bf16_mixed", "false"),
     "fp16_mixed": ("fp16_mixed", "false"),
     **{f"{recipe}, emulated": (recipe, "true") for recipe in LOW},
+    "fp32_params_bf16_compute, Muon": ("fp32_params_bf16_compute", "false", "engine=fsdp2", "optimizer.optimizer=muon"),
+    "bf16_mixed, adapters": (
+        "bf16_mixed", "false", "mixed_precision.frozen=['*']", "model.lora_rank=8", "model.lora_alpha=16", "model.share_embeddings_and_output_weights=false",
+    ),
     **{f"{recipe}, Transformer Engine": (recipe, "te") for recipe in ("bf16_mixed", *LOW)},
-}
-"""Row of the table -> (recipe, `emulate`)."""
+}  # fmt: skip
+"""Row of the table -> (recipe, `emulate`, further overrides)."""
 
 
-def measured(recipe: str, emulate: str, rounds: int) -> dict[str, float]:
+def measured(rounds: int, recipe: str, emulate: str, *more: str) -> dict[str, float]:
     """Medians over rounds: an audited step, and a second plain one, over the plain step before it; invariants and the check before a checkpoint likewise."""
     from mpbridge.backend.engines.registry import build_engine
     from mpbridge.observe.audit import AuditHook
@@ -56,7 +60,7 @@ def measured(recipe: str, emulate: str, rounds: int) -> dict[str, float]:
     from mpbridge.training.data.batches import Feed
 
     # from 2**32 FP16's first steps are skipped, and none of those is audited
-    words = [f"mixed_precision.recipe={recipe}", f"emulate={emulate}"]
+    words = [f"mixed_precision.recipe={recipe}", f"emulate={emulate}", *more]
     words += ["mixed_precision.initial_loss_scale=1024"] if recipe.startswith("fp16") else []
     words += (
         [
@@ -135,7 +139,7 @@ def rows(names: list[str], rounds: int, te: bool) -> None:
 
         with process_group(False):
             for name in names:
-                one = measured(*ROWS[name], rounds)
+                one = measured(rounds, *ROWS[name])
                 print(f"{name}: {one}", flush=True)
                 figures = (json.loads(FIGURES.read_text()) if FIGURES.exists() else {}) | {name: one}
                 FIGURES.write_text(json.dumps({row: figures[row] for row in ROWS if row in figures}, indent=1) + "\n")

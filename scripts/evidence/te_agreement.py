@@ -33,6 +33,12 @@ RECIPES = (
     "bf16_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed",
     "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed",
 )  # fmt: skip
+MIXED = {
+    "MXFP8 forward, NVFP4 backward": ("mxfp8", "nvfp4", "nvfp4"), "NVFP4 forward, MXFP8 backward": ("nvfp4", "mxfp8", "mxfp8"),
+    "MXFP8, weight gradients in BF16": ("mxfp8", "mxfp8", "bf16"), "BF16 forward, MXFP8 backward": ("bf16", "mxfp8", "mxfp8"),
+    "NVFP4, tensorwise, blockwise": ("nvfp4", "tensorwise", "blockwise"),
+}  # fmt: skip
+"""Rules for the GEMMs fprop, dgrad and wgrad of every linear; Transformer Engine 2.19 and later."""
 BLOCKS = {
     "self_attention.linear_qkv": "input_layernorm",
     "self_attention.linear_proj": None,
@@ -56,8 +62,12 @@ def resolved(recipe: str, emulate: str, *, machine: str, te: str, layers: int = 
     gather: dict[str, Any] = {"fp8_param_gather": False} if "fp8" in recipe else {}
     gather |= {"reuse_grad_buf_for_mxfp8_param_ag": False} if "mxfp8" in recipe else {}
     edges = {"first_last_layers_bf16": False} if "fp8" in recipe else {}
+    named: dict[str, Any] = {"recipe": recipe, **gather, **edges}
+    if recipe in MIXED:
+        rule = dict(zip(("fprop", "dgrad", "wgrad"), MIXED[recipe], strict=True))
+        named = {"recipe": "bf16_mixed", "modules": {"self_attention.*": rule, "mlp.*": rule}}
     container = ConfigContainer(
-        mixed_precision={"recipe": recipe, **gather, **edges},
+        mixed_precision=named,
         model={"num_layers": layers, "hidden_size": hidden, "num_attention_heads": 4, "ffn_hidden_size": 2 * hidden, "vocab_size": 384, "gated_linear_unit": True,
                "activation_func": "silu", "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False, "hidden_dropout": 0.0,
                "attention_dropout": 0.0, "masked_softmax_fusion": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False},

@@ -158,6 +158,7 @@ def audit_faults_table() -> str:
     kinds = {
         "faults": "catalogue, one process",
         "pairs": "catalogue, two processes",
+        "models": "Muon, adapters on frozen bases, hybrids",
         "blind": "from reports of other bugs",
         "outsider": "thought of by an outsider, when first planted",
         "outsider_after": "the same, after the general causes of the missed ones were mended",
@@ -185,13 +186,24 @@ def audit_faults_table() -> str:
 @table("audit-healthy")
 def audit_healthy_table() -> str:
     """Healthy runs drawn at random: how many of each value of each axis."""
-    found = evidence("audit_faults")["healthy"]
-    text = f"{found['runs']} runs, {found['audits']} audits, {len(found['alarms'])} false alarms; {len(found['errors'])} more ended where a checkpoint was written."
+    return _healthy("healthy", "{errors} more ended where a checkpoint was written.")
+
+
+@table("audit-healthy-models")
+def audit_healthy_models_table() -> str:
+    """The same of runs with Muon, adapters or Mamba layers."""
+    return _healthy("healthy_models", "{errors} ended with an error.")
+
+
+def _healthy(kind: str, ended: str) -> str:
+    found = evidence("audit_faults")[kind]
+    counts = f"{found['runs']} runs, {found['audits']} audits, {len(found['alarms'])} false alarms"
     rows = [
         (axis, ", ".join(f"{value} ({count})" for value, count in sorted(values.items(), key=lambda one: -one[1])))
         for axis, values in found["axes"].items()
+        if len(values) > 1
     ]
-    return f"{text}\n\n{markdown(('axis', 'values (runs)'), rows)}"
+    return f"{counts}; {ended.format(errors=len(found['errors']))}\n\n{markdown(('axis', 'values (runs)'), rows)}"
 
 
 @table("known-bugs")

@@ -10,7 +10,7 @@ from mpbridge.cli.main import main
 
 FILES = {
     "empty.yaml": "", "broken.yaml": "model: [1, 2", "section.yaml": "modle: {num_layers: 2}\n", "base.yaml": "extends: nowhere\n",
-    "itself.yaml": "extends: itself.yaml\n", "both.yaml": "bf16: true\nfp8: hybrid\nfp4: e2m1\n", "text.txt": "not a run", "code.py": "x = 1\n",
+    "itself.yaml": "extends: itself.yaml\n", "twice.yaml": "model: {num_layers: 2}\nmodel: {num_layers: 3}\n", "tab.yaml": "model:\n\tnum_layers: 2\n", "hf/config.json": '{"model_type": "llama"}', "both.yaml": "bf16: true\nfp8: hybrid\nfp4: e2m1\n", "text.txt": "not a run", "code.py": "x = 1\n",
 }  # fmt: skip
 WRONG: dict[str, tuple[int, str, str]] = {
     # command line -> (exit code, what was found, what was expected or the cure)
@@ -27,6 +27,17 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "check --config itself.yaml": (2, "itself.yaml -> itself.yaml", "extends itself"),
     "check --config text.txt": (2, "got str", "expected a mapping of sections"),
     "check --config hf:gone": (2, "gone", "config.json"),
+    "check --config hf:hf": (2, "num_hidden_layers, hidden_size, num_attention_heads", "are missing"),
+    "check --config wide.yaml": (2, "byte 0xff at 0", "not text in UTF-8"),
+    "check --config twice.yaml": (2, "line 2, column 1", "key 'model' appears twice"),
+    "check --config tab.yaml": (2, "line 2, column 1", "cannot start any token"),
+    "check parallel.tensor_model_parallel_size=2.5": (2, "2.5", "expected a whole number"),
+    "check ddp.grad_reduce_in_fp32=maybe": (2, "'maybe'", "expected true or false"),
+    "check scheduler.lr_decay_style=exponental": (2, "'exponental'", "inverse-square-root"),
+    "check logger.trackers=[nonsense]": (2, "'nonsense'", "tensorboard, wandb"),
+    "check model.num_attention_heads=3 model.hidden_size=128": (2, "model.hidden_size=128", "model.kv_channels"),
+    "check train.global_batch_size=7 --world-size 8": (2, "train.global_batch_size=7", "use a multiple of 8"),
+    "check --target qqq": (2, "'qqq'", "h100"),
     "check --recipe bf16_mxed": (2, "'bf16_mxed'", "nearest: bf16_mixed"),
     "check --recipe empty.yaml": (2, "empty.yaml: empty", "extends: bf16_mixed"),
     "check --recipe both.yaml": (2, "fp8 and fp4 are both on", "set one of them to null"),
@@ -52,6 +63,7 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "check data.corpus=nope": (2, "data.corpus=nope", "no such file, folder, glob"),
     "check checkpoint.load=nope": (2, "no such folder", "expected a folder with step_"),
     "check logger.log_dir=text.txt": (2, "is a file", "expected a folder"),
+    "check mixed_precision.fp8=true": (2, "a truth value", "e4m3, hybrid or null"),
     "check mixed_precision.fp8=e9m9": (2, "'e9m9'", "e4m3, hybrid or null"),
     "check scheduler.lr_warmup_iters=10 scheduler.lr_decay_iters=5": (2, "lr_warmup_iters=10", "does not end before"),
     "import code.py --from megatron": (2, "'megatron'", "megatron-lm"),
@@ -60,6 +72,9 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "show gone.yaml": (2, "gone.yaml", "No such file"),
     "show fp8_cs --layers 0": (2, "--layers 0", "expected at least 1"),
     "memory --rank 99": (2, "rank 99", "expected 0 to 0"),
+    "layouts": (2, "has no rates in the table", "name a --target"),
+    "rehearse --steps 0": (2, "--steps 0", "expected at least 1"),
+    "show qqq": (2, "'qqq'", "mpbridge list shows the names"),
     "estimate --target h100 --recipe mxfp8": (1, "compute capability 10.0", "What works"),
     "estimate --against nope": (2, "nope/timing.json", "logger.log_dir=nope"),
     "estimate --price free": (2, "'free'", "as in 2.5"),
@@ -90,8 +105,10 @@ WRONG: dict[str, tuple[int, str, str]] = {
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("wrong")
     for name, text in FILES.items():
+        (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_text(text)
     (made / "folder").mkdir()
+    (made / "wide.yaml").write_text("model: {num_layers: 2}\n", encoding="utf-16")
     return made
 
 

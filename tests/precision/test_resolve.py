@@ -17,7 +17,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a word for a flag": ({"bf16": "yes"}, ("bf16='yes': expected true or false",)),
     "a flag for a number": ({"bf16": True, "hysteresis": True}, ("hysteresis=True (a truth value): expected a whole number",)),
     "a fraction for a whole number": ({"fp16": True, "hysteresis": 2.5}, ("hysteresis=2.5 (a number): expected a whole number",)),
-    "a number for a word": ({"bf16": True, "fp8": 1}, ("fp8=1 (a whole number): expected text",)),
+    "a number for a word": ({"bf16": True, "fp8": 1}, ("fp8=1 (a whole number): expected one of e4m3, hybrid or null",)),
     "two halves": ({"bf16": True, "fp16": True}, ("fp16 and bf16 are on together",)),
     "flag against params": ({"bf16": True, "params_dtype": "fp16"}, ("params_dtype=fp16 but bf16=true means bf16",)),
     "flag against compute": ({"bf16": True, "compute_dtype": "fp16"}, ("compute_dtype=fp16 but bf16=true",)),

@@ -45,6 +45,14 @@ def test_another_recipe_drops_what_the_weaker_layer_added_to_its_own(file, name)
     assert "mixed_precision.grad_reduce_in_fp32" not in c.origin
 
 
+def test_another_recipe_trains_the_same_parameters(file):
+    path = file("mixed_precision: {recipe: bf16_mixed, grad_reduce_in_fp32: false, frozen: ['*'], lora_dtype: fp32}\n")
+    for override in ("mixed_precision=fp8_cs", "mixed_precision.recipe=fp8_cs"):
+        c = loaded(path, override)
+        assert c.mixed_precision == {"recipe": "fp8_cs", "frozen": ["*"], "lora_dtype": "fp32"}
+        assert c.origin["mixed_precision.frozen"] == str(path)
+
+
 def test_the_same_recipe_in_another_spelling_keeps_the_additions(file):
     path = file("mixed_precision: {recipe: bf16_mixed, grad_reduce_in_fp32: false}\n")
     assert loaded(path, "mixed_precision=BF16-mixed").mixed_precision == {

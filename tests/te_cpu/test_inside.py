@@ -37,7 +37,7 @@ OWN = {"h100": ("hopper.py", "resumed.py"), "b200": ("blackwell.py",)}
 """Delayed scaling's histories are kept beside every module under the oldest release, and beside its own alone later."""
 PARTS = {
     "h100": {OLDEST: (*KERNELS, *FAULTS, *MATRIX), NEWEST: BRIEF},
-    "b200": {OLDEST: (*FAULTS, *MATRIX), NEWEST: (*KERNELS, *BRIEF)},
+    "b200": {OLDEST: (*FAULTS, *MATRIX), NEWEST: (*KERNELS, *BRIEF, "mixed.py")},
 }
 """Single functions on each machine and on each release, but not on all four pairs: they are written for a release or for a machine."""
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._dynamo import trace_rules
 from torch.utils import _device as contexts
 
 from mpbridge.common.replacement import Patch
@@ -268,8 +269,10 @@ def _context(original: Any) -> Any:
 
 def cuda_patches() -> Iterator[Patch]:
     """All replacements in torch."""
-    # what `with torch.device("meta"):` redirects is listed once, by identity: torch's functions, not the substitutes for them
+    # what `with torch.device("meta"):` redirects, and what torch.compile knows, is listed once, by identity: torch's functions, not the substitutes
+    # for them, which the next layer would not have
     contexts._device_constructors()
+    trace_rules.get_torch_obj_rule_map()
     yield contexts, "DeviceContext", _context(contexts.DeviceContext)
     cuda: Any = torch.cuda
     yield cuda, "is_available", lambda: False

@@ -44,8 +44,7 @@ class ShardMuon(torch.optim.Muon):
             adjust_lr_fn=scale,
         )
         self.whole, self.shards, self.factor = whole, shards, config.muon_extra_scale_factor / own
-        heads, width = shape.num_attention_heads // shape.num_query_groups, shape.kv_channels
-        self.split = (heads * width, width, width) if config.muon_split_qkv else None
+        self.split = split_of(config, shape)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -77,10 +76,7 @@ class ShardMuon(torch.optim.Muon):
 
     def parts(self, name: str, matrix: torch.Tensor) -> list[torch.Tensor]:
         """The matrices that are orthogonalized for a parameter: itself, or its queries, keys and values, as copies."""
-        if self.split is None or not name.endswith("linear_qkv.weight"):
-            return [matrix]
-        rows = torch.split(matrix.view(-1, sum(self.split), matrix.shape[1]), list(self.split), dim=1)
-        return [one.reshape(-1, matrix.shape[1]) for one in rows]
+        return parts_of(name, matrix, self.split)
 
     def _moved(self, name: str, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """The change of the whole matrix: torch's own update of zeros by that direction, without momentum."""
@@ -99,6 +95,20 @@ class ShardMuon(torch.optim.Muon):
         assert self.split is not None
         rows = [one.view(-1, size, one.shape[1]) for one, size in zip(found, self.split, strict=True)]
         return torch.cat(rows, dim=1).view_as(direction)
+
+
+def split_of(config: Any, shape: ModelShape) -> tuple[int, int, int] | None:
+    """Rows of a query group's queries, key and value, which muon_split_qkv makes matrices of their own; None: all are one matrix."""
+    heads, width = shape.num_attention_heads // shape.num_query_groups, shape.kv_channels
+    return (heads * width, width, width) if config.muon_split_qkv else None
+
+
+def parts_of(name: str, matrix: torch.Tensor, split: tuple[int, int, int] | None) -> list[torch.Tensor]:
+    """The matrices that are orthogonalized for a parameter: itself, or its queries, keys and values, as copies. split: from `split_of`."""
+    if split is None or not name.endswith("linear_qkv.weight"):
+        return [matrix]
+    rows = torch.split(matrix.view(-1, sum(split), matrix.shape[1]), list(split), dim=1)
+    return [one.reshape(-1, matrix.shape[1]) for one in rows]
 
 
 def placed_as(matrix: Any, part: torch.Tensor) -> Any:

@@ -126,7 +126,7 @@
         width: Math.max(260, box.clientWidth - 14), height: Math.max(narrow ? 220 : 280, 60 + 8 * block.y.length), scales: { x: { time: false }, y: { distr: block.log ? 3 : 1 } },
         axes: [{ ...axis, label: block.x, labelSize: 20, incrs: whole }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticked(ticks) }],
         cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true },
-        series: [{ label: block.x, value: (u, x) => (x === null || x === undefined ? "–" : number(x)) }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: false, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: xs.length < 3 ? 8 : 5, fill: palette[i % palette.length] }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
+        series: [{ label: block.x, value: (u, x) => (x === null || x === undefined ? "–" : number(x)) }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: false, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: block.xs[line.x].length < 40 && !block.bars, size: block.xs[line.x].length < 3 ? 8 : 5, fill: palette[i % palette.length] }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
         plugins: block.marks.length ? [marks] : [],
       }, data, place);
     };

@@ -141,6 +141,10 @@ def _number(value: float) -> str:
 
 
 # --- as a picture --------------------------------------------------------------------------------------------------------------------------
+_FP32_LARGEST = 3.4028234663852886e38
+"""What is larger was not computed by a run, and matplotlib cannot label it."""
+
+
 def picture(runs: Sequence[Curves], path: Path) -> None:
     """Draws all curves of all runs in one picture. Raises MpbridgeError without matplotlib, BadValue if the picture cannot be written."""
     from mpbridge.common.report.pictures import pyplot, save
@@ -149,17 +153,23 @@ def picture(runs: Sequence[Curves], path: Path) -> None:
     figure, all_axes = plt.subplots(2, 2, figsize=(12, 7))
     for (number, (label, log)), axes in zip(CURVES.items(), all_axes.flat, strict=True):
         for run in runs:
-            points = [(x, y) for x, y in run.series(number) if math.isfinite(y) and (y > 0 or not log)]
-            if points:
+            points = [(x, y) for x, y in run.series(number) if abs(y) <= _FP32_LARGEST and (y > 0 or not log)]
+            if points and not (number == "loss_scale" and {y for _, y in points} == {1.0}):
                 axes.plot(*zip(*points, strict=True), linewidth=1.1, label=run.name)
         if number == "loss":
             for run in runs:
-                held = [(row["iteration"], row["eval_loss"]) for row in run.evaluations]
+                held = [(row["iteration"], y) for row in run.evaluations if abs(y := row["eval_loss"]) <= _FP32_LARGEST]
                 if held:
                     axes.plot(*zip(*held, strict=True), "o", markersize=3, label=f"{run.name}, held out")
         axes.set(xlabel="step", ylabel=label, yscale="log" if log and axes.lines else "linear")
         axes.grid(alpha=0.3)
+        axes.set_visible(bool(axes.lines))
         if axes.lines:
             axes.legend(fontsize=8)
+        if log and axes.lines:  # 6, not 6 x 10^0
+            axes.yaxis.set_major_formatter("{x:g}")
+            low, high = axes.get_ylim()
+            if high < 10 * low:
+                axes.yaxis.set_minor_formatter("{x:g}")
     figure.tight_layout()
     save(figure, path)

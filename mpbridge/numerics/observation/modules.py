@@ -52,6 +52,11 @@ def is_scan(module: Any) -> bool:
     return type(module).__name__ == "MambaMixer"
 
 
+def is_adapter(module: Any) -> bool:
+    """Whether the module is a low-rank adapter (backend.models.adapters), whose last step multiplies by its scale."""
+    return type(module).__name__ == "Adapter" and hasattr(module, "linear_out")
+
+
 def is_library(module: Any) -> bool:
     """Whether the module computes in another library, bypassing torch's dispatcher: Transformer Engine, or Apex in megatron-core's fused norm."""
     return any(base.__module__.startswith(_KERNELS) for base in type(module).__mro__)

@@ -19,6 +19,27 @@ PlaceDtypes = tuple[str, tuple[str, ...], tuple[str, ...]]
 """(where, promised dtypes, dtypes seen)."""
 
 
+_EIGHT_BITS = frozenset({
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu
+})  # fmt: skip
+
+
+def unread(promises: Promises) -> tuple[frozenset[torch.dtype], frozenset[torch.dtype]]:
+    """Dtypes that nothing may read: in a module's forward pass, and in the rest of the step (backward, hooks, reduction, the optimizer's update)."""
+    policy = promises.policy
+    named = {one.torch() for one in vars(policy).values() if isinstance(one, DType)}
+    # BF16 and FP32 runs have no use for FP16, which ends at 65,504
+    found = set() if policy.compute is DType.FP16 else {torch.float16}
+    if policy.compute is DType.FP32:
+        found |= {torch.bfloat16} - named
+    if policy.quantized:  # E5M2 codes are widened by way of FP16, whose upper half they are
+        return frozenset(found), frozenset()
+    # Newton-Schulz runs in BF16 in any recipe; moments of one byte are FP8
+    optimizers = named | ({torch.bfloat16} if promises.matrices is not None else set())
+    eight = frozenset() if torch.uint8 in named else _EIGHT_BITS
+    return frozenset(found) | _EIGHT_BITS, frozenset(found - optimizers) | eight
+
+
 @dataclass
 class Computed:
     """One rank's observation."""
@@ -40,7 +61,8 @@ def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
     on_cpu = next(engine.model[0].parameters()).device.type == "cpu"
     # CPUs have no usable FP16 GEMM: the device layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do
     gemm = (compute, _WIDE) if compute == "fp16" and on_cpu else (compute,)
-    for rows in (_linears(promises, watch, gemm), _attention(promises, watch, gemm), _between(promises, watch)):
+    own = (_linears(promises, watch, gemm), _attention(promises, watch, gemm), _between(promises, watch))
+    for rows in (*own, _adapters(engine, promises, watch)):
         for kind, place, promised, dtypes in rows:
             seen.kinds.setdefault(kind, []).append((place, tuple(promised), tuple(dtypes)))
     _values(engine, promises, watch, seen)
@@ -104,6 +126,18 @@ def _between(promises: Promises, watch: Watch) -> Iterator[KindDtypes]:
         yield "loss", "cross entropy", final, watch.loss
 
 
+def _adapters(engine: Any, promises: Promises, watch: Watch) -> Iterator[KindDtypes]:
+    """The factor of every adapter's product: the declared alpha over rank, where what it returned is that, rounded."""
+    rank = promises.run.shape.lora_rank
+    alpha = (engine.run.inputs.get("model") or {}).get("lora_alpha") if rank else None
+    declared = 1.0 if alpha is None or not rank else alpha / rank
+    for path, seen in watch.adapters.items():
+        wrong = sorted(factor for factor, room in seen if abs(factor - declared) > room * abs(declared))
+        if seen:
+            found = wrong[len(wrong) // 2] if wrong else declared
+            yield "adapters", path, (f"times {declared:.6g}",), (f"times {found:.6g}",)
+
+
 def _product(
     path: str, promises: Promises, gemm: tuple[str, ...], routers: set[str]
 ) -> tuple[str, str, tuple[str, ...]]:
@@ -123,7 +157,8 @@ def _product(
 def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> None:
     """Values that have the promised dtype but were rounded to fewer bits earlier."""
     seen.wrong = _unproved(promises, watch) | {"residual stream": []}
-    seen.wrong["GEMMs"] += [f"{path or 'the model'}: fp16 in {joined(names)}" for path, names in watch.odd.items()]
+    odd = watch.odd.items()
+    seen.wrong["GEMMs"] += [f"{path or 'the model'}: {kind} in {joined(names)}" for (path, kind), names in odd]
     seen.wrong["GEMMs"] += [f"{path} reads {what}" for path, what in watch.products.other.items()]
     policy = promises.policy
     apart = {LOGITS, *watch.angles, *watch.routing}
@@ -161,7 +196,7 @@ def _values_of_ours(promises: Promises, watch: Watch, seen: Computed) -> None:
 
 def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
     """Modules that returned something though none of their operations was seen; excludes modules that call another library, and foreign models."""
-    seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "router", "norms")}
+    seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "softmax", "router", "norms")}
     for path, module in {} if promises.foreign else watch.ran.items():
         if is_library(module):
             continue
@@ -169,6 +204,8 @@ def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
             kind, shown, what = "norms", path in watch.norms, "reciprocal root"
         elif is_attention(module):
             kind, shown, what = "attention", path in watch.attention, "product"
+            if not any(f"{one}.".startswith(f"{path}.") for one in watch.softmax):
+                seen["softmax"].append(f"{path}: no softmax was seen")
         else:
             kind = "router" if is_router(module) else "GEMMs"
             shown, what = path in watch.products.dtypes, "product"
@@ -199,7 +236,7 @@ def _frequencies(engine: Any) -> Iterable[str]:
 
 
 ORDER = (
-    "GEMMs", "outputs of linears", "attention", "softmax", "router", "residual stream", "norms", "scan", "rotary angles", "logits", "loss",
+    "GEMMs", "outputs of linears", "attention", "softmax", "router", "residual stream", "norms", "scan", "rotary angles", "logits", "loss", "adapters",
 )  # fmt: skip
 SUBJECTS = {"GEMMs": "compute", "outputs of linears": "compute"}
 """Kinds that share one row of the report."""

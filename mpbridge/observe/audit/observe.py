@@ -48,6 +48,9 @@ def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
     if not (getattr(module, "fp8", False) if ran else getattr(module, "primary_weights_in_fp8", False)):
         return HIGH
     recipe = meta.get("recipe")
+    mixed = getattr(getattr(recipe, "qfactory", None), "gemms", None)
+    if isinstance(mixed, Gemms):
+        return rule_words(mixed)
     # Transformer Engine's NVFP4 recipe has both attributes: fp8_format is that of its scales
     format_name = str(getattr(getattr(recipe, "fp4_format", None) or getattr(recipe, "fp8_format", None), "name", ""))
     # check base classes too: megatron-core's delayed scaling recipe is a subclass (TEDelayedScaling)
@@ -74,8 +77,8 @@ def details(module: Any, quant: Quant) -> tuple[str, str]:
     )
 
 
-def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, str, str | None]]:
-    """(operands, promised element format, the one that a quantizer writes).
+def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, Any, Any]]:
+    """(operands, promised element format, the one that a quantizer writes), and of NVFP4's quantizers the options that the recipe object gives each of them.
 
     A module keeps the quantizers that it has made while the class of its recipe stays (module/base.py, 2.11 to 2.20: `set_meta_tensor`), so they can
     differ from the recipe object that it shows.
@@ -83,10 +86,19 @@ def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, str, str | None]
     made = getattr(module, "quantizers", None) or {}
     states = (("scaling_fwd", "inputs and weights"), ("scaling_bwd", "gradients"))
     for (state, operands), wanted in zip(states, ELEMENTS[quant.format], strict=True):
-        for quantizer in made.get(state) or ():
+        for number, quantizer in enumerate(made.get(state) or ()):
             yield operands, wanted, _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""))
+            # input, weight, output; gradients (common/recipe NVFP4BlockScalingRecipeState)
+            part = "bwd_grad" if state == "scaling_bwd" else "fwd_weight" if number % 3 == 1 else "fwd_inp"
+            asked = getattr(recipe_of(module), f"fp4_quant_{part}", None)
+            for option, attribute in () if asked is None else _OPTIONS:
+                yield f"{option} of {operands}", getattr(asked, option, None), getattr(quantizer, attribute, None)
 
 
+_OPTIONS = (
+    ("random_hadamard_transform", "with_rht"), ("stochastic_rounding", "stochastic_rounding"), ("fp4_2d_quantization", "with_2d_quantization"),
+)  # fmt: skip
+"""Field of Transformer Engine's QParams -> attribute of an NVFP4Quantizer."""
 _ELEMENTS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"}
 """transformer_engine_torch.DType -> a key of formats.FORMATS."""
 
@@ -203,7 +215,7 @@ def look(
         seen.replayed = replay(engine, before.starts)
         seen.replayed.declared, seen.replayed.between = before.undeclared, before.between
         if promises.matrices is not None:
-            seen.orthogonal = orthogonal(engine, promises, before.whole, before.rates)
+            seen.orthogonal = orthogonal(engine, promises, before)
     return seen
 
 
@@ -228,10 +240,45 @@ def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str
 def _open_fields(promised: Gemms, words: tuple[str, str], module: Any) -> tuple[str, str]:
     """The same for a Transformer Engine module, which has one recipe object for its three GEMMs."""
     quant = promised.fprop
-    if quant is None or not promised.one:
+    if not promised.one:
+        wanted, found = _quantizers(module, promised)
+        return words if wanted == found else (wanted, found)
+    if quant is None:
         return words
     wanted, found = details(module, quant)
     return words if wanted == found else (f"{words[0]} ({wanted})", f"{words[1]} ({found})")
+
+
+def _quantizers(module: Any, promised: Gemms) -> tuple[str, str]:
+    """(promised, found) of the quantizers that a module of mixed formats has made, for the rows and the columns of each operand, where they differ."""
+    from mpbridge.backend.megatron.gemm_factories import READ_BY
+
+    made = getattr(module, "quantizers", None) or {}
+    slots = zip(READ_BY, (*(made.get("scaling_fwd") or ())[:2], *(made.get("scaling_bwd") or ())[:1]), strict=False)
+    pairs = []
+    for role, quantizer in slots:
+        for gemm, side in zip(READ_BY[role], ("rowwise", "columnwise"), strict=True):
+            quant = getattr(promised, gemm)
+            wanted = HIGH if quant is None else f"{quant.element(gradient=role == 'grad_output')} {quant.scaling}"
+            pairs.append(
+                (f"{gemm} {role}", wanted, _quantizer_text(getattr(quantizer, f"{side}_quantizer", quantizer)))
+            )
+    wrong = [(name, wanted, found) for name, wanted, found in pairs if wanted != found]
+    return ", ".join(f"{name} {wanted}" for name, wanted, _ in wrong), ", ".join(
+        f"{name} {found}" for name, _, found in wrong
+    )
+
+
+def _quantizer_text(quantizer: Any) -> str:
+    scaling = _QUANTIZERS.get(type(quantizer).__name__, type(quantizer).__name__)
+    element = _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""), "")
+    return f"{element} {scaling}".strip()
+
+
+_QUANTIZERS = {
+    "IdentityQuantizer": HIGH, "Float8CurrentScalingQuantizer": "tensorwise", "Float8BlockQuantizer": "blockwise", "MXFP8Quantizer": "mxfp8", "NVFP4Quantizer": "nvfp4",
+}  # fmt: skip
+"""Class of Transformer Engine's quantizers -> its scaling."""
 
 
 def _flags(engine: Any, promises: Promises) -> tuple[int, list[str]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,10 +17,13 @@ from mpbridge.observe.audit.findings import Finding, not_observed
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.promise import Promises
 
+if TYPE_CHECKING:
+    from mpbridge.observe.audit.snapshot import Before
+
 LARGEST = 1 << 18
 """Elements of a matrix that is replayed: the SVD of a larger one takes seconds."""
 MOST = 2
-"""Matrices replayed on each audit."""
+"""Matrices replayed on each audit: the smallest ones first, then the next ones."""
 FAR = 0.2
 """Relative distance from the nearest replay above which an update is something else. One in the same format differs by the order of its additions; momentum as
 it is, or another scale, by 0.3 and more (tests/observe/audit/test_orthogonal.py)."""
@@ -30,10 +34,20 @@ WORDS: Mapping[str, str] = {"medium": "bf16", "high": "tf32", "highest": "fp32"}
 NEITHER = "not the orthogonalized momentum"
 
 
+_SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+}
+"""muon_scale_mode -> factor of an orthogonalized matrix (Emerging-Optimizers v0.1.0 muon.py)."""
+
+
 @dataclass
 class Orthogonal:
     """One rank's observation."""
 
+    promised: str = ""
+    """The format that the iteration is to run in."""
     sets: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Parameter -> (optimizer that is to train it, that does), where they differ."""
     trained: dict[str, int] = field(default_factory=dict)
@@ -44,89 +58,133 @@ class Orthogonal:
     """Elements of the smallest matrix if all are too large to replay."""
 
 
-def matrices_before(engine: Any) -> dict[str, torch.Tensor]:
-    """Copies of this rank's rows of the matrices that are replayed after the update; the same matrices on every rank."""
-    return {name: shard.detach().clone() for name, shard, _ in _chosen(engine)}
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """A matrix that Muon trains and that can be replayed."""
+
+    held: Held
+    shape: tuple[int, int]
+    """Of the rows that this rank has."""
+    whole: Callable[[torch.Tensor], torch.Tensor]
+    """From this rank's rows to the matrix that is orthogonalized; a collective if ranks share it."""
+    own: bool
+    """Whether this rank trains any of them."""
 
 
-def _chosen(engine: Any) -> list[tuple[str, torch.Tensor, Any]]:
-    """(name, this rank's rows, Muon) of the smallest matrices."""
-    muons = [
-        part for part in getattr(engine.optimizer, "parts", ()) if hasattr(part, "whole") and hasattr(part, "factor")
-    ]
-    sizes = sorted(
-        (m.numel(), name, m, part) for part in muons for name, m in part.whole.items() if m.numel() <= LARGEST
-    )
-    return [(name, local(matrix), part) for _, name, matrix, part in sizes[:MOST]]
+def matrices_before(engine: Any, turn: int) -> dict[str, torch.Tensor]:
+    """Copies of this rank's rows of the matrices that are replayed after the update; the same matrices on every rank that shares them. turn: audits so far."""
+    if engine.run.facts.optimizer.name not in MUONS:
+        return {}
+    found = sorted(_hidden(engine), key=lambda one: (one.held.whole, one.held.name))
+    found = [one for one in found if one.held.whole <= LARGEST]
+    begin = turn * MOST % max(1, len(found))
+    return {one.held.name: _rows(one, one.held.trained).clone() for one in (found[begin:] + found[:begin])[:MOST]}
 
 
-def orthogonal(
-    engine: Any, promises: Promises, before: Mapping[str, torch.Tensor], rates: Mapping[str, float]
-) -> Orthogonal:
-    """What this rank sees; a collective, which every rank calls. before: from `matrices_before`. rates: of the step, by parameter."""
-    found = Orthogonal()
-    named: dict[str, Held] = {held.name: held for held in holdings(engine)}
-    for name, held in named.items():
+def _rows(one: Hidden, flat: torch.Tensor | None) -> torch.Tensor:
+    """This rank's rows, of the given flat values; zeros if there are none."""
+    held = one.held.parameter
+    empty = flat is None or not one.own
+    return torch.zeros(one.shape, device=local(held).device) if empty else flat.detach().float().view(one.shape)  # type: ignore[union-attr]
+
+
+def _hidden(engine: Any) -> list[Hidden]:
+    """Every matrix of this rank's Muon: shares of torch FSDP2's, and megatron-core's, of which tensor-parallel ranks orthogonalize their blocks alone."""
+    found = []
+    for held in holdings(engine):
+        matrix = next((part.whole[held.name] for part in _sharded(engine) if held.name in part.whole), None)
+        if matrix is not None:
+            shape, own = tuple(local(matrix).shape), held.updated is not None
+            found.append(Hidden(held, shape, partial(_gathered, matrix), own))
+        elif hasattr(held.inner, "scaled_orthogonalize_fn") and not _is_gathered(held):
+            found.append(Hidden(held, tuple(held.parameter.shape), lambda rows: rows, own=True))
+    return found
+
+
+def _gathered(matrix: Any, rows: torch.Tensor) -> torch.Tensor:
+    from mpbridge.backend.engines.muon import placed_as
+
+    whole: torch.Tensor = placed_as(matrix, rows).full_tensor()
+    return whole
+
+
+def _sharded(engine: Any) -> list[Any]:
+    parts = getattr(engine.optimizer, "parts", ())
+    return [part for part in parts if hasattr(part, "whole") and hasattr(part, "factor")]
+
+
+def _is_gathered(held: Held) -> bool:
+    """Whether megatron-core gathers the matrix over tensor-parallel ranks, or sums over them, before it is orthogonalized."""
+    return getattr(held.inner, "mode", "blockwise") != "blockwise" and getattr(held.updated, "partition_dim", -1) != -1
+
+
+def orthogonal(engine: Any, promises: Promises, before: Before) -> Orthogonal:
+    """What this rank sees; a collective, which every rank calls. before: from before the update."""
+    word = engine.configs.optimizer.muon_fp32_matmul_prec
+    found = Orthogonal(promised=WORDS.get(word, str(word)))
+    if found.promised == "tf32" and next(engine.model[0].parameters()).device.type == "cpu":
+        found.promised = "fp32"  # torch knows TF32 on GPUs
+    for held in holdings(engine):
         if held.inner is None or held.group is None:
             continue
         does = "muon" if "Muon" in type(held.inner).__name__ else "adam"
         found.trained[does] = found.trained.get(does, 0) + 1
-        wanted = "muon" if promises.trained(name) in MUONS else "adam"
+        wanted = "muon" if promises.trained(held.name) in MUONS else "adam"
         if does != wanted:
-            found.sets[name] = wanted, does
-    for name, _, muon in _chosen(engine):
-        if name in before:
-            apart = _apart(engine, muon, name, before[name], rates.get(name), named[name].group)
+            found.sets[held.name] = wanted, does
+    hidden = _hidden(engine)
+    for one in hidden:
+        if one.held.name in before.whole:
+            apart = _apart(engine, one, before)
             if apart is not None:
-                found.apart[name] = apart
+                found.apart[one.held.name] = apart
     if not found.apart:
-        sizes = [
-            m.numel() for part in getattr(engine.optimizer, "parts", ()) for m in getattr(part, "whole", {}).values()
-        ]
-        found.largest = min(sizes, default=0)
+        found.largest = min((one.held.whole for one in hidden), default=0)
     return found
 
 
-def _apart(
-    engine: Any, muon: Any, name: str, old: torch.Tensor, rate: float | None, group: Any
-) -> dict[str, float] | None:
-    """Format -> relative distance of a matrix's update from its replay; None on a rank without rows or before its gradient."""
-    from mpbridge.backend.engines.muon import placed_as
+def _apart(engine: Any, one: Hidden, before: Before) -> dict[str, float] | None:
+    """Format -> relative distance of a matrix's update from its replay; None on a rank without rows or where no gradient was read."""
+    from mpbridge.backend.engines.muon import ShardMuon, parts_of, split_of
 
-    matrix, shard = muon.whole[name], muon.shards.get(name)
-    if matrix.grad is None:
-        return None
-    config = engine.configs.optimizer
+    name, config, held = one.held.name, engine.configs.optimizer, one.held
+    old, gradient, rate = before.whole[name], held.gradient, before.rates.get(name)
     rows, momentum = torch.zeros_like(old), torch.zeros_like(old)
-    if shard is not None and group is not None and rate is not None:
-        kept, ahead = muon.state[shard].get("momentum_buffer", torch.zeros_like(old)), config.muon_momentum
-        momentum = shard.grad.lerp(kept, ahead) if group["nesterov"] else kept
-        rows = ((shard.double() - old.double() * (1 - rate * group["weight_decay"])) / rate).float()
-    moved, direction = (placed_as(matrix, one.contiguous()).full_tensor() for one in (rows, momentum))
-    if shard is None:
+    known = one.own and gradient is not None and bool(rate)
+    if known and rate and gradient is not None:
+        kept, read = _rows(one, held.moment("momentum_buffer")), _rows(one, gradient)
+        nesterov = getattr(config, "muon_nesterov", None)  # its name since 0.17
+        looks = config.muon_use_nesterov if nesterov is None else nesterov
+        momentum = read.lerp(kept, config.muon_momentum) if looks else kept
+        left = 1 - rate * before.decays.get(name, 0.0)
+        rows = ((_rows(one, held.trained).double() - old.double() * left) / rate).float()
+    moved, direction = one.whole(rows), one.whole(momentum)
+    if not known:
         return None
-    pairs = zip(muon.parts(name, moved), muon.parts(name, direction), strict=True)
-    found = [distances(change, exact, config) for change, exact in pairs]
-    return {kind: max(one[kind] for one in found) for kind in WORDS.values()}
+    split = split_of(config, engine.run.facts.shape)
+    pairs = zip(*(parts_of(name, matrix, split) for matrix in (moved, direction)), strict=True)
+    core = not isinstance(held.inner, ShardMuon)
+    found = [distances(change, exact, config, core=core) for change, exact in pairs]
+    return {kind: max(apart[kind] for apart in found) for kind in WORDS.values()}
 
 
-def distances(change: torch.Tensor, direction: torch.Tensor, config: Any) -> dict[str, float]:
-    """Format -> relative distance of `change`, an update divided by the learning rate, from the one that the direction gives in that format."""
-    rows, columns = direction.shape
-    scale = (
-        math.sqrt(max(rows, columns)) if config.muon_scale_mode == "spectral" else math.sqrt(max(1.0, rows / columns))
-    )
+def distances(change: torch.Tensor, direction: torch.Tensor, config: Any, *, core: bool = False) -> dict[str, float]:
+    """Format -> relative distance of `change`, an update divided by the learning rate, from the one that the direction gives in that format.
+
+    core: the iteration is Emerging-Optimizers', as megatron-core calls it; otherwise torch's.
+    """
+    scale = _SCALES[config.muon_scale_mode](*direction.shape) * config.muon_extra_scale_factor
+    coefficients = getattr(config, "muon_coefficient_type", "quintic") if core else "simple"
     found = {}
     for kind in WORDS.values():
-        replay = (
-            -scale * config.muon_extra_scale_factor * newton_schulz(direction, kind, config.muon_num_ns_steps).float()
-        )
+        made = newton_schulz(direction, kind, config.muon_num_ns_steps, coefficients=coefficients, wide_norm=core)
+        replay = -scale * made.float()
         found[kind] = float((change - replay).norm() / replay.norm().clamp(min=torch.finfo(torch.float32).tiny))
     return found
 
 
-def orthogonal_findings(ranks: Sequence[Orthogonal], precision: str) -> list[Finding]:
-    """precision: the declared muon_fp32_matmul_prec."""
+def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:
+    """Who trains what, and in what Newton-Schulz ran."""
     wrong = {name: said for rank in ranks for name, said in rank.sets.items()}
     counts = {who: sum(rank.trained.get(who, 0) for rank in ranks) for who in ("muon", "adam")}
     words = f"{counts['muon']} by Muon, {counts['adam']} by Adam"
@@ -137,14 +195,14 @@ def orthogonal_findings(ranks: Sequence[Orthogonal], precision: str) -> list[Fin
             count=sum(counts.values()), offenders=tuple(f"{name} ({does}, not {wanted})" for name, (wanted, does) in wrong.items()), cure=cure,
         )
     ]  # fmt: skip
-    promised = WORDS.get(precision, precision)
+    promised = ranks[0].promised
     apart = {name: far for rank in ranks for name, far in rank.apart.items()}
     if not apart:
         least = min((rank.largest for rank in ranks), default=0)
         why = (
             f"no matrix of at most {LARGEST} elements was updated (the smallest has {least})"
             if least
-            else "only torch's Muon on torch FSDP2 is replayed"
+            else "tensor-parallel ranks orthogonalize their matrices together"
         )
         return [*findings, not_observed("newton-schulz", promised, why)]
     ran = {name: _formats(far) for name, far in apart.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,35 @@ from mpbridge.observe.audit.findings import Finding, joined, judged, offenders
 from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an optimizer's step makes of its states."""
+
+    words: str
+    states: tuple[str, ...]
+    """Each is beta times itself plus 1 - beta times the gradient, or its square."""
+    declared: Mapping[str, tuple[str, ...]]
+    """Setting, in words -> names of the field of megatron-core's optimizer config that declares it."""
+
+
+_ADAM = Rule("Adam's", MOMENTS, {"beta1": ("adam_beta1",), "beta2": ("adam_beta2",), "eps": ("adam_eps",)})
+_MUON = Rule(
+    "Muon's", ("momentum_buffer",),
+    {"momentum": ("muon_momentum",), "Nesterov": ("muon_use_nesterov", "muon_nesterov"), "iterations": ("muon_num_ns_steps",), "products": ("muon_fp32_matmul_prec",)},
+)  # fmt: skip
+RULES = dict.fromkeys(ADAMS, _ADAM) | dict.fromkeys(("ShardMuon", "Muon", "TensorParallelMuon"), _MUON)
+"""Class of optimizer -> its rule. Muon's update of a weight follows from the whole matrix: audit.orthogonal replays it."""
+
+
+def rule_of(inner: Any) -> Rule | None:
+    """An optimizer's rule; None: it follows none of them. Other people's Muons have the name alone in common."""
+    rule = RULES.get(type(inner).__name__)
+    known = rule is not _MUON or type(inner).__module__.partition(".")[0] in ("torch", "mpbridge", "megatron")
+    return rule if known else None
+
+
 _ROUNDINGS = 2.0**-22
 """Error of a moment in FP32 relative to the sum of its two terms: two products, a sum and, in torch, a difference, each within half a unit in the last place."""
 _STORED = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
@@ -33,19 +63,35 @@ class Settings:
     """What the optimizer's group said before the step."""
 
     lr: float
-    betas: tuple[float, float]
-    eps: float
+    betas: tuple[float, ...]
+    """Of each state."""
     weight_decay: float
+    own: tuple[tuple[str, Any], ...]
+    """(a word of Rule.declared, value)."""
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Settings:
-        """The settings of an Adam's parameter group."""
-        first, second = (float(beta) for beta in group["betas"])
-        decay = float(group.get("weight_decay") or 0.0)
-        return cls(float(group["lr"]), (first, second), float(group["eps"]), decay)
+    def of(cls, held: Held) -> Settings:
+        """The settings of a parameter's group, and those that its optimizer has beside its groups."""
+        group, inner = held.group or {}, held.inner
+        if rule_of(inner) is _ADAM:
+            betas = tuple(float(beta) for beta in group["betas"])
+            own: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": float(group["eps"])}
+        else:
+            # torch's names, or Emerging-Optimizers'
+            betas = (float(group.get("momentum", group.get("momentum_beta", math.nan))),)
+            own = {
+                "momentum": betas[0], "Nesterov": group.get("nesterov", getattr(inner, "use_nesterov", None)), "iterations": group.get("ns_steps"),
+                "products": getattr(inner, "fp32_matmul_prec", None),
+            }  # fmt: skip
+        known = tuple((word, value) for word, value in own.items() if value is not None)
+        return cls(float(group["lr"]), betas, float(group.get("weight_decay") or 0.0), known)
 
     def __str__(self) -> str:
-        return f"lr {self.lr:g}, betas {self.betas[0]:g} {self.betas[1]:g}, eps {self.eps:g}, weight decay {self.weight_decay:g}"
+        return f"lr {self.lr:g}, {', '.join(f'{word} {_say(value)}' for word, value in self.own)}, weight decay {self.weight_decay:g}"
+
+
+def _say(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 @dataclass(slots=True)
@@ -62,8 +108,8 @@ class Start:
 class Replayed:
     """One rank's observation."""
 
-    looked: int = 0
-    """Elements."""
+    looked: Counter[str] = field(default_factory=Counter)
+    """Rule.words -> elements."""
     wrong: list[str] = field(default_factory=list)
     between: list[str] = field(default_factory=list)
     """What changed since the step before."""
@@ -78,16 +124,17 @@ class Replayed:
 
 
 def is_replayed(held: Held) -> bool:
-    """Whether the update follows from Adam's rule and what is stored can be read to the bit."""
+    """Whether the update follows a rule of RULES and what is stored can be read to the bit."""
     group = held.group
-    if group is None or held.rests or type(held.inner).__name__ not in ADAMS or held.trained is None:
+    rule = rule_of(held.inner)
+    if group is None or held.rests or rule is None or held.trained is None:
         return False
-    if group.get("amsgrad") or group.get("maximize") or "betas" not in group:
+    if group.get("amsgrad") or group.get("maximize") or (rule is _ADAM and "betas" not in group):
         return False
     narrow = local(held.updated).dtype is not torch.float32
     if narrow and not type(held.inner).__name__.endswith("FusedAdam"):
         return False  # torch's kernels round every intermediate result to the parameter's dtype
-    stored = [held.state[name] for name in MOMENTS if name in held.state]
+    stored = [held.state[name] for name in rule.states if name in held.state]
     return all(not hasattr(one, "_data") and local(one).dtype in _STORED for one in stored)
 
 
@@ -98,7 +145,14 @@ def start_of(held: Held) -> Start | None:
     trained = held.trained
     assert trained is not None
     assert held.group is not None
-    return Start(Settings.of(held.group), _sampled(trained), _moments(held))
+    return Start(Settings.of(held), _sampled(trained), _moments(held))
+
+
+def betas_of(held: Held) -> dict[str, float]:
+    """State -> beta, as far as the parameter's group has them."""
+    if held.group is not None and rule_of(held.inner) is _MUON:
+        return dict(zip(_MUON.states, Settings.of(held).betas, strict=True))
+    return dict(zip(MOMENTS, (held.group or {}).get("betas", ()), strict=False))
 
 
 def changed(left: Mapping[str, Start], found: Mapping[str, Start]) -> list[str]:
@@ -123,12 +177,12 @@ def _sampled(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _moments(held: Held) -> dict[str, torch.Tensor]:
-    found = {name: held.moment(name) for name in MOMENTS}
+    found = {name: held.moment(name) for name in betas_of(held)}
     return {name: _sampled(moment) for name, moment in found.items() if moment is not None}
 
 
 def replay(engine: Any, starts: Mapping[str, Start]) -> Replayed:
-    """Every replayable parameter of this rank after its step, beside what Adam's rule makes of its start."""
+    """Every replayable parameter of this rank after its step, beside what its optimizer's rule makes of its start."""
     seen = Replayed()
     for held in holdings(engine):
         gradient = held.gradient if held.updated is not None else None
@@ -141,7 +195,7 @@ def replay(engine: Any, starts: Mapping[str, Start]) -> Replayed:
         seen.settings[held.name] = start.settings
         if gradient is None or held.trained is None or gradient.numel() != held.trained.numel():
             continue
-        seen.looked += start.weight.numel()
+        seen.looked[(rule_of(held.inner) or _ADAM).words] += start.weight.numel()
         fault = _fault(held, start, _sampled(gradient))
         if fault:
             seen.wrong.append(f"{held.name}: {fault}")
@@ -154,8 +208,8 @@ def _f32(value: float) -> float:
 
 @torch.no_grad()
 def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
-    """'' or the first result that Adam's rule does not give."""
-    group, settings = held.group or {}, start.settings
+    """'' or the first result that the optimizer's rule does not give."""
+    group, settings, rule = held.group or {}, start.settings, rule_of(held.inner) or _ADAM
     decoupled = is_decoupled(held, group)
     summed = torch.zeros_like(gradient)
     if settings.weight_decay and not decoupled:
@@ -165,7 +219,7 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
         gradient = gradient + decay
     wanted, room = {}, {}
     terms = ((gradient, summed), (gradient * gradient, summed * (2 * gradient.abs() + summed)))
-    for name, beta, (term, spread) in zip(MOMENTS, settings.betas, terms, strict=True):
+    for name, beta, (term, spread) in zip(rule.states, settings.betas, terms, strict=False):
         stored = held.state.get(name)
         if stored is None:
             return f"{name} is missing"
@@ -175,7 +229,9 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
             return ""
         # torch rounds 1 - beta, Transformer Engine rounds beta first
         ways = [beta * old + keep * term for keep in {_f32(1.0 - beta), _f32(1.0 - _f32(beta))}]
-        room[name] = _ROUNDINGS * ((beta * old).abs() + ((1.0 - beta) * term).abs()) + (1.0 - beta) * spread + _TINY
+        # a linear interpolation keeps what 1 - beta, rounded, leaves
+        room[name] = _ROUNDINGS * ((beta * old).abs() + ((1.0 - beta) * term).abs()) + 2.0**-25 * old.abs()
+        room[name] += (1.0 - beta) * spread + _TINY
         wanted[name] = ways[0]
         left = [(_sampled(found) - way).abs() > room[name] + narrow * way.abs() for way in ways]
         wrong = min(int(one.sum()) for one in left)
@@ -183,7 +239,7 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
             return (
                 f"{name} of {wrong} of {term.numel()} elements does not follow from the moment before and the gradient"
             )
-    return _weight_fault(held, start, wanted, room, decoupled=decoupled)
+    return _weight_fault(held, start, wanted, room, decoupled=decoupled) if rule is _ADAM else ""
 
 
 def _weight_fault(
@@ -199,13 +255,16 @@ def _weight_fault(
         return ""
     step = float(held.state.get("step", group.get("step", 1)) or 1)
     first, second = (1 - beta**step for beta in settings.betas) if group.get("bias_correction", True) else (1.0, 1.0)
-    denominator = (moments["exp_avg_sq"] / second).sqrt() + settings.eps
+    denominator = (moments["exp_avg_sq"] / second).sqrt() + dict(settings.own)["eps"]
     update = moments["exp_avg"] / first / denominator
     decay = settings.weight_decay * start.weight if decoupled else torch.zeros_like(update)
     wanted = start.weight - settings.lr * (update + decay)
     bound = settings.lr * (_UPDATE * (update.abs() + decay.abs()) + room["exp_avg"] / first / denominator)
-    # where a second moment is near zero, its own rounding shows in the quotient
-    bound = bound + settings.lr * update.abs() * (room["exp_avg_sq"] / second).sqrt() / denominator
+    # what the second moment's own rounding may do to its root, which is most where it is near zero
+    square, spread = moments["exp_avg_sq"], room["exp_avg_sq"]
+    low, root, high = ((one.clamp_min(0) / second).sqrt() for one in (square - spread, square, square + spread))
+    slack = torch.maximum(root - low, high - root)
+    bound = bound + settings.lr * update.abs() * slack / (denominator - slack).clamp_min(dict(settings.own)["eps"])
     bound = bound + 4 * half_ulp(torch.maximum(start.weight.abs(), wanted.abs()), held.kept)
     wrong = int(((_sampled(trained) - wanted).abs() > bound).sum())
     return f"{wrong} of {wanted.numel()} elements are not what the update makes of them ({settings})" if wrong else ""
@@ -221,6 +280,10 @@ def is_decoupled(held: Held, group: Mapping[str, Any]) -> bool:
     """Whether weight decay is decoupled from the moments."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
+    if rule_of(held.inner) is _MUON:
+        return bool(
+            getattr(held.inner, "weight_decay_method", "decoupled") == "decoupled"
+        )  # Emerging-Optimizers has others
     return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))
 
 
@@ -236,28 +299,22 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
     wrong: dict[str, None] = {}
     for held in holdings(engine):
         group = held.group
-        if group is None or "betas" not in group or type(held.inner).__name__ not in ADAMS:
+        rule = rule_of(held.inner)
+        if group is None or rule is None or (rule is _ADAM and "betas" not in group):
             continue
         if not group.get("default_config", True):
             continue  # a group with settings of its own
-        wanted: dict[str, list[Any]] = {
-            "beta1": [declared(engine, "adam_beta1")],
-            "beta2": [declared(engine, "adam_beta2")],
-            "eps": [declared(engine, "adam_eps")],
-            "weight decay": _decays(engine, group, scheduler),
-            "rate": [] if scheduler is None else [scheduler.get_lr(group) * by for by in (1, group.get("lr_mult", 1))],
-        }
-        now = Settings.of(group)
-        found = {
-            "beta1": now.betas[0],
-            "beta2": now.betas[1],
-            "eps": now.eps,
-            "weight decay": now.weight_decay,
-            "rate": now.lr,
-        }
+        wanted = {word: [declared(engine, name) for name in names] for word, names in rule.declared.items()}
+        wanted["weight decay"] = _decays(engine, group, scheduler)
+        wanted["rate"] = (
+            [] if scheduler is None else [scheduler.get_lr(group) * by for by in (1, group.get("lr_mult", 1))]
+        )
+        now = Settings.of(held)
+        found = dict(now.own) | {"weight decay": now.weight_decay, "rate": now.lr}
         if not group.get("bias_correction", True):
             wrong["no bias correction"] = None
-        decoupled = declared(engine, "decoupled_weight_decay")
+        # megatron-core's and torch's Muon know no other weight decay
+        decoupled = declared(engine, "decoupled_weight_decay") if rule is _ADAM else True
         if now.weight_decay and decoupled is not None and bool(decoupled) is not is_decoupled(held, group):
             wrong[f"weight decay {'through the moments' if decoupled else 'decoupled'}, declared otherwise"] = None
         # without megatron-core's scheduler, nothing applies the groups' factors
@@ -265,10 +322,15 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
         if vector and now.weight_decay and not _is_decayed(engine, held.name):
             wrong[f"weight decay {now.weight_decay:g} on {held.name}, declared for matrices"] = None
         for name, values in wanted.items():
-            known = [float(value) for value in values if value is not None]
-            if known and not any(math.isclose(found[name], value, rel_tol=1e-6) for value in known):
-                wrong[f"{name} {found[name]:g}, declared {joined(f'{value:g}' for value in known)}"] = None
+            known = [value for value in values if value is not None]
+            if known and name in found and not any(_is(found[name], value) for value in known):
+                wrong[f"{name} {_say(found[name])}, declared {joined(map(_say, known))}"] = None
     return list(wrong)
+
+
+def _is(found: Any, wanted: Any) -> bool:
+    numbers = isinstance(found, float) or isinstance(wanted, float)
+    return math.isclose(found, wanted, rel_tol=1e-6) if numbers else bool(found == wanted)
 
 
 def _is_decayed(engine: Any, name: str) -> bool:
@@ -291,12 +353,12 @@ def replay_findings(ranks: Sequence[Replayed], *, norm: float | None, clip: floa
     norm: that the step reported; clip: the declared limit; whole: every rank has every parameter or a shard of it, so that norms add up.
     """
     findings = []
-    looked = sum(rank.looked for rank in ranks)
+    looked = sum((rank.looked for rank in ranks), Counter())
     if looked:
         cure = "find what changes moments, gradients, rates or weights around the optimizer's step"
-        promised = "Adam's, from the declared settings"
+        promised = f"{' and '.join(sorted(looked))}, from the declared settings"
         wrong = [[*rank.declared, *rank.between, *rank.wrong] for rank in ranks]
-        findings.append(judged("optimizer step", promised, wrong, cure=cure, count=looked))
+        findings.append(judged("optimizer step", promised, wrong, cure=cure, count=looked.total()))
     if len(ranks) > 1 and looked:
         findings.append(_settings_finding(ranks))
     if whole and norm is not None and clip is not None and any(rank.squares for rank in ranks):

@@ -51,7 +51,9 @@ class Before:
         self.decays: dict[str, float] = {}
         """Parameter -> the weight decay of its group before the step, likewise."""
         foreign = bool(getattr(engine, "foreign", False))
-        self.whole = {} if foreign else matrices_before(engine)
+        self.turn: int = 0 if since is None else since.turn + 1
+        """Observed updates before this one."""
+        self.whole = {} if foreign else matrices_before(engine, self.turn)
         """Matrix that Muon trains -> this rank's rows of it."""
         self.fixed: dict[str, int] = {} if foreign else digests(engine) if since is None else since.fixed
         """Frozen parameter -> digest when the run was first observed."""
@@ -78,7 +80,8 @@ class Before:
                 # after anything that replaces states, they may come from a recipe with narrow ones
                 self.coarse += [] if since is None else _rounded(held, start)
         # where the optimizer counts other updates, steps ran that nobody told of
-        seen = {name: start for name, (count, start) in (left or {}).items() if count == self.steps.get(name)}
+        now = counted(self.steps)
+        seen = {name: start for name, (count, start) in (left or {}).items() if count == now.get(name)}
         self.between = changed(seen, self.starts)
 
     def read(self, seen: Any) -> None:
@@ -121,7 +124,14 @@ class Before:
 def starts(engine: Any) -> dict[str, tuple[float, Start]]:
     """(number of updates, what the next one begins with) of every parameter whose update can be replayed."""
     found = {held.name: (_step(held), start_of(held)) for held in holdings(engine)}
-    return {name: (count, start) for name, (count, start) in found.items() if start is not None}
+    steps = counted({name: count for name, (count, _) in found.items()})
+    return {name: (steps[name], start) for name, (_, start) in found.items() if start is not None}
+
+
+def counted(steps: Mapping[str, float]) -> dict[str, float]:
+    """Parameter -> number of its updates. Muon counts none: it steps as often as the optimizer beside it."""
+    most = max(steps.values(), default=0.0)
+    return {name: count or most for name, count in steps.items()}
 
 
 def draws_of(engine: Any) -> int | None:

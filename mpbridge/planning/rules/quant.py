@@ -8,6 +8,7 @@ from mpbridge.common.formats import DType
 from mpbridge.common.versions import Window
 from mpbridge.planning.memory.names import SHADOWED_CURE, beyond_the_model, foreign, idle, listed
 from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, warning
+from mpbridge.precision.megatron_spec.module_rules import QUANTIZERS, SINCE, unmixable
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.wording import region_text, rule_words
@@ -42,8 +43,9 @@ def _module_in_stored(case: Case) -> str:
 
 
 def _mixed_gemms(case: Case) -> str:
-    mixed = [region for region in case.policy.regions if region.gemms is not None]
-    return "; ".join(f"{region_text(region)}: {rule_words(region.rules)}" for region in mixed)
+    old = f"with Transformer Engine {case.run.versions.transformer_engine}" if case.te_before(SINCE) else ""
+    found = [(region, old or unmixable(region.rules)) for region in case.policy.regions if region.gemms is not None]
+    return "; ".join(f"{region_text(region)}: {rule_words(region.rules)}, {why}" for region, why in found if why)
 
 
 def _beyond_the_model(case: Case) -> str:
@@ -133,11 +135,11 @@ RULES: tuple[Rule, ...] = (
         id="gemms-of-one-linear-in-several-formats",
         about="quantized",
         found=_mixed_gemms,
-        expected="one rule for all three GEMMs of a linear: Transformer Engine can mix formats in one linear only since 2.19, and megatron-core's "
-        "quant_recipe cannot express it",
+        expected=f"one rule for all three GEMMs of a linear: Transformer Engine mixes formats in one linear since {SINCE}, by quantizers of "
+        f"{', '.join(QUANTIZERS)} scaling with their defaults and weights in 16 bits",
         cure="one rule for the linear, or emulate=true",
-        source="Transformer Engine main d0067d0d pytorch/custom_recipes (hybrid quantizers); megatron-core extensions/transformer_engine.py "
-        "TEQuantizationRecipe",
+        source="Transformer Engine bce8162f (2.19) pytorch/tensor/hybrid_tensor.py, pytorch/custom_recipes; megatron-core 0.16.1 extensions/transformer_engine.py "
+        "TEQuantizationRecipe custom_recipe_factory",
         emulated="silent",
     ),
     Rule(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpbridge.common.errors import Refused
 from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, matches, within
 from mpbridge.precision.megatron_spec.precision_field import ModuleRules
 from mpbridge.precision.megatron_spec.versions import SINCE_017, current
-from mpbridge.precision.policy import Quant, Region
+from mpbridge.precision.policy import Gemms, Quant, Region
+from mpbridge.precision.regions import GEMMS
 from mpbridge.precision.wording import rule_words
 
 
@@ -63,14 +64,58 @@ def _ahead(glob: str, depth: int) -> Iterator[str]:
 
 
 def _config(configs: dict[str, Any], index: int, region: Region, *, outside: bool, core: str | None) -> str:
-    if region.gemms is not None:
-        raise Refused(
-            f"the rule of {region.modules} mixes formats in one linear ({rule_words(region.gemms)}): Transformer Engine supports that only since 2.19, and "
-            "megatron-core's quant_recipe cannot express it; emulate=true can"
-        )
     key = f"rule{index}" + ("_outside" if outside else "")
     configs[key] = params(region.quant, outside=outside, core=core)
+    if region.gemms is not None:
+        why = unmixable(region.gemms)
+        if why:
+            raise Refused(
+                f"the rule of {region.modules} mixes formats in one linear ({rule_words(region.gemms)}), {why}; emulate=true can"
+            )
+        recipe = configs[key]["training_recipe"]
+        beside = {name: value for name, value in recipe.items() if name.startswith("override")}
+        path = f"{FACTORIES}.{factory_name(region.gemms)}"
+        configs[key]["training_recipe"] = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": path, **beside}
     return key
+
+
+FACTORIES = "mpbridge.backend.megatron.gemm_factories"
+"""The module in which Transformer Engine's quantizer factories are found by the names below."""
+QUANTIZERS: Mapping[str, str] = {
+    "tensorwise": "current_scaling_factory", "blockwise": "float8_block_scaling_factory", "mxfp8": "mxfp8_factory", "nvfp4": "nvfp4_factory",
+}  # fmt: skip
+"""Scaling -> factory of Transformer Engine's quantizers (pytorch/custom_recipes/quantizer_factories.py, since 2.19)."""
+SINCE = "2.19"
+"""Release of Transformer Engine whose hybrid quantizers mix formats in one linear."""
+_HIGH = "high"
+
+
+def unmixable(gemms: Gemms) -> str:
+    """Why Transformer Engine's own classes cannot run these rules in one linear; '' if they can."""
+    for quant in gemms.distinct:
+        if quant.scaling not in QUANTIZERS:
+            return f"and Transformer Engine's hybrid quantizers have no {quant.scaling} scaling"
+        if quant.stored or quant.options:
+            return f"with {'stored weights' if quant.stored else 'options of its own'}, which a quantizer factory does not know"
+    return ""
+
+
+def factory_name(gemms: Gemms) -> str:
+    """A Python name that says all: 'fprop_mxfp8_e4m3__dgrad_nvfp4_e2m1__wgrad_high'."""
+    rules = (_HIGH if quant is None else f"{quant.scaling}_{quant.format}" for quant in gemms)
+    return "__".join(f"{gemm}_{rule}" for gemm, rule in zip(GEMMS, rules, strict=True))
+
+
+def gemms_named(name: str) -> Gemms | None:
+    """The rules of such a name; None: it is none."""
+    found: dict[str, Quant | None] = {}
+    for gemm, part in zip(GEMMS, name.split("__"), strict=False):
+        given, _, rule = part.partition("_")
+        scaling, _, format_ = rule.partition("_")
+        if given != gemm or (rule != _HIGH and scaling not in QUANTIZERS):
+            return None
+        found[gemm] = None if rule == _HIGH else Quant(format=format_, scaling=scaling)
+    return Gemms(**found) if len(found) == len(GEMMS) else None
 
 
 def _add(matchers: dict[str, Any], name: str, pattern: str, key: str) -> None:

@@ -79,6 +79,11 @@ def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CO
                 f"{left}={data[left]!r} is not mapped: remove it if the model does not depend on it; otherwise this model cannot be built here"
             )
     if faults:
+        missing = [
+            fault.removesuffix(" is missing") for fault in dict.fromkeys(faults) if fault.endswith(" is missing")
+        ]
+        if len(missing) > 1:
+            faults = [f"{', '.join(missing)} are missing", *(one for one in faults if not one.endswith(" is missing"))]
         raise Contradiction(dict.fromkeys(faults), subject=f"{name} ({family.name}) cannot be used")
     return out
 

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 SUFFIX = "_extra_state"
 LONGEST = 1 << 20
 """Steps of amax history, and more than any margin."""
-RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
+CUSTOM = "CustomRecipe"
+RECIPES = (
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Float8BlockScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    CUSTOM,
+)
 _MODULE = "transformer_engine.common.recipe"
 _PARTS = ("Format", "_FormatHelper", "MMParams", "QParams")
 _STATE = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", "scale_inv_fwd", "scale_inv_bwd")
@@ -90,6 +98,10 @@ def as_module(data: Any, live: Any, *, format: str | None = None) -> Any:
     if name not in RECIPES:
         raise CheckpointError(f"an extra state under recipe {str(name)[:40]!r}, expected one of {', '.join(RECIPES)}")
     tensors = {key: data[key] for key in _STATE if key in data}
+    if name == CUSTOM and tensors:
+        raise CheckpointError(
+            f"an extra state under {CUSTOM} with scales of its own, expected quantizers without a state"
+        )
     wrong = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if wrong:
         raise CheckpointError(f"an extra state whose {wrong[0]} is not a tensor")

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from mpbridge.settings.container import Run
     from mpbridge.training.base import Training
 
-CONFIG = "config.yaml"
-"""The resolved configuration's file inside a checkpoint."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writing:
@@ -125,7 +122,9 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False, weigh
             if weights_alone:
                 return answer
             own = of_run(training.run)
-            if answer.kind != "weights only" and found.realization != own.realization:
+            # each rounds by another rule: remainders ties away from zero, a cast to the even neighbour
+            other = found.realization != own.realization or found.policy.remainders != own.policy.remainders
+            if answer.kind != "weights only" and other:
                 follow_main_weights(training.engine.model, training.engine.optimizer)
             with _together():
                 _resume_plain(training, plain, contents, same_layout=found.parallel == own.parallel)
@@ -327,7 +326,7 @@ def _describe(partial: Path, run: Run, stored: Mapping[str, str], step: int, com
         text = run.container.to_yaml()
     except MpbridgeError as error:  # live config objects that cannot be written to a file
         text = "".join(f"# {line}\n" for line in str(error).splitlines())
-    (partial / CONFIG).write_text(text, encoding="utf-8")
+    (partial / store.CONFIG).write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -28,6 +28,8 @@ from mpbridge.training.checkpoint.index import METADATA
 
 MANIFEST = "manifest.json"
 """File with name -> size and sha256 of every other file in a checkpoint."""
+CONFIG = "config.yaml"
+"""The resolved configuration's file inside a checkpoint."""
 LATEST = "latest"
 WRITER = ".writer"
 SCHEMA = 2

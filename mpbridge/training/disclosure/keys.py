@@ -47,7 +47,7 @@ class Signer:
         from securesystemslib.exceptions import VerificationError
 
         try:
-            envelope = Envelope.from_dict(json.loads(line))
+            envelope = Envelope.from_dict(json.loads(line, object_pairs_hook=_without_repeats))
         except Exception as error:  # whatever a stranger's line makes the library raise
             return f"it is no DSSE envelope ({type(error).__name__})", b""
         if envelope.payload_type != kind:
@@ -60,6 +60,13 @@ class Signer:
         except VerificationError:
             return "its signature does not fit its content, which was changed after it was signed", b""
         return "", envelope.payload
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values of one key some parsers take the first one."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found
 
 
 def read_key(path: Path, *, private: bool) -> Signer:
@@ -102,8 +109,15 @@ def model_signing_for(signer: Signer) -> Any:
     return model_signing
 
 
+def refuse_link(file: Path) -> None:
+    """Raises BadValue where a link or a folder stands in the place of a signature."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise BadValue(f"{file} is not a regular file, and is not written through: remove it")
+
+
 def sign_folder(folder: Path, signer: Signer, name: str) -> None:
     """Writes OpenSSF model signing's bundle `name` of all other files in `folder` into it."""
+    refuse_link(folder / name)
     library, folder = model_signing_for(signer), folder.resolve()  # it ignores files of absolute paths only
     hashing = library.hashing.Config().set_ignored_paths(paths=[folder / name])
     config = library.signing.Config().set_hashing_config(hashing).use_elliptic_key_signer(private_key=signer.path)

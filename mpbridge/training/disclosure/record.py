@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mpbridge.common.errors import CheckpointError, Refused
-from mpbridge.common.files import ProgressCallback, bytes_of, opened, opened_inside, parsed, read_json
+from mpbridge.common.errors import CheckpointError, Refused, brief
+from mpbridge.common.files import ProgressCallback, bytes_of, opened, opened_inside, parsed, read_json, text_of
 from mpbridge.common.shipped import VERSION
+from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.huggingface.served import CONTRACT
-from mpbridge.training.checkpoint.store import MANIFEST, audit_of, read_manifest, step_in, step_of, write_whole
+from mpbridge.training.checkpoint.store import CONFIG, MANIFEST, audit_of, read_manifest, step_in, step_of, write_whole
 from mpbridge.training.checkpoint.verdict import Fingerprint, read_fingerprint
 from mpbridge.training.disclosure.evidence import Evidence
-from mpbridge.training.disclosure.keys import Signer, check_folder, model_signing_for, sign_folder
+from mpbridge.training.disclosure.keys import Signer, check_folder, model_signing_for, refuse_link, sign_folder
 
 RECORD = "precision.intoto.jsonl"
 MODEL_SIGNATURE = "model.sig"
@@ -71,7 +72,9 @@ def sign_checkpoint(
         )
     bodies = _predicates(folder, subject, evidence.until(subject.step), publish)
     if publish:
-        model_signing_for(signer)  # before anything is written
+        # before anything is written
+        model_signing_for(signer)
+        refuse_link(folder / MODEL_SIGNATURE)
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in found.items()]
     lines = [
         signer.envelope({"_type": STATEMENT, "subject": subjects, "predicateType": kind, "predicate": body}, PAYLOAD)
@@ -94,13 +97,16 @@ class Subject:
     files: Mapping[str, str]
     """File -> SHA-256 when it was saved; a contract has those of tensors."""
     warned: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = None
+    """The run's configuration as it was saved; None: a contract has none."""
 
     @classmethod
     def of(cls, folder: Path) -> Subject:
         """Raises CheckpointError for a folder that does not say it."""
         if not (folder / CONTRACT).exists():
             files = {name: facts["sha256"] for name, facts in read_manifest(folder)["files"].items()}
-            return cls(step_of(folder), read_fingerprint(folder), audit_of(folder), files)
+            config = load_yaml(text_of(folder / CONFIG, kind="configuration")) if CONFIG in files else None
+            return cls(step_of(folder), read_fingerprint(folder), audit_of(folder), files, config=config)
         contract = read_json(folder / CONTRACT)
         run = contract.get("run") if isinstance(contract, dict) else None
         if not isinstance(run, dict):
@@ -125,6 +131,17 @@ def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: boo
             f"{evidence.path} is of another run than {folder}: recipe {', '.join(sorted(trained))} on {data['engine']}, the checkpoint's {saved.recipe} on {saved.engine}"
         )
     policy = saved.policy.fingerprint()
+    config = data["config"] if subject.config is None else subject.config
+    pairs = [
+        ("realization", data["realization"], saved.realization),
+        ("model", data["config"].get("model"), config.get("model")),
+    ]
+    if data["recipe"] == saved.recipe:  # a run that went on under another recipe has that one's policy
+        pairs.append(("policy", data["fingerprint"], policy))
+    if others := [
+        f"{name} {brief(here)}, the checkpoint's {brief(there)}" for name, here, there in pairs if here != there
+    ]:
+        raise Refused(f"{evidence.path} is of another run than {folder}: {'; '.join(others)}")
     byproducts: list[dict[str, Any]] = [
         {"name": evidence.path.name, "digest": {"sha256": hashlib.sha256(bytes_of(evidence.path, kind="json")).hexdigest()}, "annotations": {"in": "the run's folder"}}
     ]  # fmt: skip
@@ -132,12 +149,12 @@ def _predicates(folder: Path, subject: Subject, evidence: Evidence, publish: boo
     provenance = {
         "buildDefinition": {
             "buildType": BUILD_TYPE,
-            "externalParameters": {"recipe": saved.recipe, "config": data["config"]},
+            "externalParameters": {"recipe": saved.recipe, "config": config},
             "internalParameters": {
                 "policy": saved.policy.as_data(), "fingerprint": policy, "engine": saved.engine,
-                "realization": data["realization"], "parallel": dict(saved.parallel),
+                "realization": saved.realization, "parallel": dict(saved.parallel),
             },
-            "resolvedDependencies": [{"uri": _package(name, text)} for name, text in data["versions"].items() if text],
+            "resolvedDependencies": [{"uri": _package(name, text)} for name, text in saved.versions.items() if text],
         },
         "runDetails": {
             "builder": {"id": "tag:mpbridge,2026:cli", "version": {"mpbridge": VERSION}},
@@ -194,11 +211,14 @@ def digests(folder: Path, without: Collection[str], told: ProgressCallback) -> d
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """A line for each file that was added, is missing or has another SHA-256."""
-    lines = [f"{name} was added" for name in sorted(found.keys() - wanted.keys())]
-    lines += [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
-    return lines + [
-        f"{name} was changed" for name in sorted(wanted.keys() & found.keys()) if wanted[name] != found[name]
-    ]
+    changed = {name for name in wanted.keys() & found.keys() if wanted[name] != found[name]}
+    kinds = (
+        ("was added", found.keys() - wanted.keys()),
+        ("is missing", wanted.keys() - found.keys()),
+        ("was changed", changed),
+    )
+    # a name with a line break would print lines of its own
+    return [f"{name if name.isprintable() else ascii(name)} {what}" for what, names in kinds for name in sorted(names)]
 
 
 def verify_record(folder: Path, signer: Signer, told: ProgressCallback) -> Verified:
@@ -263,6 +283,8 @@ def _disagreements(folder: Path, bodies: Mapping[str, Mapping[str, Any]]) -> lis
     pairs: Sequence[tuple[str, Any, Any]] = (
         ("recipe", build["externalParameters"]["recipe"], saved.recipe),
         ("engine", build["internalParameters"]["engine"], saved.engine),
+        ("realization", build["internalParameters"]["realization"], saved.realization),
+        ("parallel sizes", build["internalParameters"]["parallel"], dict(saved.parallel)),
         ("policy", build["internalParameters"]["fingerprint"], policy),
         ("audited policy", result["configuration"][0]["digest"]["sha256"], policy),
     )

@@ -20,7 +20,7 @@ from mpbridge.precision.regions import Quant
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.folder import read_config, tensors
 from mpbridge.settings.huggingface.served import ServedFormat, row_of, scales_are_static
-from mpbridge.training.checkpoint.io import CONFIG
+from mpbridge.training.checkpoint.store import CONFIG
 from mpbridge.training.data.tokenizer import tokenizer
 from mpbridge.training.machine import bare, process_group, with_weights
 from mpbridge.training.serving.differences import is_plain, read_values
@@ -115,7 +115,10 @@ def _model(path: Path) -> Iterator[Any]:
 def _tokens(run: Any, text: str, sequences: int) -> torch.Tensor:
     """int64 [sequences, length + 1]."""
     length = int(run.facts.shape.seq_length)
-    made = tokenizer(run.data["tokenizer"], run.data.get("end_of_text")).tokenize(text[: 64 * sequences * (length + 1)])
+    tok = tokenizer(
+        run.data["tokenizer"], run.data.get("end_of_text"), code=run.container.may_be_code("data.tokenizer")
+    )
+    made = tok.tokenize(text[: 64 * sequences * (length + 1)])
     count = min(sequences, len(made) // (length + 1))
     if not count:
         raise BadValue(f"the text has {len(made)} tokens, expected at least {length + 1}: one sequence of the run")

@@ -24,9 +24,9 @@ from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copie
 from mpbridge.settings.huggingface.written import config_json, refuse_differences
 from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.continuation import SOURCE
-from mpbridge.training.checkpoint.io import CONFIG
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
+from mpbridge.training.checkpoint.store import CONFIG
 from mpbridge.training.weights.shards import Shards, planned
 from mpbridge.training.weights.source import SPELLED, SPELLING, apart
 

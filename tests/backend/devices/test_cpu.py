@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import trace_rules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpbridge.backend.devices import device_layer
@@ -298,3 +299,14 @@ def test_kernels_of_an_installed_transformer_engine_are_not_called_on_a_cpu(monk
         norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, lists, False)
         assert float(norm) == pytest.approx(12**0.5)
     assert clip_grads.multi_tensor_applier is kernel
+
+
+def test_torch_compile_knows_torchs_functions_and_not_what_stands_for_them() -> None:
+    """It lists them once, by identity: a list of one layer's substitutes would break every kernel of the next layer into pieces."""
+    trace_rules.get_torch_obj_rule_map.cache_clear()
+    real = torch.zeros_like
+    with cpu_device():
+        substitute, known = torch.zeros_like, trace_rules.get_torch_obj_rule_map()
+    assert substitute is not real
+    assert real in known
+    assert substitute not in known

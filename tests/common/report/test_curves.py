@@ -10,7 +10,7 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue
-from mpbridge.common.report.curves import read_curves, terminal
+from mpbridge.common.report.curves import picture, read_curves, terminal
 from mpbridge.common.report.metrics import MetricsLog
 
 
@@ -96,6 +96,10 @@ def test_numbers_near_the_largest_are_drawn(tmp_path):
     curves = read_curves(tmp_path)
     assert terminal(curves.series("loss"))
     assert terminal([(1, 1e308), (2, 1e308)])
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i, "loss": 1.7e308, "eval_loss": 1.7e308}) + "\n" for i in (1, 2)))  # fmt: skip
+    picture([read_curves(tmp_path)], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 def test_a_long_run_is_read_and_a_sparse_file_is_refused(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mpbridge.observe.audit import AuditHook
+from tests.observe.audit import model_faults
 from tests.observe.audit.catalogue import CATALOGUE, ENGINES, Fault
 
 MOMENTS = {"before step 1": 0, "after step 1": 1, "late": 50}
@@ -19,7 +21,9 @@ def planted(build: Any, fault: Fault, engine_name: str, at: int, *, plant: bool 
     """(subject, offenders) of everything that the audits of a run find, the fault planted after step `at`; the run ends where it was named."""
     from tests.backend.engines import tiny
 
-    kind, sections = ENGINES[engine_name]
+    kind, sections = (ENGINES | model_faults.ENGINES)[engine_name]
+    if importlib.util.find_spec(needs := model_faults.NEEDS.get(engine_name, "torch")) is None:
+        pytest.skip(f"{needs} is not installed")
     # a late fault is planted one update ahead of the step of the next repeated audit: all of them on the way there show nothing new
     every = EVERY if at < EVERY else at + 2
     engine, hook = build(kind, **sections), AuditHook(mode="warn", every=every, invariants=1)
@@ -67,7 +71,12 @@ def check(build: Any, fault: Fault, engine: str, at: int) -> None:
     assert named(fault, found), found
 
 
-ROWS = [(fault, engine) for fault in CATALOGUE for engine in fault.engines]
+ROWS = [
+    (fault, engine)
+    for fault in (*CATALOGUE, *model_faults.FAULTS)
+    for engine in fault.engines
+    if model_faults.ENGINES.get(engine, ENGINES["ddp"])[1].get("emulate") != "te"
+]
 WHENEVER = [
     (fault, engine, moment) for fault, engine in ROWS for moment in MOMENTS if fault.early or moment != "before step 1"
 ]
@@ -91,7 +100,21 @@ def test_a_fault_is_named_whenever_it_begins(build: Any, fault: Fault, engine: s
     check(build, fault, engine, MOMENTS[moment])
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "mfsdp", "nvfp4", "hybrid", "hybrid kept", "hybrid tensorwise"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "ddp",
+        "fsdp2",
+        "mfsdp",
+        "nvfp4",
+        "hybrid",
+        "hybrid kept",
+        "hybrid tensorwise",
+        "muon bf16",
+        "core muon",
+        "lora mxfp8",
+    ],
+)
 def test_the_same_run_without_a_fault_is_healthy(build: Any, engine: str) -> None:
     assert planted(build, CATALOGUE[0], engine, 1, plant=False) == []
 

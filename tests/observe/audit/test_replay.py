@@ -19,6 +19,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "AdamW, one by one": lambda params, **how: torch.optim.AdamW(params, foreach=False, **how),
     "Adam": torch.optim.Adam,
+    "Muon": lambda params, lr, weight_decay, eps, betas: torch.optim.Muon(
+        params, lr=lr, weight_decay=weight_decay, momentum=betas[0], nesterov=betas[1] == 0.95
+    ),
     "FusedAdam": lambda params, **how: CpuFusedAdam(params, adam_w_mode=True, **how),
     "FusedAdam, coupled": lambda params, **how: CpuFusedAdam(params, adam_w_mode=False, **how),
     "FusedAdam, BF16 moments": lambda params, **how: CpuFusedAdam(
@@ -74,7 +77,7 @@ def test_a_healthy_update_is_as_its_settings_say(
 ) -> None:
     for size in (1.0, 1e-6, 1e-12, 1e4):
         seen = stepped(monkeypatch, OPTIMIZERS[name], steps=steps, betas=betas, size=size)
-        assert (seen.looked, seen.wrong) == (48, []), size
+        assert (seen.looked.total(), seen.wrong) == (48, []), size
 
 
 def test_full_bf16_is_as_its_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,10 +108,29 @@ CHANGES = {
 }
 
 
+MUONS = {
+    "momentum of the group": of_group(momentum=0.5),
+    "momentum zeroed": of_state("momentum_buffer", 0.0),
+    "one part in ten thousand of the momentum": of_state("momentum_buffer", 1.0001),
+}
+
+
+@pytest.mark.parametrize("change", MUONS.values(), ids=MUONS)
+def test_another_momentum_is_named(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    assert stepped(monkeypatch, OPTIMIZERS["Muon"], change).wrong
+
+
 @pytest.mark.parametrize("name", ["AdamW", "FusedAdam"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_another_update_is_named(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> None:
     assert stepped(monkeypatch, OPTIMIZERS[name], change).wrong
+
+
+def test_a_weight_decay_that_is_tripled_inside_of_the_first_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second moment has one term then, so that its root, and with it the update, is known to a few bits."""
+    for make in (OPTIMIZERS["AdamW"], OPTIMIZERS["FusedAdam"]):
+        assert stepped(monkeypatch, make, of_group(weight_decay=0.003), steps=1, weight_decay=0.001).wrong
+        assert not stepped(monkeypatch, make, steps=1, weight_decay=0.001).wrong
 
 
 def test_settings_that_differ_over_ranks_and_norms_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

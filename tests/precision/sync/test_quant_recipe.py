@@ -146,12 +146,36 @@ def test_a_whole_path_is_looked_for_in_its_own_layer_only() -> None:
         RecipeConfig.from_config_dict(made)
 
 
-def test_formats_that_differ_by_gemm_have_no_word_in_megatron_core() -> None:
-    regions = (
-        Region(modules="mlp.*", quant=MXFP8, gemms=Gemms(fprop=MXFP8, dgrad=None, wgrad=None)),
-        Region(quant=BASE),
-    )
-    with pytest.raises(Refused, match=r"Transformer Engine supports that only since 2\.19"):
+NVFP4 = Quant(format="e2m1", scaling="nvfp4")
+
+
+@pytest.mark.parametrize("base", [BASE, None])
+def test_formats_that_differ_by_gemm_are_a_quantizer_factory_that_megatron_core_imports(base: Quant | None) -> None:
+    from megatron.core.fp8_utils import _resolve_callable_from_python_import_path
+
+    rules = Gemms(fprop=MXFP8, dgrad=NVFP4, wgrad=None)
+    regions = (Region(modules="mlp.*", quant=MXFP8, gemms=rules), Region(quant=base))
+    made = quant_recipe.as_dict(ModuleRules(regions=regions), range(4), 4)
+    params = RecipeConfig.from_config_dict(made).match(MatchContext("decoder.layers.3.mlp.linear_fc1", None)).config
+    recipe = params["training_recipe"]
+    assert recipe["fp8_quantization_recipe"] == "custom"
+    assert recipe.get("override_nonquantized_autocast", False) is (base is None)
+    assert recipe["custom_recipe_factory"].endswith(".fprop_mxfp8_e4m3__dgrad_nvfp4_e2m1__wgrad_high")
+    assert _resolve_callable_from_python_import_path(recipe["custom_recipe_factory"]).gemms == rules
+
+
+@pytest.mark.parametrize("name", ["fprop_mxfp8_e4m3", "x__y__z", "fprop_delayed_e4m3__dgrad_high__wgrad_high", "fprop_high__wgrad_high__dgrad_high"])  # fmt: skip
+def test_another_name_is_no_factory(name: str) -> None:
+    from mpbridge.backend.megatron import gemm_factories
+
+    with pytest.raises(AttributeError, match=name):
+        getattr(gemm_factories, name)
+
+
+def test_rules_of_one_linear_that_no_quantizer_factory_knows_are_refused() -> None:
+    given = Quant(format="e2m1", scaling="nvfp4", options=(("hadamard", False),))
+    regions = (Region(modules="mlp.*", quant=given, gemms=Gemms(fprop=given, dgrad=None, wgrad=None)), Region(quant=BASE))  # fmt: skip
+    with pytest.raises(Refused, match="options of its own"):
         quant_recipe.as_dict(ModuleRules(regions=regions), range(4), 4)
 
 

@@ -237,6 +237,8 @@ TAMPERED = {
     "a bit of a shard": (lambda folder, made: flip(folder), f"{SHARD} was changed"),
     "a shard cut short": (lambda folder, made: (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-1]), f"{SHARD} was changed"),
     "a file added": (lambda folder, made: (folder / "extra.py").write_text("print(1)\n"), "extra.py was added"),
+    "a file whose name is lines": (lambda folder, made: (folder / "x\n  - all is well").write_text(""), "- 'x\\n  - all is well' was added"),
+    "a payload that stands twice": (replace(RECORD, '{"payload":', '{"payload": "e30=", "payload":'), "line 1: it is no DSSE envelope"),
     "a file in a folder": (nested, "code/run.py was added"),
     "a file removed": (lambda folder, made: (folder / "common.pt").unlink(), "common.pt is missing"),
     "a shard renamed": (lambda folder, made: (folder / SHARD).rename(folder / "__1_0.distcp"), f"{SHARD} is missing"),
@@ -266,6 +268,12 @@ TAMPERED = {
     "no signature of either kind": (lambda folder, made: [(folder / name).unlink() for name in (RECORD, SIGNATURE)], "nobody signed it"),
     "another recipe, signed again": (
         resigned(0, lambda body: body["buildDefinition"]["externalParameters"].update(recipe="fp32")), "the record's recipe is fp32, the checkpoint's bf16_mixed",
+    ),
+    "computed otherwise, signed again": (
+        resigned(0, lambda body: body["buildDefinition"]["internalParameters"].update(realization="emulated")), "the record's realization is emulated, the checkpoint's native",
+    ),
+    "other parallel sizes, signed again": (
+        resigned(0, lambda body: body["buildDefinition"]["internalParameters"]["parallel"].update(tensor=8)), "the record's parallel sizes is",
     ),
     "another policy audited, signed again": (resigned(1, lambda body: body["configuration"][0]["digest"].update(sha256="0" * 64)), "audited policy is 000"),
     "a fault dropped, signed again": (marked, "the record says PASSED, the checkpoint is marked suspect"),
@@ -302,10 +310,30 @@ def _encrypted(folder, made):
     write_key(folder.parent / "key.pem", ec.generate_private_key(ec.SECP256R1()), b"secret")
 
 
+def _changed(file, change):
+    """Another value in a JSON file of the run."""
+
+    def apply(folder, made):
+        place = folder.parent.parent / file
+        data = json.loads(place.read_text())
+        change(data)
+        place.write_text(json.dumps(data))
+
+    return apply
+
+
+def _link(folder, made):
+    (folder / SIGNATURE).symlink_to(folder.parent / "elsewhere")
+
+
 UNSIGNABLE = {
     "a damaged shard": (lambda folder, made: flip(folder), [], f"{SHARD} was changed"),
     "a file added": (lambda folder, made: (folder / "extra").write_text(""), [], "extra was added"),
     "another run": (_other_run, [], "is of another run"),
+    "a run of another model": (_changed("precision.json", lambda data: data["config"]["model"].update(num_layers=99)), [], "is of another run than"),
+    "a run that was native": (_changed("precision.json", lambda data: data.update(realization="emulated" if data["realization"] == "native" else "native")), [], "realization 'emulated', the checkpoint's 'native'"),
+    "a run of another policy": (_changed("precision.json", lambda data: data.update(fingerprint="0" * 64)), [], "policy '0000"),
+    "a link in the signature's place": (_link, ["--sign", "{made}/key.pem", "--publish"], "is not a regular file, and is not written through"),
     "no run": (lambda folder, made: (folder.parent.parent / "precision.json").unlink(), [], "name it (--run DIR"),
     "a stranger's contract": (lambda folder, made: (folder / "contract.json").write_text('{"run": {}}'), [], "has no 'recipe'"),
     "a key inside": (lambda folder, made: shutil.copy(made / "key.pem", folder / "key.pem"), ["--sign", "{folder}/key.pem"], "would be published with it"),
