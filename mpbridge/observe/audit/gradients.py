@@ -206,7 +206,7 @@ def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[f
     return wrong, [ratio for ratios in by_owner.values() for ratio in ratios], looked
 
 
-_CLIPPED, _LEAST = 2.0**-7.5, 1e-3
+_CLIPPED, _LEAST = 2.0**-7.5, 1e-4
 """A factor below which clipping was strong, and a norm far below what anybody clips to: strong clipping leaves a norm of its limit."""
 
 
