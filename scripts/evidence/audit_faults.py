@@ -218,7 +218,8 @@ def work(kind: str, out: Path, todo: list[Job]) -> None:
     if todo and over_te(kind, todo[0]):
         from mpbridge import transformer_engine_on_cpu
 
-        transformer_engine_on_cpu("b200").__enter__()
+        played = transformer_engine_on_cpu("b200")  # ends with the process, not before
+        played.__enter__()
     torch.set_num_threads(1)
     torch._dynamo.config.disable = (
         True  # the emulation without its compilation, which would take longer than such a run
