@@ -176,6 +176,7 @@ def as_data(answer: _Answer) -> dict[str, Any]:
         ],
         "bf16_layers": _edges(made.policy, made.facts.shape.num_layers),
         "steps_that_the_first_loss_scale_may_cost": made.policy.loss_scale.skips() if made.policy.loss_scale else 0,
+        "scale": scale_warmup(made.policy.loss_scale, made.train["train_iters"]),
         "token_multiple": token_multiple(made.policy, one.facts),
         "notes": list(answer.notes),
         "served_as": served_as(made.policy, made.facts, made.facts.model),

@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
     found, faults, omitted = _search(args, base, where, world)
     layouts = [_data(name, one, tuple(omitted)) | {"changes": changes} for name, one, changes in found]
     head = f"{world} x {where.machine.label}: predictions"
-    answer(args, {"layouts": layouts, "refused": faults}, lambda: _print(head, found, (*faults, *omitted)))
+    there = {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)}
+    data = {"world_size": world, "target": there, "layouts": layouts, "refused": faults}
+    answer(args, data, lambda: _print(head, found, (*faults, *omitted)))
     return 0 if found else 1
 
 

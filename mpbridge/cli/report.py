@@ -84,7 +84,7 @@ def _resume(run: Evidence) -> dict[str, Any]:
     from mpbridge.training.checkpoint.store import check, locate, saved, step_of
 
     named = (run.config.get("checkpoint") or {}).get("save")
-    places = [Path(named)] if named else []
+    places = [Path(named)] if named and isinstance(named, str) else []
     place = next((one for one in (*places, run.folder, run.folder / "checkpoints") if saved(one)), None)
     why_not = "no checkpoint was found" if named else "checkpoint.save was not set"
     if place is not None:

@@ -142,6 +142,11 @@ class ConfigContainer:
                 )
         return made
 
+    def may_be_code(self, setting: str) -> bool:
+        """Whether the command line or Python set it ('data.tokenizer'), and not a file, which may come from anywhere: only then may it name code to run."""
+        source = self.origin.get(setting)
+        return source == COMMAND_LINE or (source is None and (self.trusted or bool(self.origin)))
+
     def faults(self) -> list[str]:
         """Every fault that does not depend on the number of processes; empty if there is none."""
         return self._draft().faults

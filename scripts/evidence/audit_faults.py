@@ -51,6 +51,7 @@ HEALTHY = {"healthy": 0, "healthy_models": 1_000_000}
 """Healthy runs, those with Muon, adapters or Mamba layers apart -> the number of the first (audit_healthy.MODELS)."""
 WHY = {
     "ties of E4M3 are rounded away from zero": "both neighbours of a tie are equally near, so no bound on the error of a rounding tells them apart",
+    "a hook rounds every gradient to E5M2": "FSDP2 sets the gradients of its shards itself: a hook on a parameter never runs, and nothing is rounded",
     "every tensor draws the same bytes": "the random bytes are not observed, only the seed and the step behind them",
 }
 """Fault that an audit does not name -> the reason."""
@@ -217,7 +218,8 @@ def work(kind: str, out: Path, todo: list[Job]) -> None:
     if todo and over_te(kind, todo[0]):
         from mpbridge import transformer_engine_on_cpu
 
-        transformer_engine_on_cpu("b200").__enter__()
+        played = transformer_engine_on_cpu("b200")  # ends with the process, not before
+        played.__enter__()
     torch.set_num_threads(1)
     torch._dynamo.config.disable = (
         True  # the emulation without its compilation, which would take longer than such a run

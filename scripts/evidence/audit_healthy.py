@@ -143,7 +143,7 @@ def possible(found: dict[str, str]) -> dict[str, str]:
         found["trained"] = "everything"
     if found["recipe"] == "autocast" and found["model"] == "recomputed":
         found["model"] = "plain"  # megatron-core recomputes outside of autocast: the audit rightly names it
-    if found["trained"].startswith("first") and found["run"].startswith("stopped"):
+    if found["trained"].startswith("first"):  # a recipe changes by way of a checkpoint, too
         found["run"] = "whole"
     if found["trained"].startswith("adapters") and found["processes"] in ("2, tensor", "2, sequence"):
         found["trained"] = "norms alone"  # the adapters here are not split
@@ -202,7 +202,8 @@ def changed_model(kind: str) -> Iterator[None]:
     def frozen(*args: Any, **kwargs: Any) -> Any:
         model = real(*args, **kwargs)
         for name, parameter in model.named_parameters():
-            first = "layers.0." in name or "embedding" in name
+            copied = name == "output_layer.weight" and model.share_embeddings_and_output_weights
+            first = "layers.0." in name or "embedding" in name or copied
             parameter.requires_grad_(
                 not first if kind.startswith("first") else "norm" in name and kind == "norms alone"
             )

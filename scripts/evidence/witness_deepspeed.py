@@ -41,6 +41,17 @@ def engine(stage: int, **config: Any) -> Witnessed:
     return seen.report
 
 
+def wide_accumulator(*, confused: bool) -> Witnessed:
+    """ZeRO 1 that accumulates in FP32. Release 0.18.4 has one word for two optimizers, and builds the other one, which divides nothing and accumulates in BF16."""
+    from deepspeed.runtime import constants
+
+    if (getattr(constants, "DDP_BFLOAT16", None) == constants.BFLOAT16) is not confused:
+        raise ImportError(
+            f"the installed release is {'not ' if confused else ''}one that mistakes its BF16 optimizer for another"
+        )
+    return engine(1, **_BF16, data_types={"grad_accum_dtype": "fp32"})
+
+
 def accelerate(stage: int) -> Witnessed:
     """accelerate's DeepSpeedPlugin; accelerate ignores the plugin if it is told to use a CPU, and uses it if it finds the CPU by itself."""
     import deepspeed  # noqa: F401 (so that a missing package is reported before anything is set)
@@ -111,7 +122,13 @@ CASES: tuple[Case, ...] = (
     Case(
         "deepspeed",
         "ZeRO 1, data_types.grad_accum_dtype fp32",
-        lambda: engine(1, **_BF16, data_types={"grad_accum_dtype": "fp32"}),
+        lambda: wide_accumulator(confused=False),
+        word="bf16.enabled",
+    ),
+    Case(
+        "deepspeed",
+        "ZeRO 1, data_types.grad_accum_dtype fp32, release 0.18.4: without ZeRO",
+        lambda: wide_accumulator(confused=True),
         word="bf16.enabled",
     ),
     Case(

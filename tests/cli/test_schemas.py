@@ -46,7 +46,7 @@ def test_every_verb_with_json_has_one_schema():
 
 def test_the_check_above_can_fail():
     schema = json.loads((SCHEMAS / "layouts.json").read_text())
-    assert wrong({"layouts": 3, "more": 1}, schema) == ["answer.schema_version is missing", "answer.refused is missing", "answer.more is in no schema", "answer.layouts: int, expected ['array']"]  # fmt: skip
+    assert wrong({"layouts": 3, "more": 1}, schema) == ["answer.schema_version is missing", "answer.world_size is missing", "answer.target is missing", "answer.refused is missing", "answer.more is in no schema", "answer.layouts: int, expected ['array']"]  # fmt: skip
     words = {"type": ["object"], "additionalProperties": {"type": ["string"]}}
     assert wrong({"a": 1}, words) == ["answer.a: int, expected ['string']"]
     assert all(

@@ -37,6 +37,8 @@ RUN_FILES = {
     "optimizer": "optimizer: {optimizer: 'evil:fn'}",
     "engine": "engine: evil:fn",
     "corpus": "data: {corpus: evil.py, tokenizer: 'evil:fn'}",
+    # the size of the vocabulary is given: the run is not refused before its tokenizer is made
+    "tokenizer": "data: {corpus: text.txt, tokenizer: 'evil:fn'}\nmodel: {vocab_size: 384, num_layers: 1}",
     "tracker": "logger: {trackers: ['evil:fn']}",
     "python tag": "mixed_precision: !!python/object/apply:evil.fn []",
     "python name": "mixed_precision: !!python/name:evil.fn",
@@ -97,7 +99,7 @@ def commands(folder: Path) -> list[list[str]]:
         base = "" if text.startswith("extends") else f"extends: {ROOT}/configs/gpt_tiny.yaml\n"
         run = file(f"run{i}.yaml", base + text)
         # the verbs load a configuration by one function: all of them with the first file, and each file with a third of them in turn
-        for verb in ON_RUNS if i == 0 else ON_RUNS[i % 3 :: 3]:
+        for verb in ON_RUNS if i == 0 else ("train", "rehearse") if "vocab_size" in text else ON_RUNS[i % 3 :: 3]:
             if verb == "launch":
                 found.append([verb, *more[verb], "--config", run])
             elif verb == "convert":
@@ -106,6 +108,7 @@ def commands(folder: Path) -> list[list[str]]:
                 found.append([verb, *more.get(verb, ()), "--config", run])
         found += [["compare", "bf16_mixed", run], ["import", run], ["doctor", "--machine-file", run], ["train", "--config", "gpt_tiny", f"extends={run}"]]  # fmt: skip
     file("recipe.yaml", f"extends: {CODE}")
+    file("text.txt", "text " * 400)
     for i, text in enumerate(RECIPE_FILES.values()):
         recipe = file(f"recipe{i}.yaml", text)
         given = [["show", recipe], ["diff", "bf16_mixed", recipe], ["compare", "bf16_mixed", recipe], ["export", recipe, "--to", "torchtitan"]]  # fmt: skip

@@ -73,6 +73,12 @@ def test_the_home_page_leads_to_every_page() -> None:
     assert {page for page in pages - linked if not page.startswith("stacks/")} == set()
 
 
+def test_names_in_tables_are_not_broken_in_the_middle_of_a_word() -> None:
+    sheets = load_yaml((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["extra_css"]
+    rules = "".join((DOCS / sheet).read_text(encoding="utf-8") for sheet in sheets)
+    assert re.search(r"table:not\(\[class\]\) code \{ word-break: normal; overflow-wrap: normal; \}", rules)
+
+
 def test_python_compiles_and_its_imports_exist() -> None:
     for node in (node for block in blocks("python") for node in ast.walk(ast.parse(block.values[0], block.id))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpbridge"):

@@ -14,7 +14,8 @@ from mpbridge.backend.devices import device_layer
 from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.observe.audit import AuditHook
-from tests.backend.engines import tiny
+from tests.backend.engines import tiny, two_ranks
+from tests.observe.audit.compute_faults import edge_quantized
 from tests.observe.audit.faults import gpt, linear, model_never_refreshed
 
 Plant = Callable[[Any], None]
@@ -35,7 +36,7 @@ def trained(plant: Plant, changes: dict[str, Any], *, audited: bool = False) -> 
     """(losses of three steps and of the evaluations after each, what the audits of every step find)."""
     mine = start_process_group(False)
     with device_layer(False):
-        engine = build_engine(tiny.run("bf16", **changes))
+        engine = build_engine(tiny.run(**({"kind": "bf16"} | changes)))
     hook, training = AuditHook(mode="warn", every=1), SimpleNamespace(engine=engine)
     batches, losses = tiny.batches(), []
     plant(engine)
@@ -62,15 +63,18 @@ def trained(plant: Plant, changes: dict[str, Any], *, audited: bool = False) -> 
     return losses, "\n".join(f"step {step} ({reason}): {fault}" for step, reason, fault in found)
 
 
-_healthy = cache(lambda names: trained(healthy, {**SHARDED, **EXPERTS} if "experts" in names else SHARDED)[0])
+RUNS: dict[str, dict[str, Any]] = {
+    "sharded": SHARDED, "experts": SHARDED | EXPERTS, "muon": {"kind": "fp32_params_bf16_compute", "engine": "fsdp2", "optimizer": two_ranks.MUON},
+    "edges": {"kind": "bf16_with_fp8_current_scaling_mixed", "emulate": True, "model": {"num_layers": 3}},
+}  # fmt: skip
+_healthy = cache(lambda run: trained(healthy, RUNS[run])[0])
 
 
-def play(plant: Plant, *, experts: bool = False, shows: bool = True) -> str:
+def play(plant: Plant, *, run: str = "sharded", shows: bool = True) -> str:
     """What the audits say. shows: the losses of these few steps differ from a healthy run's."""
-    changes = SHARDED | (EXPERTS if experts else {})
     if shows:
-        assert trained(plant, changes)[0] != _healthy("experts" if experts else "")
-    return trained(plant, changes, audited=True)[1]
+        assert trained(plant, RUNS[run])[0] != _healthy(run)
+    return trained(plant, RUNS[run], audited=True)[1]
 
 
 # --- plants --------------------------------------------------------------------------------------------------------------------------------
@@ -157,10 +161,16 @@ def main_weights_from_quantized(engine: Any) -> None:
         part._copy_main_params_to_model_params()
 
 
+def momentum_as_it_is(engine: Any) -> None:
+    """What a flat partition gets: an update that no shape sends through the iteration."""
+    muon = engine.optimizer.parts[0]
+    muon._moved = lambda name, direction, group: direction * -group["lr"]
+
+
 PLAYS: dict[str, Callable[[], str]] = {
     name: cache(made)
     for name, made in {
-        "expert bias": partial(play, bias_in_bf16, experts=True, shows=False),
+        "expert bias": partial(play, bias_in_bf16, run="experts", shows=False),
         "one micro-batch": partial(play, one_micro_batch_counts),
         "stale gather": partial(play, gathered_weights_in_the_gradient_buffer),
         "never refreshed": partial(play, model_never_refreshed),
@@ -168,5 +178,7 @@ PLAYS: dict[str, Callable[[], str]] = {
         "after evaluation": partial(play, stale_after_evaluation),
         "weights only": partial(play, loaded_without_main_weights),
         "quantized main weights": partial(play, main_weights_from_quantized),
+        "quantized in spite of its rule": partial(play, edge_quantized, run="edges"),
+        "not orthogonalized": partial(play, momentum_as_it_is, run="muon"),
     }.items()
 }

@@ -137,6 +137,8 @@ class Page:
             blocks = [packed(block) for block in self.blocks]
             data = {"title": self.title, "made": self.made, "glossary": self.glossary, "blocks": blocks}
             text = template.render(title=self.title, data=_json(data), policy=_policy(assets), **assets)
+            # a file's text may have half of a surrogate pair, which no encoding writes
+            text = text.encode(errors="backslashreplace").decode()
             if len(text.encode()) <= largest:
                 return text
             if not spare(self.blocks):

@@ -154,7 +154,7 @@ def picture(runs: Sequence[Curves], path: Path) -> None:
     for (number, (label, log)), axes in zip(CURVES.items(), all_axes.flat, strict=True):
         for run in runs:
             points = [(x, y) for x, y in run.series(number) if abs(y) <= _FP32_LARGEST and (y > 0 or not log)]
-            if points:
+            if points and not (number == "loss_scale" and {y for _, y in points} == {1.0}):
                 axes.plot(*zip(*points, strict=True), linewidth=1.1, label=run.name)
         if number == "loss":
             for run in runs:
@@ -163,7 +163,13 @@ def picture(runs: Sequence[Curves], path: Path) -> None:
                     axes.plot(*zip(*held, strict=True), "o", markersize=3, label=f"{run.name}, held out")
         axes.set(xlabel="step", ylabel=label, yscale="log" if log and axes.lines else "linear")
         axes.grid(alpha=0.3)
+        axes.set_visible(bool(axes.lines))
         if axes.lines:
             axes.legend(fontsize=8)
+        if log and axes.lines:  # 6, not 6 x 10^0
+            axes.yaxis.set_major_formatter("{x:g}")
+            low, high = axes.get_ylim()
+            if high < 10 * low:
+                axes.yaxis.set_minor_formatter("{x:g}")
     figure.tight_layout()
     save(figure, path)

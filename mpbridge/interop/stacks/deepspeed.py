@@ -221,7 +221,7 @@ def scale_of(read: Reader, under: str = "") -> LossScale:
     static = read.number(f"{under}loss_scale", 0)
     return LossScale(
         static=float(static) or None,
-        initial=2.0 ** read.number(f"{under}initial_scale_power", 16),
+        initial=2.0 ** read.number(f"{under}initial_scale_power", 16, largest=127),
         minimum=read.number(f"{under}min_loss_scale", 1),
         window=read.number(f"{under}loss_scale_window", 1000),
         hysteresis=int(read.number(f"{under}hysteresis", 2)),

@@ -132,8 +132,8 @@ class Reader:
             self.faults.append(f"{path}: {error}")
             return default
 
-    def number(self, path: str, default: float) -> float:
-        """A number; records a fault if it is not one."""
+    def number(self, path: str, default: float, *, largest: float = 2.0**63) -> float:
+        """A number of at most that magnitude; records a fault if it is not one."""
         value = self.at(path, _ABSENT)
         if value is _ABSENT:
             self.default(path, default)
@@ -143,11 +143,15 @@ class Reader:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             try:
-                return float(value)
+                value = float(value)
             except (TypeError, ValueError):
                 self.faults.append(f"{path}={brief(value)}: expected a number")
                 return default
-        return value
+        if not -largest <= value <= largest:  # not for NaN either
+            self.faults.append(f"{path}={brief(value)}: expected a number of at most {largest:g}")
+            return default
+        found: int | float = value
+        return found
 
 
 def in_force(silent: Mapping[str, str], under: str = "") -> tuple[str, ...]:

@@ -90,6 +90,7 @@ TABLE: tuple[StackWord, ...] = (
     _row("bf16.enabled | bf16", "deepspeed", "ZeRO 2", "runtime/engine.py", "{bf16: {enabled: true}, zero_optimization: {stage: 2}}"),
     _row("bf16.enabled | bf16", "deepspeed", "ZeRO 3", "runtime/engine.py", "{bf16: {enabled: true}, zero_optimization: {stage: 3}}"),
     _row("bf16.enabled | bf16", "deepspeed", "ZeRO 1, data_types.grad_accum_dtype fp32", "runtime/engine.py", "{bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}}"),
+    _row("bf16.enabled | bf16", "deepspeed", "ZeRO 1, data_types.grad_accum_dtype fp32, release 0.18.4: without ZeRO", "runtime/constants.py: BFLOAT16 and DDP_BFLOAT16 are one word", "{bf16: {enabled: true}}"),
     _row("torch_autocast.enabled | torch_autocast | autocast", "deepspeed", "torch_autocast.enabled", "runtime/torch_autocast.py", "{torch_autocast: {enabled: true}, zero_optimization: {stage: 3}}"),
     _ours("fp16_mixed | fp16 | 16-mixed", "megatron-core, distributed optimizer", "fp16_mixed"),
     _row("--fp16 | fp16", "megatron-lm", "DDP", "training/arguments.py, validate_args", "--fp16"),

@@ -19,6 +19,27 @@ PlaceDtypes = tuple[str, tuple[str, ...], tuple[str, ...]]
 """(where, promised dtypes, dtypes seen)."""
 
 
+_EIGHT_BITS = frozenset({
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu
+})  # fmt: skip
+
+
+def unread(promises: Promises) -> tuple[frozenset[torch.dtype], frozenset[torch.dtype]]:
+    """Dtypes that nothing may read: in a module's forward pass, and in the rest of the step (backward, hooks, reduction, the optimizer's update)."""
+    policy = promises.policy
+    named = {one.torch() for one in vars(policy).values() if isinstance(one, DType)}
+    # BF16 and FP32 runs have no use for FP16, which ends at 65,504
+    found = set() if policy.compute is DType.FP16 else {torch.float16}
+    if policy.compute is DType.FP32:
+        found |= {torch.bfloat16} - named
+    if policy.quantized:  # E5M2 codes are widened by way of FP16, whose upper half they are
+        return frozenset(found), frozenset()
+    # Newton-Schulz runs in BF16 in any recipe; moments of one byte are FP8
+    optimizers = named | ({torch.bfloat16} if promises.matrices is not None else set())
+    eight = frozenset() if torch.uint8 in named else _EIGHT_BITS
+    return frozenset(found) | _EIGHT_BITS, frozenset(found - optimizers) | eight
+
+
 @dataclass
 class Computed:
     """One rank's observation."""
@@ -136,7 +157,8 @@ def _product(
 def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> None:
     """Values that have the promised dtype but were rounded to fewer bits earlier."""
     seen.wrong = _unproved(promises, watch) | {"residual stream": []}
-    seen.wrong["GEMMs"] += [f"{path or 'the model'}: fp16 in {joined(names)}" for path, names in watch.odd.items()]
+    odd = watch.odd.items()
+    seen.wrong["GEMMs"] += [f"{path or 'the model'}: {kind} in {joined(names)}" for (path, kind), names in odd]
     seen.wrong["GEMMs"] += [f"{path} reads {what}" for path, what in watch.products.other.items()]
     policy = promises.policy
     apart = {LOGITS, *watch.angles, *watch.routing}
@@ -174,7 +196,7 @@ def _values_of_ours(promises: Promises, watch: Watch, seen: Computed) -> None:
 
 def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
     """Modules that returned something though none of their operations was seen; excludes modules that call another library, and foreign models."""
-    seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "router", "norms")}
+    seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "softmax", "router", "norms")}
     for path, module in {} if promises.foreign else watch.ran.items():
         if is_library(module):
             continue
@@ -182,6 +204,8 @@ def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
             kind, shown, what = "norms", path in watch.norms, "reciprocal root"
         elif is_attention(module):
             kind, shown, what = "attention", path in watch.attention, "product"
+            if not any(f"{one}.".startswith(f"{path}.") for one in watch.softmax):
+                seen["softmax"].append(f"{path}: no softmax was seen")
         else:
             kind = "router" if is_router(module) else "GEMMs"
             shown, what = path in watch.products.dtypes, "product"

@@ -27,7 +27,7 @@ from mpbridge.observe.audit.fixed import fixed_finding
 from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
 from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings, weight_findings
-from mpbridge.observe.audit.not_observable import FACTOR, why_unseen
+from mpbridge.observe.audit.not_observable import FACTOR, MATRICES, why_unseen
 from mpbridge.observe.audit.observe import Observed, look
 from mpbridge.observe.audit.orthogonal import orthogonal_findings
 from mpbridge.observe.audit.promise import Promises
@@ -238,6 +238,8 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
             why=hidden,
             uncounted=share is None and not hidden,
         )
+        if matrices := why_unseen(engine, promises, MATRICES):
+            findings.append(not_observed(MATRICES, "reduced once, unscaled once", matrices))
     if not math.isnan(result.loss):
         unscaled = why_unseen(engine, promises, "loss scale")
         findings += _scale_findings(followed, result.loss_scale, known=known, why=unscaled)

@@ -42,7 +42,7 @@ class Finding:
     found: str
     ok: bool
     count: int = 0
-    """Tensors, modules or flags that were looked at, summed over ranks."""
+    """Tensors, elements, modules or flags that were looked at, summed over ranks."""
     bytes: int = 0
     """Bytes of the tensors looked at, summed over ranks; 0 if there are none."""
     offenders: tuple[str, ...] = ()

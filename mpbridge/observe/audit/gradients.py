@@ -12,7 +12,7 @@ from typing import Any
 
 from mpbridge.numerics.observation.tensors import sample
 from mpbridge.observe.audit.adapter import answer
-from mpbridge.observe.audit.findings import Finding, judged
+from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
@@ -33,6 +33,8 @@ class Followed:
     """Parameter -> position -> what this rank's optimizer read."""
     owners: dict[str, int] = field(default_factory=dict)
     """Parameter of a foreign loop -> which of several optimizers reads it: each may clip by a norm of its own."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Parameter -> its elements."""
     group: tuple[int, ...] = ()
     """Ranks whose dense gradients are averaged with this one's."""
     experts: tuple[int, ...] = ()
@@ -50,7 +52,8 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
     roots = sum(watch.roots) if watch.roots else None
     apart = _with_my_experts(engine)
     seen = Followed(group=data_parallel(engine), experts=apart, roots=roots, loss=loss, tokens=tokens)
-    alone, shared = _is_alone(engine), _shared(engine)
+    alone, shared = is_alone(engine), _shared(engine)
+    fused = bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
     foreign = bool(getattr(engine, "foreign", False))
     optimizers: dict[int, int] = {}
     for held in holdings(engine):
@@ -61,11 +64,11 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
         tied = id(held.parameter) in shared or _tied(held.parameter, path, engine)
         linear = last == "weight" and ".experts." not in held.name and not tied
         produced = watch.products.gradients.get(path) if linear else None
-        if produced is None and alone:
+        if produced is None and alone and not (fused and held.parameter.dim() > 1):
             produced = watch.arrivals.gradients.get(held.name)
         if produced is None:
             continue
-        seen.produced[held.name] = produced
+        seen.produced[held.name], seen.sizes[held.name] = produced, held.whole
         if foreign:
             seen.owners[held.name] = optimizers.setdefault(id(held.inner), len(optimizers))
         grad = held.gradient if held.updated is not None else None
@@ -88,13 +91,12 @@ def _shared(engine: Any) -> set[int]:
     return {which for which, many in times.items() if many > 1}
 
 
-def _is_alone(engine: Any) -> bool:
-    """Whether a parameter's gradient is exactly what autograd delivers on the ranks that average it: no kernel adds to the buffer outside autograd, there is no sum over
-    tensor-parallel ranks or stages, and it is known over which ranks experts are."""
+def is_alone(engine: Any) -> bool:
+    """Whether a parameter's gradient is exactly what autograd delivers on the ranks that average it: there is no sum over tensor-parallel ranks or stages, and it is
+    known over which ranks experts are."""
     parallel = engine.run.facts.parallel
-    fused = bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
     spread = parallel.expert > 1 and not _with_my_experts(engine)
-    return not fused and not spread and parallel.tensor == parallel.pipeline == 1
+    return not spread and parallel.tensor == parallel.pipeline == 1
 
 
 def _with_my_experts(engine: Any) -> tuple[int, ...]:
@@ -164,14 +166,22 @@ def gradient_findings(
         tolerance=tolerance,
         limit=limit,
     )
-    wrong, ratios = _wrong(ranks, aim)
+    wrong, ratios, looked = _wrong(ranks, aim)
+    if most is not None and ratios and aim.factor is None:
+        wrong[0] += _vanished(ranks, sum(ratios) / len(ratios) / most)
     if uncounted:
         wrong[0].append("no count of tokens was seen")
     promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
     cure = (
         "find what changes them between the backward pass and the optimizer, or leaves those of the last step in them"
     )
-    made = judged("gradients", promised, wrong, count=len(ratios), cure=cure)
+    made = judged("gradients", promised, wrong, count=looked, cure=cure)
+    if made.ok and not looked:
+        return [
+            not_observed(
+                "gradients", promised, "neither a GEMM nor autograd showed a gradient that the optimizer reads"
+            )
+        ]
     if made.ok and why:
         made = dataclasses.replace(made, found="one factor, not observed", unseen=why)
     elif made.ok and ratios and aim.factor is None:
@@ -179,8 +189,8 @@ def gradient_findings(
     return [made]
 
 
-def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float]]:
-    """(what is wrong on each rank, the factors that were found)."""
+def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float], int]:
+    """(what is wrong on each rank, the factors that were found, the number of elements that were compared)."""
     judgements = [[*_judged_gradients(rank, ranks, aim)] for rank in ranks]
     wrong = [
         [text for *_, text in own if text] + _lost(rank, ranks) for own, rank in zip(judgements, ranks, strict=True)
@@ -192,7 +202,28 @@ def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[f
     for ratios in by_owner.values():
         if aim.factor is None and max(ratios) - min(ratios) > 2 * aim.tolerance * abs(min(ratios)):
             wrong[0].append("gradients of different parameters were scaled differently")
-    return wrong, [ratio for ratios in by_owner.values() for ratio in ratios]
+    looked = sum(len(rank.read[name]) for own, rank in zip(judgements, ranks, strict=True) for name, *_ in own)
+    return wrong, [ratio for ratios in by_owner.values() for ratio in ratios], looked
+
+
+_CLIPPED, _LEAST = 2.0**-7.5, 1e-3
+"""A factor below which clipping was strong, and a norm far below what anybody clips to: strong clipping leaves a norm of its limit."""
+
+
+def _vanished(ranks: Sequence[Followed], factor: float) -> list[str]:
+    """Gradients that were clipped while they were still multiplied by a loss scale: their norm, estimated from the samples, is that limit divided by the scale."""
+    squares = {
+        name: sum(value * value for value in values.values()) / len(values) * rank.sizes.get(name, 0)
+        for rank in ranks
+        for name, values in rank.read.items()
+        if values
+    }
+    norm = math.sqrt(sum(squares.values()))
+    if not (0.0 < factor < _CLIPPED and 0.0 < norm < _LEAST):
+        return []
+    return [
+        f"{factor:.2g} times their expected value and of a norm of about {norm:.2g}: clipped before they were unscaled"
+    ]
 
 
 def share_of(ranks: Sequence[Followed]) -> float | None:

@@ -63,10 +63,12 @@ class Held:
             if hasattr(self.inner, "get_unscaled_state"):
                 wide: torch.Tensor = self.inner.get_unscaled_state(self.updated, "master_param")
                 return local(wide).reshape(-1)  # type: ignore[no-any-return]
-        own = self.updated is None or self.part is None
-        if own or local(self.updated).data_ptr() == self.part.data_ptr():  # type: ignore[union-attr]
+        if self.updated is None:
             return None
-        return local(self.updated).detach().reshape(-1)  # type: ignore[no-any-return]
+        updated: torch.Tensor = local(self.updated)
+        # a quantized weight is updated through main weights of its own
+        alone = updated.dtype is not torch.float32 if self.part is None else updated.data_ptr() == self.part.data_ptr()
+        return None if alone else updated.detach().reshape(-1)
 
     @property
     def trained(self) -> torch.Tensor | None:

@@ -7,19 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import agreed, rank, world_size
 from mpbridge.common.errors import AuditFailed
-from mpbridge.common.formats import DType
 from mpbridge.observe.audit.as_read import AsRead
 from mpbridge.observe.audit.cadence import Cadence
+from mpbridge.observe.audit.compute import unread
 from mpbridge.observe.audit.examine import audit, promises_of
 from mpbridge.observe.audit.findings import Finding, Report, audit_table, fault_lines, offenders
 from mpbridge.observe.audit.flags import ScaleRule, scaler_of
 from mpbridge.observe.audit.invariants import Shape, broken, fingerprint
 from mpbridge.observe.audit.judge import weight_findings
+from mpbridge.observe.audit.library import scales_of
 from mpbridge.observe.audit.record import PRECISION, earlier, entry, write_section
 from mpbridge.observe.audit.replicas import copies, replica_findings
 from mpbridge.observe.audit.snapshot import Before, starts
@@ -70,7 +69,8 @@ class AuditHook:
         self._last: Before | None = None
         """The same of the last observed update; None after anything that replaces weights."""
         self._left: Any = None
-        """What the last step left, if the next one is due."""
+        """What the last step left, if the next one is due; likewise Transformer Engine's delayed scales."""
+        self._scales: dict[str, float] = {}
         self._rule: ScaleRule | None = None
         self._wiring: Shape | None = None
         self._updates = Updates()
@@ -85,7 +85,7 @@ class AuditHook:
         """Static audit. Raises AuditFailed unless mode is 'warn'."""
         engine = training.engine
         self._let_go()
-        self._last = self._left = None
+        self._last, self._left, self._scales = None, None, {}
         self.step, self._updates = _iteration(training, self.step), Updates()
         if self.history:
             self.cadence.ask(f"recipe {getattr(engine.run, 'recipe', '')}")
@@ -98,7 +98,7 @@ class AuditHook:
         if step and not self._proved:
             self.cadence.ask("resumed")
             self.history = [one for one in self._earlier if one.get("step", 0) <= step] + self.history
-        self.step, self._updates, self._last, self._left = step, Updates(), None, None
+        self.step, self._updates, self._last, self._left, self._scales = step, Updates(), None, None, {}
         self._follow_scale(engine)
         found = self._first_scale(engine) if not step else []
         found += replica_findings(from_all(copies(engine)))
@@ -110,7 +110,7 @@ class AuditHook:
         """Starts observation if the coming step is due."""
         before, self.step = self.step, _iteration(training, self.step)
         if self.step < before:
-            self._updates, self._last, self._left = Updates(), None, None
+            self._updates, self._last, self._left, self._scales = Updates(), None, None, {}
             self.cadence.ask("rolled back")
             self._follow_scale(training.engine)
         self.cadence.begin()
@@ -121,16 +121,19 @@ class AuditHook:
             known = type(scheduler).__name__ == "OptimizerParamScheduler"
             self._before = Before(engine, self._last, scheduler if known else None, self._left)
             promises = promises_of(engine.run.policy, engine)
-            # BF16 and FP32 runs have no use for FP16, which ends at 65,504
-            odd = None if promises.policy.compute is DType.FP16 else torch.float16
-            self._watch = Watch(promises.gemms if promises.seen else lambda path: None, seed=self.step, odd=odd)
+            odd, behind = unread(promises)
+            gemms = promises.gemms if promises.seen else lambda path: None
+            self._watch = Watch(gemms, seed=self.step, odd=odd, behind=behind)
+            self._watch.library.left = self._scales
             self._watch.start(engine.model)
             self._reading = AsRead(engine, self._before.read, self._watch.aside)
 
     def stepped(self, training: Any, result: Any) -> None:
         """The audit, if the step was observed and applied an update; invariants each time metrics are written."""
         self._stepped(training, result)
-        self._left = starts(training.engine) if self.cadence.due(self.step + 1) else None
+        due = self.cadence.due(self.step + 1)
+        self._left = starts(training.engine) if due else None
+        self._scales = scales_of(training.engine) if due else {}
 
     def _stepped(self, training: Any, result: Any) -> None:
         self.step = (

@@ -134,6 +134,7 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
         [f"{n}: requires_grad was switched off" for n in r.flipped]
         + [f"{n}: in no group" for n in r.outside]
         + [f"{n}: in several optimizers" for n in r.twice]
+        + r.shared
         for r in ranks
     ]
     cure = "put each into one group of one optimizer; it would never be updated, or twice a step"

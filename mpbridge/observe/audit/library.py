@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from mpbridge.common.formats import E4M3
+from mpbridge.numerics.observation.modules import module_paths
 from mpbridge.observe.audit.delayed import tables
 from mpbridge.observe.telemetry.native import normalised
 
 _CODES = ("_data", "_rowwise_data", "_columnwise_data", "_scale_inv")
 """Inner tensors of a quantized tensor that depend on its values alone, not on a release's layout of block scales."""
+
+
+def scales_of(engine: Any) -> dict[str, float]:
+    """'LINEAR x', 'LINEAR dy' -> the delayed scale of each Transformer Engine linear."""
+    return {
+        f"{path} {name}": float(scale)
+        for module, path in module_paths(engine.model).items()
+        for name, _, scale in tables(module)
+    }
 
 
 @dataclass
@@ -26,13 +38,20 @@ class LibraryObservation:
     """'LINEAR x', 'LINEAR dy' -> the amax history at the start of the last micro-batch."""
     amax: dict[str, float] = field(default_factory=dict)
     """'LINEAR x' -> largest element of its input in the last micro-batch, behind a fused norm; not of grouped linears."""
+    left: dict[str, float] = field(default_factory=dict)
+    """'LINEAR x' -> the delayed scale that the step before left; empty: unknown."""
+    moved: list[str] = field(default_factory=list)
+    """Scales that are not those in the first forward pass."""
     _seen: set[str] = field(default_factory=set)
 
     def enters(self, module: Any, path: str, source: torch.Tensor) -> None:
         """Call before a linear's forward pass; source: its input."""
         names = set()
-        for name, history, _ in tables(module):
-            self.begun[f"{path} {name}"] = history.detach().clone()
+        for name, history, scale in tables(module):
+            key = f"{path} {name}"
+            if key not in self.begun and self.left.get(key, float(scale)) != float(scale):
+                self.moved.append(f"{key}: scale {float(scale):.6g}, the step before left {self.left[key]:.6g}")
+            self.begun[key] = history.detach().clone()
             names.add(name)
         if "x" in names and "x1" not in names and source.numel() and type(source) in (torch.Tensor, torch.nn.Parameter):
             self.amax[f"{path} x"] = float(normalised(module, source.detach()).abs().amax())
@@ -85,3 +104,50 @@ def _same(held: Any, anew: Any) -> bool:
     if not isinstance(held, torch.Tensor) or not isinstance(anew, torch.Tensor):
         return True  # this GEMM does not need the copy
     return torch.equal(held, anew)
+
+
+_ROOM = 1.0 + 2.0**-7
+"""Margin for the rounding of the FP32 scales."""
+
+
+def is_quantized(stored: Any) -> bool:
+    """Whether the tensor is one of Transformer Engine's quantized tensors."""
+    return hasattr(stored, "_scale_inv") or hasattr(stored, "_rowwise_scale_inv")
+
+
+@torch.no_grad()
+def is_rounded(stored: Any, main: torch.Tensor, begin: int) -> bool:
+    """Whether the elements of the flattened quantized weight `stored`, from `begin` on, match the FP32 numbers `main` to within half a step of E4M3.
+
+    With a scale s, an element w becomes a code with 3 bits after the leading one: the code is within a relative 2**-4 of s w, and below the normal range
+    within half of the smallest subnormal, 2**-10. A block's scale is above half of 448 / (the whole weight's amax), since rounding a scale to a power of two loses
+    a factor below 2. With one scale for the whole tensor, values beyond its range saturate.
+    """
+    return all(_is_near(one, stored, main, begin) for one in _copies(stored))
+
+
+def _copies(stored: Any) -> Iterator[torch.Tensor]:
+    """The values of its row copy and, of one with other scales along columns (MXFP8), of its column copy, which dgrad reads; flat."""
+    yield stored.dequantize(dtype=torch.float32).reshape(-1)
+    codes, scales = getattr(stored, "_columnwise_data", None), getattr(stored, "_columnwise_scale_inv", None)
+    if type(stored).__name__ != "MXFP8Tensor" or codes is None or scales is None:
+        return
+    rows, columns = codes.shape
+    lines = scales[: -(-rows // 32), :columns].float()  # E8M0: a power of two; the table is padded
+    factor = torch.exp2(lines - 127).repeat_interleave(32, dim=0)[:rows]
+    yield (codes.view(torch.float8_e4m3fn).float() * factor).reshape(-1)
+
+
+def _is_near(whole: torch.Tensor, stored: Any, main: torch.Tensor, begin: int) -> bool:
+    found, wanted = whole[begin : begin + main.numel()], main.float()
+    if found.numel() != main.numel():
+        return False
+    inverse = getattr(stored, "_scale_inv", None)
+    if isinstance(inverse, torch.Tensor) and inverse.numel() == 1:
+        step = float(inverse)
+        wanted = wanted.clamp(-E4M3.largest * step, E4M3.largest * step)
+    else:
+        # the largest element was itself rounded, by at most 2**-4
+        step = 2.0 * (1.0 + 2.0**-3) * float(whole.abs().amax() if whole.numel() else 0.0) / E4M3.largest
+    bound = wanted.abs() * 2.0 ** -(E4M3.mantissa + 1) + E4M3.smallest / 2 * step
+    return bool(((found - wanted).abs() <= bound * _ROOM).all())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.numerics.observation.modules import is_library, is_norm
-from mpbridge.observe.audit.gradients import data_parallel
+from mpbridge.observe.audit.gradients import data_parallel, is_alone
 from mpbridge.observe.audit.promise import Promises
 
 
@@ -34,6 +34,11 @@ def _apex(engine: Any, promises: Promises) -> bool:
 
 def _fused_accumulation(engine: Any, promises: Promises) -> bool:
     return bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
+
+
+def _beside_kernels(engine: Any, promises: Promises) -> bool:
+    """Whether neither a linear's GEMM nor autograd shows what the optimizer should read."""
+    return (_library(engine, promises) or _fused_accumulation(engine, promises)) and not is_alone(engine)
 
 
 def _fused_loss(engine: Any, promises: Promises) -> bool:
@@ -64,6 +69,7 @@ def _context(engine: Any, promises: Promises) -> bool:
 
 
 FACTOR = "factor of gradients"
+MATRICES = "gradients of matrices"
 _TE = "Transformer Engine computes it in its own library, bypassing torch's dispatcher; the inputs, outputs and state of its modules are checked"
 
 UNSEEN = (
@@ -73,7 +79,11 @@ UNSEEN = (
     Unseen(subject="norms", when=_library, why=_TE),
     Unseen(subject="norms", when=_apex, why="Apex's norm is one kernel"),
     Unseen(subject="quantized GEMMs", when=_library, why=_TE),
-    Unseen(subject="gradients", when=_library, why=_TE),
+    Unseen(
+        subject="gradients",
+        when=_beside_kernels,
+        why="kernels of linears bypass torch's dispatcher, and other ranks add to what autograd delivers",
+    ),
     Unseen(subject="loss", when=_fused_loss, why="a fused cross entropy is one kernel"),
     Unseen(
         subject="wire: which gradients",
@@ -96,7 +106,7 @@ UNSEEN = (
         why="calculate_per_token_loss is set: backward starts at sums over tokens, the report has means over micro-batches",
     ),
     Unseen(
-        subject="gradients",
+        subject=MATRICES,
         when=_fused_accumulation,
         why="gradient_accumulation_fusion adds weight gradients to their buffer inside one kernel",
     ),

@@ -77,8 +77,8 @@ def details(module: Any, quant: Quant) -> tuple[str, str]:
     )
 
 
-def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, str, str | None]]:
-    """(operands, promised element format, the one that a quantizer writes).
+def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, Any, Any]]:
+    """(operands, promised element format, the one that a quantizer writes), and of NVFP4's quantizers the options that the recipe object gives each of them.
 
     A module keeps the quantizers that it has made while the class of its recipe stays (module/base.py, 2.11 to 2.20: `set_meta_tensor`), so they can
     differ from the recipe object that it shows.
@@ -86,10 +86,19 @@ def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, str, str | None]
     made = getattr(module, "quantizers", None) or {}
     states = (("scaling_fwd", "inputs and weights"), ("scaling_bwd", "gradients"))
     for (state, operands), wanted in zip(states, ELEMENTS[quant.format], strict=True):
-        for quantizer in made.get(state) or ():
+        for number, quantizer in enumerate(made.get(state) or ()):
             yield operands, wanted, _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""))
+            # input, weight, output; gradients (common/recipe NVFP4BlockScalingRecipeState)
+            part = "bwd_grad" if state == "scaling_bwd" else "fwd_weight" if number % 3 == 1 else "fwd_inp"
+            asked = getattr(recipe_of(module), f"fp4_quant_{part}", None)
+            for option, attribute in () if asked is None else _OPTIONS:
+                yield f"{option} of {operands}", getattr(asked, option, None), getattr(quantizer, attribute, None)
 
 
+_OPTIONS = (
+    ("random_hadamard_transform", "with_rht"), ("stochastic_rounding", "stochastic_rounding"), ("fp4_2d_quantization", "with_2d_quantization"),
+)  # fmt: skip
+"""Field of Transformer Engine's QParams -> attribute of an NVFP4Quantizer."""
 _ELEMENTS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2", "kFloat4E2M1": "e2m1"}
 """transformer_engine_torch.DType -> a key of formats.FORMATS."""
 

@@ -48,7 +48,7 @@ class Quantizations:
 
 def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantizations:
     """Compares every linear that is promised to be quantized with what its GEMMs read."""
-    seen = Quantizations(cached=watch.library.cached, outdated=watch.library.stale)
+    seen = Quantizations(cached=watch.library.cached, outdated=watch.library.stale, stale=watch.library.moved)
     for path, module in linears(engine.model).items():
         gemms = promises.gemms(path)
         if not gemms.distinct:

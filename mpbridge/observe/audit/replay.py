@@ -260,8 +260,11 @@ def _weight_fault(
     decay = settings.weight_decay * start.weight if decoupled else torch.zeros_like(update)
     wanted = start.weight - settings.lr * (update + decay)
     bound = settings.lr * (_UPDATE * (update.abs() + decay.abs()) + room["exp_avg"] / first / denominator)
-    # where a second moment is near zero, its own rounding shows in the quotient
-    bound = bound + settings.lr * update.abs() * (room["exp_avg_sq"] / second).sqrt() / denominator
+    # what the second moment's own rounding may do to its root, which is most where it is near zero
+    square, spread = moments["exp_avg_sq"], room["exp_avg_sq"]
+    low, root, high = ((one.clamp_min(0) / second).sqrt() for one in (square - spread, square, square + spread))
+    slack = torch.maximum(root - low, high - root)
+    bound = bound + settings.lr * update.abs() * slack / (denominator - slack).clamp_min(dict(settings.own)["eps"])
     bound = bound + 4 * half_ulp(torch.maximum(start.weight.abs(), wanted.abs()), held.kept)
     wrong = int(((_sampled(trained) - wanted).abs() > bound).sum())
     return f"{wrong} of {wanted.numel()} elements are not what the update makes of them ({settings})" if wrong else ""

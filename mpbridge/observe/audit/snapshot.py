@@ -80,7 +80,8 @@ class Before:
                 # after anything that replaces states, they may come from a recipe with narrow ones
                 self.coarse += [] if since is None else _rounded(held, start)
         # where the optimizer counts other updates, steps ran that nobody told of
-        seen = {name: start for name, (count, start) in (left or {}).items() if count == self.steps.get(name)}
+        now = counted(self.steps)
+        seen = {name: start for name, (count, start) in (left or {}).items() if count == now.get(name)}
         self.between = changed(seen, self.starts)
 
     def read(self, seen: Any) -> None:
@@ -123,7 +124,14 @@ class Before:
 def starts(engine: Any) -> dict[str, tuple[float, Start]]:
     """(number of updates, what the next one begins with) of every parameter whose update can be replayed."""
     found = {held.name: (_step(held), start_of(held)) for held in holdings(engine)}
-    return {name: (count, start) for name, (count, start) in found.items() if start is not None}
+    steps = counted({name: count for name, (count, _) in found.items()})
+    return {name: (steps[name], start) for name, (_, start) in found.items() if start is not None}
+
+
+def counted(steps: Mapping[str, float]) -> dict[str, float]:
+    """Parameter -> number of its updates. Muon counts none: it steps as often as the optimizer beside it."""
+    most = max(steps.values(), default=0.0)
+    return {name: count or most for name, count in steps.items()}
 
 
 def draws_of(engine: Any) -> int | None:

@@ -26,44 +26,11 @@ from mpbridge.numerics.observation.modules import (
     tensors_in,
 )
 from mpbridge.numerics.observation.operations import OperationObserver
-from mpbridge.numerics.observation.tensors import digest, factors, is_coarse, is_narrow, local, sample, storage
+from mpbridge.numerics.observation.tensors import digest, factors, is_coarse, is_narrow, local, storage
+from mpbridge.observe.audit.arrivals import Arrivals
 from mpbridge.observe.audit.library import LibraryObservation
 from mpbridge.observe.audit.products import Products
 from mpbridge.precision.policy import Gemms
-
-
-class Arrivals:
-    """Samples of the gradient that autograd delivers to each parameter in the observed step, summed over micro-batches."""
-
-    def __init__(self) -> None:
-        self.gradients: dict[str, dict[int, float]] = {}
-        """Parameter -> position in it -> sum."""
-        self._asked: dict[str, Any] = {}
-        self._handles: list[Any] = []
-
-    def ask(self, name: str, parameter: Any) -> None:
-        """Starts recording this parameter's gradients; a later forward pass that reads the same tensor adds no second hook."""
-        if not (parameter.requires_grad and torch.is_grad_enabled()) or self._asked.get(name) is parameter:
-            return
-        self._asked[name] = parameter
-        self._handles.append(parameter.register_hook(self._look(name, parameter.shape)))
-
-    def _look(self, name: str, shape: torch.Size) -> Callable[[torch.Tensor], None]:
-        def look(gradient: torch.Tensor) -> None:
-            if gradient.shape != shape or gradient.is_sparse:
-                return
-            found = self.gradients.setdefault(name, {})
-            for where, value in sample(gradient, 0, gradient.numel()).items():
-                found[where] = found.get(where, 0.0) + value
-
-        return look
-
-    def forget(self) -> None:
-        """Removes every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._asked.clear()
 
 
 @contextmanager
@@ -90,6 +57,8 @@ def counted(chunks: list[Any], note: Callable[[int], None]) -> Iterator[None]:
 
 
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+_BY_HAND = frozenset({"exp", "exp_", "exp2", "exp2_"})
+"""Operations of an attention that are a softmax's, written out."""
 _ROUTING = frozenset({"_softmax", "topk", "sigmoid"})
 """Operations of a router that read its logits, or scores computed from them."""
 _FUSED_ATTENTION = "_scaled_dot_product"
@@ -123,13 +92,14 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         gemms_of: Callable[[str], Gemms | None] = lambda path: None,
         *,
         seed: int = 0,
-        odd: torch.dtype | None = None,
+        odd: frozenset[torch.dtype] = frozenset(),
+        behind: frozenset[torch.dtype] = frozenset(),
     ) -> None:
-        """odd: a dtype in which nothing of the model is to compute."""
+        """odd: dtypes that no operation of a module's forward pass is to read; behind: those that none of the rest of the step is."""
         super().__init__()
-        self._odd = odd
-        self.odd: dict[str, dict[str, None]] = defaultdict(dict)
-        """Module -> operations that read that dtype in its forward pass."""
+        self._odd, self._behind = odd, behind
+        self.odd: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+        """(Module or other place, such a dtype) -> operations that read it there."""
         self.coarse: dict[str, None] = {}
         """Linears, routers and attentions that read activations of 3 or fewer mantissa bits."""
         self.lost: dict[str, None] = {}
@@ -320,12 +290,16 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
     # --- operations ----------------------------------------------------------------------------------------------------------------------
     def computes(self, name: str, args: Any) -> None:
         """Notes the dtypes of softmax, routing, norms and the loss, and where backward starts."""
-        if self._stack and self._odd is not None and args and getattr(args[0], "dtype", None) is self._odd:
-            self.odd[self._stack[-1][1]][name] = None
+        read = getattr(args[0], "dtype", None) if args else None
+        if read in (self._odd if self._stack else self._behind):
+            owner = self._graph.owner()
+            where = self._stack[-1][1] if self._stack else f"backward of {owner}" if owner else "outside of modules"
+            self.odd[where, storage(args[0])][name] = None
         # with a capacity limit, a router also sorts integers
         if name in _ROUTING and self._stack and is_router(self._stack[-1][0]) and args[0].is_floating_point():
             self._routed(args[0])
-        if name in _SOFTMAX or name.startswith(_FUSED_ATTENTION):
+        by_hand = name in _BY_HAND and any(is_attention(module) for module, _ in self._stack)
+        if name in _SOFTMAX or name.startswith(_FUSED_ATTENTION) or by_hand:
             self._softmax(name, args[0])
         elif name in _NORMS:
             self._norm(name, args[0])

@@ -6,13 +6,14 @@ import fnmatch
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from mpbridge.common.formats import E4M3
 from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf16, is_narrow, local, positions
 from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
+from mpbridge.observe.audit.library import is_quantized, is_rounded
 from mpbridge.observe.audit.replay import betas_of, half_ulp, is_decoupled
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.watch import Watch
@@ -91,38 +92,6 @@ def _is_wide(held: Held) -> bool:
     return all(local(held.state[name]).dtype is torch.float32 for name in ("exp_avg", "exp_avg_sq"))
 
 
-_ROOM = 1.0 + 2.0**-7
-"""Margin for the rounding of the FP32 scales."""
-
-
-def is_quantized(stored: Any) -> bool:
-    """Whether the tensor is one of Transformer Engine's quantized tensors."""
-    return hasattr(stored, "_scale_inv") or hasattr(stored, "_rowwise_scale_inv")
-
-
-@torch.no_grad()
-def is_rounded(stored: Any, main: torch.Tensor, begin: int) -> bool:
-    """Whether the elements of the flattened quantized weight `stored`, from `begin` on, match the FP32 numbers `main` to within half a step of E4M3.
-
-    With a scale s, an element w becomes a code with 3 bits after the leading one: the code is within a relative 2**-4 of s w, and below the normal range
-    within half of the smallest subnormal, 2**-10. A block's scale is above half of 448 / (the whole weight's amax), since rounding a scale to a power of two loses
-    a factor below 2. With one scale for the whole tensor, values beyond its range saturate.
-    """
-    whole = stored.dequantize(dtype=torch.float32).reshape(-1)
-    found, wanted = whole[begin : begin + main.numel()], main.float()
-    if found.numel() != main.numel():
-        return False
-    inverse = getattr(stored, "_scale_inv", None)
-    if isinstance(inverse, torch.Tensor) and inverse.numel() == 1:
-        step = float(inverse)
-        wanted = wanted.clamp(-E4M3.largest * step, E4M3.largest * step)
-    else:
-        # the largest element was itself rounded, by at most 2**-4
-        step = 2.0 * (1.0 + 2.0**-3) * float(whole.abs().amax() if whole.numel() else 0.0) / E4M3.largest
-    bound = wanted.abs() * 2.0 ** -(E4M3.mantissa + 1) + E4M3.smallest / 2 * step
-    return bool(((found - wanted).abs() <= bound * _ROOM).all())
-
-
 EXPERTS = "*.experts.*"
 _SIXTEEN = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SAFETY = 1.25
@@ -156,6 +125,8 @@ class Weights:
     """Trainable, but in no group of the optimizer."""
     twice: list[str] = field(default_factory=list)
     """Updated by more than one optimizer."""
+    shared: list[str] = field(default_factory=list)
+    """Parameters whose memory is another one's too: an update of one is lost, or both get it."""
     frozen_rate: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     """Parameters of a foreign model whose module did not run and that have no gradient."""
@@ -180,7 +151,7 @@ class Weights:
 
 def standing(engine: Any) -> Weights:
     """What can be checked without an update: which parameters are in the optimizer, and which equal their main weights."""
-    seen = Weights()
+    seen = Weights(shared=_sharing(engine))
     for held in holdings(engine):
         _membership(seen, held)
         _equality(seen, held)
@@ -202,6 +173,18 @@ def are_codes(main: torch.Tensor) -> bool:
     lines = lines[(lines > 0).sum(dim=1) > _LINE * 3 // 4]
     counts = [int(torch.unique(line).numel()) for line in lines]
     return len(counts) >= 4 and all(2 < count <= _CODES for count in counts)
+
+
+def _sharing(engine: Any) -> list[str]:
+    """Parameters that lie, in part, where another one does; a foreign model may tie them like this."""
+    if getattr(engine, "foreign", False):
+        return []
+    places = sorted(
+        (own.data_ptr(), own.numel() * own.element_size(), name)
+        for name, own in ((name, local(one.detach())) for name, one in engine.named_parameters())
+        if type(own) is torch.Tensor and own.is_contiguous() and own.numel() and own.data_ptr()
+    )
+    return [f"{b}: in the memory of {a}" for (at, size, a), (then, _, b) in pairwise(places) if then < at + size]
 
 
 def _membership(seen: Weights, held: Held) -> None:
@@ -251,7 +234,7 @@ def _equality(seen: Weights, held: Held) -> None:
 
 def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) -> Weights:
     """`standing`, plus the effect of the update just applied on every parameter. watch: what was observed of the step; None: unknown."""
-    seen = Weights()
+    seen = Weights(shared=_sharing(engine))
     read = None if watch is None else watch.read
     before.zeros = set() if watch is None else _zeros(watch)
     zeros = {name for name in before.zeros if not before.was_zero(name)}
@@ -275,7 +258,10 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
             continue
         rests = held.rests or (foreign and (held.group or {}).get("lr", lr) == 0)
         still = lr > 0 and before.rates.get(name) == 0 and bool((held.group or {}).get("lr_mult", 1.0))
-        due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests, still=still, zeros=zeros)
+        # a schedule may have set the next step's rate already
+        rates = {float((held.group or {}).get("lr") or 0.0), float(before.rates.get(name) or 0.0)} - {0.0}
+        least = min(rates, default=lr)
+        due = _motion(seen, held, trained, before.digests.get(name), least, rests=rests, still=still, zeros=zeros)
         if name in seen.moved:
             rate, decay = None if foreign else lr, before.decays.get(name)
             if is_another(held, trained, before.samples.get(name), rate, decay):
@@ -303,7 +289,7 @@ def _motion(
     held: Held,
     trained: torch.Tensor,
     earlier: int | None,
-    lr: float,
+    rate: float,
     *,
     rests: bool,
     still: bool,
@@ -312,7 +298,7 @@ def _motion(
     """Records whether the parameter moved, and whether an update larger than rounding was due. rests: a foreign loop gives its group a rate of 0 in this
     step, or skips its optimizer. still: its rate was 0 before the step, unlike the step's. zeros: parameters whose gradient is zero."""
     name = held.name
-    size, known = _update(held, trained, lr)
+    size, known = _update(held, trained, rate)
     without = known and not bool(size.any())
     least = half_ulp(trained.float(), held.kept)
     due = bool((size > _SAFETY * least).any())
@@ -338,9 +324,8 @@ def _motion(
     return due
 
 
-def _update(held: Held, trained: torch.Tensor, lr: float) -> tuple[torch.Tensor, bool]:
+def _update(held: Held, trained: torch.Tensor, rate: float) -> tuple[torch.Tensor, bool]:
     """(magnitude of each element's update, whether a zero there means that no gradient arrived)."""
-    rate = float((held.group or {}).get("lr", lr) or lr)
     gradient = held.gradient
     if type(held.inner).__name__ in ADAMS:
         first, second = held.moment("exp_avg"), held.moment("exp_avg_sq")

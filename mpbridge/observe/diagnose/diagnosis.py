@@ -126,6 +126,7 @@ class Diagnosis:
             "run": str(self.run.folder),
             "recipe": self.run.recipe,
             "steps": len(self.run.curves.rows),
+            "measured_steps": len(self.run.measured),
             "verdict": self.verdict,
             "onsets": [asdict(one) for one in self.onsets],
             "tensors": [str(one) for one in self.odd[:20]],

@@ -31,6 +31,10 @@ PLACES = (
 )
 
 
+ALIKE = 1.03
+"""Steps closer than this are told apart by no prediction: of two layouts that differ in pipeline stages alone one is listed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """One way to run a model."""
@@ -100,7 +104,7 @@ def search(
 ) -> tuple[Layout, ...]:
     """The fastest layouts of that world size that are legal and may fit in memory: those that fit before those that are tight, each
     fastest first; empty if there are none. Of layouts that differ only in virtual stages, recomputation, the optimizer's distribution, or in context
-    parallelism for a larger micro-batch, the fastest that fits.
+    parallelism for a larger micro-batch, the fastest that fits; of those that differ in pipeline stages and by less than 3 %, far less than the error band, one.
 
     Every candidate that a quick memory bound does not rule out is priced; bytes and rules are then checked from the fastest on, until there are enough.
     stated: the author set whether the optimizer is distributed, so it is not changed. among: consider only that many, those with the fewest changes from
@@ -120,6 +124,7 @@ def search(
         priced += _price(policy, _Family(policy, family), family, machine, using, tally)
     priced = sorted((one for one in priced if below is None or one.seconds < below), key=lambda one: one.order)
     found: dict[tuple[object, ...], Layout] = {}
+    near: dict[tuple[object, ...], list[float]] = {}
     # other numbers of virtual stages may change the order
     enough = most + (3 if among is None else 0)
     for one in priced:
@@ -130,12 +135,16 @@ def search(
         sizes = _sizes(one.run)
         if sizes in found and found[sizes].answer == "fits":
             continue
+        alike = near.setdefault(_but_for_stages(one.run), [])
+        if among is None and any(one.seconds < ALIKE * other for other in alike):
+            continue
         layout = _judged(policy, one, machine, tally)
         if layout is not None and (layout.answer == "fits" or sizes not in found):
             found[sizes] = layout
+            alike += [layout.seconds] if layout.answer == "fits" else []
     listed = sorted(found.values(), key=_rank)[:enough]
     if among is None:
-        listed = sorted((_staged(policy, one, machine, using) for one in listed), key=_rank)
+        listed = _distinct(sorted((_staged(policy, one, machine, using) for one in listed), key=_rank))
     return tuple(listed[:most])
 
 
@@ -159,6 +168,22 @@ def _sizes(run: RunFacts) -> tuple[object, ...]:
     """What distinguishes layouts for a reader."""
     at = run.parallel
     return at.tensor, at.pipeline, at.expert, run.micro_batch_size / at.context
+
+
+def _but_for_stages(run: RunFacts) -> tuple[object, ...]:
+    """What distinguishes layouts whose steps take as long."""
+    tensor, _, *others = _sizes(run)
+    return tensor, *others
+
+
+def _distinct(listed: list[Layout]) -> list[Layout]:
+    """Without those that a faster one of the list stands for: numbers of virtual stages bring them closer."""
+    kept = list[Layout]()
+    for one in listed:
+        alike = (other for other in kept if _but_for_stages(other.run) == _but_for_stages(one.run))
+        if not any(other.answer == one.answer and one.seconds < ALIKE * other.seconds for other in alike):
+            kept.append(one)
+    return kept
 
 
 def why_none(

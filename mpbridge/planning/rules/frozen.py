@@ -38,6 +38,9 @@ def _twice_on_hopper(case: Case) -> str:
     return f"a frozen base in stored {copied[0].scaling} weights on {case.run.machine.name}"
 
 
+_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="nothing-is-trained",
@@ -54,6 +57,18 @@ RULES: tuple[Rule, ...] = (
         expected="targets among the linears of attention, MLPs and Mamba layers, on one tensor-parallel rank",
         cure="data or pipeline parallelism (parallel.tensor_model_parallel_size=1), or other model.lora_targets",
         source="mpbridge/backend/models/adapters.py",
+    ),
+    Rule(
+        id="frozen-tied-embedding-on-two-stages",
+        when=lambda c: (
+            c.run.shape.tied and c.run.parallel.pipeline > 1 and len({is_frozen(c.policy, one) for one in _TIED}) > 1
+        ),
+        found=lambda c: (
+            f"frozen {', '.join(map(repr, c.policy.frozen))} covers one of {' and '.join(_TIED)}, tied across pipeline stages"
+        ),
+        expected="both or neither: megatron-core adds up the gradients of both, and a stage waits forever for one that has none",
+        cure="model.share_embeddings_and_output_weights=false, parallel.pipeline_model_parallel_size=1, or frozen globs that leave the embedding out",
+        source="megatron-core 0.16.1 distributed/finalize_model_grads.py _allreduce_embedding_grad",
     ),
     Rule(
         id="frozen-on-one-engine",

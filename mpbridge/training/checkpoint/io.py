@@ -122,7 +122,9 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False, weigh
             if weights_alone:
                 return answer
             own = of_run(training.run)
-            if answer.kind != "weights only" and found.realization != own.realization:
+            # each rounds by another rule: remainders ties away from zero, a cast to the even neighbour
+            other = found.realization != own.realization or found.policy != own.policy
+            if answer.kind != "weights only" and other:
                 follow_main_weights(training.engine.model, training.engine.optimizer)
             with _together():
                 _resume_plain(training, plain, contents, same_layout=found.parallel == own.parallel)

@@ -39,7 +39,12 @@ class Feed:
         if wanted:
             with bar("packing the corpus", quiet=rank() != 0) as told:
                 self.corpus = open_corpus(
-                    run.data, seq_length=self.seq_length, seed=seed, vocab_size=self.vocab_size, told=told
+                    run.data,
+                    seq_length=self.seq_length,
+                    seed=seed,
+                    vocab_size=self.vocab_size,
+                    code=run.container.may_be_code("data.tokenizer"),
+                    told=told,
                 )
         self._opened: dict[str, Any] = {}
 

@@ -120,13 +120,15 @@ def open_corpus(
     seq_length: int,
     seed: int,
     vocab_size: int | None = None,
+    code: bool = True,
     told: ProgressCallback = lambda done, total: None,
 ) -> Corpus:
     """The corpus that a run's data section names. Collective: rank 0 prepares it while the other ranks wait.
 
-    vocab_size: the model's; a tokenizer with a larger one is refused. Raises DataError, on every rank if rank 0 failed.
+    vocab_size: the model's; a tokenizer with a larger one is refused. code: whether the tokenizer may be a function. Raises DataError, on every rank if
+    rank 0 failed.
     """
-    tok = tokenizer(str(data.get("tokenizer") or "byte"), data.get("end_of_text"))
+    tok = tokenizer(str(data.get("tokenizer") or "byte"), data.get("end_of_text"), code=code)
     if vocab_size is not None and tok.vocab_size > vocab_size:
         raise DataError(too_small(vocab_size, tok.vocab_size))
     ready = on_first_rank(lambda: _ready(data, told))

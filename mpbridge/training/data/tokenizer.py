@@ -51,15 +51,19 @@ class FileTokenizer:
         self.unique_identifiers = {"library": library, "sha256": digest}
 
 
-def tokenizer(name: str = BYTE, end: str | int | None = None) -> Any:
+def tokenizer(name: str = BYTE, end: str | int | None = None, *, code: bool = True) -> Any:
     """The tokenizer called `name`: 'byte', a local folder or file, a repository in the Hugging Face cache, or 'package.module:function'.
 
-    end: the end-of-text token or its id, instead of the files' own. The result has `tokenize(text) -> list[int]`, `eod`, `vocab_size`
-    and `unique_identifiers`. Raises DataError.
+    end: the end-of-text token or its id, instead of the files' own. code: False refuses functions, for names that a file gave. The result has
+    `tokenize(text) -> list[int]`, `eod`, `vocab_size` and `unique_identifiers`. Raises DataError.
     """
     if name == BYTE:
         return _bytes(end)
     if is_factory(name):
+        if not code:
+            raise DataError(
+                f"data.tokenizer={name!r} is a function that a file names, and files do not run code: if you trust it, name it yourself (data.tokenizer={name})"
+            )
         module, _, function = name.partition(":")
         try:
             return getattr(importlib.import_module(module), function)()

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpbridge.common.errors import BadValue, Refused
+from mpbridge.common.errors import BadValue, Refused, cut
 from mpbridge.common.files import lines_of, read_json, write
 from mpbridge.common.report.history import PRECISION, read_history
 from mpbridge.common.shipped import VERSION, install
@@ -109,6 +109,9 @@ class Evidence:
             policy = self.data["policy"]
             sent = {"gradients": policy["reduce"], "parameters": policy["gather"] or policy["params"]}
             promised = {f"wire: {kind}": [_FORMATS.get(word, word)] for kind, word in sent.items()}
+            if odd := [str(words[0]) for words in promised.values() if words[0] not in WIDTHS]:
+                faults.append(f"comm: the policy's {cut(', '.join(odd))} is no precision that is known here")
+                return None
             word = min((words[0] for words in promised.values()), key=WIDTHS.__getitem__)
             return Lowest(word=word, seen=promised, unobserved="a single process sends nothing: promised by the recipe")
         sizes = {name: int(parallel[name] or 1) for name in ("tensor", "pipeline", "context", "expert")}

@@ -115,7 +115,10 @@ def _model(path: Path) -> Iterator[Any]:
 def _tokens(run: Any, text: str, sequences: int) -> torch.Tensor:
     """int64 [sequences, length + 1]."""
     length = int(run.facts.shape.seq_length)
-    made = tokenizer(run.data["tokenizer"], run.data.get("end_of_text")).tokenize(text[: 64 * sequences * (length + 1)])
+    tok = tokenizer(
+        run.data["tokenizer"], run.data.get("end_of_text"), code=run.container.may_be_code("data.tokenizer")
+    )
+    made = tok.tokenize(text[: 64 * sequences * (length + 1)])
     count = min(sequences, len(made) // (length + 1))
     if not count:
         raise BadValue(f"the text has {len(made)} tokens, expected at least {length + 1}: one sequence of the run")

@@ -33,6 +33,14 @@ def test_nothing_is_loaded_and_nothing_ends_the_data_early() -> None:
     assert data_of(text)["title"] == "</script><b>x</b>"
 
 
+def test_half_of_a_surrogate_pair_is_written_as_its_escape() -> None:
+    page = Page("half \ud800", {})
+    page.text("\udfff too")
+    text = page.html().encode().decode()
+    assert data_of(text)["blocks"][0]["text"] == "\udfff too"
+    assert "half \\ud800" in text
+
+
 def test_a_column_without_a_value_is_left_out() -> None:
     page = Page("t", {})
     heads = [Column(name=name) for name in "abcd"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpbridge.cli.main import main
-from mpbridge.common.errors import DataError
+from mpbridge.common.errors import DataError, MpbridgeError
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.importers import read_args, read_file
 from mpbridge.interop.stacks.nearest import answer, apart
@@ -20,6 +20,20 @@ def test_an_empty_file_is_no_configuration(name: str, text: str, tmp_path: Path)
     with pytest.raises(DataError):
         read_file(tmp_path / name)
     assert main(["import", str(tmp_path / name)]) != 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"zero_optimization": {"stage": 1e400}}',
+        '{"zero_optimization": {"stage": 1' + 400 * "0" + "}}",
+        '{"fp16": {"enabled": true, "initial_scale_power": 999999999}}',
+    ],
+)
+def test_a_number_beyond_all_bounds_is_a_fault(text: str, tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text(text)
+    with pytest.raises(MpbridgeError, match="expected a number of at most"):
+        read_file(tmp_path / "zero.json")
 
 
 # --- Python configurations ---------------------------------------------------------------------------------------------------------------------

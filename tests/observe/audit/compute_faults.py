@@ -57,6 +57,28 @@ def embedding_rounded(engine: Any) -> None:
     changed(gpt(engine).embedding, "forward", narrow)
 
 
+def hook_on_gradients(dtype: torch.dtype, name: str = "word_embeddings.weight") -> Callable[[Any], None]:
+    """Gradients pass through a narrower dtype before anything reads them."""
+
+    def plant(engine: Any) -> None:
+        for full, parameter in engine.named_parameters():
+            if full.endswith(name) and parameter.requires_grad:
+                parameter.register_hook(lambda grad: grad.to(dtype).to(grad.dtype))
+
+    return plant
+
+
+def output_gradient_rounded(engine: Any) -> None:
+    """What comes back to the embedding is rounded to BF16 on its way."""
+
+    def hook(out: torch.Tensor) -> torch.Tensor:
+        if out.requires_grad:  # not in an evaluation
+            out.register_hook(narrow)
+        return out
+
+    changed(gpt(engine).embedding, "forward", hook)
+
+
 def router_in_bf16(engine: Any) -> None:
     for layer in gpt(engine).decoder.layers:
         layer.mlp.router.config.moe_router_dtype = None
@@ -81,6 +103,25 @@ def probabilities_rounded(engine: Any) -> None:
 def softmax_flag_off(engine: Any) -> None:
     for layer in gpt(engine).decoder.layers:
         layer.self_attention.core_attention.scale_mask_softmax.softmax_in_fp32 = False
+
+
+def softmax_by_hand(engine: Any) -> None:
+    """In BF16, by other operations than a softmax."""
+
+    def forward(scores: torch.Tensor, mask: Any, *args: Any) -> torch.Tensor:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        narrow = scores.bfloat16().masked_fill(future, -1e4)
+        weights = (narrow - narrow.amax(-1, keepdim=True)).exp()
+        return (weights / weights.sum(-1, keepdim=True)).to(scores.dtype)
+
+    linear(engine, "self_attention.core_attention").scale_mask_softmax.forward = forward
+
+
+def attention_reads_e5m2(engine: Any) -> None:
+    attention = linear(engine, "self_attention.core_attention")
+    real = attention.forward
+    to = torch.float8_e5m2
+    attention.forward = lambda q, k, *args, **more: real(q.to(to).to(q.dtype), k.to(to).to(k.dtype), *args, **more)
 
 
 def stream_rounded(engine: Any) -> None:

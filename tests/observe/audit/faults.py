@@ -186,6 +186,11 @@ def main_weights_cast(engine: Any) -> None:
     after(engine, "train_step", cast)
 
 
+def parameters_alias(engine: Any) -> None:
+    one, two = (gpt(engine).decoder.layers[number].pre_mlp_layernorm.weight for number in (0, 1))
+    two.data = one.data
+
+
 def stored_as(dtype: torch.dtype, *path: str) -> Callable[[Any], None]:
     """The parameters of one module rest in another dtype."""
 

@@ -99,6 +99,9 @@ def test_a_buffer_that_no_recipe_decides_is_named_with_its_dtype(build: Any, dri
     assert (promised.promised, promised.found, promised.ok) == ("fp32", "fp32", True)
     # megatron-core casts the counts of tokens with the model (Megatron-LM #7081)
     assert "bf16: local_tokens_per_expert" in other.found
+    # a row that samples says how many elements it compared: 48 of each parameter, fewer of a smaller one
+    parameters = hook.reports["live"].find("params").count
+    assert 40 * parameters < hook.reports["live"].find("gradients").count <= 48 * parameters
 
 
 def test_frozen_sgd_is_named_at_a_rate_that_shows(build: Any, drive: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from mpbridge.observe.audit import AuditHook
 from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.updates import inner_optimizers
+from tests.observe.audit.faults import after
 
 Between = Callable[[Any, int], None]
 
@@ -138,6 +139,24 @@ def test_a_schedule_that_reaches_a_rate_of_0_after_the_step_is_healthy(build: An
         return result
 
     engine.train_step = train_step
+    assert faults(engine, nothing, steps=1) == []
+
+
+def test_a_rate_that_the_next_step_will_have_is_not_this_ones(build: Any) -> None:
+    """Under a warm-up; an update of this step's rate is below half a unit in the last place of 1e-5, one of the next step's above it."""
+    engine = build("fp32")
+    with torch.no_grad():
+        for held in holdings(engine):
+            if held.name.endswith("linear_fc1.weight"):
+                held.updated.data.copy_(torch.sign(held.updated.data) * 1e-5)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 3e-13
+
+    def warmer() -> None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 6e-13
+
+    after(engine, "train_step", warmer)
     assert faults(engine, nothing, steps=1) == []
 
 

@@ -79,6 +79,21 @@ def wide(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
     )  # what torch's iteration casts with
 
 
+def test_steps_that_nobody_told_of_are_no_change_of_the_momentum(engine: Any) -> None:
+    from mpbridge.observe.audit.snapshot import Before, starts
+
+    batches = tiny.batches()
+    engine.train_step(batches, microbatches=2)
+    left = starts(engine)
+    assert Before(engine, left=left).between == []
+    engine.train_step(batches, microbatches=2)
+    assert Before(engine, left=left).between == []
+    left = starts(engine)
+    for state in engine.optimizer.parts[0].state.values():
+        state["momentum_buffer"].mul_(0.5)
+    assert len(Before(engine, left=left).between) == 8
+
+
 PLANTS: dict[str, tuple[Callable[..., None] | None, dict[str, str]]] = {
     "healthy": (None, {}),
     "Newton-Schulz in FP32": (wide, {"newton-schulz": "fp32"}),

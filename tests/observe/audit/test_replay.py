@@ -126,6 +126,13 @@ def test_another_update_is_named(monkeypatch: pytest.MonkeyPatch, name: str, cha
     assert stepped(monkeypatch, OPTIMIZERS[name], change).wrong
 
 
+def test_a_weight_decay_that_is_tripled_inside_of_the_first_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second moment has one term then, so that its root, and with it the update, is known to a few bits."""
+    for make in (OPTIMIZERS["AdamW"], OPTIMIZERS["FusedAdam"]):
+        assert stepped(monkeypatch, make, of_group(weight_decay=0.003), steps=1, weight_decay=0.001).wrong
+        assert not stepped(monkeypatch, make, steps=1, weight_decay=0.001).wrong
+
+
 def test_settings_that_differ_over_ranks_and_norms_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [stepped(monkeypatch, OPTIMIZERS["AdamW"], lr=lr) for lr in (1e-3, 1.1e-3)]
     norm = ranks[0].squares["weight"][0] ** 0.5

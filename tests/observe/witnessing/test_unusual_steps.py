@@ -80,6 +80,13 @@ def gradients_times(factor: float, part: Callable[[Any], Any] = lambda model: mo
     return act
 
 
+def clipped_while_scaled(model: Any) -> None:
+    """What `clip_grad_norm_` does before `GradScaler.unscale_`."""
+    gradients_times(65536.0)(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    gradients_times(1 / 65536.0)(model)
+
+
 def normalized(parameter: torch.Tensor) -> None:
     """What nGPT does, and is no fault."""
     if parameter.dim() == 2:
@@ -96,6 +103,7 @@ BEHIND = {
     # an optimizer that is made anew for every step
     "moments dropped": (stepping(after=lambda model, optimizer: optimizer.state.clear()), "bits of states"),
     "gradients turned round": (stepping(before=gradients_times(-1.0)), "gradients"),
+    "clipped while they are scaled": (stepping(before=clipped_while_scaled), "gradients"),
     "no update": (stepping(steps=lambda which, number: False), "optimizer stepped"),
 }
 

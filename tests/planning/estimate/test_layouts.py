@@ -278,6 +278,19 @@ def test_fewer_than_one_layout_is_refused(capsys):
         assert f"--most {most}: expected at least 1" in capsys.readouterr().err
 
 
+def test_no_two_layouts_of_the_list_differ_in_stages_alone_and_take_as_long():
+    target = machine("gb300")
+    run = ConfigContainer.load("configs/llama3_70b.yaml").resolved(64, machine=target, versions=ASSUMED, training=False)
+    found = search(run.policy, dataclasses.replace(run.facts, environment={}), target, most=6)
+    pairs = [pair for pair in itertools.combinations(found, 2) if len({without_stages(one.run) for one in pair}) == 1]
+    assert pairs  # those that differ by more are listed
+    assert all(other.seconds >= 1.03 * one.seconds for one, other in pairs)
+
+
+def without_stages(run):
+    return run.parallel.tensor, run.parallel.expert, run.micro_batch_size / run.parallel.context
+
+
 def test_published_numbers_of_virtual_stages_are_considered():
     policy, facts = facts_of("llama3_70b", 64, "train.global_batch_size=128")
     virtual = {

@@ -233,6 +233,9 @@ TABLE = {
     "adapters-do-not-follow": (
         {"config": {"frozen": ["*"]}, "shape": LORA, "parallel": Parallel(world_size=2, tensor=2)}, {"config": {"frozen": ["*"]}, "shape": LORA, "parallel": PP2},
     ),
+    "frozen-tied-embedding-on-two-stages": (
+        {"config": {"frozen": ["embedding.*"]}, "parallel": PP2}, {"config": {"frozen": ["*"]}, "shape": LORA, "parallel": PP2},
+    ),
     "frozen-on-one-engine": (
         {"config": {"frozen": ["*"]}, "shape": LORA, "engine": "fsdp2", "optimizer": OptimizerFacts()}, {"config": {"frozen": ["*"]}, "shape": LORA},
     ),

@@ -225,6 +225,32 @@ def test_amaxes_that_are_not_those_of_the_inputs_are_named(monkeypatch) -> None:
     assert "the newest amax of its history" in said
 
 
+@pytest.mark.parametrize("fused", ["true", "false"])
+@pytest.mark.parametrize(("change", "said_of_it"), [(lambda grad: grad * 2, "2 times its expected value"), (lambda grad: grad.bfloat16(), "differs from")])  # fmt: skip
+@on_hopper
+def test_gradients_that_change_on_their_way_to_the_optimizer_are_named(fused, change, said_of_it) -> None:
+    """Where a kernel adds weight gradients to their buffer, autograd still delivers those of norms."""
+
+    def plant(engine) -> None:
+        config = engine.configs.model
+        finalize = config.finalize_model_grads_func
+
+        def changed(*args, **kwargs) -> None:
+            finalize(*args, **kwargs)
+            for _, parameter in engine.named_parameters():
+                parameter.main_grad.copy_(change(parameter.main_grad))
+
+        config.finalize_model_grads_func = changed
+
+    # a single micro-batch's gradients are BF16 numbers already
+    batches = ("train.micro_batch_size=1", "train.global_batch_size=4")
+    more = (f"model.gradient_accumulation_fusion={fused}", *batches)
+    said = found(DELAYED, *more, hooks=(Plant(built=plant),))
+    assert "gradients: promised reduced once" in said
+    assert said_of_it in said
+    assert ("linear_proj.weight" in said) is (fused == "false")
+
+
 @pytest.mark.parametrize("recipe", [NVFP4] if BLACKWELL else [DELAYED, BLOCKWISE])
 def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_named(recipe, monkeypatch) -> None:
     from megatron.core.transformer.module import MegatronModule
@@ -252,6 +278,61 @@ def test_transposes_of_an_earlier_step_are_named(monkeypatch) -> None:
     said = found(TENSORWISE, ALL, *OVERLAP)
     assert "quantized copies as read" in said
     assert "(its column copy)" in said
+
+
+@on_blackwell
+def test_column_copies_of_an_earlier_step_are_named() -> None:
+    """dgrad reads them; row copies are right."""
+
+    def plant(engine) -> None:
+        linear = next(one for name, one in engine.model[0].named_modules() if name.endswith("layers.1.mlp.linear_fc1"))
+        kept, forward = linear.weight._columnwise_data.clone(), linear.forward
+
+        def stale(*args, **kwargs):
+            linear.weight._columnwise_data.copy_(kept)
+            return forward(*args, **kwargs)
+
+        linear.forward = stale
+
+    said = found(MXFP8, *OVERLAP, "optimizer.lr=1e-2", hooks=(Plant(built=plant),))
+    assert "quantized weights as read" in said
+    assert "layers.1.mlp.linear_fc1.weight" in said
+
+
+@on_blackwell
+@pytest.mark.parametrize(
+    ("state", "option", "said_of_it"),
+    [("scaling_fwd", "with_rht", "random_hadamard_transform of inputs and weights false"), ("scaling_bwd", "stochastic_rounding", "stochastic_rounding of gradients false")],
+)  # fmt: skip
+def test_quantizers_with_other_options_than_the_recipe_object_are_named(state, option, said_of_it) -> None:
+    def plant(engine) -> None:
+        linear = next(one for name, one in engine.model[0].named_modules() if name.endswith("layers.1.mlp.linear_fc1"))
+        forward = linear.forward
+
+        def other(*args, **kwargs):
+            for quantizer in linear.quantizers.get(state, ()):
+                setattr(quantizer, option, False)
+            return forward(*args, **kwargs)
+
+        linear.forward = other
+
+    said = found(NVFP4, ALL, hooks=(Plant(built=plant),))
+    assert said_of_it in said
+    assert "decoder.layers.1.mlp.linear_fc1" in said
+
+
+@on_hopper
+@pytest.mark.parametrize("table", ["scaling_fwd", "scaling_bwd"])
+def test_a_scale_that_changes_between_two_steps_is_named(table) -> None:
+    class Halved(Hook):
+        def stepped(self, training, result) -> None:
+            (linear,) = (one for name, one in training.engine.model[0].named_modules() if name.endswith("layers.1.mlp.linear_fc1"))  # fmt: skip
+            if training.counters.iteration == 1:
+                linear.fp8_meta[table].scale.mul_(0.5)
+
+    said = found(DELAYED, hooks=(Halved(),))
+    assert "delayed scales" in said
+    assert "the step before left" in said
 
 
 @on_hopper

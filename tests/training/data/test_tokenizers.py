@@ -270,6 +270,18 @@ def test_who_says_which_token_fills_up_is_asked_in_order(tmp_path: Path) -> None
     assert found() == (None, "pad_token of tokenizer_config.json says 1, which ends a text")
 
 
+def test_a_function_that_only_a_file_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data: {tokenizer: 'evil:fn'}")
+    (tmp_path / "plain.yaml").write_text("mixed_precision: fp32")
+    given = ConfigContainer.load(tmp_path / "plain.yaml")
+    given.data.tokenizer = "mine:fn"
+    said = ConfigContainer.load(tmp_path / "run.yaml", ["data.tokenizer='mine:fn'"], check=False)
+    theirs = ConfigContainer.load(tmp_path / "run.yaml", ["mixed_precision=fp32"], check=False)
+    assert [one.may_be_code("data.tokenizer") for one in (given, said, ConfigContainer(), theirs)] == [True] * 3 + [False]  # fmt: skip
+    with pytest.raises(DataError, match=r"files do not run code.*\(data.tokenizer=evil:fn\)"):
+        tokenizer("evil:fn", code=theirs.may_be_code("data.tokenizer"))
+
+
 def test_no_loss_is_taken_from_the_padding_of_a_pair(tmp_path: Path) -> None:
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

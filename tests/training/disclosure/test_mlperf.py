@@ -153,6 +153,7 @@ def _alone(data):
 
 REFUSED = {
     "unseen attention": (_history(_unseen), ["attn: no audit saw it (its own library computes it)", "row 'attention'"]),
+    "an unknown word on the wire": (lambda data: data["policy"].update(reduce="posit8"), ["comm: the policy's posit8"]),
     "an unknown word": (_history(_odd), ["compute of step", "posit8"]),
     "a failed audit": (_history(_failed), ["found deviations", "exp_avg: promised fp32, found bf16"]),
     "no step": (_alone, ["no step was audited", "linear: no audit saw it", "attn: no audit saw it"]),
