@@ -123,7 +123,7 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False, weigh
                 return answer
             own = of_run(training.run)
             # each rounds by another rule: remainders ties away from zero, a cast to the even neighbour
-            other = found.realization != own.realization or found.policy.remainders != own.policy.remainders
+            other = found.realization != own.realization or found.policy != own.policy
             if answer.kind != "weights only" and other:
                 follow_main_weights(training.engine.model, training.engine.optimizer)
             with _together():

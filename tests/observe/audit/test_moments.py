@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mpbridge.common.errors import AuditFailed
 from mpbridge.training.base import Hook
@@ -50,6 +51,25 @@ STAGES = [{"recipe": "fp32", "until": 2}, {"recipe": "bf16_mixed"}]
 def test_the_first_step_of_a_new_stage_is_audited(tmp_path: Path) -> None:
     pretrain(tiny_run(tmp_path, STAGES, train=SHORT | {"train_iters": 4}, audit={"every": 0}, logger=QUIET), quiet=True)
     assert audited(tmp_path) == [(1, "first update"), (3, "recipe bf16_mixed")]
+
+
+class _Ties(Hook):
+    """Every main weight in BF16 and a remainder lies halfway between two BF16 numbers."""
+
+    def stepped(self, training: Any, result: Any) -> None:
+        if training.counters.iteration == 2:
+            found = [state["master_param"] for state in faults.states(training.engine)]
+            assert {one.dtype for one in found} == {torch.int16}
+            for one in found:
+                one.fill_(-32768)
+
+
+def test_a_stage_rounds_the_weights_of_the_one_before_by_its_own_rule(tmp_path: Path) -> None:
+    """Remainders round ties away from zero, a cast of FP32 main weights to the even neighbour."""
+    stages = [{"recipe": "bf16_mixed_bf16_moments", "until": 2}, {"recipe": "bf16_mixed"}]
+    sections: dict[str, Any] = {"train": SHORT | {"train_iters": 3}, "audit": {"every": 0}, "logger": QUIET}
+    run = tiny_run(tmp_path, stages, ddp={"use_distributed_optimizer": True}, **sections)
+    assert pretrain(run, hooks=[_Ties()], quiet=True).iterations == 3
 
 
 def test_the_first_step_of_a_stage_that_a_resume_begins_with_is_audited(tmp_path: Path) -> None:
