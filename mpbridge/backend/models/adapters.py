@@ -51,7 +51,16 @@ def add_adapters(model: Any, shape: ModelShape, arguments: Mapping[str, Any]) ->
         module.adapter = Adapter(inner, out, rank, scale, torch.float32).to(module.weight.device)
         if hasattr(module, "return_layernorm_output"):
             module.return_layernorm_output = True
+        if hasattr(module, "activation_dtype"):
+            module.register_forward_pre_hook(_checked)
         module.register_forward_hook(_added)
+
+
+def _checked(module: Any, args: tuple[Any, ...]) -> None:
+    """Transformer Engine's modules compare the input's dtype with every parameter below them, FP32 adapters included (module/base.py set_activation_dtype);
+    with the base's weight it is compared here."""
+    if module.weight.dtype == args[0].dtype:
+        module.activation_dtype = args[0].dtype
 
 
 def _added(module: Any, args: tuple[Any, ...], result: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpbridge.observe.audit.snapshot import Before
 
 LARGEST = 1 << 18
-"""Elements of a matrix that is replayed: the SVD of a larger one takes seconds."""
+"""Elements of a matrix that is replayed, three times: a larger one would take longer than a step."""
 MOST = 2
 """Matrices replayed on each audit: the smallest ones first, then the next ones."""
 FAR = 0.2

@@ -78,6 +78,16 @@ RULES: tuple[Rule, ...] = (
         cure=f"engine={DEFAULT}",
         source="mpbridge/backend/models/adapters.py",
     ),
+    Rule(
+        id="fp32-adapters-in-a-reused-buffer",
+        about="stored",
+        when=lambda c: c.core and c.run.shape.lora_rank and c.policy.reuse_grad_buffer and c.policy.keep_fp32,
+        found="FP32 adapters beside MXFP8 weights that are gathered through the gradient buffer",
+        expected="adapters in the parameters' dtype: gradients of FP32 ones came out as zero (megatron-core 0.16.1 on a played B200)",
+        cure=f"mixed_precision.lora_dtype=null, or {PLAIN_WEIGHTS}",
+        source="tests/te_cpu/inside/training.py",
+        emulated="silent",
+    ),
     warning(
         id="adapters-beside-a-trained-base",
         when=lambda c: c.run.shape.lora_rank and not c.policy.frozen,

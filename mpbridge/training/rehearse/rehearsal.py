@@ -160,7 +160,7 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         if done.stopped is not None and done.iterations < steps:
             stopped = f"{done.stopped} after {done.iterations} of {steps} steps"
     except MpbridgeError as error:
-        failure = str(error)
+        failure = error.line
     # without the first fifth, in which delayed scaling is still finding its scales
     parts = from_all((ear.statistics.summary(warmup=steps // 5), ear.quantized, ear.high, failure))
     tensors: dict[tuple[str, str], dict[str, Any]] = {}

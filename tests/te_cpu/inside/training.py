@@ -59,6 +59,19 @@ def test_a_recipe_trains_on_transformer_engines_modules_and_passes_its_audit(rec
     assert "transformer_engine" in seen.modules
 
 
+def test_adapters_train_beside_a_stored_base() -> None:
+    seen = Seen()
+    recipe, weights, overrides = RUNS[0]
+    narrow = ("mixed_precision.lora_dtype=null",) if BLACKWELL else ()  # rule fp32-adapters-in-a-reused-buffer
+    summary = pretrain(
+        tiny(recipe, "train.audit=stop", "model.num_layers=1", *overrides, *narrow, model="lora_tiny"),
+        hooks=[seen],
+        quiet=True,
+    )
+    assert summary.last_loss < summary.first_loss
+    assert seen.classes["decoder.layers.0.self_attention.linear_qkv.weight"] == weights
+
+
 HYBRID = ("model.hybrid_override_pattern=M-M*-M-", "model.num_layers=7")
 UNSTORED = ("mixed_precision.fp8_param_gather=false", "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false")
 HYBRIDS = (
