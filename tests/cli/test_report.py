@@ -83,3 +83,12 @@ def test_a_real_run_resumes_from_what_it_names(tmp_path, monkeypatch, capsys):
     assert answer["precision"]["worst"]["row_error"] > 0
     assert main(["report", "run", "--out", "page.html"]) == 0
     assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+def test_a_number_in_the_place_of_a_folder_is_no_folder(folder, capsys):
+    place = folder(STEPS, [GOOD])
+    data = json.loads((place / "precision.json").read_text())
+    data["config"]["checkpoint"]["save"] = 3
+    (place / "precision.json").write_text(json.dumps(data))
+    assert main(["report", str(place)]) == 0
+    assert "resume" in capsys.readouterr().out
