@@ -90,6 +90,11 @@ def on_target(box: ConfigContainer, world: int, where: TargetMachine, **changes:
     )
 
 
+def leaves_batch(made: Run) -> bool:
+    """Whether the global batch is a default, which another layout would not have."""
+    return "train.global_batch_size" not in made.origin
+
+
 def reference(made: Run, where: TargetMachine) -> Run:
     """bf16_mixed in the same layout on the target. Raises MpbridgeError if it is not valid there."""
     return on_target(

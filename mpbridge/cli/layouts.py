@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import TARGET, left_out, on_target, target
+from mpbridge.cli._target import TARGET, leaves_batch, left_out, on_target, target
 from mpbridge.cli.options import JSON, RUN, arg, container, wanted_world, whole
 from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
@@ -71,7 +71,12 @@ def _search(
                 made.policy, facts, where.machine, most=args.most, using=where.constants, stated=stated, refused=refused
             )
             found += [
-                (made.recipe, one, line(one.run, made.facts if valid else None) or "as configured") for one in mine
+                (
+                    made.recipe,
+                    one,
+                    line(one.run, made.facts if valid else None, batch=leaves_batch(made)) or "as configured",
+                )
+                for one in mine
             ]
             if not mine:
                 faults.append(f"{made.recipe}: {why_none(made.policy, facts, where.machine, refused, stated=stated)}")

@@ -84,7 +84,7 @@ def measured(rounds: int, recipe: str, emulate: str, *more: str) -> dict[str, fl
         return engine.train_step(stream, microbatches=1)
 
     def audited() -> None:
-        hook._updates = Updates()  # the hook did not see the plain steps in between
+        hook._updates, hook._left, hook._scales = Updates(), None, {}  # the hook did not see the plain steps in between
         hook.stepping(training)
         hook.stepped(training, plain())
 

@@ -180,9 +180,10 @@ def sample(flat: torch.Tensor, start: int, count: int) -> dict[int, float]:
 
 @torch.no_grad()
 def factors(before: torch.Tensor, after: torch.Tensor) -> list[tuple[float, float]]:
-    """(quotient of the two, what two roundings may have changed of it, both relative) at sampled elements where the first is not zero and the second is normal."""
+    """(quotient of the two, what two roundings may have changed of it, both relative) at sampled elements where the first is not zero and the second is normal, or too small for any factor above a millionth."""
     where = positions(before.numel()).to(before.device)
     low, out = before.reshape(-1)[where].double(), after.reshape(-1)[where].double()
     coarse = max((before.dtype, after.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-    shows = (low != 0) & (out.abs() > torch.finfo(coarse).smallest_normal)
+    least = torch.finfo(coarse).smallest_normal
+    shows = (low != 0) & ((out.abs() > least) | (low.abs() > least * 2**20))
     return [(one, 2 * torch.finfo(coarse).eps) for one in (out / low)[shows].tolist()]

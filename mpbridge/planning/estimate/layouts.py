@@ -53,14 +53,15 @@ class Layout:
     @property
     def line(self) -> str:
         """Settings to paste after a command."""
-        return line(self.run)
+        return line(self.run, batch=True)
 
 
-def line(run: RunFacts, than: RunFacts | None = None) -> str:
-    """The run's layout as settings to paste after a command; than: only those in which it differs from this run."""
+def line(run: RunFacts, than: RunFacts | None = None, *, batch: bool = False) -> str:
+    """The run's layout as settings to paste after a command; than: only those in which it differs from this run. batch: the global batch too, which its author left to
+    a default that follows from the layout."""
     known = set(_settings(than)) if than is not None else set()
     made = [setting for setting in _settings(run) if setting not in known]
-    if than is not None and run.global_batch_size != than.global_batch_size:
+    if (batch and made) or (than is not None and run.global_batch_size != than.global_batch_size):
         made.append(f"train.global_batch_size={run.global_batch_size}")
     return " ".join(made)
 

@@ -323,6 +323,7 @@ FAULTS = (
     Fault("a matrix never refreshed", f.one_weight_never_refreshed, ("core muon",), ("weights as read",), "linear_fc1"),
     Fault("adapters' scale halved", scale_times(0.5), (*ADAPTERS, "lora tensorwise", "lora nvfp4"), ("adapters",), "adapter", early=False, quick=True),
     Fault("an adapter's result doubled", result_times(2.0), ADAPTERS, ("adapters",), "adapter", early=False),
+    Fault("an adapter's result lost", result_times(0.0), ADAPTERS, ("adapters",), "adapter", early=False, quick=True),
     Fault("FP32 adapters stored in BF16", cast, ("lora wide", "lora hybrid", "lora mxfp8"), ("params", "invariants"), "adapter", quick=True),
     Fault("FP32 adapters multiply in BF16", computed_in_bf16, ("lora wide", "lora hybrid", "lora mxfp8"), ("compute",), "adapter"),
     Fault("an adapter reads E4M3", reads_e4m3, ADAPTERS, ("compute",), "adapter"),
