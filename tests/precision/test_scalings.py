@@ -32,6 +32,7 @@ MAY_NAME_ONE = FOREIGN | {
     "numerics/certificates/expected.py": "variants are of NVFP4 alone",
     "settings/huggingface/kept.py": "engines exclude modules by the method's name, which is a scaling's in one case",
     "training/serving/": "causes and activations of served formats are by scaling",
+    "observe/audit/orthogonal.py": "a word of Muon for tensor parallelism",
     "precision/registry.py": "words of other stacks, with what to choose here",
     "precision/config.py": "megatron-core's own defaults, which mean nothing",
     "precision/megatron_spec/fields.py": "megatron-core's own defaults of fp8_recipe and fp4_recipe",

@@ -21,7 +21,7 @@ from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
 from mpbridge.interop.stacks.recognized import TITLES, Recognized, deepspeed_file, recognize_words
 from mpbridge.interop.stacks.versions import version_for
-from mpbridge.precision.yaml_loader import bounded_loader
+from mpbridge.precision.yaml_loader import bounded_loader, said
 
 LONGEST = 2000
 """Maximum length of one line about a file, regardless of its contents."""
@@ -238,7 +238,7 @@ def load(text: str, name: str) -> Any:
         # a TOML file without keys counts as an empty file, not as an empty mapping
         return (tomllib.loads(text) or None) if name.endswith(".toml") else yaml.load(text, Loader=_plain_loader())
     except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        first = str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__
+        first = said(error)[:MOST_SHOWN]
         raise DataError(f"{name or 'the file'}: cannot be read: {first}") from None
 
 

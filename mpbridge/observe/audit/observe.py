@@ -28,7 +28,7 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.audit.weights import Weights, moved, standing
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.regions import GEMMS, Gemms
-from mpbridge.precision.scalings import ELEMENTS, scaling_of_recipe
+from mpbridge.precision.scalings import ELEMENTS, SCALINGS, scaling_of_recipe
 from mpbridge.precision.wording import HIGH, quant_text, rule_words
 
 if TYPE_CHECKING:
@@ -257,11 +257,11 @@ def _quantizers(module: Any, promised: Gemms) -> tuple[str, str]:
     slots = zip(READ_BY, (*(made.get("scaling_fwd") or ())[:2], *(made.get("scaling_bwd") or ())[:1]), strict=False)
     pairs = []
     for role, quantizer in slots:
-        for gemm, side in zip(READ_BY[role], ("rowwise", "columnwise"), strict=True):
+        for gemm, side in zip(READ_BY[role], ("row", "column"), strict=True):
             quant = getattr(promised, gemm)
             wanted = HIGH if quant is None else f"{quant.element(gradient=role == 'grad_output')} {quant.scaling}"
             pairs.append(
-                (f"{gemm} {role}", wanted, _quantizer_text(getattr(quantizer, f"{side}_quantizer", quantizer)))
+                (f"{gemm} {role}", wanted, _quantizer_text(getattr(quantizer, f"{side}wise_quantizer", quantizer)))
             )
     wrong = [(name, wanted, found) for name, wanted, found in pairs if wanted != found]
     return ", ".join(f"{name} {wanted}" for name, wanted, _ in wrong), ", ".join(
@@ -275,9 +275,7 @@ def _quantizer_text(quantizer: Any) -> str:
     return f"{element} {scaling}".strip()
 
 
-_QUANTIZERS = {
-    "IdentityQuantizer": HIGH, "Float8CurrentScalingQuantizer": "tensorwise", "Float8BlockQuantizer": "blockwise", "MXFP8Quantizer": "mxfp8", "NVFP4Quantizer": "nvfp4",
-}  # fmt: skip
+_QUANTIZERS = {"IdentityQuantizer": HIGH} | {row.quantizer: row.name for row in SCALINGS.values() if row.quantizer}
 """Class of Transformer Engine's quantizers -> its scaling."""
 
 

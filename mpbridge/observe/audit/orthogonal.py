@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,9 +16,6 @@ from mpbridge.numerics.observation.tensors import local
 from mpbridge.observe.audit.findings import Finding, not_observed
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.promise import Promises
-
-if TYPE_CHECKING:
-    from mpbridge.observe.audit.snapshot import Before
 
 LARGEST = 1 << 18
 """Elements of a matrix that is replayed, three times: a larger one would take longer than a step."""
@@ -118,7 +115,16 @@ def _is_gathered(held: Held) -> bool:
     return getattr(held.inner, "mode", "blockwise") != "blockwise" and getattr(held.updated, "partition_dim", -1) != -1
 
 
-def orthogonal(engine: Any, promises: Promises, before: Before) -> Orthogonal:
+class Earlier(Protocol):
+    """What `snapshot.Before` keeps of a step's beginning, by parameter."""
+
+    whole: dict[str, torch.Tensor]
+    """As `matrices_before`."""
+    rates: dict[str, float]
+    decays: dict[str, float]
+
+
+def orthogonal(engine: Any, promises: Promises, before: Earlier) -> Orthogonal:
     """What this rank sees; a collective, which every rank calls. before: from before the update."""
     word = engine.configs.optimizer.muon_fp32_matmul_prec
     found = Orthogonal(promised=WORDS.get(word, str(word)))
@@ -143,7 +149,7 @@ def orthogonal(engine: Any, promises: Promises, before: Before) -> Orthogonal:
     return found
 
 
-def _apart(engine: Any, one: Hidden, before: Before) -> dict[str, float] | None:
+def _apart(engine: Any, one: Hidden, before: Earlier) -> dict[str, float] | None:
     """Format -> relative distance of a matrix's update from its replay; None on a rank without rows or where no gradient was read."""
     from mpbridge.backend.engines.muon import ShardMuon, parts_of, split_of
 

@@ -182,7 +182,11 @@ def _sharing(engine: Any) -> list[str]:
     places = sorted(
         (own.data_ptr(), own.numel() * own.element_size(), name)
         for name, own in ((name, local(one.detach())) for name, one in engine.named_parameters())
-        if type(own) is torch.Tensor and own.is_contiguous() and own.numel() and own.data_ptr()
+        if type(own) is torch.Tensor
+        and own.is_contiguous()
+        and own.numel()
+        and own.data_ptr()
+        and own.device.type != "meta"
     )
     return [f"{b}: in the memory of {a}" for (at, size, a), (then, _, b) in pairwise(places) if then < at + size]
 

@@ -11,6 +11,7 @@ from mpbridge.precision.megatron_spec.precision_field import ModuleRules
 from mpbridge.precision.megatron_spec.versions import SINCE_017, current
 from mpbridge.precision.policy import Gemms, Quant, Region
 from mpbridge.precision.regions import GEMMS
+from mpbridge.precision.scalings.rows import ROWS
 from mpbridge.precision.wording import rule_words
 
 
@@ -81,10 +82,8 @@ def _config(configs: dict[str, Any], index: int, region: Region, *, outside: boo
 
 FACTORIES = "mpbridge.backend.megatron.gemm_factories"
 """The module in which Transformer Engine's quantizer factories are found by the names below."""
-QUANTIZERS: Mapping[str, str] = {
-    "tensorwise": "current_scaling_factory", "blockwise": "float8_block_scaling_factory", "mxfp8": "mxfp8_factory", "nvfp4": "nvfp4_factory",
-}  # fmt: skip
-"""Scaling -> factory of Transformer Engine's quantizers (pytorch/custom_recipes/quantizer_factories.py, since 2.19)."""
+QUANTIZERS: Mapping[str, str] = {row.name: row.made_by for row in ROWS if row.made_by}
+"""Scaling -> factory of Transformer Engine's quantizers."""
 SINCE = "2.19"
 """Release of Transformer Engine whose hybrid quantizers mix formats in one linear."""
 _HIGH = "high"

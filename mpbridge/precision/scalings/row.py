@@ -182,6 +182,10 @@ class Scaling:
     compute: tuple[DType, ...] = (DType.BF16, DType.FP16, DType.FP32)
     """Legal dtypes of the surrounding computation."""
     options: tuple[Option, ...] = ()
+    quantizer: str = ""
+    """Class of Transformer Engine's quantizers that one linear may mix with those of other scalings (hybrid quantizers, since 2.19)."""
+    made_by: str = ""
+    """What makes one: its function in Transformer Engine's pytorch/custom_recipes/quantizer_factories.py."""
     entry: str | None = None
     """bf16_with_<entry>_mixed is its plain recipe."""
     substitutes: tuple[str, ...] = ()

@@ -62,6 +62,7 @@ ROWS: tuple[Scaling, ...] = (
             _switch("power_of_two", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", set_means=True, since="2.2", meaning="scales rounded down to powers of two"),
             _BACKWARD,
         ),
+        quantizer="Float8CurrentScalingQuantizer", made_by="current_scaling_factory",
         entry="fp8_current_scaling", substitutes=("delayed",), preference=2,
     ),
     Scaling(
@@ -84,6 +85,7 @@ ROWS: tuple[Scaling, ...] = (
             _switch("power_of_two", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", set_means=False, since="2.3", meaning="block scales are powers of two"),
             _BACKWARD,
         ),
+        quantizer="Float8BlockQuantizer", made_by="float8_block_scaling_factory",
         entry="fp8_subchannel_scaling", substitutes=("mxfp8", "tensorwise"), preference=1,
     ),
     Scaling(
@@ -94,6 +96,7 @@ ROWS: tuple[Scaling, ...] = (
         sizes=Sizes(tokens=32, inner=32, outer=32, shard=32, expert=32, tile=128, source=f"{_TE} csrc/quantizer.cpp, tensor/mxfp8_tensor.py",
                     shard_source=f"{_SHARD}: mxfp8_tensor.py"),
         emulation="e8m0_blocks", recipes=(("2.0", "MXFP8BlockScaling"),), core="mxfp8", options=(_BACKWARD,),
+        quantizer="MXFP8Quantizer", made_by="mxfp8_factory",
         entry="mxfp8", substitutes=("blockwise", "tensorwise"), preference=0,
     ),
     Scaling(
@@ -135,6 +138,7 @@ ROWS: tuple[Scaling, ...] = (
             _switch("fast_math", "NVTE_USE_FAST_MATH", set_means=True, since="2.14", meaning="approximate division, no rounding after the transform, and multipliers in BF16 where a cast is not fused with it"),
             _BACKWARD,
         ),
+        quantizer="NVFP4Quantizer", made_by="nvfp4_factory",
         entry="nvfp4", substitutes=("mxfp8", "blockwise", "tensorwise"), preference=4,
     ),
     Scaling(

@@ -54,7 +54,7 @@ def test_an_honest_checkpoint_passes_and_holds_no_pickle_of_ours(place):
     look(place)
     listed = set(store.check(place)["files"])
     assert listed == {
-        METADATA, COMMON, writer.CONFIG, DATA, INDEX, STATE, FILE, io.CONFIG,
+        METADATA, COMMON, writer.CONFIG, DATA, INDEX, STATE, FILE, store.CONFIG,
     }  # fmt: skip
 
 

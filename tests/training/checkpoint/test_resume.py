@@ -286,7 +286,7 @@ def test_the_config_and_the_fingerprint_are_inside(tmp_path):
     made = run("bf16_mixed_bf16_moments", iters=1, ddp=DIST, checkpoint={"save": str(tmp_path)})
     go(made)
     place = store.locate(tmp_path)
-    assert ConfigContainer.load(place / checkpoint.CONFIG) == made.container
+    assert ConfigContainer.load(place / store.CONFIG) == made.container
     assert read_fingerprint(place).stored == {
         "exp_avg": "float32", "exp_avg_sq": "float32", "main_params": "float32", "params": "bfloat16",
     }  # fmt: skip

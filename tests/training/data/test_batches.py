@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mpbridge.common.errors import BadValue, DataError
+from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.data.batches import FIELDS, Feed
 
 SEQ = 16
@@ -44,6 +45,7 @@ def _run(tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, **train: 
             "cache_dir": str(tmp_path / "cache"),
         },
         facts=SimpleNamespace(shape=SimpleNamespace(vocab_size=vocab_size, seq_length=SEQ)),
+        container=ConfigContainer(),
     )
 
 
