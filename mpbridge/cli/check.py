@@ -228,6 +228,9 @@ def _print(answer: _Answer) -> None:
         rows = [(other.gains, _short(other.outlook), other.settings) for other in answer.others]
         print_table(("instead", "step and memory", "to change"), rows)
         print_line()
+    elif one.answer and one.capability.native:
+        print_line("instead  nothing close to this layout gains more than the band; all layouts: mpbridge layouts")
+        print_line()
     for note in answer.notes:
         print_line(f"note   {note}")
     print_line(f"verdict  {one.verdict}")

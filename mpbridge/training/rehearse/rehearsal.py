@@ -17,8 +17,8 @@ from mpbridge.numerics import Emulation
 from mpbridge.numerics.scales import DEFAULT_RELEASE
 from mpbridge.numerics.statistics import Statistics
 from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.training.admission import resume_point
 from mpbridge.training.base import Hook
-from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.io import load
 from mpbridge.training.loop import pretrain
 from mpbridge.training.machine import process_group
@@ -101,8 +101,7 @@ def rehearse(
     """
     for name in recipes:
         get_mixed_precision_config(name)
-    load = dict(container.checkpoint).get("load")
-    weights = store.locate(Path(load)) if load else None
+    weights = resume_point(dict(container.checkpoint))
     title = f"Rehearsal of {len(recipes)} recipe{'s' if len(recipes) != 1 else ''}, {steps} step{'s' if steps != 1 else ''} each"
     result = Rehearsal(title=title, made=_made(container, steps))
     if weights is not None:

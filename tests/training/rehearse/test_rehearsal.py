@@ -109,6 +109,8 @@ def test_a_rehearsal_begins_from_a_checkpoints_weights(
     assert all(recipe["losses"][0] < 5.0 for recipe in report["recipes"])  # 5.8 from scratch
     assert main([*command, f"checkpoint.load={tmp_path / 'nowhere'}"]) == 2
     assert "no such folder" in capsys.readouterr().err
+    first = tmp_path / "first"  # as in a folder of `mpbridge init`: nothing has been saved yet
+    assert main([*command, f"checkpoint.load={first}", f"checkpoint.save={first}"]) == 0
 
 
 def test_a_rehearsal_that_a_signal_ends_is_interrupted_and_judges_no_part(
