@@ -104,6 +104,7 @@ def run(python: Path, part: str, report: Path) -> None:
         "-p",
         "no:cacheprovider",
         "--continue-on-collection-errors",
+        *("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0"),
         f"--junitxml={partial}",
         *part.split(),
     ]
