@@ -21,9 +21,6 @@ from mpbridge.planning.rules.gemm_shapes import Misfit, lint
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.policy import PrecisionPolicy
 
-AMONG = 5
-"""Layouts that `Outlook.layouts` prices: those with the fewest changes, so that the answer takes a tenth of a second for any model."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
@@ -189,14 +186,7 @@ class Outlook:
         below = self.must_be_below if self.ok and self.answer == "fits" else None
         with contextlib.suppress(MpbridgeError):
             near = search(
-                self.policy,
-                self.facts,
-                self.machine,
-                most=most,
-                using=self.using,
-                stated=stated,
-                among=AMONG,
-                below=below,
+                self.policy, self.facts, self.machine, most=most, using=self.using, stated=stated, below=below
             )
             # what fits is worth more than what may fit
             wanted = sorted(near, key=lambda layout: layout.answer)
