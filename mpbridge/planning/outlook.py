@@ -177,7 +177,7 @@ class Outlook:
         return 0.0 if self.no_time else self.time.seconds / (1 + self.time.band)
 
     def layouts(self, most: int, *, stated: bool = False) -> list[Outlook]:
-        """This run in up to `most` other layouts that gain something: the fastest with few changes and, if none of them fits, the nearest that does.
+        """This run in up to `most` other layouts that gain something: the fastest and, if none of them fits, the nearest that does.
 
         stated: the author set whether the optimizer is distributed. Empty if the memory is unknown, or a rule forbids every layout.
         """
