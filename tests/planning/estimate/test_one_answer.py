@@ -28,7 +28,7 @@ def test_check_offers_the_layout_that_layouts_lists_first(config, capsys):
     best = [one["seconds"] for one in listed if one["answer"] == "fits"]
     if mine["ok"] and mine["fit"]["answer"] == "fits":
         # what is not faster by more than the band is not offered
-        low, high = mine["time"]["span"]
+        _, high = mine["time"]["span"]
         best = [one for one in best if one * high < mine["time"]["seconds"] ** 2]
     if offered or best:
         assert offered[:1] == pytest.approx(best)
