@@ -53,7 +53,7 @@ class LayerBytes:
 
     def without(self, parts: frozenset[str]) -> float:
         """Total without `parts`."""
-        return sum(getattr(self, name) for name in self.__slots__ if name not in parts)
+        return float(sum(getattr(self, name) for name in self.__slots__ if name not in parts))
 
 
 _RECOMPUTED: Mapping[str, tuple[str, ...]] = MappingProxyType({
