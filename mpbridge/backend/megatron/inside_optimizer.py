@@ -48,7 +48,7 @@ def core_muon(config: Any, chunks: list[Any]) -> Any:
         )
     name = config.optimizer
     try:
-        return muon.get_megatron_muon_optimizer(config, chunks)
+        return muon.get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=name == "dist_muon")
     finally:
         config.optimizer = name  # it writes "adam"
 
