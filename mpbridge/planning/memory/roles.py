@@ -149,8 +149,8 @@ def _in_buffers(
 def _dealt(
     policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunks: Iterable[tuple[Parameter, ...]]
 ) -> frozenset[str]:
-    """The parameters that dist_muon updates on this rank: whole ones, dealt by size to the ranks in order and back (megatron-core 0.16.1 and 0.20.0
-    optimizer/layer_wise_optimizer.py shard_params; 0.20.0 with its default layout)."""
+    """The parameters that dist_muon updates on this rank: whole ones, dealt by size to the ranks in order and back (megatron-core 0.16.1
+    optimizer/layer_wise_optimizer.py shard_params)."""
     trained = [parameter for chunk in chunks for parameter in chunk if not is_frozen(policy, parameter.name)]
     # as its groups have them: Muon's matrices first
     trained.sort(key=lambda one: trained_by("muon", one.name, len(one.weight.shape)) != "muon")
