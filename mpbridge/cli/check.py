@@ -10,7 +10,7 @@ from typing import Any
 
 from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, leaves_batch, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
-from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg, wanted_world
+from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
 from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
@@ -91,7 +91,7 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
         found.append(("configuration", DEFAULT_CONFIG, "--config FILE"))
     if args.target is None and args.machine_file is None:
         found.append(("machine", f"this one, {where.machine.label}", "--target GPU"))
-    if wanted_world(args) is None:
+    if args.world_size is None:
         fewest = f"{made.world_size}, as few as the parallel sizes allow"
         found.append(("processes", fewest, f"--world-size {2 * made.world_size}"))
     if assumed := ", ".join(where.assumed):

@@ -18,8 +18,8 @@ from mpbridge.numerics.listening import Listener, Pausable
 from mpbridge.numerics.norms import unrounded
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import Release, options_of, release_of, rules_for
-from mpbridge.precision.coverage import beyond
 from mpbridge.precision.modules import layers_text
+from mpbridge.precision.regions import outside
 from mpbridge.precision.wording import region_text
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Emulation(Pausable):
             f"{region_text(region)}: {layers_text(wrong)} of {layers} layers"
             for layers in sorted({place.layers for place in self._placed if place.layer is not None})
             for region in self.policy.module_regions
-            if (wrong := beyond(region, layers))
+            if (wrong := outside(region.layers or (), layers))
         ]
         if far:
             raise BadValue(f"layers that the model does not have: {'; '.join(far)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpbridge.precision.globs import below, matches
-from mpbridge.precision.regions import Region, Spans, outside
+from mpbridge.precision.regions import Region
 
 
 class Stack(NamedTuple):
@@ -61,11 +61,6 @@ def deciders(regions: Sequence[Region], stack: Stack, layers: int) -> dict[str, 
     """Linear -> the index of the region that decides for it; linears that none matches are omitted."""
     masks = _decided(regions, stack, layers, _Masks(), Coverage())
     return {name: i for i, mask in enumerate(masks) for bit, name in enumerate(stack.linears) if mask >> bit & 1}
-
-
-def beyond(region: Region, layers: int) -> Spans:
-    """The ranges of a region's `layers` that a model with that many layers does not fully have."""
-    return outside(region.layers or (), layers)
 
 
 def _decided(regions: Sequence[Region], stack: Stack, layers: int, known: _Masks, found: Coverage) -> Iterable[int]:

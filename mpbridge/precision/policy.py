@@ -149,10 +149,7 @@ class PrecisionPolicy:
     @property
     def ends(self) -> tuple[int, int] | None:
         """(first, last): number of layers at each end that are not quantized; None if there is no such region."""
-        for region in self.regions:
-            if region.ends:
-                return region.first or 0, region.last or 0
-        return None
+        return next(((region.first or 0, region.last or 0) for region in self.regions if region.ends), None)
 
     @property
     def module_regions(self) -> tuple[Region, ...]:
@@ -193,7 +190,11 @@ class PrecisionPolicy:
 
     def settled(self, optimizer: Mapping[str, Any] | object | None = None) -> PrecisionPolicy:
         """This policy with open optimizer facts filled from the optimizer's section (a mapping or a config object), else FP32."""
-        own = _reader(optimizer)
+
+        def own(field: str, default: Any) -> Any:
+            found = optimizer.get(field) if isinstance(optimizer, Mapping) else getattr(optimizer, field, None)
+            return default if found is None else found
+
         aware = own("use_precision_aware_optimizer", False) if self.precision_aware is None else self.precision_aware
 
         def state(field: str, mine: DType | None) -> DType:
@@ -230,7 +231,8 @@ class PrecisionPolicy:
 
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON of `as_data`."""
-        return hashlib.sha256(_canonical(self.as_data())).hexdigest()
+        text = json.dumps(self.as_data(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def own_main(policy: PrecisionPolicy) -> bool:
@@ -241,15 +243,3 @@ def own_main(policy: PrecisionPolicy) -> bool:
 def updates_parameters(main_params: DType | None, params: DType, *, stored: bool) -> bool:
     """Whether main weights of that dtype (None: FP32) are the parameters themselves. stored: weights are stored in a low format."""
     return (main_params or DType.FP32) is params and not stored
-
-
-def _canonical(data: Any) -> bytes:
-    return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _reader(source: Mapping[str, Any] | object | None) -> Any:
-    if source is None:
-        return lambda name, default: default
-    if isinstance(source, Mapping):
-        return lambda name, default: default if source.get(name) is None else source[name]
-    return lambda name, default: default if getattr(source, name, None) is None else getattr(source, name)

@@ -101,32 +101,26 @@ def quant_of(v: Mapping[str, Any]) -> Quant | None:
     def get(name: str, default: Any) -> Any:
         return default if v.get(name) is None else v[name]
 
-    if v.get("fp4"):
-        return Quant(
-            format=v["fp4"],
-            scaling=get("fp4_recipe", DEFAULTS[4]),
-            stored=bool(get("fp4_param", False)),
-            factory=v.get("fp4_quantizer_factory"),
-            options=tuple(sorted(get("fp4_options", {}).items())),
-        )
-    if not v.get("fp8"):
+    low = next((low for low in ("fp4", "fp8") if v.get(low)), None)
+    if low is None:
         return None
-    attention: Attention = (
-        "multi_head"
-        if get("fp8_multi_head_attention", False)
-        else "dot_product"
-        if get("fp8_dot_product_attention", False)
-        else "none"
+    parts: tuple[Attention, ...] = ("multi_head", "dot_product")
+    own: dict[str, Any] = (
+        {}
+        if low == "fp4"
+        else {
+            "margin": get("fp8_margin", 0),
+            "amax_history": get("fp8_amax_history_len", 1),
+            "amax_algo": get("fp8_amax_compute_algo", "most_recent"),
+            "wgrad": get("fp8_wgrad", True),
+            "attention": next((part for part in parts if v.get(f"fp8_{part}_attention")), "none"),
+        }
     )
     return Quant(
-        format=v["fp8"],
-        scaling=get("fp8_recipe", DEFAULTS[8]),
-        stored=bool(get("fp8_param", False)),
-        margin=get("fp8_margin", 0),
-        amax_history=get("fp8_amax_history_len", 1),
-        amax_algo=get("fp8_amax_compute_algo", "most_recent"),
-        wgrad=get("fp8_wgrad", True),
-        attention=attention,
-        factory=v.get("fp8_quantizer_factory"),
-        options=tuple(sorted(get("fp8_options", {}).items())),
+        format=v[low],
+        scaling=get(f"{low}_recipe", DEFAULTS[BITS[low]]),
+        stored=bool(get(f"{low}_param", False)),
+        factory=v.get(f"{low}_quantizer_factory"),
+        options=tuple(sorted(get(f"{low}_options", {}).items())),
+        **own,
     )

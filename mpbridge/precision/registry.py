@@ -98,12 +98,8 @@ def _fill() -> None:
         if name in _by_name or name in _alias_of:
             raise DuplicateName(f"entry point {point.value!r} provides a recipe named {name!r}, which already exists")
         # its package is loaded only when the recipe is used, since it may import torch
-        made = functools.partial(_from_entry_point, point)
+        made = functools.partial(lambda point: call(point.load(), point.value), point)
         _by_name[name] = Recipe(name=name, make=made, summary=f"from {point.value}", source=point.value, foreign=True)
-
-
-def _from_entry_point(point: importlib.metadata.EntryPoint) -> MixedPrecisionConfig:
-    return call(point.load(), point.value)
 
 
 def _store(entry: Recipe) -> None:
@@ -111,8 +107,9 @@ def _store(entry: Recipe) -> None:
         if not name or _is_place(name):
             raise BadValue(f"{name!r} cannot name a recipe: it would be read as a file or a function")
     before = _by_name.get(entry.name)
-    if before is not None and before.source == entry.source and _in_notebook(entry):
-        unregister(entry.name)  # a notebook cell ran again and replaces its recipe
+    in_notebook = getattr(entry.make, "__module__", None) == "__main__"
+    if before is not None and before.source == entry.source and in_notebook:
+        unregister(entry.name)  # a cell, or a line of an interactive session, ran again and replaces its recipe
     taken = [name for name in (entry.name, *entry.aliases) if name in _by_name or name in _alias_of]
     if taken:
         raise DuplicateName(
@@ -120,11 +117,6 @@ def _store(entry: Recipe) -> None:
         )
     _by_name[entry.name] = entry
     _alias_of.update(dict.fromkeys(entry.aliases, entry.name))
-
-
-def _in_notebook(entry: Recipe) -> bool:
-    """Whether a recipe was created where the same lines may run twice: an interactive session or a notebook cell."""
-    return getattr(entry.make, "__module__", None) == "__main__"
 
 
 @overload

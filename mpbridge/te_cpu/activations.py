@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from mpbridge.te_cpu.operands import is_quantized, values_of
 from mpbridge.te_cpu.quantize import quantized
-from mpbridge.te_cpu.registry import KERNELS, kernel
+from mpbridge.te_cpu.registry import KERNELS
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -73,60 +73,19 @@ def _backward(function: Map, grad: torch.Tensor, x: Any) -> torch.Tensor:
     return found.to(grad.dtype)
 
 
-def _enter(name: str, function: Map) -> None:
-    def forward(input: torch.Tensor, quantizer: Any = None) -> Any:
-        return quantized(function(_source(input)).to(input.dtype), quantizer)
-
-    def backward(grad: torch.Tensor, fwd_input: Any, quantizer: Any = None) -> Any:
-        return quantized(_backward(function, grad, fwd_input), quantizer)
-
-    def with_bias(grad: torch.Tensor, fwd_input: Any, quantizer: Any = None) -> list[Any]:
-        dx = _backward(function, grad, fwd_input)
-        return [dx.reshape(-1, dx.shape[-1]).float().sum(0).to(dx.dtype), quantized(dx, quantizer)]
-
-    KERNELS[name], KERNELS[f"d{name}"] = forward, backward
-    if name in _PLAIN:
-        KERNELS[f"dbias_d{name}"] = with_bias
-
-
-for _name, _function in FUNCTIONS.items():
-    _enter(_name, _function)
-
-
-def clamped_gate(limit: float, alpha: float, offset: float) -> Map:
-    """The function of the clamped SwiGLU."""
+def clamped_gate(limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0) -> Map:
+    """The clamped SwiGLU of GPT-OSS."""
 
     def gate(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
         first, second = first.clamp(max=limit), second.clamp(-limit, limit)
-        return first * torch.sigmoid(alpha * first) * (second + offset)
+        return first * torch.sigmoid(alpha * first) * (second + glu_linear_offset)
 
     return gate
 
 
-@kernel
-def clamped_swiglu(
-    input: torch.Tensor, quantizer: Any = None, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
-) -> Any:
-    """The clamped SwiGLU of GPT-OSS."""
-    return quantized(clamped_gate(limit, alpha, glu_linear_offset)(_source(input)).to(input.dtype), quantizer)
-
-
-@kernel
-def clamped_dswiglu(
-    grad: torch.Tensor,
-    fwd_input: Any,
-    quantizer: Any = None,
-    limit: float = 7.0,
-    alpha: float = 1.702,
-    glu_linear_offset: float = 1.0,
-) -> Any:
-    """Gradient of `clamped_swiglu`."""
-    return quantized(_backward(clamped_gate(limit, alpha, glu_linear_offset), grad, fwd_input), quantizer)
-
-
-def situ_gate(beta1: float, beta2: float) -> Map:
-    """The function of SiTU-GLU."""
+def situ_gate(beta1: float = 4.0, beta2: float = 25.0) -> Map:
+    """SiTU-GLU: a saturating SwiGLU."""
 
     def gate(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
@@ -135,13 +94,25 @@ def situ_gate(beta1: float, beta2: float) -> Map:
     return gate
 
 
-@kernel
-def situglu(input: torch.Tensor, quantizer: Any = None, beta1: float = 4.0, beta2: float = 25.0) -> Any:
-    """SiTU-GLU: a saturating SwiGLU."""
-    return quantized(situ_gate(beta1, beta2)(_source(input)).to(input.dtype), quantizer)
+def _enter(name: str, gradient: str, made_by: Callable[..., Map]) -> None:
+    """Registers an activation and its gradient, which take the numbers of `made_by` last."""
+
+    def forward(input: torch.Tensor, quantizer: Any = None, *given: float, **named: float) -> Any:
+        return quantized(made_by(*given, **named)(_source(input)).to(input.dtype), quantizer)
+
+    def backward(grad: torch.Tensor, fwd_input: Any, quantizer: Any = None, *given: float, **named: float) -> Any:
+        return quantized(_backward(made_by(*given, **named), grad, fwd_input), quantizer)
+
+    def with_bias(grad: torch.Tensor, fwd_input: Any, quantizer: Any = None) -> list[Any]:
+        dx = _backward(made_by(), grad, fwd_input)
+        return [dx.reshape(-1, dx.shape[-1]).float().sum(0).to(dx.dtype), quantized(dx, quantizer)]
+
+    KERNELS[name], KERNELS[gradient] = forward, backward
+    if name in _PLAIN:
+        KERNELS[f"dbias_d{name}"] = with_bias
 
 
-@kernel
-def dsituglu(grad: torch.Tensor, fwd_input: Any, quantizer: Any = None, beta1: float = 4.0, beta2: float = 25.0) -> Any:
-    """Gradient of `situglu`."""
-    return quantized(_backward(situ_gate(beta1, beta2), grad, fwd_input), quantizer)
+for _name, _function in FUNCTIONS.items():
+    _enter(_name, f"d{_name}", lambda function=_function: function)
+_enter("clamped_swiglu", "clamped_dswiglu", clamped_gate)
+_enter("situglu", "dsituglu", situ_gate)

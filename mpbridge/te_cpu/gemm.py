@@ -191,22 +191,9 @@ def te_general_grouped_gemm(
             start += int(m_splits[i])
         else:
             out = D[i] if D is not None else None
-        made.append(
-            _one_of_group(
-                a,
-                transa,
-                b,
-                transb,
-                out,
-                D_type,
-                _at(bias, i),
-                bias_type,
-                _at(pre_gelu_out, i),
-                grad,
-                accumulate,
-                use_split_accumulator,
-            )
-        )
+        extra = _at(bias, i), bias_type, _at(pre_gelu_out, i), grad
+        how = {"accumulate": accumulate, "use_split_accumulator": use_split_accumulator}
+        made.append(_one_of_group((a, transa, b, transb), out, D_type, *extra, **how))
     return bias if D is not None or bias else made
 
 
@@ -215,46 +202,30 @@ def _at(tensors: Sequence[torch.Tensor] | None, index: int) -> torch.Tensor | No
 
 
 def _one_of_group(
-    a: Any,
-    transa: bool,
-    b: Any,
-    transb: bool,
+    operands: tuple[Any, bool, Any, bool],
     out: Any,
     dtype: Any,
     bias: Any,
     bias_type: Any,
     gelu: Any,
     grad: bool,
-    accumulate: bool,
-    split: bool,
+    **how: bool,
 ) -> Any:
+    a, transa, b, transb = operands
     if 0 in rows_and_columns(b, column=transb) or (isinstance(out, torch.Tensor) and out.numel() == 0):
-        for tensor in (None if accumulate else out, bias if grad else None, None if grad else gelu):
+        for tensor in (None if how["accumulate"] else out, bias if grad else None, None if grad else gelu):
             if tensor is not None:
                 tensor.zero_()
         return out
-    with_gelu = gelu is not None
     if out is not None:  # the kernel looks at an output's address and dtype only
-        dtype, shape = (
-            None,
-            _output_shape(rows_and_columns(a, column=not transa), transa, rows_and_columns(b, column=transb), transb),
+        shape = _output_shape(
+            rows_and_columns(a, column=not transa), transa, rows_and_columns(b, column=transb), transb
         )
+        dtype = None
         out = out if tuple(out.shape) == shape or out.numel() != math.prod(shape) else out.view(shape)
+    stored = gelu if grad else None
     made, bias_gradient, pre_gelu, _ = generic_gemm(
-        a,
-        transa,
-        b,
-        transb,
-        out,
-        None,
-        dtype,
-        bias,
-        bias_type,
-        with_gelu,
-        gelu if grad else None,
-        grad,
-        accumulate=accumulate,
-        use_split_accumulator=split,
+        *operands, out, None, dtype, bias, bias_type, gelu is not None, stored, grad, **how
     )
     if pre_gelu is not None:
         gelu.copy_(pre_gelu.reshape(gelu.shape))

@@ -19,7 +19,7 @@ from mpbridge.te_cpu.grouped_buffers import members
 from mpbridge.te_cpu.grouped_checks import require
 from mpbridge.te_cpu.operands import rows_and_columns
 from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.registry import kernel
+from mpbridge.te_cpu.registry import KERNELS
 from mpbridge.te_cpu.storages import kind_of, storage_kind
 
 _INPUTS = (DType.kFloat8E4M3, DType.kFloat8E5M2, DType.kBFloat16, DType.kFloat16, DType.kFloat4E2M1)
@@ -29,116 +29,69 @@ _LIST = 64
 """Tensors that a list may have: their addresses are arguments of a CUDA kernel."""
 
 
-@kernel
-def te_general_grouped_gemm_for_grouped_tensor(
-    A: Any,
-    transa: bool,
-    B: Any,
-    transb: bool,
-    D: Any,
-    bias: Any,
-    bias_scale: torch.Tensor | None,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    workspace_setup: Any = None,
-    workspace_cublas: Any = None,
-    use_split_accumulator: bool = False,
-    math_sm_count: int = 0,
-) -> Any:
-    """D = alpha op(B) op(A) + beta D for every group, in place, plus the group's row of `bias` times its rows of `bias_scale` (fp32 [rows of D]).
+def _enter(form: str, name: str) -> None:
+    """Registers the GEMM of one form: of grouped tensors, of a list of tensors A (for example experts' weights), or into a list of tensors D (for example
+    gradients of experts' weights), which takes no bias. name: of the function in the library."""
+    entry = f"te_general_grouped_gemm_for_{form}"
+    listed_a, listed_d = form == "discrete_in", form == "discrete_out"
 
-    alpha, beta: fp32, one per group, on Hopper one for all. Returns D. Raises RuntimeError for operands, machines and numbers that the
-    kernel refuses.
-    """
-    del workspace_setup, workspace_cublas, math_sm_count
-    require("te_general_grouped_gemm_for_grouped_tensor")
-    sides = _Side.of_group(A, "A", transa), _Side.of_group(B, "B", transb)
-    _check_machine("nvte_grouped_gemm", (A.num_tensors, B.num_tensors, D.num_tensors), alpha, beta)
-    _check_inputs(sides)
-    _check_output_dtype(sides, dtype_of_group(D), "outputs")
-    for side in sides:
-        side.check_copies()
-    _check_scaling("nvte_grouped_gemm", sides)
-    _check_order(sides[1])
-    _multiply(_parts(A), transa, _parts(B), transb, _parts(D), alpha, beta, use_split_accumulator)
-    _add_bias(D, bias, bias_scale)
-    return D
+    def gemm(
+        A: Any,
+        transa: bool,
+        B: Any,
+        transb: bool,
+        D: Any,
+        bias: Any,
+        bias_scale: torch.Tensor | None,
+        alpha: torch.Tensor,
+        beta: torch.Tensor,
+        workspace_setup: Any = None,
+        workspace_cublas: Any = None,
+        use_split_accumulator: bool = False,
+        math_sm_count: int = 0,
+    ) -> Any:
+        """D = alpha op(B) op(A) + beta D for every group, in place, plus the group's row of `bias` times its rows of `bias_scale` (fp32 [rows of D]).
 
+        alpha, beta: fp32, one per group, on Hopper one for all. Returns D. Raises RuntimeError for operands, machines and numbers that the
+        kernel refuses.
+        """
+        require(entry)
+        if listed_d and bias is not None:
+            raise RuntimeError("Bias is not supported for discrete output grouped GEMM.")
+        if listed_a:
+            _check_one_mode(A)
+        sizes = [len(one) if listed else one.num_tensors for one, listed in ((A, listed_a), (B, False), (D, listed_d))]
+        _check_machine(name, sizes, alpha, beta)
+        b = _Side.of_group(B, "B", transb)
+        if listed_a:
+            _check_inputs((b,))
+            _check_number("A", len(A))
+            a = _Side.of_list(A, transa)
+            _check_list(a, b)
+        else:
+            a = _Side.of_group(A, "A", transa)
+            _check_inputs((a, b))
+        _check_output_dtype((a, b), *((dtype_code(D[0]), "D") if listed_d else (dtype_of_group(D), "outputs")))
+        for side in (a, b):
+            side.check_copies()
+        _check_scaling(name, (a, b))
+        for i, one in enumerate(A if listed_a else ()):
+            if len(rows_and_columns(one, column=not transa)) != 2:
+                raise RuntimeError(f"Grouped GEMM: A_list tensor {i} must be 2D.")
+        if listed_d:
+            _check_outputs(D)
+        _check_order(b)
+        left, out = list(A) if listed_a else _parts(A), list(D) if listed_d else _parts(D)
+        _multiply(left, transa, _parts(B), transb, out, alpha, beta, use_split_accumulator)
+        _add_bias(D, bias, bias_scale)
+        return D
 
-@kernel
-def te_general_grouped_gemm_for_discrete_in(
-    A: Sequence[Any],
-    transa: bool,
-    B: Any,
-    transb: bool,
-    D: Any,
-    bias: Any,
-    bias_scale: torch.Tensor | None,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    workspace_setup: Any = None,
-    workspace_cublas: Any = None,
-    use_split_accumulator: bool = False,
-    math_sm_count: int = 0,
-) -> Any:
-    """`te_general_grouped_gemm_for_grouped_tensor` of a list of tensors A, for example experts' weights."""
-    del workspace_setup, workspace_cublas, math_sm_count
-    require("te_general_grouped_gemm_for_discrete_in")
-    name, b = "nvte_grouped_gemm_with_discrete_inputA", _Side.of_group(B, "B", transb)
-    _check_one_mode(A)
-    _check_machine(name, (len(A), B.num_tensors, D.num_tensors), alpha, beta)
-    _check_inputs((b,))
-    _check_number("A", len(A))
-    a = _Side.of_list(A, transa)
-    _check_list(a, b)
-    _check_scaling(name, (a, b))
-    _check_output_dtype((a, b), dtype_of_group(D), "outputs")
-    b.check_copies()
-    a.check_copies()
-    for i, one in enumerate(A):
-        if len(rows_and_columns(one, column=not transa)) != 2:
-            raise RuntimeError(f"Grouped GEMM: A_list tensor {i} must be 2D.")
-    _check_order(b)
-    _multiply(list(A), transa, _parts(B), transb, _parts(D), alpha, beta, use_split_accumulator)
-    _add_bias(D, bias, bias_scale)
-    return D
+    KERNELS[entry] = gemm
 
 
-@kernel
-def te_general_grouped_gemm_for_discrete_out(
-    A: Any,
-    transa: bool,
-    B: Any,
-    transb: bool,
-    D: Sequence[torch.Tensor],
-    bias: Any,
-    bias_scale: torch.Tensor | None,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    workspace_setup: Any = None,
-    workspace_cublas: Any = None,
-    use_split_accumulator: bool = False,
-    math_sm_count: int = 0,
-) -> Any:
-    """`te_general_grouped_gemm_for_grouped_tensor` into a list of tensors, for example gradients of experts' weights; takes no bias."""
-    del bias_scale, workspace_setup, workspace_cublas, math_sm_count
-    require("te_general_grouped_gemm_for_discrete_out")
-    if bias is not None:
-        raise RuntimeError("Bias is not supported for discrete output grouped GEMM.")
-    name, sides = (
-        "nvte_grouped_gemm_with_discrete_out",
-        (_Side.of_group(A, "A", transa), _Side.of_group(B, "B", transb)),
-    )
-    _check_machine(name, (A.num_tensors, B.num_tensors, len(D)), alpha, beta)
-    _check_inputs(sides)
-    _check_output_dtype(sides, dtype_code(D[0]), "D")
-    for side in sides:
-        side.check_copies()
-    _check_scaling(name, sides)
-    _check_outputs(D)
-    _check_order(sides[1])
-    _multiply(_parts(A), transa, _parts(B), transb, list(D), alpha, beta, use_split_accumulator)
-    return D
+_enter("grouped_tensor", "nvte_grouped_gemm")
+_enter("discrete_in", "nvte_grouped_gemm_with_discrete_inputA")
+_enter("discrete_out", "nvte_grouped_gemm_with_discrete_out")
 
 
 @dataclass(frozen=True, slots=True)

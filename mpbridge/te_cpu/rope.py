@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mpbridge.te_cpu.registry import kernel
+from mpbridge.te_cpu.registry import KERNELS, kernel
 
 CHUNK = 1 << 18
 """Elements turned at a time: with the products in FP32 they fit the caches, so that memory is read and written once."""
@@ -92,34 +93,8 @@ def _rotate(
     return out
 
 
-@kernel
-def fused_rope_forward(
-    input: torch.Tensor,
-    freqs: torch.Tensor,
-    start_positions: Any,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: Any,
-    cp_size: int,
-    cp_rank: int,
-) -> torch.Tensor:
-    """Rotated input, contiguous."""
-    return _rotate(input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank, False)
-
-
-@kernel
-def fused_rope_backward(
-    output_grads: torch.Tensor,
-    freqs: torch.Tensor,
-    start_positions: Any,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: Any,
-    cp_size: int,
-    cp_rank: int,
-) -> torch.Tensor:
-    """Gradient of the input."""
-    return _rotate(output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank, True)
+KERNELS["fused_rope_forward"] = functools.partial(_rotate, backward=False)
+KERNELS["fused_rope_backward"] = functools.partial(_rotate, backward=True)
 
 
 @kernel

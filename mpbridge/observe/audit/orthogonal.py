@@ -13,7 +13,7 @@ import torch
 from mpbridge.common.facts import MUONS
 from mpbridge.numerics.newton_schulz import newton_schulz
 from mpbridge.numerics.observation.tensors import local
-from mpbridge.observe.audit.findings import Finding, not_observed
+from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.promise import Promises
 
@@ -236,12 +236,9 @@ def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:
     counts = {who: sum(rank.trained.get(who, 0) for rank in ranks) for who in ("muon", "adam")}
     words = f"{counts['muon']} by Muon, {counts['adam']} by Adam"
     cure = "give each parameter to the optimizer that the plan names: hidden matrices to Muon, the rest to Adam"
-    findings = [
-        Finding(
-            subject="trained by", promised=words if not wrong else "hidden matrices by Muon, the rest by Adam", found=words, ok=not wrong,
-            count=sum(counts.values()), offenders=tuple(f"{name} ({does}, not {wanted})" for name, (wanted, does) in wrong.items()), cure=cure,
-        )
-    ]  # fmt: skip
+    meant = words if not wrong else "hidden matrices by Muon, the rest by Adam"
+    others = [f"{name} ({does}, not {wanted})" for name, (wanted, does) in wrong.items()]
+    who = judged("trained by", meant, [others], seen=words, cure=cure, count=sum(counts.values()))
     promised = ranks[0].promised
     apart = {name: far for rank in ranks for name, far in rank.apart.items()}
     if not apart:
@@ -251,7 +248,7 @@ def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:
             if least
             else "tensor-parallel ranks orthogonalize their matrices together"
         )
-        return [*findings, not_observed("newton-schulz", promised, why)]
+        return [who, not_observed("newton-schulz", promised, why)]
     ran = {name: _formats(far) for name, far in apart.items()}
     bad = [name for name, kinds in ran.items() if promised not in kinds]
     found = " and ".join(
@@ -259,24 +256,12 @@ def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:
             NEITHER if not kinds else promised if promised in kinds else " or ".join(kinds) for kinds in ran.values()
         )
     )
-    left = {name: said for rank in ranks for name, said in rank.undecayed.items()}
-    told = tuple(f"{name} ({', '.join(f'{far:.2g} from {kind}' for kind, far in apart[name].items())})" for name in bad)
-    told += tuple(
-        f"{name} (weight decay {decay:g}, of which the update left out {share:.3g})" for name, (decay, share) in left.items() if name not in bad
-    )  # fmt: skip
+    left = {name: said for rank in ranks for name, said in rank.undecayed.items() if name not in bad}
+    told = [f"{name} ({', '.join(f'{far:.2g} from {kind}' for kind, far in apart[name].items())})" for name in bad]
+    told += [f"{name} (weight decay {decay:g}, of which the update left out {share:.3g})" for name, (decay, share) in left.items()]  # fmt: skip
+    seen = f"{found}, another weight decay" if left else found
     cure = "find what changes the momentum, the iteration or the weights around Muon's step"
-    return [
-        *findings,
-        Finding(
-            subject="newton-schulz",
-            promised=promised,
-            found=found if bad or not left else f"{found}, another weight decay",
-            ok=not bad and not left,
-            count=len(ran),
-            offenders=told,
-            cure=cure,
-        ),
-    ]
+    return [who, judged("newton-schulz", promised, [told], seen=seen, cure=cure, count=len(ran))]
 
 
 def _formats(far: Mapping[str, float]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,8 @@ class CoreLoop(Loop):
         # linears of mpbridge.numerics carry their own marker
         plugs = [getattr(m, "plug", None) for chunk in self.model for m in chunk.modules()]
         emulated = any(getattr(plug, "emulated", True) for plug in plugs if plug is not None)
-        self.run = _run_of(self.configs, self.facts(), emulated=emulated)
+        inputs = {name: _section(name, getattr(self.configs, name)) for name in ("model", "optimizer", "ddp")}
+        self.run = LoopRun(policy=neutral(), facts=self.facts(), inputs=inputs, emulate=emulated)
 
     @property
     def words(self) -> str:  # type: ignore[override]
@@ -78,7 +80,7 @@ class CoreLoop(Loop):
         tied = any(getattr(m, "share_embeddings_and_output_weights", False) for c in self.model for m in c.modules())
         shape = shape_of(named, tied=tied)
         return LoopFacts(
-            shape=type(shape)(**{**_fields(shape), "num_layers": int(getattr(model, "num_layers", shape.num_layers))}),
+            shape=replace(shape, num_layers=int(getattr(model, "num_layers", shape.num_layers))),
             parallel=_parallel(model),
             own_traits=self.kind,
             optimizer=OptimizerFacts(
@@ -172,10 +174,6 @@ def around_call(
     return replacement.leave
 
 
-def _fields(shape: Any) -> dict[str, Any]:
-    return {name: getattr(shape, name) for name in shape.__dataclass_fields__}
-
-
 def _section(name: str, config: Any) -> dict[str, Any]:
     """The values of a live config that differ from its class's defaults, in plain types; anything that is not data is omitted."""
     faults: list[str] = []
@@ -198,8 +196,3 @@ def _parallel(config: Any) -> Parallel:
         context=int(getattr(config, "context_parallel_size", 1) or 1),
         expert=int(getattr(config, "expert_model_parallel_size", 1) or 1),
     )
-
-
-def _run_of(configs: Any, facts: LoopFacts, *, emulated: bool) -> Any:
-    inputs = {name: _section(name, getattr(configs, name)) for name in ("model", "optimizer", "ddp")}
-    return LoopRun(policy=neutral(), facts=facts, inputs=inputs, emulate=emulated)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.witnessing.core import around_call
 from mpbridge.observe.witnessing.loops import Update, together
-from mpbridge.observe.witnessing.plain import DDP, FSDP, NOBODY, Owned, TorchLoop, copies_of, cut_states, states
+from mpbridge.observe.witnessing.plain import DDP, FSDP, NOBODY, Owned, Piece, TorchLoop, copies_of, states
 from mpbridge.planning.memory.keeps import STATES
 
 
@@ -75,21 +74,38 @@ class DeepSpeedLoop(TorchLoop):
         return together(around_call(self.outer, "step", before=self._accumulated, after=stepped), *inside)
 
     @abstractmethod
-    def _stored(self, held: Held) -> torch.Tensor:
-        """This rank's part of a parameter between steps."""
+    def _pieces(self) -> dict[str, tuple[Piece, Owned]]:
+        """Parameter -> (what this rank updates of it in FP32, who does)."""
 
     @abstractmethod
     def _accumulated(self) -> None:
         """Records the accumulated gradients before the step begins."""
 
-    @abstractmethod
-    def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Records the gradients that the inner optimizer reads while it steps."""
+    def audit_holdings(self) -> Iterator[Held]:
+        """Every parameter with the part of the FP32 copies that this rank updates for it."""
+        pieces = self._pieces()
+        for name, parameter in self.named_parameters():
+            if name in pieces:
+                piece, mine = pieces[name]
+                yield piece.held(parameter, mine, samples=self._samples.get(name))
+            else:
+                yield Held(name=name, parameter=parameter, elements=self._size(name, parameter))
 
-    def _note(self, name: str, mine: torch.Tensor) -> None:
-        """Records a gradient that the inner optimizer reads; if it has the accumulator's dtype, it is the accumulator."""
-        if name in self._grads and self._grads[name][1] is not mine.dtype:
-            self._read[name] = int(mine.numel()), mine.dtype
+    def _stored(self, held: Held) -> torch.Tensor:
+        """This rank's part of a parameter between steps."""
+        own: torch.Tensor = held.parameter.detach()
+        return own
+
+    def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Records the gradients that the inner optimizer reads while it steps. One of the accumulator's dtype is the accumulator."""
+        for name, (piece, _) in self._pieces().items():
+            grad = piece.owner.grad
+            if grad is None or not piece.count:
+                continue
+            mine = piece.of(grad.detach())
+            if name in self._grads and self._grads[name][1] is not mine.dtype:
+                self._read[name] = int(mine.numel()), mine.dtype
+            self._samples[name] = sample(mine, piece.begin, piece.whole)
 
 
 class UnshardedLoop(DeepSpeedLoop):
@@ -106,54 +122,31 @@ class UnshardedLoop(DeepSpeedLoop):
     name = "deepspeed"
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
-        self._main: dict[int, tuple[torch.Tensor, slice]] = {}
-        """Parameter, by identity -> (what the inner optimizer updates, its place in that)."""
+        self._main: dict[int, tuple[torch.Tensor, int]] = {}
+        """Parameter, by identity -> (what the inner optimizer updates, its first element in that)."""
         flat: list[torch.Tensor] = list(getattr(optimizer, "fp32_groups_flat", ()))
         for number, group_of in enumerate(optimizer.fp16_groups):
             begin = 0
             for place, parameter in enumerate(group_of):
-                count = int(parameter.numel())
                 own = flat[number] if flat else optimizer.fp32_groups[number][place]
-                self._main[id(parameter)] = own, slice(begin, begin + count)
-                begin += count if flat else 0
+                self._main[id(parameter)] = own, begin
+                begin += int(parameter.numel()) if flat else 0
         super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 
-    def audit_holdings(self) -> Iterator[Held]:
-        """Every parameter with its FP32 copy."""
-        owned = self._owned()
+    def _pieces(self) -> dict[str, tuple[Piece, Owned]]:
+        owned, found = self._owned(), {}
         for name, parameter in self.named_parameters():
-            if id(parameter) not in self._main:
-                yield Held(name=name, parameter=parameter)
-                continue
-            whole, where = self._main[id(parameter)]
-            mine = owned.get(id(whole), NOBODY)
-            yield Held(
-                name=name,
-                parameter=parameter,
-                part=parameter.detach().reshape(-1),
-                updated=whole.detach().reshape(-1)[where],
-                inner=mine.inner,
-                group=mine.group,
-                state=cut_states(mine.state(whole), whole, lambda one, where=where: one.reshape(-1)[where]),  # type: ignore[misc]
-                samples=self._samples.get(name),
-            )
-
-    def _stored(self, held: Held) -> torch.Tensor:
-        own: torch.Tensor = held.parameter.detach()
-        return own
+            if id(parameter) in self._main:
+                whole, begin = self._main[id(parameter)]
+                size = int(parameter.numel())
+                piece = Piece(name, whole, begin, size, 0, size, parameter.detach().reshape(-1))
+                found[name] = piece, owned.get(id(whole), NOBODY)
+        return found
 
     def _accumulated(self) -> None:
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
                 self._grads[name] = int(parameter.grad.numel()), parameter.grad.dtype
-
-    def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        for name, parameter in self.named_parameters():
-            whole, where = self._main.get(id(parameter), (None, slice(0)))
-            if whole is not None and whole.grad is not None:
-                mine = whole.grad.detach().reshape(-1)[where]
-                self._note(name, mine)
-                self._samples[name] = sample(mine, 0, int(parameter.numel()))
 
 
 class ZeroLoop(DeepSpeedLoop):
@@ -186,32 +179,23 @@ class ZeroLoop(DeepSpeedLoop):
         """What is sharded, by ZeRO stage."""
         return "gradients" if getattr(self.outer, "partition_gradients", False) else "optimizer"
 
-    def audit_holdings(self) -> Iterator[Held]:
-        """Every parameter with the piece of the FP32 partition that this rank updates for it."""
-        owned = self._owned()
+    def _pieces(self) -> dict[str, tuple[Piece, Owned]]:
+        owned, found = self._owned(), {}
         for name, parameter in self.named_parameters():
             mapping = getattr(parameter, "_hp_mapping", None)
-            if mapping is None:
-                yield Held(name=name, parameter=parameter)
-                continue
-            flat, where = self._flat[mapping.param_group_index], mapping.hp_fragment_address
-            start, count = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-            mine = owned.get(id(flat), NOBODY)
-            yield Held(
-                name=name,
-                parameter=parameter,
-                part=parameter.detach().reshape(-1)[start : start + count],
-                updated=mapping.hp_fragment,
-                begin=int(start),
-                inner=mine.inner,
-                group=mine.group,
-                state=cut_states(mine.state(flat), flat, itemgetter(slice(where.start, where.start + where.numel))),
-                samples=self._samples.get(name),
-            )
-
-    def _stored(self, held: Held) -> torch.Tensor:
-        own: torch.Tensor = held.parameter.detach()
-        return own
+            if mapping is not None:
+                flat, where, stored = (
+                    self._flat[mapping.param_group_index],
+                    mapping.hp_fragment_address,
+                    mapping.lp_fragment_address,
+                )
+                begin, own = (
+                    int(stored.start),
+                    parameter.detach().reshape(-1)[stored.start : stored.start + stored.numel],
+                )
+                piece = Piece(name, flat, int(where.start), int(where.numel), begin, int(parameter.numel()), own)
+                found[name] = piece, owned.get(id(flat), NOBODY)
+        return found
 
     def _accumulated(self) -> None:
         """The accumulated gradients before the step begins."""
@@ -234,47 +218,6 @@ class ZeroLoop(DeepSpeedLoop):
         for parameters, gradients in zip(getattr(self.outer, "bf16_groups", ()), held, strict=False):
             for parameter, gradient in zip(parameters, gradients, strict=False):
                 yield id(parameter), gradient
-
-    def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """During the inner optimizer's step: the partitions whose gradient exists now."""
-        for name, parameter in self.named_parameters():
-            mapping: Any = getattr(parameter, "_hp_mapping", None)
-            grad = None if mapping is None else self._flat[mapping.param_group_index].grad
-            if grad is None:
-                continue
-            where = mapping.hp_fragment_address
-            mine = grad.detach()[where.start : where.start + where.numel]
-            self._note(name, mine)
-            self._samples[name] = sample(mine, int(mapping.lp_fragment_address.start), int(parameter.numel()))
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """This rank's part of one parameter."""
-
-    parameter: Any
-    group: int
-    """Index of the sub-group, which has one flat FP32 partition."""
-    start: int
-    """First element in that partition."""
-    count: int
-    """Elements here, without padding."""
-    begin: int
-    """First element in the whole parameter, flat."""
-
-    @property
-    def whole(self) -> int:
-        return int(self.parameter.ds_numel)
-
-    @property
-    def stored(self) -> torch.Tensor:
-        """What the forward pass gathers."""
-        own: torch.Tensor = self.parameter.ds_tensor.detach()
-        return own.reshape(-1)[: self.count]
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor that is as long as the partition."""
-        return flat[self.start : self.start + self.count]
 
 
 class Zero3Loop(DeepSpeedLoop):
@@ -299,56 +242,30 @@ class Zero3Loop(DeepSpeedLoop):
             )
         super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 
-    # --- who keeps what ------------------------------------------------------------------------------------------------------------------
-    def _parts(self) -> dict[str, _Part]:
+    def _pieces(self) -> dict[str, tuple[Piece, Owned]]:
         outer: Any = self.outer
-        found = {}
+        inner, found = self.inner[0], {}
         for name, parameter in self.named_parameters():
             place = outer.grad_position.get(outer.get_param_id(parameter)) if parameter.requires_grad else None
             if place is None:
                 continue
-            size = int(parameter.ds_tensor.ds_numel)
+            size, whole = int(parameter.ds_tensor.ds_numel), int(parameter.ds_numel)
             ranked = getattr(outer, "_get_param_partition_rank", None)  # releases before 0.19 shard over one group
             begin = size * int(dist.get_rank(outer.dp_process_group) if ranked is None else ranked(parameter))
-            count = max(0, min(size, int(parameter.ds_numel) - begin))
-            found[name] = _Part(parameter=parameter, group=place[0], start=place[1], count=count, begin=begin)
+            count = max(0, min(size, whole - begin))  # without padding
+            own = parameter.ds_tensor.detach().reshape(-1)[:count]
+            piece = Piece(name, self._flat[place[0]], place[1], count, begin, whole, own)
+            # DeepSpeed puts a partition into its optimizer's group only while it updates it
+            found[name] = piece, Owned(inner, inner.param_groups[outer.sub_group_to_group_id[place[0]]])
         return found
-
-    def _by_partition(self, number: int) -> Owned:
-        """The optimizer's parameter group of a sub-group: DeepSpeed puts each partition into it only while updating it."""
-        inner = self.inner[0]
-        return Owned(inner, inner.param_groups[self.outer.sub_group_to_group_id[number]])
-
-    def audit_holdings(self) -> Iterator[Held]:
-        """Every parameter with the piece of the FP32 partition that this rank updates for it."""
-        parts = self._parts()
-        for name, parameter in self.named_parameters():
-            part = parts.get(name)
-            if part is None:
-                yield Held(name=name, parameter=parameter, elements=int(parameter.ds_numel))
-                continue
-            flat, mine = self._flat[part.group], self._by_partition(part.group)
-            yield Held(
-                name=name,
-                parameter=parameter,
-                part=part.stored,
-                updated=part.of(flat),
-                begin=part.begin,
-                elements=part.whole,
-                inner=mine.inner,
-                group=mine.group,
-                state=cut_states(mine.state(flat), flat, part.of),
-                samples=self._samples.get(name),
-            )
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
         """Part sizes, and digests of what the forward pass read."""
-        return copies_of({name: (part.count, part.whole) for name, part in self._parts().items()}, read)
+        return copies_of({name: (piece.count, piece.whole) for name, (piece, _) in self._pieces().items()}, read)
 
     def _size(self, name: str, parameter: Any) -> int:
         return int(parameter.ds_numel)
 
-    # --- the update ----------------------------------------------------------------------------------------------------------------------
     def _stored(self, held: Held) -> torch.Tensor:
         own: torch.Tensor = held.parameter.ds_tensor.detach() if held.part is None else held.part
         return own
@@ -359,13 +276,3 @@ class Zero3Loop(DeepSpeedLoop):
         for number, pieces in dict(self.outer.averaged_gradients).items():
             for parameter, piece in zip(self.outer.fp16_groups[number], pieces or (), strict=False):
                 self._grads[names[id(parameter)]] = int(piece.numel()), piece.dtype
-
-    def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """During the inner optimizer's step: the partition whose gradient exists now."""
-        for name, part in self._parts().items():
-            grad = self._flat[part.group].grad
-            if grad is None or not part.count:
-                continue
-            mine = part.of(grad.detach())
-            self._note(name, mine)
-            self._samples[name] = sample(mine, part.begin, part.whole)

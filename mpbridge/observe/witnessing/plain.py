@@ -56,6 +56,39 @@ NOBODY = Owned(None, None)
 """In the place of a tensor that is in no optimizer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This rank's part of one parameter, in a tensor that may hold several."""
+
+    name: str
+    owner: Any
+    """The tensor that the optimizer has."""
+    start: int
+    """First element in `owner`, flat."""
+    count: int
+    begin: int
+    """First element in the whole parameter, flat."""
+    whole: int
+    """Elements of the whole parameter."""
+    stored: torch.Tensor | None = None
+    """The same elements as the model keeps them, flat; None: it keeps them in `owner`."""
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This part of a tensor that has as many elements as `owner`."""
+        return flat.reshape(-1)[self.start : self.start + self.count]
+
+    def held(self, parameter: Any, mine: Owned, **more: Any) -> Held:
+        """The part with the optimizer that updates it; states of another shape (a step counter) stay whole."""
+        updated = self.of(self.owner.detach())
+        states = {
+            key: self.of(value) if isinstance(value, torch.Tensor) and value.shape == self.owner.shape else value
+            for key, value in mine.state(self.owner).items()
+        }
+        part, whole = updated if self.stored is None else self.stored, self.whole
+        owner = {"inner": mine.inner, "group": mine.group, "state": states}
+        return Held(self.name, parameter, part, updated, begin=self.begin, elements=whole, **owner, **more)
+
+
 def optimizers_in(optimizer: Any) -> list[Any]:
     """The torch optimizers inside wrappers (accelerate's, Fabric's, DeepSpeed's), or in a list."""
     if isinstance(optimizer, (list, tuple)):
@@ -288,14 +321,6 @@ def states(held: Held) -> Iterator[Live]:
         if isinstance(tensor, torch.Tensor):
             # Transformer Engine's FP8 moments store codes, but the class reports FP32
             yield Live(role=role, parameter=held.name, tensor=getattr(tensor, "_data", tensor))
-
-
-def cut_states(state: Mapping[str, Any], flat: Any, of: Callable[[Any], Any]) -> dict[str, Any]:
-    """An optimizer's states of a flat tensor, cut to one piece of it; states of another shape (a step counter) stay whole. of: cuts a tensor."""
-    return {
-        key: of(value) if isinstance(value, torch.Tensor) and value.shape == flat.shape else value
-        for key, value in state.items()
-    }
 
 
 def copies_of(shards: Mapping[str, tuple[int, int]], read: Mapping[str, int] | None, *, copy: str = "") -> Copies:

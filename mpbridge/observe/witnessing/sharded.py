@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,31 +18,10 @@ from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.traffic import Traffic
 from mpbridge.observe.audit.watch import Watch
-from mpbridge.observe.witnessing.plain import FSDP, NOBODY, TorchLoop, copies_of, cut_states, states
+from mpbridge.observe.witnessing.plain import FSDP, NOBODY, Piece, TorchLoop, copies_of, states
 
 
-@dataclass(frozen=True, slots=True)
-class FlatPiece:
-    """This rank's piece of one parameter."""
-
-    name: str
-    owner: Any
-    """The tensor the optimizer has: the piece itself (use_orig_params), or the whole unit's flat tensor."""
-    tensor: Any
-    start: int
-    """First element in `owner`."""
-    count: int
-    begin: int
-    """First element in the whole parameter, flat."""
-    whole: int
-    """Elements of the whole parameter."""
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This piece of a tensor that is as long as `owner`."""
-        return flat.reshape(-1)[self.start : self.start + self.count]
-
-
-def flat_pieces(model: Any) -> Iterator[FlatPiece]:
+def flat_pieces(model: Any) -> Iterator[Piece]:
     """Every parameter of every unit, then those that FSDP ignores (whole on every rank)."""
     seen: set[int] = set()
     for path, unit in model.named_modules():
@@ -57,10 +36,9 @@ def flat_pieces(model: Any) -> Iterator[FlatPiece]:
             owner = flat if originals is None else originals[index]
             seen.add(id(owner))
             there = bool(held.in_shard)
-            yield FlatPiece(
+            yield Piece(
                 name=bare(f"{path}.{name}" if path else name),
                 owner=owner,
-                tensor=owner,
                 start=int(held.offset_in_shard) if there and originals is None else 0,
                 count=int(held.numel_in_shard) if there else 0,
                 begin=int(held.intra_param_start_idx) if there else 0,
@@ -69,7 +47,7 @@ def flat_pieces(model: Any) -> Iterator[FlatPiece]:
     for name, parameter in model.named_parameters():
         if id(parameter) not in seen:
             size = int(parameter.numel())
-            yield FlatPiece(bare(name), parameter, parameter, 0, size, 0, size)
+            yield Piece(bare(name), parameter, 0, size, 0, size)
 
 
 class Fsdp2Loop(TorchLoop):
@@ -185,31 +163,20 @@ class Fsdp1Loop(TorchLoop):
                     return _ranks(module.process_group), _ranks(between)
         return None
 
-    def _pieces(self) -> list[FlatPiece]:
+    def _pieces(self) -> list[Piece]:
         return [piece for chunk in self.model for piece in flat_pieces(chunk)]
 
     def named_parameters(self) -> list[tuple[str, Any]]:
         """Pieces by the name of their parameter."""
-        return [(piece.name, piece.tensor) for piece in self._pieces()]
+        return [(piece.name, piece.owner) for piece in self._pieces()]
 
     def audit_holdings(self) -> Iterator[Held]:
         """Every piece with the optimizer that updates it or its flat tensor."""
         owned = self._owned()
         for piece in self._pieces():
-            mine = owned.get(id(piece.owner), NOBODY)
             grad = piece.owner.grad
-            yield Held(
-                name=piece.name,
-                parameter=piece.owner,
-                part=piece.of(piece.owner.detach()),
-                updated=piece.of(piece.owner.detach()),
-                begin=piece.begin,
-                elements=piece.whole,
-                inner=mine.inner,
-                group=mine.group,
-                state=cut_states(mine.state(piece.owner), piece.owner, piece.of),
-                grad=None if grad is None else piece.of(grad),
-            )
+            mine = owned.get(id(piece.owner), NOBODY)
+            yield piece.held(piece.owner, mine, grad=None if grad is None else piece.of(grad))
 
     def tensors(self) -> Iterator[Live]:
         """The live tensors of this rank."""

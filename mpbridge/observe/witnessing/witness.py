@@ -18,7 +18,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.observe.audit.as_read import AsRead
 from mpbridge.observe.audit.examine import everywhere, judge, promises_of
-from mpbridge.observe.audit.findings import Finding, Report
+from mpbridge.observe.audit.findings import Report
 from mpbridge.observe.audit.observe import Observed, look
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.snapshot import Before
@@ -216,7 +216,7 @@ class _Observation:
 
     def __init__(self, loop: Loop, promises: Promises | None) -> None:
         self.loop, self.promises = loop, promises
-        self.under = promises or _open(loop)
+        self.under = promises or promises_of(loop.run.policy, loop)  # type: ignore[arg-type]
         """The promises that tensors are grouped by; without a policy nothing is judged by them."""
         self.before = Before(loop)
         self.scale = loop.loss_scale
@@ -256,13 +256,10 @@ class _Observation:
             return
         with self.watch.aside(), torch.no_grad():
             if self.seen is None:
-                self.result = self._result(update)
+                loss, rate = math.nan, self.loop.rate  # the loop's loss is not checked
+                self.result = StepResult(loss=loss, applied=True, grad_norm=update.norm, loss_scale=self.scale, lr=rate)
                 self.seen = self._look(self.result)
             self.after = Afterwards(self.loop)
-
-    def _result(self, update: Update) -> StepResult:
-        nan = math.nan  # the loop's loss is not checked
-        return StepResult(loss=nan, applied=True, grad_norm=update.norm, loss_scale=self.scale, lr=self.loop.rate)
 
     def _look(self, result: StepResult | None, microbatches: int = 1) -> Observed:
         return look(self.loop, self.under, self.watch, self.before if result else None, result, microbatches)
@@ -283,7 +280,18 @@ class _Observation:
                 self.after.into(self.seen.weights, self.loop, self.before)
         applied = len([one for one in self.updates if one.applied])
         ranks = everywhere(self.seen)
-        findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
+        if self.promises is None:
+            findings = sound(self.loop, ranks, self.result, self.under)
+        else:
+            stepped, micro, result = self.result is not None, max(1, len(self.watch.roots)), self.result
+            how: dict[str, Any] = {
+                "live": stepped,
+                "watched": True,
+                "moved": stepped,
+                "result": result,
+                "microbatches": micro,
+            }
+            findings = judge(self.loop, self.promises, ranks, **how)
         happened = Happened(
             updates=self.updates,
             trains=trains,
@@ -306,26 +314,8 @@ class _Observation:
             step=step, described=described, nearest=near, promised=promised, report=report, evaluation=not trains
         )
 
-    def _judged(self, ranks: list[Observed]) -> list[Finding]:
-        assert self.promises is not None
-        stepped, micro = self.result is not None, max(1, len(self.watch.roots))
-        return judge(
-            self.loop,
-            self.promises,
-            ranks,
-            live=stepped,
-            watched=True,
-            moved=stepped,
-            result=self.result,
-            microbatches=micro,
-        )
-
 
 def _is_finite(loop: Loop) -> bool:
     """Whether this rank's gradients are finite."""
     grads = (live.tensor for live in loop.tensors() if live.role in ("grads", "main_grads"))
     return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)
-
-
-def _open(loop: Loop) -> Promises:
-    return promises_of(loop.run.policy, loop)  # type: ignore[arg-type]

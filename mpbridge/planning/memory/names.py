@@ -9,11 +9,11 @@ from typing import Any
 from mpbridge.common.errors import Refused
 from mpbridge.common.facts import ModelShape
 from mpbridge.planning.memory.layers import layer_weights
-from mpbridge.precision.coverage import Coverage, Stack, beyond, coverage, deciders
+from mpbridge.precision.coverage import Coverage, Stack, coverage, deciders
 from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, names
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.regions import Region, spans_of
+from mpbridge.precision.regions import Region, outside, spans_of
 from mpbridge.precision.wording import NOT_QUANTIZED, region_rule, region_text
 
 _HYBRID = ("mixer.in_proj", "mixer.out_proj", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
@@ -139,7 +139,7 @@ def beyond_the_model(policy: PrecisionPolicy, layers: int) -> tuple[str, ...]:
     return tuple(
         f"{region_text(region)}: {layers_text(wrong)} ({have})"
         for region in policy.module_regions
-        if (wrong := beyond(region, layers))
+        if (wrong := outside(region.layers or (), layers))
     )
 
 

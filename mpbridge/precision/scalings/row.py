@@ -10,8 +10,8 @@ from typing import Any, Literal
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.formats import FORMATS, DType, say
 from mpbridge.common.machines import Arch
+from mpbridge.common.versions import at_least
 
-"""Compute capability of a GPU: (9, 0)."""
 Library = Literal["transformer_engine", "torchao"]
 
 ELEMENTS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -220,7 +220,7 @@ class Scaling:
         for option in self.options:
             value = options.get(option.name, option.default)
             for need in option.needs:
-                ended = need.until is not None and (version is None or _numbers(version) >= _numbers(need.until))
+                ended = need.until is not None and (version is None or at_least(version, need.until))
                 other = options.get(need.option, self.option(need.option).default)
                 asked = need.beside is None or options.get(need.beside[0]) == need.beside[1]
                 if value in need.values and asked and not ended and other not in need.legal:
@@ -237,7 +237,7 @@ class Scaling:
 
     def recipe_class(self, version: str | None = None) -> str:
         """Class of the library's recipe object under `version`; None: the newest."""
-        fitting = [name for since, name in self.recipes if version is None or _numbers(since) <= _numbers(version)]
+        fitting = [name for since, name in self.recipes if version is None or at_least(version, since)]
         return fitting[-1] if fitting else self.recipes[0][1]
 
 
@@ -247,7 +247,3 @@ def needs_transpose(arch: Arch | None) -> bool:
     Transformer Engine 2.11 common/transformer_engine.cpp: other layouts at compute capability 10.0 to 12.0 and from 13.0 on.
     """
     return arch is None or not ((10, 0) <= arch < (12, 0) or arch >= (13, 0))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".") if part.isdigit())

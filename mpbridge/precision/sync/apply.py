@@ -140,24 +140,16 @@ def _take_over(name: str, config: Any, twin: Any) -> dict[str, tuple[Any, Any]]:
 def _receipt(plan: Plan, filled: Mapping[str, Mapping[str, tuple[Any, Any]]], unchecked: list[str]) -> Receipt:
     if plan.policy is None:
         return Receipt(unchecked=tuple(unchecked))
-    old = plan.after.fields
     written: dict[tuple[str, str], tuple[Any, Any]] = {}
     for write in plan.writes:
         key: tuple[str, str] = (write.target, write.field)
-        written[key] = (_found(old, key, write.before), read(plan.targets[write.target], write.field))
+        written[key] = (plan.after.before(*key, write.before), read(plan.targets[write.target], write.field))
     for name in TARGETS:
         for field, (before, now) in filled.get(name, {}).items():
             key = (name, field)
             if key in _FIELDS:
-                written[key] = (written[key][0] if key in written else _found(old, key, before), now)
-    return Receipt(fields=MappingProxyType(dict(old) | written), unchecked=tuple(unchecked))
-
-
-def _found(old: Mapping[tuple[str, str], tuple[Any, Any]], key: tuple[str, str], before: Any) -> Any:
-    """The value before any recipe: that of an earlier receipt, unless the field was changed since."""
-    if key in old and same(before, old[key][1]):
-        return old[key][0]
-    return before
+                written[key] = (written[key][0] if key in written else plan.after.before(*key, before), now)
+    return Receipt(fields=MappingProxyType(dict(plan.after.fields) | written), unchecked=tuple(unchecked))
 
 
 def _text(fault: Exception | None) -> str:

@@ -95,6 +95,11 @@ class Receipt:
     unchecked: tuple[str, ...] = ()
     """Targets whose own validation already failed before anything was written, with the error: nothing was checked there."""
 
+    def before(self, target: str, name: str, now: Any) -> Any:
+        """The value before any recipe: what an earlier recipe found, unless the field was changed since."""
+        found, written = self.fields.get((target, name), (now, now))
+        return found if same(now, written) else now
+
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
         rows = [
@@ -227,16 +232,11 @@ class _Reading:
     after: Receipt
     core: str
 
-    def baseline(self, target: str, name: str, now: Any) -> Any:
-        """The value before any recipe: what an earlier recipe found, unless the field was changed since."""
-        found, written = self.after.fields.get((target, name), (now, now))
-        return found if same(now, written) else now
-
     def own(self, target: Target, name: str, default: Any) -> Any:
         """The target's value before any recipe, or else the default."""
         if target not in self.targets:
             return default
-        value = self.baseline(target, name, read(self.targets[target], name))
+        value = self.after.before(target, name, read(self.targets[target], name))
         return default if value is UNSET or value is None else value
 
     def writes(self, row: PrecisionField, facts: Facts | None) -> Iterator[Write]:
@@ -245,7 +245,7 @@ class _Reading:
             return
         now = normal(row, read(target, row.field))
         wanted = KEEP if facts is None else row.value(facts)
-        new = self.baseline(row.target, row.field, now) if wanted is KEEP else wanted
+        new = self.after.before(row.target, row.field, now) if wanted is KEEP else wanted
         # megatron-core fills fields missing from inputs with its defaults
         if same(row.default if now is UNSET else now, new) or new is UNSET:
             return
