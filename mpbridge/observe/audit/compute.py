@@ -11,7 +11,7 @@ import torch
 from mpbridge.common.formats import DType
 from mpbridge.numerics.observation.modules import is_attention, is_library, is_norm, is_rotary, is_router
 from mpbridge.numerics.observation.tensors import is_narrow
-from mpbridge.observe.audit.findings import Finding, joined, not_observed, offenders
+from mpbridge.observe.audit.findings import Finding, joined, judged, not_observed, nothing
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import LOGITS, Watch
 
@@ -253,7 +253,9 @@ def compute_findings(
         rows = [[row for kind in kinds for row in rank.kinds.get(kind, ())] for rank in ranks]
         values = [[text for kind in kinds for text in rank.wrong.get(kind, ())] for rank in ranks]
         if not any(rows) and wanted(subject):
-            findings.append(_nothing(subject, why(subject)))
+            promised, reason = "as the policy says", why(subject)
+            cure = "a promise without evidence counts as broken"
+            findings.append(not_observed(subject, promised, reason) if reason else nothing(subject, promised, cure))
         if any(rows) or any(values):
             findings.append(_row_finding(subject, rows, values))
     return findings + _autocast(ranks, promises)
@@ -265,14 +267,9 @@ def _row_finding(subject: str, rows: list[list[PlaceDtypes]], values: list[list[
         [place for place, promised, found in own if not set(found) <= set(promised)] + bad
         for own, bad in zip(rows, values, strict=True)
     ]
-    return Finding(
-        subject=subject,
-        promised=joined(" or ".join(promised) for own in rows for _, promised, _ in own),
-        found=joined(dtype for own in rows for _, _, found in own for dtype in found),
-        ok=not any(wrong),
-        count=sum(map(len, rows)),
-        offenders=offenders(wrong),
-    )
+    promised = joined(" or ".join(promised) for own in rows for _, promised, _ in own)
+    found = joined(dtype for own in rows for _, _, found in own for dtype in found)
+    return judged(subject, promised, wrong, seen=found, count=sum(map(len, rows)))
 
 
 def _autocast(ranks: Sequence[Computed], promises: Promises) -> list[Finding]:
@@ -281,10 +278,3 @@ def _autocast(ranks: Sequence[Computed], promises: Promises) -> list[Finding]:
     promised = "off" if promises.policy.autocast is None else promises.policy.autocast.value
     states = joined(state for rank in ranks for state in rank.autocast)
     return [Finding(subject="autocast", promised=promised, found=states, ok=states == promised)]
-
-
-def _nothing(subject: str, why: str) -> Finding:
-    if why:
-        return not_observed(subject, "as the policy says", why)
-    cure = "a promise without evidence counts as broken"
-    return Finding(subject=subject, promised="as the policy says", found="nothing was seen", ok=False, cure=cure)

@@ -13,7 +13,7 @@ import torch
 from mpbridge.common.facts import MUONS
 from mpbridge.numerics.newton_schulz import newton_schulz
 from mpbridge.numerics.observation.tensors import local
-from mpbridge.observe.audit.findings import Finding, not_observed
+from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.promise import Promises
 
@@ -195,12 +195,9 @@ def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:
     counts = {who: sum(rank.trained.get(who, 0) for rank in ranks) for who in ("muon", "adam")}
     words = f"{counts['muon']} by Muon, {counts['adam']} by Adam"
     cure = "give each parameter to the optimizer that the plan names: hidden matrices to Muon, the rest to Adam"
-    findings = [
-        Finding(
-            subject="trained by", promised=words if not wrong else "hidden matrices by Muon, the rest by Adam", found=words, ok=not wrong,
-            count=sum(counts.values()), offenders=tuple(f"{name} ({does}, not {wanted})" for name, (wanted, does) in wrong.items()), cure=cure,
-        )
-    ]  # fmt: skip
+    meant = words if not wrong else "hidden matrices by Muon, the rest by Adam"
+    others = [f"{name} ({does}, not {wanted})" for name, (wanted, does) in wrong.items()]
+    who = judged("trained by", meant, [others], seen=words, cure=cure, count=sum(counts.values()))
     promised = ranks[0].promised
     apart = {name: far for rank in ranks for name, far in rank.apart.items()}
     if not apart:
@@ -210,7 +207,7 @@ def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:
             if least
             else "tensor-parallel ranks orthogonalize their matrices together"
         )
-        return [*findings, not_observed("newton-schulz", promised, why)]
+        return [who, not_observed("newton-schulz", promised, why)]
     ran = {name: _formats(far) for name, far in apart.items()}
     bad = [name for name, kinds in ran.items() if promised not in kinds]
     found = " and ".join(
@@ -218,20 +215,9 @@ def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:
             NEITHER if not kinds else promised if promised in kinds else " or ".join(kinds) for kinds in ran.values()
         )
     )
-    told = tuple(f"{name} ({', '.join(f'{far:.2g} from {kind}' for kind, far in apart[name].items())})" for name in bad)
+    told = [f"{name} ({', '.join(f'{far:.2g} from {kind}' for kind, far in apart[name].items())})" for name in bad]
     cure = "find what changes the momentum, the iteration or the weights around Muon's step"
-    return [
-        *findings,
-        Finding(
-            subject="newton-schulz",
-            promised=promised,
-            found=found,
-            ok=not bad,
-            count=len(ran),
-            offenders=told,
-            cure=cure,
-        ),
-    ]
+    return [who, judged("newton-schulz", promised, [told], seen=found, cure=cure, count=len(ran))]
 
 
 def _formats(far: Mapping[str, float]) -> list[str]:
