@@ -106,7 +106,7 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
 
 
 def _others(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
-    """What gains something: layouts with few changes, then recipes in this layout."""
+    """What gains something: the fastest layouts (`mpbridge layouts`), then recipes in this layout."""
     found = []
     for one in mine.layouts(MOST - 1, stated=says_optimizer(made.container)):
         world = one.facts.parallel.world_size
@@ -229,7 +229,7 @@ def _print(answer: _Answer) -> None:
         print_table(("instead", "step and memory", "to change"), rows)
         print_line()
     elif one.answer and one.capability.native:
-        print_line("instead  nothing close to this layout gains more than the band; all layouts: mpbridge layouts")
+        print_line("instead  no layout and no recipe gains more than the band (mpbridge layouts, mpbridge recommend)")
         print_line()
     for note in answer.notes:
         print_line(f"note   {note}")

@@ -169,6 +169,21 @@ def gather_mxfp8(optimizer: Any) -> None:
         part._copy_main_params_to_param_buffer()
 
 
+def padded(chunk: Any) -> Any:
+    """The wrapped chunk, whose buckets find every parameter where its buffer has it.
+
+    megatron-core 0.16.1 aligns each parameter to 64 elements in the buffer, and a bucket's `param_to_index` counts without that padding
+    (distributed/param_and_grad_buffer.py): what follows a parameter of another size, such as dt_bias of 32 heads, is copied back from the wrong place after a
+    gather through the gradient buffer.
+    """
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        for bucket in buffer.buckets:
+            for parameter in bucket.params:
+                first, last, _ = buffer.param_index_map[parameter]
+                bucket.param_to_index[parameter] = (first - bucket.offset, last - bucket.offset)
+    return chunk
+
+
 def gather_now(chunks: list[Any]) -> None:
     """Gathers the parameters between steps, which otherwise the next forward pass would do.
 
