@@ -17,6 +17,7 @@ from mpbridge.backend.megatron.inside_optimizer import (
     gather_now,
     in_order,
     number_states,
+    padded,
     refresh_mxfp8,
 )
 from mpbridge.backend.megatron.sharded import layer_by_layer
@@ -48,7 +49,7 @@ class McoreEngine(BaseEngine):
         shape = self.run.facts.shape
         chunks = build_chunks(targets.model, targets.gpt, self.run.policy, cuda=self.cuda, backend=backend, shape=shape)
         self.model = [
-            DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0)
+            padded(DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0))
             for i, chunk in enumerate(chunks)
         ]
         made = core_muon if self.run.facts.optimizer.name in MUONS else get_megatron_optimizer

@@ -58,7 +58,10 @@ def update(optimizer: Any) -> tuple[bool, float | None]:
     for part in parts(optimizer):
         if part.config.clip_grad > 0.0:
             clip(part, norm)
-    return bool(optimizer.step_with_ready_grads()), norm
+    stepped = bool(optimizer.step_with_ready_grads())
+    if hasattr(optimizer, "allgather_params"):
+        optimizer.allgather_params()  # dist_muon's, in its own step()
+    return stepped, norm
 
 
 def learning_rate(optimizer: Any) -> float:

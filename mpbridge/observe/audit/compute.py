@@ -160,6 +160,9 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
     odd = watch.odd.items()
     seen.wrong["GEMMs"] += [f"{path or 'the model'}: {kind} in {joined(names)}" for (path, kind), names in odd]
     seen.wrong["GEMMs"] += [f"{path} reads {what}" for path, what in watch.products.other.items()]
+    parallel = promises.run.parallel
+    if parallel.tensor == parallel.expert_width == 1 and not promises.foreign:
+        seen.wrong["GEMMs"] += [f"{path} {what}" for path, what in watch.products.passing.wrong.items()]
     policy = promises.policy
     apart = {LOGITS, *watch.angles, *watch.routing}
     if policy.compute.short == "fp32":
