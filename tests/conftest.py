@@ -52,7 +52,7 @@ LONGEST = (
     "te_cpu/test_inside.py", "planning/rules/test_answers.py", "training/checkpoint/test_resume.py", "te_cpu/test_on_cpu.py", "observe/audit/test_faults.py", "te_cpu/test_two_ranks.py",
     "guide/test_six_ways.py", "training/test_torchrun.py", "training/test_survives.py", "observe/audit/test_healthy_runs.py", "observe/audit/test_between_steps.py", "known_bugs/test_known_bugs.py",
     "observe/witnessing/test_trainers.py", "te_cpu/test_ranks.py", "training/test_soak.py", "observe/audit/test_two_ranks.py", "te_cpu/test_their_tests.py", "cli/test_strangers.py",
-    "numerics/test_mcore.py", "cli/test_faults.py", "planning/estimate/test_layouts.py", "planning/estimate/test_predict.py", "training/tune/test_module.py", "backend/engines/test_sharded_worlds.py",
+    "numerics/test_mcore.py", "cli/test_faults.py", "planning/estimate/test_layouts.py", "planning/estimate/test_one_answer.py", "planning/estimate/test_predict.py", "training/tune/test_module.py", "backend/engines/test_sharded_worlds.py",
     "backend/contract/test_mcore.py", "te_cpu/test_checkpoints.py", "training/simulate/test_simulate.py", "training/simulate/test_quantized.py", "training/test_faults_ranks.py",
 )  # fmt: skip
 """Files that take half a minute and more, the longest first: a worker that gets one of them last would end alone."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, leaves_batch, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
-from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg, wanted_world
+from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
 from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
@@ -91,7 +91,7 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
         found.append(("configuration", DEFAULT_CONFIG, "--config FILE"))
     if args.target is None and args.machine_file is None:
         found.append(("machine", f"this one, {where.machine.label}", "--target GPU"))
-    if wanted_world(args) is None:
+    if args.world_size is None:
         fewest = f"{made.world_size}, as few as the parallel sizes allow"
         found.append(("processes", fewest, f"--world-size {2 * made.world_size}"))
     if assumed := ", ".join(where.assumed):
@@ -106,7 +106,7 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
 
 
 def _others(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
-    """What gains something: layouts with few changes, then recipes in this layout."""
+    """What gains something: the fastest layouts (`mpbridge layouts`), then recipes in this layout."""
     found = []
     for one in mine.layouts(MOST - 1, stated=says_optimizer(made.container)):
         world = one.facts.parallel.world_size
@@ -229,7 +229,7 @@ def _print(answer: _Answer) -> None:
         print_table(("instead", "step and memory", "to change"), rows)
         print_line()
     elif one.answer and one.capability.native:
-        print_line("instead  nothing close to this layout gains more than the band; all layouts: mpbridge layouts")
+        print_line("instead  no layout and no recipe gains more than the band (mpbridge layouts, mpbridge recommend)")
         print_line()
     for note in answer.notes:
         print_line(f"note   {note}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, record
@@ -13,6 +13,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import dtype
 from mpbridge.settings.huggingface.folder import PREFIX, folder_of, is_reference
 from mpbridge.settings.huggingface.served import METHODS
+from mpbridge.settings.huggingface.tensors import ADAPTERS
 
 if TYPE_CHECKING:
     from mpbridge.training.weights.to_checkpoint import Taken
@@ -22,9 +23,10 @@ CHECKPOINT = "ckpt:"
 ARGUMENTS = (
     arg("source SOURCE", f"{PREFIX}DIR, or {CHECKPOINT}DIR (a checkpoint, or a folder of them)"),
     arg("target TARGET", f"{CHECKPOINT}DIR, {PREFIX}DIR, or a new FILE.yaml for only the configuration"),
-    arg(f"--like {PREFIX}DIR", "to a folder: copy config.json and tokenizer from that one, for the same model"),
+    arg(f"--like {PREFIX}DIR", "to a folder: copy config.json and tokenizer from that one, for the same model; with --adapters, the base"),
     arg("--dtype", "to a folder: dtype of the weights (default: as stored; fp32 uses main weights)", ("bf16", "fp16", "fp32")),
     arg("--quantization", "to a folder: quantize as training did, and store codes and scales in the format of that quant_method (vLLM's and SGLang's --quantization)", METHODS),
+    arg("--adapters", "to a folder, of a run with adapters: their own folder for peft (alone), or the model with them: merged; merged-before or merged-after where the run quantizes the base: before its quantization, or after", ADAPTERS),
     arg("--recipe NAME", "with --quantization: quantize by this recipe (a name or a YAML file) instead of the run's"),
     JSON,
 )  # fmt: skip
@@ -59,7 +61,7 @@ def _place(target: str, prefix: str) -> Path:
 
 
 def _only_to_folders(args: argparse.Namespace) -> None:
-    options = ("like", "dtype", "quantization", "recipe")
+    options = ("like", "dtype", "quantization", "recipe", "adapters")
     given = [f"--{name} {getattr(args, name)}" for name in options if getattr(args, name)]
     if given:
         raise BadValue(f"{' and '.join(given)}: only for {CHECKPOINT}DIR {PREFIX}DIR; here weights are taken as stored")
@@ -107,6 +109,7 @@ def _give(args: argparse.Namespace, target: Path) -> None:
     from mpbridge.common.report.progress import bar
     from mpbridge.training.checkpoint.store import locate
     from mpbridge.training.serving.cast import Served
+    from mpbridge.training.serving.merge import Merge
     from mpbridge.training.weights.to_folder import to_folder
 
     like = folder_of(args.like) if args.like else None
@@ -116,14 +119,19 @@ def _give(args: argparse.Namespace, target: Path) -> None:
         raise BadValue(
             f"--recipe {args.recipe}: only with --quantization, which says in which format its codes are stored"
         )
+    if args.quantization and args.adapters == "alone":
+        raise BadValue(f"--quantization {args.quantization} with --adapters alone: adapters are in high precision")
     path = locate(Path(args.source.removeprefix(CHECKPOINT)))
     casting = partial(Served, method=args.quantization, recipe=args.recipe) if args.quantization else None
+    merge = partial(Merge, how=args.adapters, like=like)
+    adapters: Any = merge if args.adapters and args.adapters != "alone" else args.adapters
     wanted = dtype(args.dtype).value if args.dtype else None
     with bar("written", quiet=args.json) as told:
-        given = to_folder(path, target, like=like, dtype=wanted, casting=casting, told=told)
+        given = to_folder(path, target, like=like, dtype=wanted, casting=casting, adapters=adapters, told=told)
     padding = [f"{given.left_out} padding rows of the embedding are omitted"] if given.left_out else []
     notes = padding + given.notes
     facts = record(given, "family", "tensors", "elements", "dtypes", notes=notes)
+    facts |= {} if given.merged is None else {"merged": given.merged}
     lines = (
         f"{path} -> {given.path}: {given.family}, {given.tensors:,} tensors, {given.elements:,} elements in {_words(given.dtypes)}",
         *(f"  {note}" for note in notes),

@@ -25,7 +25,7 @@ ARGUMENTS = (
     arg("--keys KEY", "fields or columns with text, one output each", nargs="+", default=["text"]),
     arg("--tokenizer NAME", "as data.tokenizer: byte (default), a folder, a file, a repository's id"),
     arg("--end-of-text TOKEN", "the token after each document (default: the tokenizer's own)"),
-    arg("--workers N", "processes (default: by the size of the input, at most 8)", whole),
+    arg("--workers N", "processes (default: by the size of the input, at most 8)", whole, least=1),
     arg("--cache DIR", "cache folder (default: the user's)", Path),
     JSON,
 )  # fmt: skip
@@ -68,8 +68,6 @@ def _refuse_bad(args: argparse.Namespace) -> None:
     """Raises BadValue or Contradiction for arguments that cannot work, before anything is read."""
     if not args.sources:
         raise BadValue("data prepare: no SOURCE; give files, folders, globs, data sets (hf:owner/name) or stdlib")
-    if args.workers is not None and args.workers < 1:
-        raise BadValue(f"--workers {args.workers}: expected at least 1")
     places = (("--out", args.out and args.out.parent), ("--cache", args.cache))
     faults = [fault for option, place in places if place and (fault := place_fault(option, place))]
     if faults:

@@ -16,9 +16,8 @@ from mpbridge.interop.stacks.exporters import STACKS, stack_module
 from mpbridge.interop.stacks.importers import read_args, read_file
 from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.meaning import label, rows
-from mpbridge.interop.stacks.nearest import Answer, apart
+from mpbridge.interop.stacks.nearest import Answer, apart, refusals
 from mpbridge.interop.stacks.nearest import answer as answer_for
-from mpbridge.interop.stacks.runs_here import refusals
 
 SUMMARY = "translate another stack's configuration to a recipe"
 QUOTED = frozenset({"--args"})

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpbridge.cli.options import DEFAULT_CONFIG, arg, find_config, wanted_world, whole
+from mpbridge.cli.options import DEFAULT_CONFIG, arg, find_config, whole
 from mpbridge.cli.text import print_line, print_whole
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import text_of, write
@@ -87,7 +87,7 @@ ARGUMENTS = (
     arg("folder DIR", "where to write (default: here)", nargs="?", default="."),
     arg("--config FILE", f"configuration to start from (default: {DEFAULT_CONFIG})"),
     arg("--recipe NAME", f"recipe that recipe.yaml extends (default: {DEFAULT_RECIPE})", default=DEFAULT_RECIPE),
-    arg("--world-size N", "processes (default: the fewest of a node in which it fits)", whole),
+    arg("--world-size N", "processes (default: the fewest of a node in which it fits)", whole, least=1),
     arg("overrides key=value", "settings that config.yaml gets, such as those that check offers", nargs="*"),
 )
 
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     for name in files:
         print_line(f"{folder / name}  {WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
-    world = wanted_world(args) or 1
+    world = args.world_size or 1
     if world == 1:
         # on a machine that does not run the recipe, what follows emulates it
         native = can_run(resolve(get_mixed_precision_config(args.recipe)), this_machine(), installed()).native
@@ -147,7 +147,7 @@ def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) 
     return readme(
         target=target,
         settings=settings,
-        processes=wanted_world(args) or _processes(base, target),
+        processes=args.world_size or _processes(base, target),
         log_dir=(config.get("logger") or {}).get("log_dir") or "run",
         quantized=policy.quantized,
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import TARGET, leaves_batch, left_out, on_target, target
-from mpbridge.cli.options import JSON, RUN, arg, container, wanted_world, whole
+from mpbridge.cli.options import JSON, RUN, arg, container, whole
 from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.tables.units import size
@@ -28,22 +28,20 @@ ARGUMENTS = (
     *RUN,
     *TARGET,
     arg("--recipes A,B", "more than one recipe (default: the file's)"),
-    arg("--most N", "number of layouts per recipe (default: 5)", whole, default=5),
+    arg("--most N", "number of layouts per recipe (default: 5)", whole, least=1, default=5),
     JSON,
 )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the layouts. Returns 1 if none fits."""
-    if args.most < 1:
-        raise BadValue(f"--most {args.most}: expected at least 1")
     where = target(args)
     if not where.machine.peak:
         raise BadValue(
             f"{where.machine.name} has no rates in the table: name a --target, or give a --machine-file that `mpbridge calibrate` wrote"
         )
     base = container(args)
-    world = wanted_world(args) or base.smallest_world()
+    world = args.world_size or base.smallest_world()
     found, faults, omitted = _search(args, base, where, world)
     layouts = [_data(name, one, tuple(omitted)) | {"changes": changes} for name, one, changes in found]
     head = f"{world} x {where.machine.label}: predictions"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpbridge.cli.options import add_arguments
+from mpbridge.cli.options import add_arguments, too_small
 from mpbridge.cli.text import columns_here, complain, print_line
 from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
@@ -174,7 +174,10 @@ def _dispatch(arguments: list[str]) -> int:
         without_chatter()
     # intermixed: key=value may come before, between and after options
     args = parser_of(verb, known[verb]).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
-    return int(importlib.import_module(known[verb]).run(args))
+    found: Any = importlib.import_module(known[verb])
+    if verb not in FOREIGN and (faults := too_small(args, found.ARGUMENTS)):
+        raise BadValue("; ".join(faults))
+    return int(found.run(args))
 
 
 PROCESSES = frozenset(

@@ -23,7 +23,7 @@ ARGUMENTS = (
     arg("run RUN", "a checkpoint, or a folder of them"),
     arg("folder DIR", "a folder of served weights of the same model"),
     arg("--tokens FILE", "a text, tokenized as the run's data", Path, required=True),
-    arg("--sequences N", "number of sequences (default: 8)", int, default=8),
+    arg("--sequences N", "number of sequences (default: 8)", int, least=1, default=8),
     JSON,
 )
 
@@ -33,8 +33,6 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.training.checkpoint.store import locate
     from mpbridge.training.serving.mismatch import mismatch
 
-    if args.sequences < 1:
-        raise BadValue(f"--sequences {args.sequences}: expected 1 or more")
     try:
         with regular(args.tokens) as stream:
             text = stream.read(LIMITS["text"].size).decode("utf-8", errors="replace")

@@ -33,12 +33,15 @@ class Argument:
     name: str
     how: Mapping[str, Any]
     """What argparse's add_argument takes beside the name."""
+    least: int | None = None
+    """The smallest legal number."""
 
 
-def arg(spelled: str, said: str, kind: Any = None, **how: Any) -> Argument:
+def arg(spelled: str, said: str, kind: Any = None, *, least: int | None = None, **how: Any) -> Argument:
     """An argument spelled as in a usage line: '--out FILE', '--stages' for a switch, or 'run_dir RUN_DIR' for a positional one with that attribute.
 
-    said: its help. kind: the type of its value, or a tuple of the legal ones. how: anything else that argparse takes.
+    said: its help. kind: the type of its value, or a tuple of the legal ones. least: the smallest legal number (`too_small`). how: anything else that
+    argparse takes.
     """
     name, _, metavar = spelled.partition(" ")
     how |= {"help": said} | ({"metavar": metavar} if metavar else {})
@@ -46,7 +49,7 @@ def arg(spelled: str, said: str, kind: Any = None, **how: Any) -> Argument:
         how["choices" if isinstance(kind, tuple) else "type"] = kind
     elif name.startswith("--") and not metavar:
         how.setdefault("action", "store_true")
-    return Argument(name, how)
+    return Argument(name, how, least)
 
 
 def add_arguments(parser: argparse.ArgumentParser, rows: Iterable[Argument]) -> None:
@@ -56,6 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser, rows: Iterable[Argument]) -> 
         if row.name not in known:
             parser.add_argument(row.name, **row.how)
         known.add(row.name)
+
+
+def too_small(args: argparse.Namespace, rows: Iterable[Argument]) -> list[str]:
+    """Every number below the `least` of its row, as faults."""
+    given = [(row, getattr(args, row.name.strip("-").replace("-", "_"), None)) for row in rows]
+    return [
+        f"{row.name} {value}: expected at least {row.least}"
+        for row, value in given
+        if row.least is not None and value is not None and value < row.least
+    ]
 
 
 def whole(text: str) -> int:
@@ -89,20 +102,12 @@ _RECIPE = (
     arg("--te X.Y", "with --emulate: the Transformer Engine release whose rules to follow (default: as installed, else 2.11)"),
 )  # fmt: skip
 _SETTINGS = arg("overrides key=value", "settings that override the file's, such as optimizer.lr=3e-4", nargs="*")
-WORLD = arg("--world-size N", "processes (default: as few as the parallel sizes allow)", whole)
+WORLD = arg("--world-size N", "processes (default: as few as the parallel sizes allow)", whole, least=1)
 RUN = (*_RECIPE, WORLD, _SETTINGS)
 """The run that a verb is about, which it does not run."""
 RUN_HERE = (*_RECIPE, _SETTINGS)
 """The same for a verb that runs it: torchrun says how many processes there are."""
 PRICE = arg("--price X", "price of one GPU hour, in any currency", _price)
-
-
-def wanted_world(args: argparse.Namespace) -> int | None:
-    """--world-size; None if not given. Raises BadValue for less than one process."""
-    wanted: int | None = getattr(args, "world_size", None)
-    if wanted is not None and wanted < 1:
-        raise BadValue(f"--world-size {wanted}: expected at least 1")
-    return wanted
 
 
 def container(args: argparse.Namespace) -> ConfigContainer:
@@ -141,7 +146,7 @@ def resolved(
     Raises Contradiction with every fault.
     """
     made = container(args)
-    wanted = wanted_world(args) if world_size is None else world_size
+    wanted = getattr(args, "world_size", None) if world_size is None else world_size
     return made.resolved(
         wanted or made.smallest_world(), machine=machine, versions=versions, training=training, also=also
     )

@@ -21,19 +21,17 @@ ARGUMENTS = (
     arg("runs RUN", "folders of runs (logger.log_dir)", Path, nargs="+"),
     arg("--out FILE", "the picture (default: curves.png in the first run's folder)", Path),
     arg("--no-picture", "the terminal only"),
-    arg("--width N", f"columns of a plot (default: the terminal's, at most {COLUMNS})", whole),
+    arg("--width N", f"columns of a plot (default: the terminal's, at most {COLUMNS})", whole, least=10),
 )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one plot for each number and run, and writes the picture; without matplotlib only the picture is missing."""
-    from mpbridge.common.errors import BadValue, Refused
+    from mpbridge.common.errors import Refused
     from mpbridge.common.pages.document import writable
     from mpbridge.common.report.curves import CURVES, picture
     from mpbridge.common.report.pictures import drawable
 
-    if args.width is not None and args.width < 10:
-        raise BadValue(f"--width {args.width}: expected at least 10 columns")
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:
         writable(target)

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.cli.options import arg, whole
-from mpbridge.common.errors import BadValue
 
 SUMMARY = "show what low precision does to a run's tensors: worst operands, and a page"
 ARGUMENTS = (
     arg("run_folder RUN", "the run's folder (logger.log_dir)", Path),
     arg("--out FILE", "the page (default: precision.html in the folder)", Path),
-    arg("--top N", "operands to print (default: 10)", whole, default=10),
+    arg("--top N", "operands to print (default: 10)", whole, least=1, default=10),
 )
 
 
@@ -27,8 +26,6 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.observe.diagnose.page import precision_page
 
     target = args.out or args.run_folder / "precision.html"
-    if args.top < 1:
-        raise BadValue(f"--top {args.top}: expected at least 1")
     found = gather(args.run_folder)
     writable(target)
     out = console()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli._target import TARGET, left_out, on_target, target
-from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, wanted_world
+from mpbridge.cli.options import JSON, PRICE, RUN, arg, container
 from mpbridge.cli.text import answer, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables.units import size
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             f"--recipe {recipe(args.recipe).name}: recommend compares all recipes, omit it (mpbridge check checks one)"
         )
     base = container(args)
-    world = wanted_world(args) or base.smallest_world()
+    world = args.world_size or base.smallest_world()
     made, omitted = _advice(args, where, base, world)
     if len({advice.reason for advice in made}) == 1 and not made[0].legal:
         # faults of the sizes or the model, not of a recipe

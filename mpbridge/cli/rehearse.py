@@ -17,8 +17,8 @@ SUMMARY = "train a few steps under several recipes, emulated, and see which tens
 ARGUMENTS = (
     arg("--config FILE", "a YAML file, or the name of a shipped one (default: gpt_tiny)"),
     arg("--recipes A,B,...", "recipe names (mpbridge list); default: BF16 and every kind of scaling"),
-    arg("--steps N", "training steps under each recipe (default: 50)", whole, default=50),
-    arg("--every K", "sample the tensors of every K-th step (default: ten samples)", whole),
+    arg("--steps N", "training steps under each recipe (default: 50)", whole, least=1, default=50),
+    arg("--every K", "sample the tensors of every K-th step (default: ten samples)", whole, least=1),
     arg("--out DIR", "folder for report.json and index.html, a page with every chart", Path, default=Path("rehearsal")),
     arg("--suggest", "also tune the last tunable recipe (mpbridge tune, with its defaults): writes DIR/tuned.yaml, figures on the page"),
     arg("overrides key=value", "settings that override the file's, such as train.micro_batch_size=4; checkpoint.load=DIR starts from its weights", nargs="*"),
@@ -27,10 +27,6 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run. Raises KeyboardInterrupt if a signal ended it."""
-    for option in ("steps", "every"):
-        number = getattr(args, option)
-        if number is not None and number < 1:
-            raise BadValue(f"--{option} {number}: expected at least 1")
     from mpbridge.common.pages.document import writable
     from mpbridge.common.report.console import console, rank, tell
     from mpbridge.training.rehearse.report import caveats, tables

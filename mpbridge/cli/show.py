@@ -28,15 +28,13 @@ from mpbridge.precision.wording import region_rule, region_text
 SUMMARY = "show one recipe: its metadata, its fields, and what they mean"
 ARGUMENTS = (
     arg("recipe NAME", "a recipe's name, a YAML file, package.module:function or file.py:function"),
-    arg("--layers N", "a model's depth, to show which of its layers stay in high precision", whole),
+    arg("--layers N", "a model's depth, to show which of its layers stay in high precision", whole, least=1),
     JSON,
 )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the card."""
-    if args.layers is not None and args.layers < 1:
-        raise BadValue(f"--layers {args.layers}: expected at least 1")
     if args.layers is not None and args.layers > MOST:
         raise BadValue(f"--layers {args.layers}: at most {MOST}")
     entry, config = describe(args.recipe), get_mixed_precision_config(args.recipe)

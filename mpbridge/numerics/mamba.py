@@ -156,7 +156,7 @@ def mamba_split_conv1d_scan_combined(
     _only(rmsnorm_weight=rmsnorm_weight, outproj_weight=outproj_weight, outproj_bias=outproj_bias)
     channels = headdim if D.dim() == 1 else D.shape[1]
     rest = (chunk_size, activation, channels, ngroups, dt_limit, state_dtype)
-    out: torch.Tensor = _Split.apply(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, rest)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Recomputed.apply(_split, rest, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -178,20 +178,24 @@ def _split(
     return out.flatten(2), ungated
 
 
-class _Split(torch.autograd.Function):
-    """Keeps for the backward pass what the kernel keeps, and computes the rest again."""
+class _Recomputed(torch.autograd.Function):
+    """The first result of function(*inputs, rest). Keeps for the backward pass what the kernel keeps, and computes the rest again."""
 
     @staticmethod
-    def forward(ctx: Any, zxbcdt: Any, weight: Any, bias: Any, dt_bias: Any, A: Any, D: Any, rest: Any) -> Any:
-        out, ungated = _split(zxbcdt, weight, bias, dt_bias, A, D, rest)
-        ctx.save_for_backward(zxbcdt, weight, bias, dt_bias, A, D, ungated)
-        ctx.rest = rest
+    def forward(ctx: Any, function: Any, rest: Any, *inputs: Any) -> Any:
+        out, kept = function(*inputs, rest)
+        ctx.save_for_backward(*inputs, kept)
+        ctx.function, ctx.rest = function, rest
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        inputs = ctx.saved_tensors[:6]
-        return (*_gradients(_split, inputs, ctx.rest, gradient), None)
+        *inputs, _ = ctx.saved_tensors
+        with torch.enable_grad():
+            own = [None if one is None else one.detach().requires_grad_() for one in inputs]
+            out = ctx.function(*own, ctx.rest)[0]
+        found = iter(torch.autograd.grad(out, [one for one in own if one is not None], gradient))
+        return (None, None, *(None if one is None else next(found) for one in own))
 
 
 def _gated(x: torch.Tensor, weight: torch.Tensor, z: Any, rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,31 +210,6 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, z: Any, rest: Any) -> tuple[to
     if z is not None and before:
         wide = wide * F.silu(z.float())
     return wide.to(x.dtype), root
-
-
-class _Gated(torch.autograd.Function):
-    """As `_Split`, for the norm."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, z: Any, rest: Any) -> Any:
-        out, root = _gated(x, weight, z, rest)
-        ctx.save_for_backward(x, weight, z, root)
-        ctx.rest = rest
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        inputs = ctx.saved_tensors[:3]
-        return (*_gradients(_gated, inputs, ctx.rest, gradient), None)
-
-
-def _gradients(function: Any, inputs: Any, rest: Any, gradient: torch.Tensor) -> list[torch.Tensor | None]:
-    """Gradients of the first result of function(*inputs, rest) with respect to every input that is a tensor."""
-    with torch.enable_grad():
-        own = [None if one is None else one.detach().requires_grad_() for one in inputs]
-        out = function(*own, rest)[0]
-    found = iter(torch.autograd.grad(out, [one for one in own if one is not None], gradient))
-    return [None if one is None else next(found) for one in own]
 
 
 class RMSNorm(torch.nn.Module):
@@ -253,7 +232,7 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         """x normalised, multiplied by silu(z) before (norm_before_gate=False) or after."""
         rest = (self.eps, self.group_size, self.norm_before_gate)
-        out: torch.Tensor = _Gated.apply(x, self.weight, z, rest)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Recomputed.apply(_gated, rest, x, self.weight, z)  # type: ignore[no-untyped-call]
         return out
 
 

@@ -147,11 +147,9 @@ class Nvfp4:
         return four_over_six(view, amax, lines, self._largest_scale(side), squared, square, fast=fast)
 
     def _largest_scale(self, side: Side) -> float:
-        return 256.0 if self._below_256(side) else E4M3.largest
-
-    def _below_256(self, side: Side) -> bool:
         scope = {"x": "activations", "w": "weights"}.get(side)
-        return self.four_over_six(side) and self.options.get("four_over_six_256", "all") in (scope, "all")
+        below = self.four_over_six(side) and self.options.get("four_over_six_256", "all") in (scope, "all")
+        return 256.0 if below else E4M3.largest
 
     def _explain_nvfp4(
         self, x: torch.Tensor, operand: Operand, side: Side, copy: OperandCopy

@@ -26,8 +26,8 @@ class Advice:
     """Memory of the fullest GPU, with activations (an estimate)."""
     relative: float | None = None
     """Ratio of `bytes` to bf16_mixed's."""
-    fit: str = "fits"
-    """"fits", "tight" or "does not fit" (memory.by_role.verdict)."""
+    fit: str = ""
+    """"fits", "tight" or "does not fit" (memory.by_role.verdict); empty for a recipe that is not valid here."""
     peak: float | None = None
     """Ratio of its GEMMs' dense peak to BF16's: a limit from the vendor's table, not a measured speed."""
     seconds: float | None = None

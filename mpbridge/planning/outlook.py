@@ -21,9 +21,6 @@ from mpbridge.planning.rules.gemm_shapes import Misfit, lint
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.policy import PrecisionPolicy
 
-AMONG = 5
-"""Layouts that `Outlook.layouts` prices: those with the fewest changes, so that the answer takes a tenth of a second for any model."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
@@ -180,7 +177,7 @@ class Outlook:
         return 0.0 if self.no_time else self.time.seconds / (1 + self.time.band)
 
     def layouts(self, most: int, *, stated: bool = False) -> list[Outlook]:
-        """This run in up to `most` other layouts that gain something: the fastest with few changes and, if none of them fits, the nearest that does.
+        """This run in up to `most` other layouts that gain something: the fastest and, if none of them fits, the nearest that does.
 
         stated: the author set whether the optimizer is distributed. Empty if the memory is unknown, or a rule forbids every layout.
         """
@@ -189,14 +186,7 @@ class Outlook:
         below = self.must_be_below if self.ok and self.answer == "fits" else None
         with contextlib.suppress(MpbridgeError):
             near = search(
-                self.policy,
-                self.facts,
-                self.machine,
-                most=most,
-                using=self.using,
-                stated=stated,
-                among=AMONG,
-                below=below,
+                self.policy, self.facts, self.machine, most=most, using=self.using, stated=stated, below=below
             )
             # what fits is worth more than what may fit
             wanted = sorted(near, key=lambda layout: layout.answer)

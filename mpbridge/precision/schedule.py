@@ -53,8 +53,7 @@ class Mark:
         return int(self.amount)
 
     def __str__(self) -> str:
-        number = f"{self.amount:g}"
-        return f"{number}%" if self.unit == "percent" else f"{number} {self.unit}"
+        return f"{self.amount:g}" + ("%" if self.unit == "percent" else f" {self.unit}")
 
 
 class HasEnd(Protocol):

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, UnknownName
-from mpbridge.common.formats import plain
+from mpbridge.common.facts import MUONS, OPTIMIZERS
+from mpbridge.common.formats import DType, plain
+from mpbridge.common.traits import DEFAULT, known
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.requirements import engine_for
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
-from mpbridge.settings.storage import with_storage
 
 UNNAMED = "custom"
 """Name of a policy without a recipe name."""
@@ -156,3 +157,22 @@ def _added(
     clashes = twin_clashes(good)
     faults += [f"{place}: {clash}" for clash in clashes]
     return config if clashes else config.derive(**good)
+
+
+TORCHS = tuple(name for name in OPTIMIZERS if name not in ("adam", *MUONS))
+"""Values of optimizer.optimizer that are torch's own on the FSDP2 engine; "adam" is FusedAdam if the recipe's states need it."""
+
+
+def with_storage(config: MixedPrecisionConfig, *, engine: str | None, optimizer: str) -> MixedPrecisionConfig:
+    """`config` with FP32 storage if FSDP2 would otherwise train 16-bit storage, not set by the author, with one of torch's optimizers.
+
+    torch's optimizers keep their states in the parameters' dtype; FusedAdam keeps its own states. An explicit setting always wins.
+    Rule: NeMo AutoModel PR 2248, precision_warnings.py.
+    """
+    stored = config.stored()
+    low = stored["bf16"] or stored["fp16"]
+    found = known(engine or DEFAULT)
+    torchs = found is not None and found.main_weights == "optimizer" and optimizer in TORCHS
+    if not torchs or not low or stored["params_dtype"] is not None:
+        return config
+    return config.derive(params_dtype=DType.FP32, main_params_dtype=stored["main_params_dtype"] or DType.FP32)

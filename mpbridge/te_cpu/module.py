@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mpbridge.te_cpu.enums import enumerations
-from mpbridge.te_cpu.refusals import CLASSES, REASONS, refusal, refused_class
+from mpbridge.te_cpu.refusals import refused
 from mpbridge.te_cpu.registry import KERNELS
 
 NAME = "transformer_engine_torch"
@@ -31,7 +31,7 @@ class KernelModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return refused_class(name) if name in CLASSES else refusal(name)
+        return refused(name)
 
 
 def make_module(release: tuple[int, ...]) -> KernelModule:
@@ -39,8 +39,6 @@ def make_module(release: tuple[int, ...]) -> KernelModule:
     for subject in _SUBJECTS:
         importlib.import_module(f"mpbridge.te_cpu.{subject}")
     made = KernelModule(NAME, "Transformer Engine's kernels on a CPU, by mpbridge.")
-    for name in REASONS:
-        setattr(made, name, refused_class(name) if name in CLASSES else refusal(name))
     for name, function in KERNELS.items():
         place, _, last = name.rpartition(".")
         setattr(_submodule(made, place) if place else made, last, opaque(function))

@@ -15,23 +15,16 @@ from mpbridge.te_cpu.registry import KERNELS, kernel
 def fused_multi_row_padding(
     input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
 ) -> None:
-    """Pads each group of rows with zero rows."""
+    """Pads each group of rows with zero rows, or cuts it, to its length in the second list."""
     source = target = 0
-    for rows, padded in zip(input_row_list, padded_input_row_list, strict=True):
-        output[target : target + rows].copy_(input.detach()[source : source + rows])
-        output[target + rows : target + padded].zero_()
-        source, target = source + rows, target + padded
-
-
-@kernel
-def fused_multi_row_unpadding(
-    input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
-) -> None:
-    """Cuts each group of rows to its unpadded length."""
-    source = target = 0
-    for rows, kept in zip(input_row_list, unpadded_input_row_list, strict=True):
+    for rows, wanted in zip(input_row_list, padded_input_row_list, strict=True):
+        kept = min(rows, wanted)
         output[target : target + kept].copy_(input.detach()[source : source + kept])
-        source, target = source + rows, target + kept
+        output[target + kept : target + wanted].zero_()
+        source, target = source + rows, target + wanted
+
+
+KERNELS["fused_multi_row_unpadding"] = fused_multi_row_padding
 
 
 # --- permutation by indices ----------------------------------------------------------------------------------------------------------------

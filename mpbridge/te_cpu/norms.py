@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from mpbridge.numerics.norms import layer_norm, rms_norm
+from mpbridge.te_cpu.casts import fill
 from mpbridge.te_cpu.enums import torch_dtype
-from mpbridge.te_cpu.quantize import quantized
+from mpbridge.te_cpu.quantize import buffers, quantized
 from mpbridge.te_cpu.registry import kernel
 
 
@@ -19,17 +20,8 @@ def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
 def _output(y: torch.Tensor, out: Any, quantizer: Any, otype: Any) -> Any:
     """Delayed scaling casts the FP32 result (its kernel is fully fused); every other recipe quantizes the rounded one."""
     if type(quantizer).__name__ == "Float8Quantizer":
-        return quantized_like(y, quantizer, out, torch_dtype(otype))
+        return fill(quantizer, y, buffers(y.shape, torch_dtype(otype), quantizer, out))
     return quantized(y.to(torch_dtype(otype)), quantizer, out)
-
-
-def quantized_like(y: torch.Tensor, quantizer: Any, out: Any, dtype: torch.dtype) -> Any:
-    """FP32 `y` quantized into a tensor whose nominal dtype is `dtype`."""
-    from mpbridge.te_cpu.casts import fill
-    from mpbridge.te_cpu.storages import coerced, empty_quantized
-
-    made = empty_quantized(quantizer, y.shape, dtype) if out is None else coerced(quantizer, out, y.shape, dtype)
-    return fill(quantizer, y, made)
 
 
 @kernel
@@ -95,41 +87,27 @@ def rmsnorm_fwd(
     return [_output(y, ln_out, quantizer, otype), None, inverse.reshape(-1)]
 
 
-def _rms_gradient(
-    dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, zero_centered: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    inverse = rsigma.reshape(*x.shape[:-1], 1)
-    normal = x.detach().float() * inverse
-    grad = dz.detach().float().reshape(x.shape)
-    scaled = grad * _gain(gamma, zero_centered)
-    dx = inverse * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
-    return dx, (grad * normal).reshape(-1, x.shape[-1]).sum(0)
-
-
-@kernel
-def rmsnorm_bwd(
-    dz: torch.Tensor,
-    x: torch.Tensor,
-    rsigma: torch.Tensor,
-    gamma: torch.Tensor,
-    sm_margin: int = 0,
-    zero_centered_gamma: bool = False,
-) -> list[torch.Tensor]:
-    """[gradient of the input, of the weight]."""
-    dx, dw = _rms_gradient(dz, x, rsigma, gamma, zero_centered_gamma)
-    return [dx.to(x.dtype), dw.to(gamma.dtype)]
-
-
 @kernel
 def rmsnorm_bwd_add(
     dz: torch.Tensor,
     x: torch.Tensor,
-    add: torch.Tensor,
+    add: torch.Tensor | None,
     rsigma: torch.Tensor,
     gamma: torch.Tensor,
     sm_margin: int = 0,
     zero_centered_gamma: bool = False,
 ) -> list[torch.Tensor]:
-    """As `rmsnorm_bwd`, with `add` added to the gradient of the input before it is rounded."""
-    dx, dw = _rms_gradient(dz, x, rsigma, gamma, zero_centered_gamma)
-    return [(dx + add.detach().float().reshape(dx.shape)).to(x.dtype), dw.to(gamma.dtype)]
+    """[gradient of the input, of the weight], with `add` added to the former before it is rounded."""
+    inverse = rsigma.reshape(*x.shape[:-1], 1)
+    normal = x.detach().float() * inverse
+    grad = dz.detach().float().reshape(x.shape)
+    scaled = grad * _gain(gamma, zero_centered_gamma)
+    dx = inverse * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+    dw = (grad * normal).reshape(-1, x.shape[-1]).sum(0)
+    return [(dx if add is None else dx + add.detach().float().reshape(dx.shape)).to(x.dtype), dw.to(gamma.dtype)]
+
+
+@kernel
+def rmsnorm_bwd(dz: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> list[torch.Tensor]:
+    """As `rmsnorm_bwd_add`, with nothing to add."""
+    return rmsnorm_bwd_add(dz, x, None, *rest, **named)

@@ -35,7 +35,7 @@ def quantized(tensor: torch.Tensor, quantizer: Any, out: Any = None) -> Any:
     if getattr(quantizer, "custom", False):
         return quantizer.quantize(tensor) if out is None else quantizer.update_quantized(tensor, out)
     with torch.no_grad():
-        return fill(quantizer, tensor, _buffers(tensor, quantizer, out))
+        return fill(quantizer, tensor, buffers(tensor.shape, tensor.dtype, quantizer, out))
 
 
 @kernel
@@ -49,15 +49,13 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: torch.Tensor
     if quantizer is None or getattr(quantizer, "custom", False):
         return output if skipped else quantized(source, quantizer, output)
     with torch.no_grad():
-        made = _buffers(source, quantizer, output)
+        made = buffers(source.shape, source.dtype, quantizer, output)
         return in_order(made if skipped else fill(quantizer, source, made), quantizer)
 
 
-def _buffers(source: torch.Tensor, quantizer: Any, out: Any) -> Any:
+def buffers(shape: torch.Size, dtype: torch.dtype, quantizer: Any, out: Any) -> Any:
     """`out` with the buffers for the quantizer's usages, or a new tensor of them."""
-    if out is None:
-        return empty_quantized(quantizer, source.shape, source.dtype)
-    return coerced(quantizer, out, source.shape, source.dtype)
+    return empty_quantized(quantizer, shape, dtype) if out is None else coerced(quantizer, out, shape, dtype)
 
 
 def in_order(made: Any, quantizer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -10,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import Refused
-from mpbridge.common.transformer_engine import GEMM_ENTRIES
 from mpbridge.te_cpu.cuda_states import GRAPHS
 from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.registry import kernel
+from mpbridge.te_cpu.registry import KERNELS, kernel
 
 _ATTENTION = "fused attention is implemented by cuDNN and FlashAttention: use the unfused backend (attention_backend=unfused, NVTE_UNFUSED_ATTN=1)"
 _USERBUFFERS = "Userbuffers overlap communication with GEMMs in GPU memory: leave tp_comm_overlap off"
@@ -23,85 +23,22 @@ _CONTEXT = "this belongs to the fused attention kernels: context parallelism run
 _SOLVER = "cuSolverMp is a GPU library"
 _GROUPED = "grouped tensors are quantized here from release 2.20 on: before, GroupedLinear runs without them"
 
-REASONS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("fused_attn_fwd", "fused_attn_bwd", "fa_prepare_fwd", "fa_prepare_bwd", "copy_to_kv_cache"), _ATTENTION
-    ),
-    **dict.fromkeys(
-        (
-            "multi_tensor_transpose_to_bhsd",
-            "multi_tensor_pad_last_dim",
-            "multi_tensor_swizzle_scales_for_gemm_unchecked_",
-        ),
-        _ATTENTION,
-    ),
-    **dict.fromkeys(
-        (
-            "CommOverlap",
-            "CommOverlapP2P",
-            "CommOverlapHelper",
-            "CommOverlapBase",
-            "CommOverlapP2PBase",
-            "CommOverlapCore",
-        ),
-        _USERBUFFERS,
-    ),
-    "bulk_overlap_ag_with_external_gemm": _USERBUFFERS,
-    **dict.fromkeys(
-        (
-            "init_nvshmem_backend",
-            "create_nvshmem_tensor",
-            "nvshmem_send_on_current_stream",
-            "nvshmem_wait_on_current_stream",
-            "nvshmem_finalize",
-        ),
-        _NVSHMEM,
-    ),
-    **dict.fromkeys(
-        (
-            "ep_initialize",
-            "ep_finalize",
-            "ep_get_zero_copy",
-            "ep_handle_mem_size",
-            "ep_prepare",
-            "ep_prepare_and_dispatch",
-            "ep_dispatch",
-            "ep_combine",
-            "ep_dispatch_bwd",
-            "ep_combine_bwd",
-            "ep_zero_copy_supported",
-        ),
-        _EXPERTS,
-    ),
-    **dict.fromkeys(
-        (
-            "thd_second_half_lse_correction",
-            "thd_read_second_half_lse",
-            "thd_out_correction",
-            "thd_grad_correction",
-            "thd_sequence_order_to_cp_rank_order",
-            "thd_cp_rank_order_to_sequence_order",
-            "thd_copy_valid_tokens_from_per_split_to_rank_local",
-        ),
-        _CONTEXT,
-    ),
-    **dict.fromkeys(("cusolvermp_ctx_create", "cusolvermp_ctx_destroy", "newton_schulz"), _SOLVER),
-    **dict.fromkeys(
-        (
-            "group_quantize",
-            "group_dequantize",
-            "bgrad_group_quantize",
-            "group_requantize_inplace",
-            "nvfp4_group_quantize_with_amax",
-            "nvfp4_quantize_with_amax",
-            "grouped_swizzle_for_gemm",
-            *(name for name in GEMM_ENTRIES if name.startswith("te_general_grouped_gemm_for_")),
-        ),
-        _GROUPED,
-    ),
-}
-"""Name in transformer_engine_torch -> why it has no kernel on a CPU."""
-CLASSES = frozenset(name for name, reason in REASONS.items() if reason is _USERBUFFERS and name.startswith("Comm"))
+_REASONS = (
+    (r"fused_attn_|fa_prepare_|copy_to_kv_cache", _ATTENTION),
+    (r"multi_tensor_(transpose_to_bhsd|pad_last_dim|swizzle_scales_for_gemm_unchecked_)", _ATTENTION),
+    (r"CommOverlap|bulk_overlap_ag_with_external_gemm", _USERBUFFERS),
+    (r"nvshmem_|(init|create)_nvshmem_", _NVSHMEM),
+    (r"ep_", _EXPERTS),
+    (r"thd_", _CONTEXT),
+    (r"cusolvermp_|newton_schulz", _SOLVER),
+    (r"(bgrad_)?group_|nvfp4_(group_)?quantize_with_amax|grouped_swizzle_|te_general_grouped_gemm_for_", _GROUPED),
+)
+"""How names in transformer_engine_torch without a kernel on a CPU begin, and why they have none."""
+
+
+def reason_of(name: str) -> str | None:
+    """Why a function of the extension has no kernel here; None: no reason is known."""
+    return next((reason for pattern, reason in _REASONS if re.match(pattern, name)), None)
 
 
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -119,7 +56,7 @@ def refusal(name: str) -> Callable[..., Any]:
     """A function that raises Refused with the name, the reason and the place of the call."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        reason = REASONS.get(name)
+        reason = reason_of(name)
         if reason is None:
             raise Refused(
                 f"transformer_engine_torch.{name} has no kernel in mpbridge (called from {caller()}): use a GPU, or open an issue with that name"
@@ -142,9 +79,11 @@ def refused_name(name: str, reason: str = GRAPHS) -> Callable[..., Any]:
     return refuse
 
 
-def refused_class(name: str) -> type:
-    """A class by that name, for isinstance(); making one raises Refused."""
-    return type(name, (), {"__init__": lambda self, *args, **kwargs: refusal(name)()})
+def refused(name: str) -> Any:
+    """What stands for a name of the extension: `refusal`, or for one of Userbuffers' classes a class, for isinstance(), that refuses to be made."""
+    refuse = refusal(name)
+    made = {"__init__": lambda self, *args, **kwargs: refuse()}
+    return type(name, (), made) if name.startswith("CommOverlap") else refuse
 
 
 @kernel
@@ -161,43 +100,12 @@ def get_cublasLt_version() -> int:
     return 130600 if now().release >= (2, 20) else 130100
 
 
-@kernel
-def get_cudnn_version() -> int:
-    """9.15.0: new enough for every release."""
-    return 91500
-
-
-@kernel
-def get_num_cublas_streams() -> int:
-    """The library's default."""
-    return 4
-
-
-@kernel
-def get_grouped_gemm_setup_workspace_size(*args: Any) -> int:
-    """No workspace is needed."""
-    return 0
-
-
-@kernel
-def device_supports_multicast(*args: Any) -> bool:
-    """No."""
-    return False
-
-
-@kernel
-def get_stream_priority_range(*args: Any) -> tuple[int, int]:
-    """Every stream is the same one."""
-    return (0, 0)
-
-
-@kernel
-def ubuf_built_with_mpi() -> bool:
-    """No."""
-    return False
-
-
-@kernel
-def ep_zero_copy_supported() -> bool:
-    """No."""
-    return False
+_ANSWERS: Mapping[str, Any] = {
+    "get_cudnn_version": 91500,  # 9.15.0: new enough for every release
+    "get_num_cublas_streams": 4,  # the library's default
+    "get_grouped_gemm_setup_workspace_size": 0,
+    "get_stream_priority_range": (0, 0),  # every stream is the same one
+    **dict.fromkeys(("device_supports_multicast", "ubuf_built_with_mpi", "ep_zero_copy_supported"), False),
+}
+"""Question about the hardware or the build -> the answer, whatever it is asked with."""
+KERNELS.update({name: lambda *args, found=found: found for name, found in _ANSWERS.items()})

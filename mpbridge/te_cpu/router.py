@@ -242,19 +242,12 @@ def _score_backward(
     return found.to(grad_scores.dtype)
 
 
+_sizes, _scored = ("num_tokens", "num_experts"), ("intermediate_output", "grad_scores")
 KERNELS["fused_score_for_moe_aux_loss_bwd"] = argument_lists(
     _score_backward,
-    since_2_9=("num_tokens", "num_experts", "intermediate_output", "grad_scores", "topk", "score_function"),
-    since_2_13=(
-        "num_tokens",
-        "num_experts",
-        "intermediate_output",
-        "grad_scores",
-        "grad_logits",
-        "topk",
-        "score_function",
-    ),
-    since_2_17=("intermediate_output", "grad_scores", "grad_logits", "topk", "score_function"),
+    since_2_9=(*_sizes, *_scored, "topk", "score_function"),
+    since_2_13=(*_sizes, *_scored, "grad_logits", "topk", "score_function"),
+    since_2_17=(*_scored, "grad_logits", "topk", "score_function"),
 )
 
 

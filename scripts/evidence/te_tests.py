@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from te_folders import ROOT
 
-from mpbridge.te_cpu.refusals import REASONS
+from mpbridge.te_cpu.refusals import reason_of as why_refused
 
 HOPPER, BLACKWELL = ("h100",), ("b200",)
 FILES: dict[str, tuple[str, ...]] = {
@@ -317,8 +317,8 @@ def outcome_of(outcome: str, text: str) -> str:
 def reason_of(text: str) -> str | None:
     """The excluded feature that a failure names, if any."""
     refused = re.search(r"transformer_engine_torch\.(\w+) runs on a GPU only", text)
-    if refused and refused[1] in REASONS:
-        return f"{refused[1]}: {REASONS[refused[1]]}"
+    if refused and (why := why_refused(refused[1])):
+        return f"{refused[1]}: {why}"
     return next((reason for pattern, reason in EXCLUDED if re.search(pattern, text)), None)
 
 

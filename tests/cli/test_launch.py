@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.cli._slurm import limit_seconds
+from mpbridge.cli.launch import limit_seconds
 from mpbridge.cli.main import main
 
 TRAIN = ["train", "--config", "gpt_tiny", "checkpoint.save=runs/a"]

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpbridge.backend.engines import full_bf16
 from mpbridge.backend.engines.base import BaseEngine
 from mpbridge.backend.engines.contract import Batch, Live, StepResult
 from mpbridge.backend.engines.mcore_traits import TRAITS
+from mpbridge.backend.engines.steps import keep_moments, learning_rate, update
 from mpbridge.backend.megatron.inside_optimizer import (
     core_muon,
     gather_mxfp8,
     gather_now,
     in_order,
     number_states,
+    padded,
     refresh_mxfp8,
 )
 from mpbridge.backend.megatron.sharded import layer_by_layer
@@ -48,13 +49,13 @@ class McoreEngine(BaseEngine):
         shape = self.run.facts.shape
         chunks = build_chunks(targets.model, targets.gpt, self.run.policy, cuda=self.cuda, backend=backend, shape=shape)
         self.model = [
-            DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0)
+            padded(DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0))
             for i, chunk in enumerate(chunks)
         ]
         made = core_muon if self.run.facts.optimizer.name in MUONS else get_megatron_optimizer
         self.optimizer = made(targets.optimizer, self.model)
         number_states(self.optimizer)
-        full_bf16.prepare(self.optimizer, self.run.policy)
+        keep_moments(self.optimizer, self.run.policy)
         self.configs = targets
         self._hook_up()
 
@@ -76,8 +77,6 @@ class McoreEngine(BaseEngine):
 
     def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
         """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
-        from mpbridge.backend.engines.steps import learning_rate, update
-
         with self._layer():
             self._zero_grad()
             scale, lr = float(self.optimizer.get_loss_scale()), learning_rate(self.optimizer)

@@ -13,8 +13,6 @@ from mpbridge.numerics.adam import BLOCK, Scalars, join, split, update
 LARGEST: Mapping[torch.dtype, float] = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
 """What a scaled state's absolute maximum is mapped to: half of FP16's largest value, the largest value of E4M3 (fused_adam.py, dtype_to_range_map)."""
 
-STATES = ("exp_avg", "exp_avg_sq", "master_param")
-
 
 class _Plain:
     """Parameters whose weights and states are stored in FP32: updated by one call of torch's fused kernel, five times faster than `_update`.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ import torch.distributed as dist
 
 from mpbridge.backend.engines.muon import ShardMuon
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
-from mpbridge.backend.engines.precision_warnings import warn_bf16_adam, without_duplicate
 from mpbridge.backend.megatron.inside_optimizer import parameter_groups
 from mpbridge.common.errors import Refused
 from mpbridge.common.facts import MUONS, RunFacts
@@ -19,6 +19,9 @@ from mpbridge.common.formats import DType
 from mpbridge.common.shipped import install
 from mpbridge.planning.memory.keeps import Holding, fused, keeps_of, trained_by
 from mpbridge.precision.policy import PrecisionPolicy
+
+log = logging.getLogger("mpbridge")
+_warned: set[str] = set()
 
 
 def fused_adam(cuda: bool) -> Any:
@@ -265,3 +268,42 @@ class ShardOptimizer:
 def _of_dtype(groups: list[dict[str, Any]], kind: torch.dtype) -> list[dict[str, Any]]:
     """The groups with the parameters of one dtype only: FusedAdam has one switch for the main weights of all its parameters."""
     return [{**group, "params": [p for p in group["params"] if p.dtype is kind]} for group in groups]
+
+
+def _torch_adam(optimizer: Any) -> bool:
+    many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    return any(isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) for one in many)
+
+
+def warn_bf16_adam(optimizer: Any, parameters: Iterable[torch.Tensor], *, context: str = "optim") -> bool:
+    """Warns, once per process and on rank 0 only, when torch's Adam or AdamW trains BF16 parameters in full; returns whether it warned.
+
+    Silent for frozen BF16 parameters and for other optimizers: SGD has no such states, and FusedAdam keeps them in FP32.
+    """
+    if context in _warned or not _torch_adam(optimizer) or (dist.is_initialized() and dist.get_rank() != 0):
+        return False
+    if not any(p.requires_grad and p.dtype is torch.bfloat16 for p in parameters):
+        return False
+    _warned.add(context)
+    log.warning(
+        "torch's Adam keeps both moments in the parameters' dtype, BF16 here: the second moment stalls and small updates are lost "
+        "(scripts/evidence/show_bf16_adam.py). Store parameters in FP32 (recipe fp32_params_bf16_compute), or let FusedAdam keep FP32 states "
+        "(recipe bf16_params_fp32_states)"
+    )
+    return True
+
+
+def without_duplicate(parameters: Iterable[torch.Tensor], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """FusedAdam's arguments for parameters of one dtype, without main weights if they would be an unused copy.
+
+    For FP32 parameters FusedAdam updates the parameter and never reads its main weights (fused_adam.py, the FP32 branch of step): 4 bytes per
+    parameter wasted.
+    """
+    if arguments.get("master_weights") and all(p.dtype is torch.float32 for p in parameters):
+        if "duplicate" not in _warned and not (dist.is_initialized() and dist.get_rank() != 0):
+            _warned.add("duplicate")
+            log.warning(
+                "FusedAdam's main weights are off for FP32 parameters: they are their own main copy (saves 4 bytes per parameter)"
+            )
+        return dict(arguments) | {"master_weights": False, "store_param_remainders": False}
+    return dict(arguments)

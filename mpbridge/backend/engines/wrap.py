@@ -22,6 +22,7 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
+    from mpbridge.backend.megatron.inside_optimizer import padded
     from mpbridge.backend.models.gpt import in_precision
 
     if not isinstance(plan, Plan) or plan.policy is None:
@@ -34,7 +35,9 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
         raise BadValue("the plan was made without a live DDP config: pass it to plan(ddp=...), or here as ddp_config=")
     _require_applied(chunks, plan)
     chunks = [in_precision(config, chunk, plan.policy) for chunk in chunks]
-    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    wrapped = [
+        padded(DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0)) for i, chunk in enumerate(chunks)
+    ]
     optimizer = get_megatron_optimizer(optimizer_config, wrapped)
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     return (wrapped if isinstance(model, Sequence) else wrapped[0]), optimizer

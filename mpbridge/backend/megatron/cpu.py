@@ -15,6 +15,7 @@ _IMPORTED = (
     "models.gpt.gpt_layer_specs",
     "optimizer",
     "optimizer.distrib_optimizer",
+    "optimizer.layer_wise_optimizer",
     "distributed",
     "pipeline_parallel.schedules",
     "dist_checkpointing",
@@ -60,6 +61,9 @@ def patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any, co
     if hasattr(ahead, "is_inference_column_parallel_linear"):
         # since 0.17 it calls isinstance() with a class that is None without Transformer Engine; there are no inference layers here
         yield ahead, "is_inference_column_parallel_linear", lambda module: False
+    # gloo refuses parts of different sizes; its own reference sends each parameter from the rank that updated it
+    layers = _core("optimizer.layer_wise_optimizer").LayerWiseDistributedOptimizer
+    yield layers, "allgather_params", layers.broadcast_params
     for module in (moe_utils, dispatcher):
         if hasattr(module, "maybe_move_tensor_to_cpu"):
             yield module, "maybe_move_tensor_to_cpu", split_sizes

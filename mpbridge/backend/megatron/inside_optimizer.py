@@ -48,7 +48,7 @@ def core_muon(config: Any, chunks: list[Any]) -> Any:
         )
     name = config.optimizer
     try:
-        return muon.get_megatron_muon_optimizer(config, chunks)
+        return muon.get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=name == "dist_muon")
     finally:
         config.optimizer = name  # it writes "adam"
 
@@ -167,6 +167,21 @@ def gather_mxfp8(optimizer: Any) -> None:
     """Copies main weights into the gradient buffer through which MXFP8 parameters are gathered; megatron-core leaves this to the training script."""
     for part in optimizer.chained_optimizers:
         part._copy_main_params_to_param_buffer()
+
+
+def padded(chunk: Any) -> Any:
+    """The wrapped chunk, whose buckets find every parameter where its buffer has it.
+
+    megatron-core 0.16.1 aligns each parameter to 64 elements in the buffer, and a bucket's `param_to_index` counts without that padding
+    (distributed/param_and_grad_buffer.py): what follows a parameter of another size, such as dt_bias of 32 heads, is copied back from the wrong place after a
+    gather through the gradient buffer.
+    """
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        for bucket in buffer.buckets:
+            for parameter in bucket.params:
+                first, last, _ = buffer.param_index_map[parameter]
+                bucket.param_to_index[parameter] = (first - bucket.offset, last - bucket.offset)
+    return chunk
 
 
 def gather_now(chunks: list[Any]) -> None:

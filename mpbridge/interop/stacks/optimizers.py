@@ -55,10 +55,6 @@ _KNOWN: Mapping[str, Optimizer] = MappingProxyType({
     r"flashadamw": Optimizer(name="FlashAdamW", note="states and main weights are compressed, which has no setting here: whole moments and no main weights are shown"),
 })  # fmt: skip
 """Sources: torch.optim, Megatron-LM's megatron/core/optimizer, DeepSpeed's ops, transformers' Trainer.get_optimizer_cls_and_kwargs, and their papers."""
-CLASSES = (
-    "Adam", "AdamW", "FusedAdam", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad", "Adafactor", "Lion", "Muon",
-)  # fmt: skip
-"""Classes that a script in Python makes."""
 _WITH_MOMENTUM = ("SGD", "RMSprop")
 """Optimizers that keep a momentum where it is not 0."""
 _HOW = re.compile(r"^paged|(fused|xla|npu|layerwise)(?=$|fused$)|(4|8|32)bit$")

@@ -30,7 +30,6 @@ def torch_meaning(
     *,
     fused_adam: bool = False,
     wire: DType | None = None,
-    accumulator: DType | None = None,
     autocast: bool = False,
     hands_on: bool = False,
     scaler: LossScale | None = None,
@@ -38,8 +37,8 @@ def torch_meaning(
 ) -> Meaning:
     """The nearest meaning to `policy` that fully_shard with a MixedPrecisionPolicy and a torch optimizer can express.
 
-    fused_adam: the stack can use Transformer Engine's FusedAdam, with main weights as 16-bit remainders. wire, accumulator: None: the
-    policy's reduction, and the stored dtype. autocast: it is always on. hands_on: the stack can set the dtype that a wrapped
+    fused_adam: the stack can use Transformer Engine's FusedAdam, with main weights as 16-bit remainders. wire: None: the
+    policy's reduction. autocast: it is always on. hands_on: the stack can set the dtype that a wrapped
     module returns. scaler: the stack's loss scale. regions: the quantization that it can express. Other facts that a
     policy states are missing until the stack's module adds them.
     """
@@ -50,7 +49,7 @@ def torch_meaning(
     output = settled.output if hands_on and settled.output is not settled.compute else None
     return Meaning(
         storage=storage, compute=settled.compute, autocast=cast, main=main, remainders=main is not None,
-        wire=wire or settled.reduce, accumulator=accumulator or storage, exp_avg=states[0], exp_avg_sq=states[1],
+        wire=wire or settled.reduce, accumulator=storage, exp_avg=states[0], exp_avg_sq=states[1],
         sharded="everything", loss_scale=scaler, regions=regions, output=output, pipeline=output,
     )  # fmt: skip
 

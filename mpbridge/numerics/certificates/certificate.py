@@ -134,7 +134,7 @@ class _Maker:
             limit = bounds(made, rest.split()[0], self.compute).get(quantity) if rest else None  # type: ignore[arg-type]
             exact = len(linears) == 1 and len(set(values)) == 1
             yield Row(
-                part="operand" if rest else "gemm", where=where, tensor=kind, quantity=quantity, value=_mean(values), ci95=None if exact else _interval(values),
+                part="operand" if rest else "gemm", where=where, tensor=kind, quantity=quantity, value=statistics.fmean(values), ci95=None if exact else _interval(values),
                 bound=None if limit is None else limit[0], condition="" if limit is None else limit[1],
                 derivation="exact" if exact else "measured",
             )  # fmt: skip
@@ -182,7 +182,7 @@ class _Maker:
                 moved = [_moved(made, getattr(one, side).to(self.compute), side, self.compute) for one in linears]
                 for index, word in enumerate(("scales moved", "values moved")):
                     values = [one[index] for one in moved]
-                    yield Row(part="second pass", where=f"fprop {side} row", tensor=kind, quantity=word, value=_mean(values), ci95=_interval(values),
+                    yield Row(part="second pass", where=f"fprop {side} row", tensor=kind, quantity=word, value=statistics.fmean(values), ci95=_interval(values),
                               derivation="exact" if len(values) == 1 else "measured")  # fmt: skip
 
     def sentence(self, made: Certificate, gemm: Gemm, kind: str) -> str:
@@ -247,10 +247,6 @@ def _whole(made: Certificate, policy: PrecisionPolicy, training: Training, varia
         text = f"{variant.words}{'' if variant.offered else f' ({NOT_OFFERED})'}: {text}"
     lost = sentence(policy, training)
     return f"{text}; {lost}" if lost else f"{text}; the optimizer loses nothing notable"
-
-
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _interval(values: list[float]) -> float | None:

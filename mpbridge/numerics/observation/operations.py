@@ -80,11 +80,20 @@ class Sent:
 
 def sent(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
     """The tensors that the operation 'c10d::NAME' sends or receives; nothing if it moves no data."""
-    if name not in COLLECTIVES:
-        return
-    kind, payload = COLLECTIVES[name]
-    group = _group(args)
-    for tensor in tensors_in(args[payload]):
+    if name in COLLECTIVES:
+        kind, payload = COLLECTIVES[name]
+        yield from _tensors(kind, args[payload], _group(args))
+
+
+def sent_functional(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
+    """The same for the operation '_c10d_functional::NAME'."""
+    if name in FUNCTIONAL:
+        group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]
+        yield from _tensors(FUNCTIONAL[name], args[0], tuple(dist.get_process_group_ranks(group)))
+
+
+def _tensors(kind: str, payload: Any, group: tuple[int, ...]) -> Iterator[Sent]:
+    for tensor in tensors_in(payload):
         size, begin = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
         yield Sent(
             kind=kind,
@@ -95,23 +104,6 @@ def sent(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
             end=begin + int(tensor.numel()) * size,
             floating=tensor.is_floating_point(),
             group=group,
-        )
-
-
-def sent_functional(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
-    """The same for the operation '_c10d_functional::NAME'."""
-    if name not in FUNCTIONAL:
-        return
-    for tensor in tensors_in(args[0]):
-        yield Sent(
-            kind=FUNCTIONAL[name],
-            dtype=storage(tensor),
-            elements=tensor.numel(),
-            storage=tensor.untyped_storage().data_ptr(),
-            begin=0,
-            end=tensor.numel() * tensor.element_size(),
-            floating=tensor.is_floating_point(),
-            group=tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[-1]))),  # type: ignore[attr-defined]
         )
 
 

@@ -12,7 +12,7 @@ from mpbridge.common.formats import DType
 from mpbridge.numerics.codes import EIGHT_BITS
 from mpbridge.numerics.observation.modules import is_attention, is_library, is_norm, is_rotary, is_router
 from mpbridge.numerics.observation.tensors import is_narrow
-from mpbridge.observe.audit.findings import Finding, joined, not_observed, offenders
+from mpbridge.observe.audit.findings import Finding, joined, judged, not_observed, nothing
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import LOGITS, Watch
 
@@ -156,6 +156,9 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
     odd = watch.odd.items()
     seen.wrong["GEMMs"] += [f"{path or 'the model'}: {kind} in {joined(names)}" for (path, kind), names in odd]
     seen.wrong["GEMMs"] += [f"{path} reads {what}" for path, what in watch.products.other.items()]
+    parallel = promises.run.parallel
+    if parallel.tensor == parallel.expert_width == 1 and not promises.foreign:
+        seen.wrong["GEMMs"] += [f"{path} {what}" for path, what in watch.products.passing.wrong.items()]
     policy = promises.policy
     apart = {LOGITS, *watch.angles, *watch.routing}
     if policy.compute.short == "fp32":
@@ -249,7 +252,9 @@ def compute_findings(
         rows = [[row for kind in kinds for row in rank.kinds.get(kind, ())] for rank in ranks]
         values = [[text for kind in kinds for text in rank.wrong.get(kind, ())] for rank in ranks]
         if not any(rows) and wanted(subject):
-            findings.append(_nothing(subject, why(subject)))
+            promised, reason = "as the policy says", why(subject)
+            cure = "a promise without evidence counts as broken"
+            findings.append(not_observed(subject, promised, reason) if reason else nothing(subject, promised, cure))
         if any(rows) or any(values):
             findings.append(_row_finding(subject, rows, values))
     return findings + _autocast(ranks, promises)
@@ -261,14 +266,9 @@ def _row_finding(subject: str, rows: list[list[PlaceDtypes]], values: list[list[
         [place for place, promised, found in own if not set(found) <= set(promised)] + bad
         for own, bad in zip(rows, values, strict=True)
     ]
-    return Finding(
-        subject=subject,
-        promised=joined(" or ".join(promised) for own in rows for _, promised, _ in own),
-        found=joined(dtype for own in rows for _, _, found in own for dtype in found),
-        ok=not any(wrong),
-        count=sum(map(len, rows)),
-        offenders=offenders(wrong),
-    )
+    promised = joined(" or ".join(promised) for own in rows for _, promised, _ in own)
+    found = joined(dtype for own in rows for _, _, found in own for dtype in found)
+    return judged(subject, promised, wrong, seen=found, count=sum(map(len, rows)))
 
 
 def _autocast(ranks: Sequence[Computed], promises: Promises) -> list[Finding]:
@@ -277,10 +277,3 @@ def _autocast(ranks: Sequence[Computed], promises: Promises) -> list[Finding]:
     promised = "off" if promises.policy.autocast is None else promises.policy.autocast.value
     states = joined(state for rank in ranks for state in rank.autocast)
     return [Finding(subject="autocast", promised=promised, found=states, ok=states == promised)]
-
-
-def _nothing(subject: str, why: str) -> Finding:
-    if why:
-        return not_observed(subject, "as the policy says", why)
-    cure = "a promise without evidence counts as broken"
-    return Finding(subject=subject, promised="as the policy says", found="nothing was seen", ok=False, cure=cure)

@@ -141,15 +141,14 @@ def audit(
         result=stepped,
         microbatches=microbatches,
     )
-    facts: dict[str, Any] = {
-        "engine": engine.name,
-        "world_size": len(ranks),
-        "fingerprint": policy.fingerprint(),
-        "recipe": getattr(engine.run, "recipe", ""),
-    }
-    if step is not None:
-        facts["step"] = step
+    facts = facts_of(engine, step) | {"fingerprint": policy.fingerprint()}
     return Report(stage=stage, findings=tuple(findings), layouts=_layouts(ranks[0]), seconds=seconds, facts=facts)
+
+
+def facts_of(engine: Any, step: int | None) -> dict[str, Any]:
+    """What a report says of its run."""
+    known = {"engine": engine.name, "world_size": world_size(), "recipe": getattr(engine.run, "recipe", "")}
+    return known if step is None else known | {"step": step}
 
 
 def judge(

@@ -81,15 +81,16 @@ def judged(
     by_rank: Sequence[Iterable[str]],
     *,
     found: str = "different",
+    seen: str = "",
     cure: str = "",
     **more: Any,
 ) -> Finding:
-    """A fact that holds if no rank names an offender; found, cure: what to say if one does."""
+    """A fact that holds if no rank names an offender; found, cure: what to say if one does. seen: what was found in either case."""
     wrong = offenders(by_rank)
     return Finding(
         subject=subject,
         promised=promised,
-        found=found if wrong else promised,
+        found=seen or (found if wrong else promised),
         ok=not wrong,
         offenders=wrong,
         cure=cure if wrong else "",
@@ -100,6 +101,11 @@ def judged(
 def not_observed(subject: str, promised: str, why: str) -> Finding:
     """A fact that leaves no evidence in this run."""
     return Finding(subject=subject, promised=promised, found="not observed", ok=False, unseen=why)
+
+
+def nothing(subject: str, promised: str, cure: str) -> Finding:
+    """A promise of which this run should have shown something."""
+    return Finding(subject=subject, promised=promised, found="nothing was seen", ok=False, cure=cure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

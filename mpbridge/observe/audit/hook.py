@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import agreed, rank, world_size
+from mpbridge.backend.devices.together import agreed, rank
 from mpbridge.common.errors import AuditFailed
 from mpbridge.observe.audit.as_read import AsRead
 from mpbridge.observe.audit.cadence import Cadence
 from mpbridge.observe.audit.compute import unread
-from mpbridge.observe.audit.examine import audit, promises_of
-from mpbridge.observe.audit.findings import Finding, Report, audit_table, fault_lines, offenders
+from mpbridge.observe.audit.examine import audit, facts_of, promises_of
+from mpbridge.observe.audit.findings import Finding, Report, audit_table, fault_lines, judged
 from mpbridge.observe.audit.flags import ScaleRule, scaler_of
 from mpbridge.observe.audit.invariants import Shape, broken, fingerprint
 from mpbridge.observe.audit.judge import weight_findings
@@ -171,8 +171,7 @@ class AuditHook:
             step=self.step,
         )
         if agreed(len(miscounted := self._updates.faults(engine))):
-            everyone = offenders(from_all(miscounted))
-            wrong = Finding(subject="invariants", promised="hold", found="broken", ok=False, offenders=everyone)
+            wrong = judged("invariants", "hold", from_all(miscounted), found="broken")
             report = dataclasses.replace(report, findings=(*report.findings, wrong))
         before.since, self._last = None, before
         if self._wiring is None:
@@ -245,10 +244,8 @@ class AuditHook:
         faults = broken(engine, promises_of(engine.run.policy, engine), self._wiring) + self._updates.faults(engine)
         if not agreed(len(faults)):
             return
-        everyone = offenders(from_all(faults))
-        found = Finding(
-            subject="invariants", promised="hold", found=f"{len(everyone)} broken", ok=False, offenders=everyone
-        )
+        found = judged("invariants", "hold", from_all(faults))
+        found = dataclasses.replace(found, found=f"{len(found.offenders)} broken")
         self._conclude(training, self._small_report(engine, [found]), "invariants")
 
     def _is_kept(self, training: Any) -> bool:
@@ -266,13 +263,7 @@ class AuditHook:
         self._conclude(training, audit(engine.run.policy, engine, stage="live", step=self.step), "checkpoint")
 
     def _small_report(self, engine: Any, findings: list[Finding]) -> Report:
-        facts = {
-            "engine": engine.name,
-            "world_size": world_size(),
-            "recipe": getattr(engine.run, "recipe", ""),
-            "step": self.step,
-        }
-        return Report(stage="live", findings=tuple(findings), facts=facts)
+        return Report(stage="live", findings=tuple(findings), facts=facts_of(engine, self.step))
 
     # --- conclusions ---------------------------------------------------------------------------------------------------------------------
     def _conclude(self, training: Any, report: Report, reason: str) -> None:

@@ -99,17 +99,10 @@ def rule_findings(ranks: Sequence[Observed], promises: Promises, *, ran: bool) -
         wrong.append(bad)
     if not pairs or (promises.policy.quantized and not ran and not promises.emulated):
         return []
-    names = offenders(wrong)
-    finding = Finding(
-        subject="linears",
-        promised=_counts((promised, count) for (promised, _), count in pairs.items()),
-        found=_counts((found, count) for (_, found), count in pairs.items()),
-        ok=not names,
-        count=sum(pairs.values()),
-        offenders=names,
-        cure="these linears run in another precision than the recipe says" if names else "",
-    )
-    return [finding]
+    promised = _counts((promised, count) for (promised, _), count in pairs.items())
+    found = _counts((found, count) for (_, found), count in pairs.items())
+    cure = "these linears run in another precision than the recipe says"
+    return [judged("linears", promised, wrong, seen=found, cure=cure, count=sum(pairs.values()))]
 
 
 def _counts(items: Iterable[tuple[str, int]]) -> str:
@@ -176,18 +169,10 @@ def _moved_finding(ranks: Sequence[Weights]) -> Finding:
         for r in ranks
     )
     wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
-    cure = "no gradient arrived" if any(unreached) else ""
-    if any(stuck) or orphans:
-        cure = "the optimizer's gradients or parameters are not the model's"
-    return Finding(
-        subject="weights moved",
-        promised="all that have gradients",
-        found=_how_many(ranks, names, moved_anywhere),
-        ok=not any(wrong),
-        count=len(names),
-        offenders=offenders(wrong),
-        cure=cure,
-    )
+    foreign = any(stuck) or orphans
+    cure = "the optimizer's gradients or parameters are not the model's" if foreign else "no gradient arrived"
+    found = _how_many(ranks, names, moved_anywhere)
+    return judged("weights moved", "all that have gradients", wrong, seen=found, cure=cure, count=len(names))
 
 
 def _names(rows: Iterable[Iterable[str]]) -> set[str]:

@@ -34,6 +34,7 @@ from mpbridge.observe.audit.operands import (
     together,
     turned_fault,
 )
+from mpbridge.observe.audit.passing import Passing
 from mpbridge.precision.policy import Gemms, Quant
 
 _ROWS = 64
@@ -79,6 +80,7 @@ class Products:
         """Module -> dtype of both factors (forward and backward) -> number of GEMMs."""
         self.other: dict[str, str] = {}
         """Linear -> what its GEMM read instead of its weight."""
+        self.passing = Passing()
         self.quantized: dict[str, Quantized] = {}
         self.gradients: dict[str, dict[int, float]] = {}
         """Linear -> position in its weight -> sum of the weight-gradient GEMM's output over micro-batches."""
@@ -111,6 +113,7 @@ class Products:
         self._wanted[path] = torch.is_grad_enabled()  # cannot be determined later, inside an autograd function
         quants = self._quants(path)
         if not quants:
+            self.passing.enters(path, source)
             return
         history = any(quant.row.history for quant in quants)
         self._x[path] = source.detach().reshape(-1, source.shape[-1])
@@ -180,6 +183,8 @@ class Products:
         self._tokens[path] = left.shape[0]
         quant = self._quant(path, "fprop")
         if quant is None:
+            if not self._quants(path):
+                self.passing.multiplies(path, left, out)
             self._compare(path, self._lent(right) if weight is None else weight, right)
             return
         self._operands(path, "fprop", quant, left, right)

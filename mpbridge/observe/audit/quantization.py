@@ -10,7 +10,7 @@ from typing import Any
 
 from mpbridge.numerics.observation.modules import linears
 from mpbridge.observe.audit.delayed import library_faults, scale_faults
-from mpbridge.observe.audit.findings import Finding, judged, not_observed, offenders
+from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.operands import asked, backward_is_quantized
 from mpbridge.observe.audit.products import Quantized, has_trained_weight
 from mpbridge.observe.audit.promise import Promises
@@ -132,20 +132,12 @@ def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *,
             *_cached_findings(ranks),
         ]
     wrong, looked = [rank.wrong for rank in ranks], max(rank.looked for rank in ranks)
-    nothing = promised > 0 and seen == 0
-    findings = [
-        Finding(
-            subject="quantized GEMMs",
-            promised=f"{promised} a step, {text}",
-            found=f"{seen} per step, {looked:,} elements of an operand"
-            + (", some not as promised" if any(wrong) else ""),
-            ok=not any(wrong) and not nothing,
-            count=seen,
-            offenders=offenders(wrong),
-            cure="operands differ from the recipe" if any(wrong) or nothing else "",
-        )
-    ]
-    return findings + _scale_findings(ranks, promises)
+    found = f"{seen} per step, {looked:,} elements of an operand" + (", some not as promised" if any(wrong) else "")
+    cure = "operands differ from the recipe"
+    made = judged("quantized GEMMs", f"{promised} a step, {text}", wrong, seen=found, cure=cure, count=seen)
+    if promised > 0 and seen == 0:
+        made = dataclasses.replace(made, ok=False, cure=cure)
+    return [made, *_scale_findings(ranks, promises)]
 
 
 def _scale_findings(ranks: Sequence[Quantizations], promises: Promises, *, wanted: bool = False) -> list[Finding]:

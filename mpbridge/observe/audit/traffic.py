@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.numerics.observation.operations import Sent
 from mpbridge.observe.audit.adapter import answer
-from mpbridge.observe.audit.findings import Finding, joined, offenders
+from mpbridge.observe.audit.findings import Finding, joined, judged, nothing, offenders
 from mpbridge.observe.audit.gradients import data_parallel
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
@@ -225,28 +226,11 @@ def traffic_findings(ranks: Sequence[Traffic], promises: Promises) -> list[Findi
         promised = set().union(*(rank.promised[kind] for rank in ranks))
         faults = [rank.faults if kind == "gradients" else rank.gather_faults for rank in ranks]
         found = [_kept(getattr(rank, role)) for rank in ranks]
-        odd = [
-            [f"{count} elements in {dtype}" for dtype, count in own.items() if dtype not in promised] + bad
-            for own, bad in zip(found, faults, strict=True)
-        ]
+        odd = [_others(own, promised) + bad for own, bad in zip(found, faults, strict=True)]
         if any(found) or any(faults):
-            findings.append(
-                Finding(
-                    subject=f"wire: {kind}",
-                    promised="/".join(sorted(promised)),
-                    found=joined(dtype for own in found for dtype in own),
-                    ok=not any(odd),
-                    count=sum(sum(own.values()) for own in found),
-                    offenders=offenders(odd),
-                )
-            )
+            findings.append(_judged(kind, "/".join(sorted(promised)), found, odd))
         elif kind == "gradients" and max(rank.ranks for rank in ranks) > 1:
-            cure, promised_text = "gradients are not reduced", "/".join(sorted(promised))
-            findings.append(
-                Finding(
-                    subject="wire: gradients", promised=promised_text, found="nothing was seen", ok=False, cure=cure
-                )
-            )
+            findings.append(nothing(f"wire: {kind}", "/".join(sorted(promised)), "gradients are not reduced"))
     if max(rank.stages for rank in ranks) > 1:
         findings.append(_between_stages(ranks, promises))
     kinds = sorted({kind for rank in ranks for kind, sent in rank.parallel.items() if sent})
@@ -257,15 +241,17 @@ def _over_ranks(kind: str, ranks: Sequence[Traffic], promises: Promises) -> Find
     """Activations and their gradients are sent in the compute dtype; norms' gradients, the loss and routing in FP32."""
     promised = {promises.policy.compute.short, "fp32"}
     found = [rank.parallel.get(kind, Counter()) for rank in ranks]
-    wrong = [[f"{count} elements in {dtype}" for dtype, count in own.items() if dtype not in promised] for own in found]
-    return Finding(
-        subject=f"wire: {kind}",
-        promised=" or ".join(sorted(promised)),
-        found=joined(dtype for own in found for dtype in own),
-        ok=not any(wrong),
-        count=sum(sum(own.values()) for own in found),
-        offenders=offenders(wrong),
-    )
+    return _judged(kind, " or ".join(sorted(promised)), found, [_others(own, promised) for own in found])
+
+
+def _others(sent: Mapping[str, int], promised: Collection[str]) -> list[str]:
+    return [f"{count} elements in {dtype}" for dtype, count in sent.items() if dtype not in promised]
+
+
+def _judged(kind: str, promised: str, sent: Sequence[Mapping[str, int]], wrong: Sequence[list[str]]) -> Finding:
+    """What every rank sent of one kind."""
+    found, count = joined(dtype for own in sent for dtype in own), sum(sum(own.values()) for own in sent)
+    return judged(f"wire: {kind}", promised, wrong, seen=found, count=count)
 
 
 def _kept(seen: Counter[str]) -> dict[str, int]:
@@ -276,20 +262,12 @@ def _kept(seen: Counter[str]) -> dict[str, int]:
 
 def _between_stages(ranks: Sequence[Traffic], promises: Promises) -> Finding:
     promised = promises.policy.pipeline.short
-    wrong = [
-        [f"{count} elements in {dtype}" for dtype, count in rank.passed.items() if dtype != promised] for rank in ranks
-    ]
+    wrong = [_others(rank.passed, {promised}) for rank in ranks]
     for own, rank in zip(wrong, ranks, strict=True):
         sent = sum(rank.passed.values())
         if rank.to_pass is not None and sent != rank.to_pass:
             own.append(f"{sent} elements were sent on, expected {rank.to_pass}")
-    count = sum(sum(rank.passed.values()) for rank in ranks)
-    return Finding(
-        subject="wire: stages",
-        promised=promised,
-        found=joined(dtype for rank in ranks for dtype in rank.passed),
-        ok=not any(wrong) and count > 0,
-        count=count,
-        offenders=offenders(wrong),
-        cure="" if count else "no activation was sent between stages",
-    )
+    if not any(rank.passed for rank in ranks):
+        found = nothing("wire: stages", promised, "no activation was sent between stages")
+        return dataclasses.replace(found, found="nothing", offenders=offenders(wrong))
+    return _judged("stages", promised, [rank.passed for rank in ranks], wrong)

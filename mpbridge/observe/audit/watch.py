@@ -199,12 +199,16 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self._stack.append((module, path))
         self._has_loss = False
         self._inputs.append(list(tensors_in(args)))
+        if is_adapter(module):
+            self.products.passing.adapts(path, floating(args))
         source = floating(args) if is_linear(module) else None
         if source is not None:
             high = getattr(
                 module, "unrounded", None
             )  # an emulated linear after a norm may quantize the norm's FP32 result
             self.products.enters(path, source if high is None else high)
+            if len(self._stack) > 1 and is_adapter(self._stack[-2][0]) and path.endswith(".linear_in"):
+                self.products.passing.follows(self._stack[-2][1], self._inputs[-2], source)
             self.library.enters(module, path, source)
 
     def _is_transformed(self) -> bool:
@@ -235,6 +239,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             self.ran[path] = module
         if is_linear(module):
             self._note_linear(module, path, result, nodes)
+            self.products.passing.leaves(path, module, floating(args), result)
         elif is_layer(module):
             self.stream[path][storage(result)] += 1
             self._note_rounding(path, result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpbridge.common.facts import ADAMS, least_left
@@ -166,11 +166,10 @@ def weights(case: Symptoms) -> Suspect | None:
 def zeroed(case: Symptoms) -> Suspect | None:
     """One parameter, a norm's gain for example, is no larger than the updates since the last measurement make of zero. The loss need not show it."""
     fell = []
-    for name in case.run.names("weights", "parameter"):
-        for (begin, one), (end, two) in itertools.pairwise(case.run.series("weights", name, "rms", key="parameter")):
-            reach = moved(case, begin, end)
-            if one > 0.0 == two or (two <= reach and one - two > 2 * reach):
-                fell.append((end, name, one, two))
+    for name, (begin, one), (end, two) in _changes(case, "rms"):
+        reach = moved(case, begin, end)
+        if one > 0.0 == two or (two <= reach and one - two > 2 * reach):
+            fell.append((end, name, one, two))
     step = min((end for end, *_ in fell), default=0)
     here = [(name, one, two) for end, name, one, two in fell if end == step]
     if not here or len(here) > 2:
@@ -219,11 +218,9 @@ def many_weights(case: Symptoms) -> Suspect | None:
     """Several parameters changed at once, where the run goes wrong, by more than the updates between two measurements can move them."""
     steps = [one.step for one in case.onsets]
     changed: dict[int, list[tuple[str, float, float]]] = {}
-    for name in case.run.names("weights", "parameter"):
-        points = case.run.series("weights", name, "rms", key="parameter")
-        for (begin, one), (end, two) in itertools.pairwise(points):
-            if any(begin < step <= end + 2 for step in steps) and abs(two - one) > 2 * moved(case, begin, end):
-                changed.setdefault(end, []).append((name, one, two))
+    for name, (begin, one), (end, two) in _changes(case, "rms"):
+        if any(begin < step <= end + 2 for step in steps) and abs(two - one) > 2 * moved(case, begin, end):
+            changed.setdefault(end, []).append((name, one, two))
     step = min((at for at, found in changed.items() if len(found) >= 3), default=None)
     if step is None:
         return None
@@ -235,6 +232,13 @@ def many_weights(case: Symptoms) -> Suspect | None:
         tensors=[name for name, _, _ in here[:4]],
         advice=["look at what writes weights besides the optimizer: a reload, an averaged copy, a merge, a script between steps", "compare them with the last checkpoint's, and go back to it"],
     )  # fmt: skip
+
+
+def _changes(case: Symptoms, number: str) -> Iterator[tuple[str, tuple[int, float], tuple[int, float]]]:
+    """(parameter, (step, value) at a measurement, the same at the next one) of one number."""
+    for name in case.run.names("weights", "parameter"):
+        for before, after in itertools.pairwise(case.run.series("weights", name, number, key="parameter")):
+            yield name, before, after
 
 
 def moved(case: Symptoms, begin: int, end: int) -> float:
@@ -274,10 +278,9 @@ def falls(case: Symptoms) -> list[Fall]:
     if beta2 is None:
         return []
     found: dict[tuple[int, int], list[float]] = {}
-    for name in case.run.names("weights", "parameter"):
-        for (before, one), (step, two) in itertools.pairwise(case.run.series("weights", name, "exp_avg_sq_mean", key="parameter")):  # fmt: skip
-            if one > 0 and math.isfinite(one) and math.isfinite(two):
-                found.setdefault((before, step), []).append(two / one)
+    for _, (before, one), (step, two) in _changes(case, "exp_avg_sq_mean"):
+        if one > 0 and math.isfinite(one) and math.isfinite(two):
+            found.setdefault((before, step), []).append(two / one)
     made = []
     for (before, step), factors in sorted(found.items()):
         least, factor = least_left(beta2, step - before), median(factors)
@@ -363,7 +366,7 @@ def _update_of_all(case: Symptoms, ratios: Mapping[int, list[float]]) -> Suspect
 
     ratios: step -> growth of (first moment / root of the second) in each parameter; without growth, the optimizer did not cause the move.
     """
-    loss, names = case.onset("loss") or case.onset("grad_norm"), case.run.names("weights", "parameter")
+    loss = case.onset("loss") or case.onset("grad_norm")
     if loss is None:
         return None
     rates = {row["iteration"]: row.get("lr") or 0.0 for row in case.run.curves.rows}
@@ -371,7 +374,8 @@ def _update_of_all(case: Symptoms, ratios: Mapping[int, list[float]]) -> Suspect
         # an update shows in the loss of the next step: weights that grew earlier did no harm
         if not loss.step - 1 <= step <= loss.step + 2:
             continue
-        grew = _growth(case, names, step)
+        pairs = ((name, one, two) for name, (_, one), (at, two) in _changes(case, "rms") if at == step)
+        grew = [two / one for name, one, two in pairs if one > 0 and "norm" not in name]
         steady = rates.get(step, 0.0) <= 1.05 * rates.get(loss.step - 2, math.inf)
         same = bool(ratios.get(step)) and median(ratios[step]) < 1.2
         if len(grew) >= 4 and median(grew) > 1.5 and steady and loss.step > 1 and not same:
@@ -382,13 +386,3 @@ def _update_of_all(case: Symptoms, ratios: Mapping[int, list[float]]) -> Suspect
                 advice=["look at what touches the optimizer's state", "go back to the last checkpoint"],
             )  # fmt: skip
     return None
-
-
-def _growth(case: Symptoms, names: list[str], step: int) -> list[float]:
-    """RMS of each weight relative to the previous measurement."""
-    found = []
-    for name in names:
-        points = case.run.series("weights", name, "rms", key="parameter")
-        if "norm" not in name:
-            found += [two / one for (_, one), (at, two) in itertools.pairwise(points) if at == step and one > 0]
-    return found

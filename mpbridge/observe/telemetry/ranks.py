@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import largest
-from mpbridge.observe.telemetry.records import OPERANDS, SMALLEST, TABLES, WORDS, merged
+from mpbridge.observe.telemetry.records import OPERANDS, SMALLEST, TABLES, WORDS
 
 Tables = dict[str, list[list[Any]]]
 _NONE, _NUMBER, _NAN = 0.0, 1.0, 2.0
@@ -18,12 +18,12 @@ _NONE, _NUMBER, _NAN = 0.0, 1.0, 2.0
 
 
 def worst_of_all(tables: Mapping[str, Sequence[Sequence[Any]]]) -> Tables:
-    """`merged` over all ranks, on every rank; every rank calls it.
+    """Tables with the rows of all ranks, in which a row of several has the worst value of each column; every rank calls it, and gets the same.
 
     The rows' names are gathered first (ranks of one pipeline stage have the same names, which are sent once). Three all-reduces over the cells of all
     tables follow, 8 bytes per value: the kinds of the cells, their extremes in both directions, and the channels that belong to an outlier.
     """
-    own = merged([tables])
+    own: Tables = {name: [list(row) for row in tables.get(name, ())] for name in TABLES}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own
     names: dict[tuple[Any, ...], None] = {}

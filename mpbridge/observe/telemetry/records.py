@@ -32,46 +32,10 @@ WEIGHTS = ("parameter", "rms", "amax", "nonfinite", "main_gap", "exp_avg_rms", "
 """A parameter after the update. main_gap: share of its elements that differ from the main weight rounded to its dtype; peak: share of
 its sum of squares that its largest element holds."""
 TABLES: Mapping[str, tuple[str, ...]] = {"operands": OPERANDS, "linears": LINEARS, "weights": WEIGHTS}
-KEYS: Mapping[str, int] = {"operands": 3, "linears": 1, "weights": 1}
-"""Table -> number of leading columns that identify a row."""
 WORDS = 6
 """Number of leading columns of OPERANDS that are words, the same on every rank."""
 SMALLEST = frozenset({"sqnr", "grad_to_noise", "scale"})
 """Columns in which the smallest value is the worst; in the others it is the largest, in staleness the largest magnitude."""
-
-
-def merged(parts: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> dict[str, list[list[Any]]]:
-    """Merges tables; a row that occurs in several gets the worst value of each column."""
-    found: dict[str, list[list[Any]]] = {}
-    for name, columns in TABLES.items():
-        rows: dict[tuple[Any, ...], list[Any]] = {}
-        for row in (row for part in parts for row in part.get(name, ())):
-            key = tuple(row[: KEYS[name]])
-            rows[key] = _together(rows[key], row, columns) if key in rows else list(row)
-        found[name] = list(rows.values())
-    return found
-
-
-def _together(known: Sequence[Any], row: Sequence[Any], columns: Sequence[str]) -> list[Any]:
-    made = [_worse(one, other, column) for one, other, column in zip(known, row, columns, strict=True)]
-    if "x_channel" in columns:
-        # a channel number cannot be compared: it belongs to the outlier next to it
-        channel, outlier = columns.index("x_channel"), columns.index("x_outlier")
-        made[channel] = known[channel] if made[outlier] == known[outlier] else row[channel]
-    return made
-
-
-def _worse(first: Any, second: Any, column: str) -> Any:
-    numbers = (int, float)
-    if isinstance(first, float) and math.isnan(first):
-        return first
-    if isinstance(second, float) and math.isnan(second):
-        return second
-    if not isinstance(first, numbers) or not isinstance(second, numbers):
-        return second if first is None else first
-    if column == "staleness":
-        return max(first, second, key=abs)
-    return min(first, second) if column in SMALLEST else max(first, second)
 
 
 def line(facts: Mapping[str, Any], tables: Mapping[str, Sequence[Sequence[Any]]]) -> str:

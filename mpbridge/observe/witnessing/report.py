@@ -10,7 +10,7 @@ from typing import Any
 
 from mpbridge.common.errors import AuditFailed
 from mpbridge.interop.stacks.meaning import LABELS
-from mpbridge.observe.audit.findings import Finding, Report, fault_lines
+from mpbridge.observe.audit.findings import Finding, Report, fault_lines, judged
 from mpbridge.observe.witnessing.describe import UNSEEN, Description, Nearest, lines
 
 _WIDTH = 150
@@ -99,9 +99,7 @@ def changes(now: Description, earlier: Mapping[str, Any]) -> list[Finding]:
     moved = [f"{LABELS[row]}: {new}, were {old}" for row, old, new in pairs if old != new and UNSEEN not in (old, new)]
     cure = "a resume, a cast or a rebuilt optimizer changed them"
     same = f"as in step {earlier['step']}"
-    return [
-        Finding(subject="states", promised=same, found="changed", ok=False, offenders=tuple(moved), cure=cure)
-    ] if moved else []  # fmt: skip
+    return [judged("states", same, [moved], found="changed", cure=cure)] if moved else []
 
 
 def _most(text: str) -> str:

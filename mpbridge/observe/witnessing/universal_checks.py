@@ -10,7 +10,7 @@ import torch
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.numerics.observation.tensors import digest, is_narrow, local
-from mpbridge.observe.audit.findings import Finding, judged
+from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.gradients import gradient_findings
 from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
 from mpbridge.observe.audit.judge import weight_findings
@@ -86,7 +86,7 @@ def _followed(
     if not followed:
         return []
     if why:
-        return [Finding(subject="gradients", promised="reduced once", found="not observed", ok=False, unseen=why)]
+        return [not_observed("gradients", "reduced once", why)]
     # a loop that says that it never clips
     never = loop.foreign and getattr(loop.configs.optimizer, "clip_grad", None) == 0
     seen = {found for rank in ranks for (role, _, found) in rank.tensors if role in ("grads", "main_grads")}
@@ -139,9 +139,7 @@ def hidden(loop: Loop) -> list[Finding]:
     if not names:
         return []
     why = f"{len(names)} are also split by tensor parallelism ({', '.join(names[:3])}): a rank computes only parts of their gradients"
-    return [
-        Finding(subject="gradients of cut linears", promised="reduced once", found="not observed", ok=False, unseen=why)
-    ]
+    return [not_observed("gradients of cut linears", "reduced once", why)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +177,10 @@ def noted(findings: list[Finding], step: Happened) -> list[Finding]:
         if not step.finite:
             why = "the gradients are not finite, and the loop skipped the update"
         found = _unfollowed(findings, ("weights moved", "gradients"), why)
-        return found if step.updates or not step.trains or step.scale != 1.0 or not step.finite else [*found, _never()]
+        if step.updates or not step.trains or step.scale != 1.0 or not step.finite:
+            return found
+        cure = "nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()"
+        return [*found, Finding(subject="optimizer stepped", promised="once", found="never", ok=False, cure=cure)]
     reasons = (
         (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
         (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
@@ -195,19 +196,6 @@ def noted(findings: list[Finding], step: Happened) -> list[Finding]:
     return findings
 
 
-def _never() -> Finding:
-    return Finding(
-        subject="optimizer stepped",
-        promised="once",
-        found="never",
-        ok=False,
-        cure="nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()",
-    )
-
-
 def _unfollowed(findings: list[Finding], subjects: tuple[str, ...], why: str) -> list[Finding]:
     kept = [one for one in findings if one.subject not in subjects]
-    return kept + [
-        Finding(subject=subject, promised="of one step", found="not observed", ok=False, unseen=why)
-        for subject in subjects
-    ]
+    return kept + [not_observed(subject, "of one step", why) for subject in subjects]

@@ -18,8 +18,8 @@ from mpbridge.planning.estimate.collectives import (
 from mpbridge.planning.estimate.gemms import rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.planning.estimate.work import Collective, Work
+from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, keeps, trained_by
-from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.limitations import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
 from mpbridge.precision.policy import PrecisionPolicy
@@ -104,11 +104,10 @@ def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
 
     found = 0.0
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
-    for chunk in parameters(run, at):
-        for parameter in chunk:
-            ranks = run.parallel.replicas(expert=parameter.weight.expert)
-            trained = trained_by(run.optimizer.name, parameter.name, len(parameter.weight.shape), policy)
-            found += parameter.weight.elements / (ranks if sharded else 1) * each(trained)
+    for parameter, times in counted(policy, run, at):
+        ranks = run.parallel.replicas(expert=parameter.weight.expert)
+        trained = trained_by(run.optimizer.name, parameter.name, len(parameter.weight.shape), policy)
+        found += times * parameter.weight.elements / (ranks if sharded else 1) * each(trained)
     return found
 
 

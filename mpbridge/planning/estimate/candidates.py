@@ -42,7 +42,6 @@ def families(
     """Layouts of that world size whose sizes divide and whose states may fit; those of one family differ only in micro-batch size and recomputation.
 
     stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not.
-    Of the numbers of virtual stages none, the run's own and the most; `virtuals` has the others.
     """
     for outline in outlines(run, machine, stated=stated):
         family = members(policy, run, machine, outline)
@@ -70,7 +69,7 @@ def outlines(run: RunFacts, machine: Machine, *, stated: bool) -> Iterator[Outli
                 if world % (tensor * pipeline * context):
                     continue
                 for expert in _experts(run, world // (tensor * pipeline * context) * tensor * context):
-                    for virtual, placed in _placements(run, pipeline):
+                    for virtual, placed in _virtual(run, pipeline):
                         sizes = Parallel(
                             world_size=world,
                             tensor=tensor,
@@ -164,11 +163,6 @@ def virtuals(run: RunFacts) -> Iterator[RunFacts]:
             sizes = dataclasses.replace(run.parallel, virtual_pipeline=count)
             model = {**unsplit(run, sizes).model, **{name: run.model.get(name) for name in NONE}, **placed}
             yield dataclasses.replace(run, parallel=sizes, model=model)
-
-
-def _placements(run: RunFacts, pipeline: int) -> list[tuple[int | None, Mapping[str, Any]]]:
-    found = _virtual(run, pipeline)
-    return [one for one in found if one in (found[0], found[-1]) or one[0] == run.parallel.virtual_pipeline]
 
 
 def _virtual(run: RunFacts, pipeline: int) -> list[tuple[int | None, Mapping[str, Any]]]:

@@ -13,6 +13,7 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import Collective
+from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32, wires
 from mpbridge.planning.memory.layers import parameters, rank_parameters
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches
@@ -128,8 +129,8 @@ def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
     if run.parallel.tensor == 1 or not run.parallel.sequence:
         return
     size = sum(
-        parameter.weight.elements
-        for parameter in rank_parameters(run, at)
+        times * parameter.weight.elements
+        for parameter, times in counted(policy, run, at)
         if not is_frozen(policy, parameter.name)
         and parameter.weight.module != "mixer.norm"  # split like the channels that it normalises
         and ("norm" in parameter.weight.module or parameter.weight.path.endswith(_WHOLE_BIASES))

@@ -5,22 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import heapq
+import itertools
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mpbridge.common.errors import BadValue, MpbridgeError
-from mpbridge.common.facts import Parallel, RunFacts
+from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.build import Standing
-from mpbridge.planning.estimate.candidates import FULL, NONE, families, members, outlines, virtuals
+from mpbridge.planning.estimate.candidates import FULL, NONE, families, virtuals
 from mpbridge.planning.estimate.constants import Constants, constants
+from mpbridge.planning.estimate.memory_traffic import weight_bytes
 from mpbridge.planning.estimate.step import ideal, seconds, standing_work
 from mpbridge.planning.memory.activations import activations, uncertainty
 from mpbridge.planning.memory.by_role import Memory, States, stage_states, verdict, with_states
-from mpbridge.planning.memory.ranks import Coordinates
+from mpbridge.planning.memory.identical_layers import counted
+from mpbridge.planning.memory.layers import unsplit
+from mpbridge.planning.memory.ranks import Coordinates, batches
+from mpbridge.planning.memory.roles import holdings
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -99,70 +105,65 @@ def search(
     most: int = 10,
     using: Constants | None = None,
     stated: bool = False,
-    among: int | None = None,
     below: float | None = None,
     refused: Counter[str] | None = None,
 ) -> tuple[Layout, ...]:
     """The fastest layouts of that world size that are legal and may fit in memory: those that fit before those that are tight, each
     fastest first; empty if there are none. Of layouts that differ only in virtual stages, recomputation, the optimizer's distribution, or in context
     parallelism for a larger micro-batch, the fastest that fits; of those that differ in pipeline stages and by less than 3 %, far less than the error band, one.
+    The first of them do not depend on `most`.
 
-    Every candidate that a quick memory bound does not rule out is priced; bytes and rules are then checked from the fastest on, until there are enough.
-    stated: the author set whether the optimizer is distributed, so it is not changed. among: consider only that many, those with the fewest changes from
-    the run. below: only steps of fewer seconds. refused: gets the number of candidates by what refuses them. Raises BadValue if fewer than one layout is requested.
+    Candidates are taken from the shortest step that they may have (`_Floors`): few are priced, and of these few are held against bytes and rules.
+    stated: the author set whether the optimizer is distributed, so it is not changed. below: only steps of fewer seconds.
+    refused: gets the number of candidates by what refuses them. Raises BadValue if fewer than one layout is requested.
     """
     if most < 1:
         raise BadValue(f"{most} layouts: expected at least 1")
     tally = Counter[str]() if refused is None else refused
-    priced: list[_Priced] = []
-    using = using or constants()
-    every = (
-        families(policy, run, machine, stated=stated)
-        if among is None
-        else _closest(policy, run, machine, among, stated=stated)
-    )
-    for family in every:
-        priced += _price(policy, _Family(policy, family), family, machine, using, tally)
-    priced = sorted((one for one in priced if below is None or one.seconds < below), key=lambda one: one.order)
+    pool = _Pool(policy, machine, using or constants(), tally)
+    for members in families(policy, run, machine, stated=stated):
+        pool.add(members)
     found: dict[tuple[object, ...], Layout] = {}
-    near: dict[tuple[object, ...], list[float]] = {}
-    # other numbers of virtual stages may change the order
-    enough = most + (3 if among is None else 0)
-    for one in priced:
-        # a layout that may run out of memory does not take the place of one that fits
-        fitting = sorted(layout.seconds for layout in found.values() if layout.answer == "fits")
-        if len(fitting) >= enough and one.seconds > fitting[enough - 1]:
+    tight: dict[tuple[object, ...], Layout] = {}
+    for one in pool.fastest():
+        if len(found) == most or (below is not None and one.seconds >= below):
             break
         sizes = _sizes(one.run)
-        if sizes in found and found[sizes].answer == "fits":
+        if sizes in found or _stands(found.values(), one):
             continue
-        alike = near.setdefault(_but_for_stages(one.run), [])
-        if among is None and any(one.seconds < ALIKE * other for other in alike):
+        if isinstance(one, Layout):
+            found[sizes] = one
+        elif (layout := _judged(policy, one, machine, tally)) is None:
             continue
-        layout = _judged(policy, one, machine, tally)
-        if layout is not None and (layout.answer == "fits" or sizes not in found):
-            found[sizes] = layout
-            alike += [layout.seconds] if layout.answer == "fits" else []
-    listed = sorted(found.values(), key=_rank)[:enough]
-    if among is None:
-        listed = _distinct(sorted((_staged(policy, one, machine, using) for one in listed), key=_rank))
-    return tuple(listed[:most])
+        elif layout.answer == "tight":
+            tight.setdefault(sizes, layout)
+        else:
+            # of those within 1 % the fewest virtual stages, which hold fewer micro-batches and send less often: in its turn
+            pool.put(_plainest(policy, layout, pool))
+    listed = list(found.values())
+    rest = list[Layout]()
+    for sizes, layout in tight.items():
+        if sizes not in found and not _stands(rest, layout):
+            rest.append(layout)
+    return tuple([*listed, *rest][:most])
 
 
-def _rank(layout: Layout) -> tuple[bool, float, int]:
-    return layout.answer == "tight", layout.seconds, layout.needed
+def _stands(listed: Iterable[Layout], one: _Priced | Layout) -> bool:
+    """Whether a faster one of the list stands for it: they differ in pipeline stages alone, and by less than a prediction tells apart."""
+    mine = _but_for_stages(one.run)
+    return any(one.seconds < ALIKE * other.seconds and _but_for_stages(other.run) == mine for other in listed)
 
 
-def _staged(policy: PrecisionPolicy, best: Layout, machine: Machine, using: Constants) -> Layout:
-    """The layout in the number of virtual stages that is fastest and fits: of those within 1 % the fewest, which hold fewer micro-batches and send less often."""
-    made = [best]
+def _plainest(policy: PrecisionPolicy, best: Layout, pool: _Pool) -> Layout:
+    """The layout, in the fewest virtual stages with which it fits and takes at most 1 % longer."""
     for other in virtuals(best.run):
-        for one in _price(policy, _Family(policy, (other,)), (other,), machine, using, Counter()):
-            layout = _judged(policy, one, machine, Counter()) if one.seconds < 1.01 * best.seconds else None
-            made += [layout] if layout is not None else []
-    first = min(made, key=_rank)
-    near = [one for one in made if one.answer == first.answer and one.seconds < 1.01 * first.seconds]
-    return min(near, key=lambda one: one.run.parallel.virtual_pipeline or 1)
+        if (other.parallel.virtual_pipeline or 1) > (best.run.parallel.virtual_pipeline or 1):
+            break
+        one = pool.price(other, _Family(policy, (other,)), Counter())
+        layout = _judged(policy, one, pool.machine, Counter()) if one and one.seconds < 1.01 * best.seconds else None
+        if layout is not None and layout.answer == "fits":
+            return layout
+    return best
 
 
 def _sizes(run: RunFacts) -> tuple[object, ...]:
@@ -175,16 +176,6 @@ def _but_for_stages(run: RunFacts) -> tuple[object, ...]:
     """What distinguishes layouts whose steps take as long."""
     tensor, _, *others = _sizes(run)
     return tensor, *others
-
-
-def _distinct(listed: list[Layout]) -> list[Layout]:
-    """Without those that a faster one of the list stands for: numbers of virtual stages bring them closer."""
-    kept = list[Layout]()
-    for one in listed:
-        alike = (other for other in kept if _but_for_stages(other.run) == _but_for_stages(one.run))
-        if not any(other.answer == one.answer and one.seconds < ALIKE * other.seconds for other in alike):
-            kept.append(one)
-    return kept
 
 
 def why_none(
@@ -200,26 +191,6 @@ def why_none(
     if any(families(policy, run, dataclasses.replace(machine, memory_bytes=0), stated=stated)):
         return f"weights and gradients alone exceed the memory of {run.parallel.world_size} x {machine.label}: more GPUs, or a recipe with fewer bytes (mpbridge memory --compare)"
     return f"sizes must divide {run.parallel.world_size} GPUs, layers, heads and the global batch of {run.global_batch_size}"
-
-
-def _closest(
-    policy: PrecisionPolicy, run: RunFacts, machine: Machine, most: int, *, stated: bool
-) -> list[tuple[RunFacts, ...]]:
-    """The `most` members with the fewest changes from the run, by family. Families are looked into in the order of the fewest changes that a member may have."""
-    ranked: list[tuple[tuple[tuple[int, int, int], int], RunFacts]] = []
-    every = (
-        (_changed(run, one.sizes, one.distributed), place, one)
-        for place, one in enumerate(outlines(run, machine, stated=stated))
-    )
-    for least, place, outline in sorted(every, key=lambda row: row[:2]):
-        if len(ranked) >= most and ranked[most - 1][0] < (least, place):
-            break
-        ranked += [((_distance(run, one), place), one) for one in members(policy, run, machine, outline)]
-        ranked.sort(key=lambda row: row[0])
-    found: dict[int, tuple[RunFacts, ...]] = {}
-    for (_, place), one in ranked[:most]:
-        found[place] = (*found.get(place, ()), one)
-    return list(found.values())
 
 
 class _Family:
@@ -240,6 +211,26 @@ class _Family:
             return None
         return standing_work(self._policy, self._first)
 
+    @functools.cached_property
+    def _least(self) -> float:
+        """What the states of the first stage hold at least, in bytes: without padding, copies and tables, and each shared among as many ranks as can be."""
+        policy, run = self._policy.settled(dict(self._first.optimizer.settings)), self._first
+        narrow, found = (2 if policy.stored else 1), 0.0
+        of = holdings(policy, run)
+        for parameter, times in counted(policy, run, Coordinates.of(0, run.parallel)):
+            kept = of(policy.params, parameter)
+            ranks = run.parallel.replicas(expert=parameter.weight.expert)
+            shared = {name: held.dtype.bytes for name, held in kept.items() if held.view_of is None}
+            own = shared.pop("params") / narrow + (shared.pop("grads", 0) if "params" not in run.traits.shards else 0)
+            each = own / (ranks if "params" in run.traits.shards else 1) + sum(shared.values()) / ranks
+            found += times * parameter.weight.elements * each
+        return found
+
+    def may_fit(self, run: RunFacts, available: int) -> bool:
+        """Whether what the first stage holds at least is not more than that; 0: unknown."""
+        kept = activations(self._policy, run, Coordinates.of(0, run.parallel))
+        return not available or self._least + kept * (1 - uncertainty(run)) <= available
+
     def fullest(self, run: RunFacts) -> Memory:
         """The fullest rank of a member."""
         return max((with_states(self._policy, run, held) for held in self.states), key=lambda one: one.needed)
@@ -252,41 +243,86 @@ class _Priced:
     seconds: float
     tokens: float
 
-    @property
-    def order(self) -> tuple[float, int]:
-        """Of equally fast ones the one with less context parallelism comes first."""
-        return self.seconds, self.run.parallel.context
 
+class _Pool:
+    """Candidates in the order of their steps; each is priced when the shortest step that it may have is the next."""
 
-def _price(
-    policy: PrecisionPolicy,
-    family: _Family,
-    members: tuple[RunFacts, ...],
-    machine: Machine,
-    using: Constants,
-    refused: Counter[str],
-) -> Iterator[_Priced]:
-    """The members of a family that may fit in memory, with their predicted steps."""
-    for run in members:
-        # activations of the first stage, which has the most micro-batches in flight, at the low end of their band
-        kept = activations(policy, run, Coordinates.of(0, run.parallel))
-        if machine.memory_bytes and kept * (1 - uncertainty(run)) > machine.memory_bytes:
-            refused[MEMORY] += 1
-            continue
+    def __init__(self, policy: PrecisionPolicy, machine: Machine, using: Constants, refused: Counter[str]) -> None:
+        self.machine = machine
+        self._policy, self._using, self._refused = policy, using, refused
+        self._whole: dict[tuple[object, ...], float] = {}
+        self._count = itertools.count()
+        self._queue: list[tuple[float, int, int, _Priced | Layout | tuple[RunFacts, _Family]]] = []
+
+    def put(self, one: _Priced | Layout | tuple[RunFacts, _Family], seconds: float | None = None) -> None:
+        """One more; of equally fast ones the one with less context parallelism comes first."""
+        at, run = (seconds, one[0]) if isinstance(one, tuple) else (one.seconds, one.run)
+        heapq.heappush(self._queue, (at or 0.0, run.parallel.context, next(self._count), one))
+
+    def add(self, members: tuple[RunFacts, ...]) -> None:
+        """The members of a family that may fit in memory."""
+        family = _Family(self._policy, members)
+        for run in members:
+            # activations of the first stage, which has the most micro-batches in flight, at the low end of their band
+            kept = activations(self._policy, run, Coordinates.of(0, run.parallel))
+            if self.machine.memory_bytes and kept * (1 - uncertainty(run)) > self.machine.memory_bytes:
+                self._refused[MEMORY] += 1
+                continue
+            try:
+                self.put((run, family), self._least(run))
+            except MpbridgeError as error:
+                self._refused[error.line] += 1
+
+    def fastest(self) -> Iterator[_Priced | Layout]:
+        """The shortest step of those that are left, until none is."""
+        while self._queue:
+            *_, one = heapq.heappop(self._queue)
+            if not isinstance(one, tuple):
+                yield one
+            elif (priced := self.price(*one, self._refused)) is not None:
+                self.put(priced)
+
+    def price(self, run: RunFacts, family: _Family, refused: Counter[str]) -> _Priced | None:
+        """The candidate with its predicted step; None if it has none, counted in `refused`."""
         try:
-            made = ideal(policy, run, machine, family.standing)
+            made = ideal(self._policy, run, self.machine, family.standing)
         except MpbridgeError as error:
             refused[error.line] += 1
-            continue
-        yield _Priced(run, family, sum(seconds(made, using).values()), made.tokens)
+            return None
+        return _Priced(run, family, sum(seconds(made, self._using).values()), made.tokens)
+
+    def _least(self, run: RunFacts) -> float:
+        """No step of the run is shorter: all stages together take as long for a micro-batch as one stage of all layers, and none but the slowest waits for none."""
+        sizes = run.parallel
+        key = (
+            sizes.tensor,
+            sizes.context,
+            sizes.expert,
+            run.micro_batch_size,
+            *(repr(run.model.get(name)) for name in NONE),
+        )
+        if key not in self._whole:
+            each = dataclasses.replace(
+                sizes, world_size=sizes.world_size // sizes.pipeline, pipeline=1, virtual_pipeline=None
+            )
+            alone = unsplit(run, each)
+            weights = weight_bytes(self._policy, alone, Coordinates.of(0, each))
+            known = {0: Standing(weights=weights, step=(), optimizer=0.0)}
+            made = ideal(self._policy, alone, self.machine, known)
+            self._whole[key] = sum(seconds(made, self._using).values()) / made.batches
+        stages = sizes.pipeline
+        return self._whole[key] * (batches(run) / stages + (1 - 1 / stages) / (sizes.virtual_pipeline or 1))
 
 
 def _judged(policy: PrecisionPolicy, one: _Priced, machine: Machine, refused: Counter[str]) -> Layout | None:
     """The layout; None if it does not fit or a rule forbids it, counted in `refused`."""
     try:
-        held = one.family.fullest(one.run)
+        held = one.family.fullest(one.run) if one.family.may_fit(one.run, machine.memory_bytes) else None
     except MpbridgeError as error:
         refused[error.line] += 1
+        return None
+    if held is None:
+        refused[MEMORY] += 1
         return None
     answer = verdict(held, machine.memory_bytes)
     why = MEMORY if answer == "does not fit" else _forbids(policy, one.run)
@@ -343,18 +379,9 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated:
 
 
 def _distance(run: RunFacts, other: RunFacts) -> tuple[int, int, int]:
-    changed, sizes, virtual = _changed(run, other.parallel, other.optimizer.distributed)
-    again = run.model.get("recompute_granularity") != other.model.get("recompute_granularity")
-    return changed + 2 * again, sizes, abs(run.micro_batch_size - other.micro_batch_size) + virtual
-
-
-def _changed(run: RunFacts, b: Parallel, distributed: bool) -> tuple[int, int, int]:
-    """The part of `_distance` that the members of a family share: no member has less."""
-    a = run.parallel
+    a, b = run.parallel, other.parallel
     pairs = ((a.tensor, b.tensor), (a.pipeline, b.pipeline), (a.context, b.context), (a.expert, b.expert))
-    changed = sum(x != y for x, y in pairs)
-    return (
-        changed + (run.optimizer.distributed != distributed),
-        sum(max(x, y) // min(x, y) for x, y in pairs),
-        int(a.virtual_pipeline != b.virtual_pipeline),
-    )
+    changed = sum(x != y for x, y in pairs) + (run.optimizer.distributed != other.optimizer.distributed)
+    again = run.model.get("recompute_granularity") != other.model.get("recompute_granularity")
+    last = abs(run.micro_batch_size - other.micro_batch_size) + (a.virtual_pipeline != b.virtual_pipeline)
+    return changed + 2 * again, sum(max(x, y) // min(x, y) for x, y in pairs), last

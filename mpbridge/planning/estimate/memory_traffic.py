@@ -13,8 +13,8 @@ from mpbridge.planning.estimate.flops import attended
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import AttentionWork, MatrixProduct, MemoryTraffic
 from mpbridge.planning.memory.activations import attention_kernel, recomputed_modules
+from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import is_frozen
-from mpbridge.planning.memory.layers import rank_parameters
 from mpbridge.planning.memory.mixers import MIXERS
 from mpbridge.planning.memory.ranks import Chunk, Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
@@ -133,12 +133,12 @@ def cast_bytes(name: str, bits: int, arch: tuple[int, int] | None) -> float:
 def weight_bytes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     """Bytes per micro-batch: weights read by forward and dgrad, their gradients read and written."""
     total = 0.0
-    for parameter in rank_parameters(run, at):
+    for parameter, times in counted(policy, run, at):
         weight = parameter.weight
         if not weight.linear or parameter.layer is None:
             continue
         quant = policy.at(weight.module, parameter.layer, run.shape.num_layers)
         stored = policy.compute.bytes if quant is None else quant.bits / 8
         own = 0 if is_frozen(policy, parameter.name) else 2 * policy.reduce.bytes
-        total += weight.elements * (2 * stored + own)
+        total += times * weight.elements * (2 * stored + own)
     return total

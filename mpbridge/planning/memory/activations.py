@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from mpbridge.common.facts import RunFacts
@@ -53,7 +53,7 @@ class LayerBytes:
 
     def without(self, parts: frozenset[str]) -> float:
         """Total without `parts`."""
-        return sum(float(getattr(self, one.name)) for one in fields(self) if one.name not in parts)
+        return float(sum(getattr(self, name) for name in self.__slots__ if name not in parts))
 
 
 _RECOMPUTED: Mapping[str, tuple[str, ...]] = MappingProxyType({

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
-from mpbridge.planning.memory.layers import ShapeKey, layer_weights
-from mpbridge.planning.memory.ranks import has_final_norm, stage_chunks
+from mpbridge.planning.memory.layers import Parameter, ShapeKey, chunk_parameters, layer_weights
+from mpbridge.planning.memory.ranks import Coordinates, has_final_norm, stage_chunks
 from mpbridge.precision.globs import DECODER
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -36,6 +38,18 @@ def distinct_stages(policy: PrecisionPolicy, run: RunFacts) -> dict[int, tuple[i
         first = seen.setdefault(key, stage)
         found[first] = (*found.get(first, ()), stage)
     return found
+
+
+def counted(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[tuple[Parameter, int]]:
+    """The parameters of that rank, those of identical layers of a chunk once; (parameter, how many there are)."""
+    kinds = layer_kinds(policy, run)
+    for chunk in at.chunks(run):
+        alike = Counter(kinds[layer] for layer in chunk.layers)
+        # the last of each kind, since the last layer of the model may have more beside it
+        few = sorted({kinds[layer]: layer for layer in chunk.layers}.values())
+        for parameter in chunk_parameters(run, at, replace(chunk, layers=tuple(few))):
+            inside = parameter.layer is not None and parameter.name.startswith(DECODER.format(parameter.layer))
+            yield parameter, alike[kinds[parameter.layer]] if inside and parameter.layer is not None else 1
 
 
 def windowed(model: Mapping[str, Any], layer: int) -> bool:

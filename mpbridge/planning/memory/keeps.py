@@ -207,7 +207,7 @@ def _moments(
         return () if plain else tuple((STATE_ROLES[key], updated) for key in OPTIMIZERS[optimizer.name])
     stated = tuple(moments(policy).items())
     if engine.main_weights == "megatron_core":
-        # its FusedAdam gets its state dtypes from the precision-aware optimizer, and from engines/full_bf16.py
+        # its FusedAdam gets its state dtypes from the precision-aware optimizer, and from engines/steps.py
         if policy.precision_aware or (policy.narrow_alone and not optimizer.distributed):
             return stated
         return tuple((role, DType.FP32) for role, _ in stated)

@@ -58,7 +58,7 @@ class Parameter:
 
 def parameters(run: RunFacts, at: Coordinates) -> tuple[tuple[Parameter, ...], ...]:
     """The parameters of each model chunk of the rank at these coordinates, in the order of named_parameters()."""
-    return tuple(tuple(_chunk(run, at, chunk)) for chunk in at.chunks(run))
+    return tuple(tuple(chunk_parameters(run, at, chunk)) for chunk in at.chunks(run))
 
 
 def rank_parameters(run: RunFacts, at: Coordinates) -> Iterator[Parameter]:
@@ -105,7 +105,8 @@ def te_layers(run: RunFacts) -> bool:
     )
 
 
-def _chunk(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Parameter]:
+def chunk_parameters(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Parameter]:
+    """The parameters of a model chunk of the rank at these coordinates."""
     shape, tensor = run.shape, run.parallel.tensor
     rows = shape.vocab_size // tensor
     tied_apart = shape.tied and run.parallel.pipeline > 1

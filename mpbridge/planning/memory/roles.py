@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -49,6 +49,8 @@ def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0) -> tuple[Rol
     at = Coordinates.of(rank, run.parallel)
     chunks = parameters(run, at)
     lay = _LAYOUTS[run.traits.layout]
+    if run.optimizer.name == "dist_muon":
+        lay = functools.partial(_in_buffers, mine=_dealt(settled, run, at, chunks))
     found = [role for index, chunk in enumerate(chunks) for role in lay(settled, run, at, chunk, index)]
     found += [role for chunk in chunks for role in _module_buffers(settled, run, chunk)]
     return tuple(found)
@@ -112,9 +114,14 @@ def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[st
 
 
 def _in_buffers(
-    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
+    policy: PrecisionPolicy,
+    run: RunFacts,
+    at: Coordinates,
+    chunk: tuple[Parameter, ...],
+    index: int,
+    mine: Collection[str] | None = None,
 ) -> Iterator[Role]:
-    """megatron-core's DDP and distributed optimizer."""
+    """megatron-core's DDP and distributed optimizer. mine: the parameters that this rank updates; None: what the buffers' shards say."""
     of, rests = holdings(policy, run), resting(policy, run)
     reused = policy.reuse_grad_buffer and run.realization == "native"
     for buffer in chunk_buffers(policy, run, at, chunk, index):
@@ -125,6 +132,8 @@ def _in_buffers(
             shard = at.expert_data if buffer.apart else at.data
             owned = buffer.shard(shard % buffer.group)
         for parameter, size in owned:
+            if mine is not None and parameter.name not in mine:
+                continue
             own = of(buffer.params, parameter)
             for name in STATES:
                 if name in own and own[name].view_of is None:
@@ -135,6 +144,26 @@ def _in_buffers(
             yield Role("params", parameter.name, stored, parameter.weight.elements, 0, "model")
         if quant is not None:
             yield from (Role(*copy, 0, "transformer_engine") for copy in weight_copies(parameter, quant, run))
+
+
+def _dealt(
+    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunks: Iterable[tuple[Parameter, ...]]
+) -> frozenset[str]:
+    """The parameters that dist_muon updates on this rank: whole ones, dealt by size to the ranks in order and back (megatron-core 0.16.1
+    optimizer/layer_wise_optimizer.py shard_params)."""
+    trained = [parameter for chunk in chunks for parameter in chunk if not is_frozen(policy, parameter.name)]
+    # as its groups have them: Muon's matrices first
+    trained.sort(key=lambda one: trained_by("muon", one.name, len(one.weight.shape)) != "muon")
+    trained.sort(key=lambda one: one.weight.elements)
+    found, dealt = set(), {False: 0, True: 0}
+    for parameter in trained:
+        apart = parameter.weight.expert and run.parallel.expert > 1
+        ranks, index = run.parallel.replicas(expert=apart), dealt[apart]
+        turn = index % (2 * ranks)
+        if min(turn, 2 * ranks - 1 - turn) == (at.expert_data if apart else at.data) % ranks:
+            found.add(parameter.name)
+        dealt[apart] += 1
+    return frozenset(found)
 
 
 def chunk_buffers(

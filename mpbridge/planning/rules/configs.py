@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpbridge.common.formats import say
 from mpbridge.common.shipped import install
+from mpbridge.planning.memory.ranks import batches
 from mpbridge.planning.rules.base import NEWER_MODEL_CONFIG, Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import SINCE_017, described
@@ -172,6 +173,13 @@ _TRIED: frozenset[tuple[str, str]] = frozenset(
 """Newer settings that do not affect what rules, memory and audit look at."""
 
 
+def _broken_groups(case: Case) -> bool:
+    """Whether megatron-core cannot interleave the micro-batches: a group, or the last one, has fewer than there are stages."""
+    count, stages = batches(case.run), case.run.parallel.pipeline
+    group = int(case.model("microbatch_group_size_per_vp_stage") or stages)
+    return not stages <= group <= count or 0 < count % group < stages
+
+
 RULES: tuple[Rule, ...] = (
     row("sequence-parallel-alone", "parallel.sequence_parallel=true with tensor_model_parallel_size=1", "tensor-parallel ranks to split the sequence over",
          "parallel.sequence_parallel=false", _PARALLEL, when=lambda c: c.run.parallel.sequence and c.run.parallel.tensor <= 1),
@@ -184,6 +192,10 @@ RULES: tuple[Rule, ...] = (
     row("interleaving-alone", "{c.run.parallel.virtual_pipeline} virtual stages in one pipeline stage", "more than one pipeline stage to interleave",
          "parallel.virtual_pipeline_model_parallel_size=null", "megatron-core 0.16.1 parallel_state.py initialize_model_parallel",
          when=lambda c: c.run.parallel.virtual_pipeline is not None and c.run.parallel.pipeline == 1),
+    row("interleaved-micro-batches", lambda c: f"{batches(c.run)} micro-batches on {c.run.parallel.pipeline} interleaved pipeline stages",
+         "whole groups of as many micro-batches as there are stages, or as model.microbatch_group_size_per_vp_stage says",
+         "parallel.virtual_pipeline_model_parallel_size=null", "megatron-core 0.16.1 pipeline_parallel/schedules.py forward_backward_pipelining_with_interleaving",
+         when=lambda c: (c.run.parallel.virtual_pipeline or 1) > 1 and _broken_groups(c)),
     row("clamped-swiglu", _clamped, "a positive limit, in experts, without an offset", "model.activation_func_clamp_value=null",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,),
          when=lambda c: c.model("activation_func_clamp_value") is not None and _activation(c) == "silu" and c.model("gated_linear_unit")),

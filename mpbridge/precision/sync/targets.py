@@ -12,7 +12,6 @@ from mpbridge.precision.megatron_spec.precision_field import UNSET, ModuleRules,
 
 CARRIED_AS = ("transformer", "config")
 """Attributes under which an outer object (a model provider, a training script's namespace) carries the config that megatron-core reads."""
-_ABSENT = object()
 
 
 def is_inputs(target: Any) -> bool:

@@ -241,6 +241,8 @@ def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]
     """The formats in which a run's weights can be served unchanged, or why none can, in a sentence; '' for a recipe that quantizes nothing. model: the filled-in section."""
     if not policy.quantized:
         return ""
+    if facts.shape.lora_rank:
+        return "not unchanged: adapters are written alone, or merged into weights that are then quantized anew (mpbridge convert --adapters)"
     try:
         # the model's folder need not have a config.json that says everything: only the names of its linears matter here
         # thousands of experts: one of a layer stands for all, unless a rule names experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from mpbridge.settings.huggingface.families import Family
 
 PartLayout = Literal["whole", "qkv", "stacked"]
 """How parts form a parameter: unchanged; rows of queries, keys and values by query group; gate above up."""
+
+ADAPTERS = ("alone", "merged", "merged-before", "merged-after")
+"""What becomes of adapters in an export: a folder of their own; added to a base that nothing quantizes, or before or after its quantization."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,8 @@ class Mapped:
 
 
 def mapped(family: Family, shape: ModelShape, model: Mapping[str, Any]) -> Iterator[Mapped]:
-    """Every parameter of the model in the order of its layers. model: the model section, for what the shape does not contain."""
+    """Every parameter of the model in the order of its layers, without adapters. model: the model section, for what the shape does not contain."""
+    shape = dataclasses.replace(shape, lora_rank=0)
     embedding, norm = family.outside
     final = f"decoder.{'final_norm' if shape.pattern else 'final_layernorm'}.weight"
     whole = {
@@ -74,6 +79,18 @@ def mapped(family: Family, shape: ModelShape, model: Mapping[str, Any]) -> Itera
         yield from _layer(family, shape, model, layer, layer)
     for depth in range(shape.mtp_layers):
         yield from _ahead(family, shape, model, depth)
+
+
+def adapters(one: Mapped, rank: int) -> tuple[Mapped, Mapped]:
+    """The two matrices of the adapter beside a linear's weight: A [rank, columns], B [rows, rank]. No folder has parts for them."""
+    rows, columns = one.shape
+
+    def beside(name: str, *shape: int) -> Mapped:
+        end = f"adapter.{name}.weight"
+        places = (dataclasses.replace(place, key=place.key.removesuffix("weight") + end) for place in one.places)
+        return Mapped(one.name.removesuffix("weight") + end, shape, "whole", (), tuple(places))
+
+    return beside("linear_in", rank, columns), beside("linear_out", rows, rank)
 
 
 def copies(family: Family, shape: ModelShape) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.common.errors import Contradiction, Refused
+from mpbridge.common.errors import Contradiction
 from mpbridge.settings.huggingface.families import FAMILIES, Family
 from mpbridge.settings.huggingface.hybrids import hybrid_json
 from mpbridge.settings.huggingface.rope import rope_fields
@@ -30,11 +30,7 @@ _TRAINING = frozenset(
 
 
 def family_for(model: Mapping[str, Any]) -> Family:
-    """The family whose layers a model section describes, the simplest if several do. Raises Refused for adapters."""
-    if model.get("lora_rank"):
-        raise Refused(
-            "folders are neither read nor written with adapters (model.lora_rank): read the base, then add them"
-        )
+    """The family whose layers a model section describes, the simplest if several do."""
     pattern = model.get("hybrid_override_pattern")
     if pattern:
         return FAMILIES["mamba2" if set(pattern) == {"M"} else "nemotron_h"]

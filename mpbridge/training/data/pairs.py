@@ -25,7 +25,6 @@ class PairIndex:
     sequences: int
     documents: int
     """One more than the number of documents: the end of the last one is included."""
-    token_bytes: int
 
     def lengths(self, start: int, stop: int) -> array.array[int]:
         """Lengths, in tokens, of the sequences `start` to `stop`."""
@@ -67,7 +66,7 @@ def pair_index(prefix: str) -> PairIndex:
         raise DataError(
             f"{prefix}.bin has {data:,} bytes, not a multiple of the {_BYTES[code]} of a token: it is truncated; pack the text again"
         )
-    return PairIndex(prefix=prefix, sequences=sequences, documents=documents, token_bytes=_BYTES[code])
+    return PairIndex(prefix=prefix, sequences=sequences, documents=documents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from mpbridge.numerics.codes import decode_e2m1
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import release_of
 from mpbridge.numerics.stored import StoredWeight, stored
+from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.precision.registry import get_mixed_precision_config
@@ -38,7 +39,7 @@ from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.checkpoint.store import audit_of, step_of
 from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
 from mpbridge.training.checkpoint.verdict import read_fingerprint
-from mpbridge.training.weights.source import apart
+from mpbridge.training.weights.source import apart, joined
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -149,8 +150,15 @@ class ServedWeights:
         return one.name in self.rules
 
     def from_main(self, one: Mapped) -> bool:
-        """Whether training casts from FP32 main weights, not from the parameter: weights that are stored in the low format."""
-        return self.rules[one.name].stored and self.training.stores
+        """Whether training casts from FP32 main weights, not from the parameter: weights that are stored in the low format and trained."""
+        training = self.training
+        return self.rules[one.name].stored and training.stores and not is_frozen(training.run.policy, one.name)
+
+    def values(self, one: Mapped, whole: torch.Tensor) -> torch.Tensor:
+        """What a parameter's codes and scales stand for, fp32 [rows, columns]; the parameter itself if it is not quantized."""
+        if not self.covers(one):
+            return whole.float()
+        return joined([part.values for part in self.parts(one, whole).values()], one.layout, self.facts.shape)
 
     def parts(
         self, one: Mapped, whole: torch.Tensor, quantize: Quantize | None = None, split: int | None = None
@@ -170,10 +178,6 @@ class ServedWeights:
             name.removesuffix(".weight"): Part(code.contiguous().view(dtype), scale, pieces[0])
             for (name, _), code, scale in split_up
         }
-
-    def tensors(self, one: Mapped, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Name in the folder -> tensor, of a quantized parameter."""
-        return self.named(self.parts(one, whole))
 
     def named(self, parts: Mapping[str, Part]) -> dict[str, torch.Tensor]:
         """The tensors of linears in the format's layout."""

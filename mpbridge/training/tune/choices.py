@@ -146,8 +146,8 @@ def least(
         best = rows.min(0)
     for left in range(bins, -1, -1):
         chosen = _traced(picked, names, sizes, left)
-        if _sum(costs, chosen) <= budget * (1 + 1e-12):
-            return _topped_up(chosen, gains, costs, budget)
+        if math.fsum(cost[name] for cost, name in zip(costs, chosen, strict=True)) <= budget * (1 + 1e-12):
+            return chosen
     return None
 
 
@@ -161,10 +161,6 @@ def _traced(picked: np.ndarray, names: list[list[str]], sizes: list[dict[str, in
     return chosen[::-1]
 
 
-def _sum(costs: Sequence[Mapping[str, float]], chosen: Sequence[str]) -> float:
-    return math.fsum(cost[name] for cost, name in zip(costs, chosen, strict=True))
-
-
 def _sizes(cost: Mapping[str, float], low: float, step: float, bins: int) -> dict[str, int]:
     """Bins that each level takes beyond the cheapest one, rounded down; bins + 1 means that it never fits."""
     found = {}
@@ -172,25 +168,6 @@ def _sizes(cost: Mapping[str, float], low: float, step: float, bins: int) -> dic
         more = value - low
         found[name] = 0 if more <= 0 else bins + 1 if step == 0 else min(bins + 1, math.floor(more / step + 1e-9))
     return found
-
-
-def _topped_up(
-    chosen: list[str], gains: Sequence[Mapping[str, float]], costs: Sequence[Mapping[str, float]], budget: float
-) -> list[str]:
-    """Spends what rounding left of the budget on the exchange that gains most, until none fits."""
-    spent = _sum(costs, chosen)
-    while True:
-        swaps = [
-            (gains[i][chosen[i]] - gains[i][name], i, name)
-            for i in range(len(chosen))
-            for name in gains[i]
-            if gains[i][name] < gains[i][chosen[i]] and spent + costs[i][name] - costs[i][chosen[i]] <= budget
-        ]
-        if not swaps:
-            return chosen
-        _, number, name = max(swaps)
-        spent += costs[number][name] - costs[number][chosen[number]]
-        chosen[number] = name
 
 
 Costs = list[dict[str, float]]

@@ -7,32 +7,34 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mpbridge.common.errors import BadValue, CheckpointError, MpbridgeError
+from mpbridge.common.errors import BadValue, CheckpointError, MpbridgeError, Refused
 from mpbridge.common.files import ProgressCallback, folder_inside, read_json
 from mpbridge.common.shipped import VERSION
 from mpbridge.settings.huggingface import folder as layout
 from mpbridge.settings.huggingface.folder import FolderTensor
 from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
-from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
+from mpbridge.settings.huggingface.tensors import ADAPTERS, CheckpointSlice, Mapped, copies, mapped
 from mpbridge.settings.huggingface.written import config_json, refuse_differences
 from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.continuation import SOURCE
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
 from mpbridge.training.checkpoint.store import CONFIG
+from mpbridge.training.weights.adapters import write_alone
 from mpbridge.training.weights.shards import Shards, planned
 from mpbridge.training.weights.source import SPELLED, SPELLING, apart
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
     from mpbridge.training.serving.cast import Served
+    from mpbridge.training.serving.merge import Merge
 
 MAIN_WEIGHTS = (*MAIN, "optimizer.main.")
 """Prefixes of FP32 main weights in checkpoints, for all engines."""
@@ -49,6 +51,8 @@ BESIDE = (
 
 NewCasting = Callable[[Path, "Run", Sequence[Mapped]], "Served"]
 """(the checkpoint, its run, the parameters) -> how to quantize them. Raises BadValue for weights that the format cannot hold."""
+Adapters = Literal["alone"] | Callable[[Path, "Export"], "Merge"]
+"""What becomes of adapters: a folder of their own, or (the checkpoint, its export) -> how they are added to the base."""
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class Given:
     left_out: int = 0
     """Number of padding rows of the embedding, which are not written."""
     notes: list[str] = field(default_factory=list)
+    merged: dict[str, Any] | None = None
+    """`Merge.facts`, where adapters were merged."""
 
 
 def checkpoint_run(path: Path) -> Run:
@@ -84,21 +90,27 @@ def to_folder(
     like: Path | None = None,
     dtype: str | None = None,
     casting: NewCasting | None = None,
+    adapters: Adapters | None = None,
     told: ProgressCallback = lambda done, total: None,
 ) -> Given:
     """Writes the weights of the checkpoint in `path` to the new folder `target`.
 
     like: a folder whose config.json, tokenizer and vocabulary size the new one gets. dtype: torch's name, instead of the stored dtype;
-    'float32' uses the main weights, if there are any. casting: quantizes weights, which `dtype` then does not concern. Raises CheckpointError, BadValue, and Contradiction for a model that the layout cannot describe.
+    'float32' uses the main weights, if there are any. casting: quantizes weights, which `dtype` then does not concern.
+    adapters: of a checkpoint that has some: "alone", then `like` names the base, or how to merge them. Raises CheckpointError, BadValue, and Contradiction for a model that the layout cannot describe.
     """
-    with opened(path, like=like, dtype=dtype) as export:
+    with opened(path, like=like, dtype=dtype, adapters=adapters) as export:
         export.casting = None if casting is None else casting(path, export.run, export.wanted)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise BadValue(f"{target} already exists: expected a new folder")
         partial = folder_inside(target.parent, f".{target.name}.partial")
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            given = export.write(partial, like, told)
+            given = (
+                write_alone(export, partial, like, told, Given(path=target, family=export.family.name))
+                if adapters == "alone"
+                else export.write(partial, like, told)
+            )
             if target.exists():
                 target.rmdir()
             partial.rename(target)
@@ -120,14 +132,30 @@ def to_folder(
 
 
 @contextmanager
-def opened(path: Path, *, like: Path | None = None, dtype: str | None = None) -> Iterator[Export]:
-    """The weights of the checkpoint in `path`, read parameter by parameter. like, dtype: as for `to_folder`, and it raises the same."""
+def opened(
+    path: Path, *, like: Path | None = None, dtype: str | None = None, adapters: Adapters | None = None
+) -> Iterator[Export]:
+    """The weights of the checkpoint in `path`, read parameter by parameter. like, dtype, adapters: as for `to_folder`, and it raises the same."""
     store.check(path)
     run = checkpoint_run(path)
+    _agrees(run, adapters)
     origin = _origin(path)
     model = dict(run.facts.model) | {name: run.inputs["model"][name] for name in ("vocab_size", "max_sequence_length")}
-    with Contents(path) as contents:
-        yield Export(contents, run, _config(model, origin, like, contents, run), origin, dtype)
+    with Contents(path) as contents, ExitStack() as stack:
+        export = Export(contents, run, _config(model, origin, like, contents, run), origin, dtype)
+        if callable(adapters):
+            export.merge = stack.enter_context(adapters(path, export))
+        yield export
+
+
+def _agrees(run: Run, adapters: Adapters | None) -> None:
+    rank = run.facts.shape.lora_rank
+    if rank and adapters is None:
+        raise Refused(
+            f"the checkpoint has adapters of rank {rank}, which no tensor of the model's folder holds: --adapters {', '.join(ADAPTERS[:-1])} or {ADAPTERS[-1]}"
+        )
+    if adapters and not rank:
+        raise BadValue("--adapters: the checkpoint has none (model.lora_rank is not set)")
 
 
 def _origin(path: Path) -> dict[str, Any]:
@@ -184,9 +212,10 @@ class Export:
         family = family_of(config)
         self.rows = rows = int(config["vocab_size"])
         self.casting: Served | None = None
+        self.merge: Merge | None = None
         self.family, self.narrow = family, dict(origin.get("narrower") or {})
         self.wanted = list(mapped(family, run.facts.shape, run.inputs["model"]))
-        repeated = copies(family, run.facts.shape)
+        self.repeated = repeated = copies(family, run.facts.shape)
         # the export of a run repeats what the family's folders contain twice: embedding and head of the multi-token prediction layers
         again = origin.get("copies") if origin else [name for name in repeated if name != "lm_head.weight"]
         self.copies = {name: repeated[name] for name in again or () if name in repeated}
@@ -204,9 +233,9 @@ class Export:
             kind = str(SPELLED[place.dtype]).removeprefix("torch.")
             given.dtypes[kind] = given.dtypes.get(kind, 0) + math.prod(place.shape)
         given.tensors, given.elements = len(plan), sum(given.dtypes.values())
-        with Shards(folder, plan, self._identity(plan), told) as shards:
+        with Shards(folder, plan, self.identity(plan), told) as shards:
             for one in self.wanted:
-                if shards.wants(sizes[one.name]):
+                if shards.wants(sizes[one.name]) or (self.merge is not None and self.merge.covers(one)):
                     for name, tensor in self._tensors(one):
                         shards.put(name, tensor)
             shards.index()
@@ -216,6 +245,9 @@ class Export:
                 else self.casting.finish(folder, {name: shards.facts[name] for name in plan})
             )
             given.notes += [] if self.casting is None else self.casting.notes
+            if self.merge is not None:
+                given.merged = self.merge.facts()
+                given.notes += self.merge.notes
             _write_config(folder, self.config, given, like, quantization)
         return given
 
@@ -230,9 +262,15 @@ class Export:
 
     def _tensors(self, one: Mapped) -> Iterator[tuple[str, torch.Tensor]]:
         if self.casting is not None and self.casting.covers(one):
-            yield from self.casting.tensors(one, self.read(one, main=self.casting.from_main(one))).items()
+            parts = self.casting.parts(one, self.read(one, main=self.casting.from_main(one)))
+            if self.merge is not None:
+                self.merge.count(one, [part.values for part in parts.values()])
+            yield from self.casting.named(parts).items()
         else:
-            yield from self._plain(one, self.read(one))
+            written = dict(self._plain(one, self.read(one)))
+            if self.merge is not None:
+                self.merge.count(one, [written[name] for name, _ in one.parts])
+            yield from written.items()
 
     def _plain(self, one: Mapped, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """What is not quantized, with the names under which a folder repeats it."""
@@ -240,11 +278,11 @@ class Export:
             yield name, tensor
             yield from ((other, tensor) for other, original in self.copies.items() if original == name)
 
-    def _identity(self, plan: Mapping[str, FolderTensor]) -> str:
+    def identity(self, plan: Mapping[str, FolderTensor]) -> str:
         """SHA-256 of what decides every byte of the files."""
         made = {
             "checkpoint": self.contents.manifest["files"], "plan": {name: [one.file, one.dtype, *one.shape] for name, one in plan.items()},
-            "casting": None if self.casting is None else self.casting.identity, "mpbridge": VERSION,
+            "casting": None if self.casting is None else self.casting.identity, "merge": None if self.merge is None else self.merge.identity, "mpbridge": VERSION,
         }  # fmt: skip
         return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
 
@@ -252,10 +290,11 @@ class Export:
         """Name in the folder -> tensor, of a parameter that is not quantized. whole: the parameter, if it was read."""
         found = {}
         read = self.read(one) if whole is None else whole
+        stored = self.read(one, meta=True).dtype  # what adapters were added to is in FP32
         for (name, _), part in zip(one.parts, apart(read, one.layout, self.shape), strict=True):
             if one.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 part = part[: self.rows]
-            found[name] = part.to(self._dtype(name, part.dtype, one)).contiguous()
+            found[name] = part.to(self._dtype(name, stored, one)).contiguous()
         return found
 
     def _dtype(self, name: str, stored: torch.dtype, one: Mapped) -> torch.dtype:
@@ -280,7 +319,9 @@ class Export:
         return None
 
     def read(self, one: Mapped, *, main: bool = False, meta: bool = False) -> torch.Tensor:
-        """As `found`. Raises CheckpointError if there is none."""
+        """As `found`, in FP32 with its adapter where one is merged. Raises CheckpointError if there is none."""
+        if self.merge is not None and self.merge.covers(one) and not meta:
+            return self.merge.weight(one)
         found = self.found(one, main=main, meta=meta)
         if found is not None:
             return found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.backend.engines import precision_warnings as warnings
+from mpbridge.backend.engines import shard_optimizer as warnings
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.common.formats import DType
 from mpbridge.settings.container import ConfigContainer

@@ -50,6 +50,24 @@ def test_a_pattern_is_megatron_cores_own_model_and_trains(build: Any) -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
+def test_buckets_find_a_parameter_behind_one_of_16_elements_where_its_gradient_is(layer: None) -> None:
+    """megatron-core's own views of the buffer are the judge; it copies gathered MXFP8 weights back by the buckets' places."""
+    sharded = {"use_distributed_optimizer": True}
+    engine = McoreEngine.build(tiny.run("bf16", model=HYBRID, ddp=sharded))
+    try:
+        chunk = engine.model[0]
+        buckets = [
+            one for held in (chunk.buffers, chunk.expert_parallel_buffers) for buffer in held for one in buffer.buckets
+        ]
+        found = [
+            (one.param_to_index[p], p.main_grad.storage_offset() - one.offset, p) for one in buckets for p in one.params
+        ]
+    finally:
+        engine.close()
+    assert any(parameter.numel() == 16 for *_, parameter in found)
+    assert [place for place, *_ in found] == [(first, first + parameter.numel()) for _, first, parameter in found]
+
+
 EMULATED = ("bf16_with_fp8_delayed_scaling_mixed", "bf16_with_mxfp8_mixed")
 OTHERS = (
     "bf16_with_fp8_current_scaling_mixed",

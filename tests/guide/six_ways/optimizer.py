@@ -16,7 +16,7 @@ from mpbridge.planning.memory.keeps import keeps
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.rules.table import broken
 from mpbridge.settings.limits import WORDS
-from mpbridge.settings.storage import with_storage
+from mpbridge.settings.stages import with_storage
 
 SHAPE = ModelShape(
     num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=128, seq_length=32

@@ -10,8 +10,7 @@ from mpbridge import recipes
 from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
 from mpbridge.interop.stacks.importers import read_args, read_file, read_text
-from mpbridge.interop.stacks.nearest import Answer
-from mpbridge.interop.stacks.runs_here import refusals
+from mpbridge.interop.stacks.nearest import Answer, refusals
 
 ARGUMENTS = {
     "megatron-lm": "--bf16 --fp8-format hybrid --num-layers 2",

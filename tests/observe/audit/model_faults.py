@@ -274,6 +274,53 @@ def another_linears_adapter(engine: Any) -> None:
     one.linear_in.forward = real.forward
 
 
+def reads_another_input(engine: Any) -> None:
+    """An adapter reads its linear's input, moved by one token."""
+    one = adapters(engine)[-1]
+    real = one.forward
+    one.forward = lambda x: real(x.roll(1, 0))
+
+
+def is_given_another_input(engine: Any) -> None:
+    """What calls an adapter hands it a copy of twice its linear's input."""
+    one = adapters(engine)[-1]
+    one.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def base_times(factor: float) -> Callable[[Any], None]:
+    """A linear's result, or its weight, times a factor within forward; the adapter's is added to it afterwards."""
+
+    def plant(engine: Any) -> None:
+        one = next(one for name, one in f.gpt(engine).named_modules() if name.endswith("mlp.linear_fc1"))
+        real = one.forward
+
+        def forward(*args: Any, **named: Any) -> Any:
+            out, bias = real(*args, **named)
+            return out * factor, bias
+
+        one.forward = forward
+
+    return plant
+
+
+def without_decay_within_a_step(engine: Any) -> None:
+    """Muon's step leaves weight decay out, and its groups say otherwise before and after it."""
+    own = muon(engine)
+    step = own.step
+
+    def plain() -> Any:
+        kept = [group["weight_decay"] for group in own.param_groups]
+        for group in own.param_groups:
+            group["weight_decay"] = 0.0
+        try:
+            return step()
+        finally:
+            for group, decay in zip(own.param_groups, kept, strict=True):
+                group["weight_decay"] = decay
+
+    own.step = plain
+
+
 # --- hybrids -------------------------------------------------------------------------------------------------------------------------------
 def scaled_skip(engine: Any) -> None:
     """D reaches the scan rounded to E4M3."""
@@ -318,6 +365,7 @@ FAULTS = (
     Fault("no Nesterov's momentum", of_muon(nesterov=False), ("muon bf16", "core muon fp32"), STEP, "nesterov false, declared true"),
     Fault("products in another precision than declared", of_muon(fp32_matmul_prec="high"), CORES, (*STEP, *NS), "products high"),
     Fault("Muon without weight decay", of_muon(weight_decay=0.0), MUONS, STEP, "weight decay 0, declared 0.1"),
+    Fault("Muon's step leaves weight decay out", without_decay_within_a_step, MUONS, NS, "weight decay", quick=True),
     Fault("the other parameters' moments zeroed", adams_moments_zeroed, MUONS, STEP, "exp_avg changed", early=False),
     Fault("a matrix's gradient doubled", f.change_gradients(lambda grad: grad * 2), CORES, ("gradients",), "linear_fc1"),
     Fault("a matrix never refreshed", f.one_weight_never_refreshed, ("core muon",), ("weights as read",), "linear_fc1"),
@@ -327,6 +375,10 @@ FAULTS = (
     Fault("FP32 adapters stored in BF16", cast, ("lora wide", "lora hybrid", "lora mxfp8"), ("params", "invariants"), "adapter", quick=True),
     Fault("FP32 adapters multiply in BF16", computed_in_bf16, ("lora wide", "lora hybrid", "lora mxfp8"), ("compute",), "adapter"),
     Fault("an adapter reads E4M3", reads_e4m3, ADAPTERS, ("compute",), "adapter"),
+    Fault("an adapter with another's factor", another_linears_adapter, ADAPTERS, ("compute",), "linear_in", quick=True),
+    Fault("an adapter reads another token's input", reads_another_input, ADAPTERS, ("compute",), "adapter", quick=True),
+    Fault("an adapter is given another input", is_given_another_input, ADAPTERS, ("compute",), "adapter"),
+    Fault("a base times 1.25 in forward", base_times(1.25), ADAPTERS, ("compute",), "linear_fc1", quick=True),
     Fault("an adapter that stops", adapter_stops, ADAPTERS, ("frozen", "optimizer holds"), "linear_out", quick=True),
     Fault("an adapter made anew after each step", adapters_zeroed, ("lora", "lora wide", "lora tensorwise"), ("weights as read", *STEP), "adapter", behind=1),
     Fault("adapters never refreshed", f.model_never_refreshed, ("lora", "lora tensorwise", "lora nvfp4"), ("weights as read",), "adapter"),

@@ -15,7 +15,7 @@ from mpbridge.numerics.certificates.certificate import certificate
 from mpbridge.observe.telemetry.hook import StatisticsHook
 from mpbridge.observe.telemetry.probe import Noise
 from mpbridge.observe.telemetry.reading import read
-from mpbridge.observe.telemetry.records import FILE, OPERANDS, headlines, line, merged
+from mpbridge.observe.telemetry.records import FILE, OPERANDS, headlines, line
 from mpbridge.planning.certificates.optimizer import Training
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -169,14 +169,6 @@ def test_the_gradients_noise_is_that_of_the_whole_product() -> None:
 def row(linear: str = "l", **values: Any) -> list[Any]:
     known = {"linear": linear, "side": "x", "copy": "row", "gemms": "fprop", "format": "e4m3", "scaling": "delayed"}
     return [{**dict.fromkeys(OPERANDS), **known, **values}[name] for name in OPERANDS]
-
-
-def test_of_several_ranks_the_worst_is_kept() -> None:
-    first = {"operands": [row(sqnr=30.0, flushed=0.0, staleness=-0.1), row("m", amax=1.0)]}
-    second = {"operands": [row(sqnr=20.0, flushed=0.5, staleness=0.05)]}
-    made = dict(zip(OPERANDS, merged([first, second])["operands"][0], strict=True))
-    assert (made["sqnr"], made["flushed"], made["staleness"]) == (20.0, 0.5, -0.1)
-    assert len(merged([first, second])["operands"]) == 2
 
 
 def test_numbers_for_trackers_are_the_worst_ones() -> None:

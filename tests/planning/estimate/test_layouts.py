@@ -12,7 +12,7 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue
 from mpbridge.common.machines import machine
-from mpbridge.planning.estimate.candidates import families, placement, virtuals
+from mpbridge.planning.estimate.candidates import families, placement
 from mpbridge.planning.estimate.layouts import line, nearest, search
 from mpbridge.planning.estimate.machine_file import read_machine
 from mpbridge.planning.estimate.predict import estimate
@@ -85,11 +85,8 @@ def without_virtual(run):
 
 
 def everything(policy, facts, target):
-    """Every candidate, with each number of virtual stages."""
-    for run in itertools.chain(*families(policy, facts, target)):
-        if (run.parallel.virtual_pipeline or 1) == 1:
-            yield run
-            yield from virtuals(run) if run.parallel.pipeline > 1 else ()
+    """Every candidate."""
+    return itertools.chain(*families(policy, facts, target))
 
 
 @pytest.mark.parametrize(

@@ -419,6 +419,21 @@ def test_muon_keeps_one_momentum_of_matrices_and_both_moments_of_the_rest():
     assert any("Muon" in words for words in left_out_of_memory(run))
 
 
+@pytest.mark.parametrize(
+    ("rank", "kept"), [(0, {"main": 165_120, "first": 165_120, "second": 17_664}), (1, {"main": 247_040, "first": 247_040, "second": 1_280})]
+)  # fmt: skip
+def test_dist_muon_deals_whole_parameters_to_two_ranks(rank, kept):
+    """Bytes of the live tensors that megatron-core 0.16.1's dist_muon kept on two ranks, with Emerging-Optimizers v0.1.0, after two steps of this model."""
+    shape = ModelShape(
+        num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=64, seq_length=32,
+        linear_bias=False,
+    )  # fmt: skip
+    parts = {"shape": shape, "parallel": Parallel(world_size=2), "optimizer": OptimizerFacts(name="dist_muon")}
+    held = memory(policy("bf16"), facts(**parts), rank=rank)
+    found = {"main": held.roles["main_params"], "first": held.roles["exp_avg"], "second": held.roles["exp_avg_sq"]}
+    assert found == kept
+
+
 def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):
     asked = ["memory", "--config", "llama3_70b", "--world-size", "64", "--target", "h100"]
     said = {}

@@ -16,6 +16,7 @@ MOE = dataclasses.replace(SHAPE, experts=4, expert_ffn_hidden_size=64, expert_la
 NEWER = Versions(torch="2.11.0", megatron_core="0.20.0", transformer_engine="2.11.0", cuda="12.9")
 BARE = Versions(torch="2.11.0", megatron_core="0.16.1", cuda="12.9")
 TP2, PP2 = Parallel(world_size=2, tensor=2), Parallel(world_size=2, pipeline=2)
+STAGES = Parallel(world_size=4, pipeline=4, virtual_pipeline=2)
 EP2 = Parallel(world_size=2, expert=2)
 FLEX, ALLTOALL = {"moe_token_dispatcher_type": "flex"}, {"moe_token_dispatcher_type": "alltoall"}
 
@@ -60,6 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                               {"fine_grained_activation_offloading": True, "offload_modules": ["attn_proj", "core_attn"]}),
     "pipeline-split": pair({"num_layers_in_first_pipeline_stage": 4}, {"num_layers_in_first_pipeline_stage": 1}, parallel=PP2),
     "interleaving-alone": ({"parallel": Parallel(virtual_pipeline=2)}, {"parallel": Parallel(world_size=2, pipeline=2, virtual_pipeline=2)}),
+    "interleaved-micro-batches": ({"parallel": STAGES, "global_batch_size": 6}, {"parallel": STAGES, "global_batch_size": 8}),
     "clamped-swiglu": pair({"activation_func_clamp_value": -1.0, "activation_func": "silu", "gated_linear_unit": True},
                            {"activation_func_clamp_value": 7.0, "activation_func": "silu", "gated_linear_unit": True}, shape=MOE, versions=NEWER),
     "fused-activation": pair({"bias_activation_fusion": True, "activation_func": "relu"}, {"bias_activation_fusion": True, "activation_func": "gelu"}),

@@ -73,7 +73,6 @@ def test_adapters_train_beside_a_stored_base() -> None:
 
 
 HYBRID = ("model.hybrid_override_pattern=M-M*-M-", "model.num_layers=7")
-UNSTORED = ("mixed_precision.fp8_param_gather=false", "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false")
 HYBRIDS = (
     ["bf16_with_mxfp8_mixed"]
     if BLACKWELL
@@ -106,7 +105,7 @@ def test_a_hybrid_trains_stops_and_goes_on_to_the_bit(recipe, tmp_path) -> None:
                 "train.audit=stop",
                 "train.train_iters=4",
                 *HYBRID,
-                *(UNSTORED if BLACKWELL else ()),
+                *(OVERLAP if BLACKWELL else ()),
                 *saved,
                 *more,
                 model="nemotron_h_tiny",
@@ -119,7 +118,7 @@ def test_a_hybrid_trains_stops_and_goes_on_to_the_bit(recipe, tmp_path) -> None:
     whole, seen = run("whole")
     parts = [step for _ in range(2) for step in run("parts", "train.exit_interval=2")[0].seen]
     assert parts == whole.seen
-    stored = "Parameter" if BLACKWELL or recipe != HYBRIDS[0] else "Float8Tensor"
+    stored = "MXFP8Tensor" if BLACKWELL else "Float8Tensor" if recipe == HYBRIDS[0] else "Parameter"
     assert seen.classes["decoder.layers.2.mixer.in_proj.weight"] == ("Float8Tensor" if "delayed" in recipe else stored)
     assert seen.classes["decoder.layers.2.mixer.conv1d.weight"] == "Parameter"
 

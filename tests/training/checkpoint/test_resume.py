@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,14 @@ def same_from_step_4(whole, second):
         pytest.param("bf16_mixed", {"optimizer": SGD}, id="sgd"),
         pytest.param("fp32", {"optimizer": SGD, "engine": "fsdp2"}, id="sgd on fsdp2"),
         pytest.param("fp32_params_bf16_compute", {"optimizer": {"optimizer": "muon"}, "engine": "fsdp2"}, id="muon"),
+        pytest.param(
+            "bf16_mixed",
+            {"optimizer": {"optimizer": "dist_muon"}},
+            id="dist_muon",
+            marks=pytest.mark.skipif(
+                find_spec("emerging_optimizers") is None, reason="needs Emerging-Optimizers v0.1.0"
+            ),
+        ),
     ],
 )
 def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
