@@ -19,7 +19,7 @@ _SAME = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 _Muon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # torch 2.6 to 2.8 have none
 
 
-class ShardMuon(_Muon):
+class ShardMuon(_Muon):  # type: ignore[misc]
     """Muon with torch's iteration and megatron-core's settings, whose parameters are this rank's rows of matrices.
 
     Each matrix's momentum is gathered, and every rank orthogonalizes it whole, so the update does not depend on the number of ranks. With muon_split_qkv
@@ -55,7 +55,7 @@ class ShardMuon(_Muon):
         self.split = split_of(config, shape)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every matrix with a gradient; a collective over the ranks that share the matrices."""
         if closure is not None:
             with torch.enable_grad():
