@@ -153,7 +153,7 @@ def python(
     size: int = 0,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
-    timeout: float = 280.0,
+    timeout: float = 840.0,
 ) -> subprocess.CompletedProcess[str]:
     """What `python argv` leaves (a script, or "-m" and a module, and its arguments); with a `size`, what torchrun of that many ranks does.
 

@@ -15,7 +15,7 @@ from tests.forked import ROOT, python
 
 
 def start(
-    size: int, script: str, *arguments: str, timeout: float = 280.0, expect: int = 0, imported: bool = True
+    size: int, script: str, *arguments: str, timeout: float = 840.0, expect: int = 0, imported: bool = True
 ) -> str:
     """What `size` processes running `script` printed; the test fails where the exit status is not the expected one. imported: False for a script that has to
     come before megatron-core's import: torchrun starts it."""
@@ -33,7 +33,7 @@ def start(
     return done.stdout
 
 
-def reported(size: int, script: str, out: Path, *arguments: str, timeout: float = 280.0) -> Any:
+def reported(size: int, script: str, out: Path, *arguments: str, timeout: float = 840.0) -> Any:
     """What rank 0 of such a world left as JSON in `out`, the script's first argument."""
     start(size, script, str(out), *arguments, timeout=timeout)
     return json.loads(out.read_text())

@@ -13,6 +13,8 @@ import torch
 from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
 
 TORCH_FP8 = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2}
+EIGHT_BITS = frozenset(value for name, value in vars(torch).items() if name.startswith("float8_"))
+"""The 8-bit floats of this torch: 2.6 has no E8M0."""
 
 
 def encode_fp8(y: torch.Tensor, number: NumberFormat) -> torch.Tensor:

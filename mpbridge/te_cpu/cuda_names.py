@@ -22,6 +22,7 @@ from mpbridge.backend.devices.coalesce import one_by_one
 from mpbridge.backend.devices.redirect import CPU, cuda_patches, names_cuda, nothing, on_cpu
 from mpbridge.common.replacement import Patch
 from mpbridge.common.transformer_engine import CUDA_VERSION
+from mpbridge.numerics.codes import EIGHT_BITS
 from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand
 from mpbridge.te_cpu import premultiplied
@@ -209,7 +210,6 @@ _MOVERS = (
     "isend", "irecv",
 )  # fmt: skip
 """Collectives that move elements without computing with them."""
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def _bytes_moved(original: Any) -> Any:
@@ -218,7 +218,7 @@ def _bytes_moved(original: Any) -> Any:
     def plain(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(map(plain, value))
-        narrow = type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype in _EIGHT_BITS
+        narrow = type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype in EIGHT_BITS
         return value.detach().view(torch.uint8) if narrow else value
 
     @functools.wraps(original)

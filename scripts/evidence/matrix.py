@@ -1,9 +1,9 @@
 """Runs a chosen part of the suite in environments with other Pythons and other releases, and writes the table of docs/reference/compatibility.md.
 
-    python scripts/evidence/matrix.py [--only NAME ...] [--folder FOLDER] [--again]
+    python scripts/evidence/matrix.py [--only NAME ...] [--folder FOLDER] [--again] [--table]
 
 Each environment is a virtual environment in FOLDER (several GB each, installed from the package index) with mpbridge from this checkout. A run that was
-interrupted continues: environments that were completed and parts that have a report are kept; --again runs the parts once more. Exit code 1 if a test failed.
+interrupted continues: environments that were completed and parts that have a report are kept; --again runs the parts once more, and --table runs none: it writes what there are reports of. Exit code 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def run(python: Path, part: str, report: Path) -> None:
         "-p",
         "no:cacheprovider",
         "--continue-on-collection-errors",
+        *("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0"),
         f"--junitxml={partial}",
         *part.split(),
     ]
@@ -152,12 +153,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache/matrix")
     parser.add_argument("--only", nargs="+", choices=[one.name for one in ENVIRONMENTS])
     parser.add_argument("--again", action="store_true", help="run parts that have a report")
+    parser.add_argument("--table", action="store_true", help="only write the page, from the reports that there are")
     args = parser.parse_args()
     rows, wrong = [], []
     for one in ENVIRONMENTS:
         home, results = args.folder.resolve() / one.name, args.folder.resolve() / "results" / one.name
         reports = [results / f"{number}.xml" for number in range(len(PARTS))]
-        if not args.only or one.name in args.only:
+        if not args.table and (not args.only or one.name in args.only):
             python = make(one, home)
             results.mkdir(parents=True, exist_ok=True)
             for part, report in zip(PARTS, reports, strict=True):

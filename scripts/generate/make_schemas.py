@@ -30,11 +30,11 @@ MADE: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 EXAMPLES: dict[str, list[tuple[str, ...]]] = {
     "tune": [("--recipe", "nvfp4", "--batches", "4", "--unseen", "2", *SMALL, "--out", "TUNED.yaml")],
-    "check": [(), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON), ("--config", "llama3_8b", "--recipe", "mxfp8", *ON), ("--config", "llama3_8b", "--recipe", "bf16", *ON, "--world-size", "64"), ("--recipe", "fp16_mixed", "--emulate"), ("--rules",)],
+    "check": [(), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON, "--cublaslt", "12.9"), ("--config", "llama3_8b", "--recipe", "mxfp8", *ON), ("--config", "llama3_8b", "--recipe", "bf16", *ON, "--world-size", "64"), ("--recipe", "fp16_mixed", "--emulate"), ("--rules",)],
     "memory": [(), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON), ("--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--target", "b200", "--stages")],
     "estimate": [("--config", "llama3_8b", *ON), ("--config", "gpt_oss_120b", "--recipe", "fp8_sc", *ON, "--price", "2"), ("--config", "llama3_70b", "--recipe", "fp8_cs", *ON)],
-    "layouts": [("--config", "llama3_8b", *ON, "--world-size", "8"), ("--config", "llama3_8b", *ON, "--world-size", "8", "--recipes", "bf16,mxfp8")],
-    "recommend": [("--config", "llama3_8b", *ON, "--world-size", "8"), ("--config", "gpt_tiny", *ON, "--by", "error"), ()],
+    "layouts": [("--config", "llama3_8b", *ON, "--world-size", "8", "--cublaslt", "12.9"), ("--config", "llama3_8b", *ON, "--world-size", "8", "--recipes", "bf16,mxfp8")],
+    "recommend": [("--config", "llama3_8b", *ON, "--world-size", "8", "--cublaslt", "12.9"), ("--config", "gpt_tiny", *ON, "--by", "error"), ()],
     "report": [("RUN",), ("HEALTHY",), ("DIVERGED",), ("BARE",), ("DIVERGED", "--against", "HEALTHY")],
     "list": [()], "words": [(), ("bf16-mixed",)],
     "show": [*((name,) for name in recipes), ("fp8_mlp_only",), ("nvfp4", "--layers", "24"), ("TUNED.yaml",)],

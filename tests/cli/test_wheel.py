@@ -22,7 +22,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 def quiet(*command: str | Path, cwd: Path, code: int = 0, **more: str) -> str:
     """What the command printed, and on stderr where `code` is not 0; nothing of the checkout is in its way."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)  # fmt: skip
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=840, check=False)  # fmt: skip
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + (done.stderr if code else "")
 

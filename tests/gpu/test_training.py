@@ -227,7 +227,7 @@ def test_a_gpus_checkpoint_goes_on_on_a_cpu(name, on_gpu, gpu_run, tmp_path):
         env=outside | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=840,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -55,7 +55,7 @@ def run(argv: list[str], where: Path) -> str:
         "PYTHONDONTWRITEBYTECODE": "1",
         "GIT_CEILING_DIRECTORIES": str(where.parent),
     }
-    done = subprocess.run(argv, cwd=where, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(argv, cwd=where, env=environment, capture_output=True, text=True, check=False, timeout=480)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -89,7 +89,7 @@ def test_the_example_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     book = nbformat.read(ROOT / "docs" / "first_run.ipynb", as_version=4)
     nbclient.NotebookClient(
-        book, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        book, timeout=840, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     shown = ["".join(out.get("data", {}).get("text/html", "") for out in cell.outputs) for cell in code]

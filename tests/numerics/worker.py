@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def world(size: int, cases: list[str], folder: Path, *, timeout: float = 280.0) -> dict[str, Any]:
+def world(size: int, cases: list[str], folder: Path, *, timeout: float = 840.0) -> dict[str, Any]:
     """What `size` processes report for each case; both ranks' errors are shown when one fails."""
     found: dict[str, Any] = reported(size, __file__, folder / f"world{size}.json", ",".join(cases), timeout=timeout)
     return found

@@ -74,7 +74,7 @@ def test_twenty_steps_equal_those_of_bridges_own_registry_and_of_our_own_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
@@ -93,7 +93,7 @@ def test_what_a_script_changes_behind_the_recipe_ends_the_run(plant: str, said: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1200)
 def test_an_evaluation_in_another_precision_ends_the_run() -> None:
     done = pretrain(RECIPE, "h100", "--evaluate", "2", "--steps", "3", "--plant", "evaluation")
     assert done.returncode == 1
@@ -102,7 +102,7 @@ def test_an_evaluation_in_another_precision_ends_the_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1200)
 def test_the_stale_copies_of_the_step_after_an_evaluation_are_named() -> None:
     """Megatron-LM#4560: a gather forced by an evaluation leaves the column copies of FP8 weights as they were."""
     done = pretrain(RECIPE, "h100", "--evaluate", "2", "--steps", "3")
@@ -112,7 +112,7 @@ def test_the_stale_copies_of_the_step_after_an_evaluation_are_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1200)
 def test_two_processes_train_silently_and_begin_as_one() -> None:
     """The first four losses are printed with seven digits; later ones differ by the order of the gradients' sums."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -136,6 +136,6 @@ def test_two_processes_go_on_where_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1200)
 def test_a_step_that_raises_leaves_nothing_of_the_callback() -> None:
     assert told(pretrain("bf16_mixed", "h100", "--plant", "raises")) == {"observing": False, "hooks": []}

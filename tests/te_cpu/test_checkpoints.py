@@ -66,7 +66,7 @@ def over_transformer_engine(folder, te: str) -> list[float]:
     ]
     command += ["--te", te, *SHAPE, f"checkpoint.save={folder}", f"checkpoint.load={folder}", f"logger.log_dir={log}"]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280, check=False
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=840, check=False
     )
     assert done.returncode == 3, done.stdout[-3000:] + done.stderr[-3000:]  # it stopped before its end
     return [row["loss"] for row in read(log / "metrics.jsonl") if "loss" in row]
@@ -78,7 +78,7 @@ def tensors(place) -> dict[str, tuple[list[int], str]]:
     return {key: (list(row["shape"]), row["dtype"]) for key, row in rows if not key.startswith("emulation.")}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_run_goes_on_in_the_other_realization_and_back(tmp_path) -> None:
     te = release_or_skip(OLDEST)
     here, alone = tmp_path / "both", tmp_path / "alone"

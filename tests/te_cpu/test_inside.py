@@ -14,7 +14,7 @@ import pytest
 from tests.te_cpu.wheels import NEWEST, OLDEST, ROOT, between, environment, release_or_skip
 
 
-def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), timeout: float = 280) -> None:
+def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), timeout: float = 840) -> None:
     plugins = ("-p", "no:cacheprovider", "-p", "mpbridge.te_cpu.pytest_plugin", "--played", machine, "--te", te)
     paths = [str(ROOT / "tests/te_cpu/inside" / file) for file in files]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-W", "ignore", *plugins, *options, *paths]
@@ -69,7 +69,7 @@ def test_what_is_redirected_is_given_back() -> None:
     te = release_or_skip(OLDEST)
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests/te_cpu/inside/given_back.py"), te]
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment() | path, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840, env=environment() | path, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("given back")
 

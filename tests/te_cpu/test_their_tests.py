@@ -79,7 +79,7 @@ def test_a_killed_process_fails_one_test_and_the_others_run_in_a_sound_environme
     command += ["--store", str(tmp_path / "store"), "--minutes", "1", "--least", "15", "--each", "60"]
     command += ["--again", "failed", "--show", "9"]  # does not try the killed one for ever
     done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
+        command, env=environment(), capture_output=True, text=True, timeout=840, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| test_recipe | B200 | 15 | 15 | 13 | 2 | 0 |" in done.stdout
@@ -94,6 +94,6 @@ def test_a_file_of_a_quantization_that_no_table_would_show_is_named(tmp_path: Pa
     (tests / "test_nvfp4_new.py").write_text("", encoding="utf-8")
     command = [sys.executable, str(ROOT / "scripts/evidence/te_tests.py"), str(tmp_path / "clone"), "--te", OLDEST]
     command += ["--store", str(tmp_path / "store")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=840, check=False)
     assert done.returncode == 1
     assert "nvfp4/test_nvfp4_new.py" in done.stderr

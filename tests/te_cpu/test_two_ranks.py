@@ -22,7 +22,7 @@ def where_the_wheels_are(monkeypatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def losses(machine: str, te: str, names: tuple[str, ...], timeout: float = 280.0) -> dict[str, dict[str, float]]:
+def losses(machine: str, te: str, names: tuple[str, ...], timeout: float = 840.0) -> dict[str, dict[str, float]]:
     script = str(ROOT / "tests/te_cpu/two_ranks.py")
     said = worlds.start(2, script, machine, release_or_skip(te), *names, timeout=timeout, imported=False)
     found = {row["name"]: row for line in said.splitlines() if line.startswith("{") for row in [json.loads(line)]}

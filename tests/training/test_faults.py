@@ -146,15 +146,15 @@ def train(kept, iters, seconds=0.0, largest=None, **section):
 
 
 def test_a_second_signal_ends_at_once(tmp_path):
-    with forked(train, tmp_path, 1000, 60.0) as process:
+    with forked(train, tmp_path, 1000, 600.0) as process:
         process.wait_for("step 1")
         os.kill(process.pid, signal.SIGTERM)
         time.sleep(0.5)  # the hook sleeps on: the first signal does not break a step
         assert process.process.is_alive()
         began = time.monotonic()
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(30) == -signal.SIGTERM
-        assert time.monotonic() - began < 25  # the step would have gone on for a minute
+        assert process.wait(300) == -signal.SIGTERM
+        assert time.monotonic() - began < 300  # the step would have gone on for ten minutes
 
 
 def test_a_signal_to_a_process_ends_it_with_exit_code_0(tmp_path):

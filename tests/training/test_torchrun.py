@@ -30,7 +30,7 @@ def _start(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=840,
         check=False,
         stdin=subprocess.DEVNULL,
     )

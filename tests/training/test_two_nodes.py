@@ -67,7 +67,7 @@ def test_a_run_that_lost_a_node_goes_on_from_its_newest_checkpoint(tmp_path: Pat
         assert len(ranks) == 1
         for pid in (*ranks, running[1].pid):  # the node is gone: no notice, no clean end
             os.kill(pid, signal.SIGKILL)
-        assert running[0].wait(timeout=240) == 1, said(tmp_path)
+        assert running[0].wait(timeout=840) == 1, said(tmp_path)
     finally:
         for agent in running:
             agent.kill()
@@ -77,7 +77,7 @@ def test_a_run_that_lost_a_node_goes_on_from_its_newest_checkpoint(tmp_path: Pat
     assert newest >= 5
 
     again = agents(tmp_path, f"train.train_iters={newest + 3}")
-    assert [agent.wait(timeout=300) for agent in again] == [0, 0], said(tmp_path)
+    assert [agent.wait(timeout=840) for agent in again] == [0, 0], said(tmp_path)
     resumed = re.search(r"resumed from \S*step_(\d+)", said(tmp_path))
     assert resumed is not None
     assert int(resumed[1]) == newest

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.common.errors import Refused
 from mpbridge.common.facts import ModelShape
 from mpbridge.numerics.observation.tensors import local
 
@@ -15,7 +16,10 @@ _SCALES: Mapping[str, tuple[str, float]] = {"spectral": ("match_rms_adamw", 0.2)
 _SAME = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 
-class ShardMuon(torch.optim.Muon):
+_Muon: Any = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # torch 2.6 to 2.8 have none
+
+
+class ShardMuon(_Muon):
     """Muon with torch's iteration and megatron-core's settings, whose parameters are this rank's rows of matrices.
 
     Each matrix's momentum is gathered, and every rank orthogonalizes it whole, so the update does not depend on the number of ranks. With muon_split_qkv
@@ -32,6 +36,10 @@ class ShardMuon(torch.optim.Muon):
         shards: Mapping[str, torch.nn.Parameter],
     ) -> None:
         """whole: the DTensors of all matrices by name, in the same order on every rank. shards: this rank's rows, for those that have some."""
+        if _Muon is torch.optim.Optimizer:
+            raise Refused(
+                f"optimizer=muon on shards needs torch.optim.Muon (torch 2.9), found torch {torch.__version__}: install a newer torch"
+            )
         scale, own = _SCALES[config.muon_scale_mode]
         nesterov = getattr(config, "muon_nesterov", None)  # its name since 0.17
         super().__init__(

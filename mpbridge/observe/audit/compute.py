@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import DType
+from mpbridge.numerics.codes import EIGHT_BITS
 from mpbridge.numerics.observation.modules import is_attention, is_library, is_norm, is_rotary, is_router
 from mpbridge.numerics.observation.tensors import is_narrow
 from mpbridge.observe.audit.findings import Finding, joined, judged, not_observed, nothing
@@ -17,11 +18,6 @@ from mpbridge.observe.audit.watch import LOGITS, Watch
 
 PlaceDtypes = tuple[str, tuple[str, ...], tuple[str, ...]]
 """(where, promised dtypes, dtypes seen)."""
-
-
-_EIGHT_BITS = frozenset({
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu
-})  # fmt: skip
 
 
 def unread(promises: Promises) -> tuple[frozenset[torch.dtype], frozenset[torch.dtype]]:
@@ -36,8 +32,8 @@ def unread(promises: Promises) -> tuple[frozenset[torch.dtype], frozenset[torch.
         return frozenset(found), frozenset()
     # Newton-Schulz runs in BF16 in any recipe; moments of one byte are FP8
     optimizers = named | ({torch.bfloat16} if promises.matrices is not None else set())
-    eight = frozenset() if torch.uint8 in named else _EIGHT_BITS
-    return frozenset(found) | _EIGHT_BITS, frozenset(found - optimizers) | eight
+    eight = frozenset() if torch.uint8 in named else EIGHT_BITS
+    return frozenset(found) | EIGHT_BITS, frozenset(found - optimizers) | eight
 
 
 @dataclass

@@ -181,8 +181,8 @@ def _apart(engine: Any, one: Hidden, before: Earlier, seen: Orthogonal) -> dict[
     found = [_distances(change, replay) for (change, *_), replay in zip(parts, made, strict=True)]
     decay = before.decays.get(name, 0.0)
     if decay:
-        left = [(change, replay[min(far, key=far.__getitem__)], weight) for (change, _, weight), replay, far in zip(parts, made, found, strict=True)]  # fmt: skip
-        share, noise = beside(left)
+        rests = [(change, replay[min(far, key=far.__getitem__)], weight) for (change, _, weight), replay, far in zip(parts, made, found, strict=True)]  # fmt: skip
+        share, noise = beside(rests)
         if abs(share) > max(decay / 2, BEYOND * noise):
             seen.undecayed[name] = decay, share
     return {kind: max(apart[kind] for apart in found) for kind in WORDS.values()}

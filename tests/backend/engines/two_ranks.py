@@ -21,7 +21,7 @@ BYTES = {
 }
 
 
-def observed(folder: Path, timeout: float = 280.0) -> dict[str, Any]:
+def observed(folder: Path, timeout: float = 840.0) -> dict[str, Any]:
     """What both ranks saw; both ranks' errors are shown when one fails."""
     found: dict[str, Any] = reported(2, __file__, folder / "two.json", timeout=timeout)
     return found

@@ -54,7 +54,7 @@ WHOLE, SHARDED = ("dp2", "tp2", "tp2_sp", "pp2"), ("dp2_sharded", "dp2_sharded_o
 
 
 def world(
-    size: int, names: list[str], folder: Path, *, kinds: list[str], resume: bool = False, timeout: float = 280.0
+    size: int, names: list[str], folder: Path, *, kinds: list[str], resume: bool = False, timeout: float = 840.0
 ) -> dict[str, Any]:
     """What `size` processes report for each 'name/kind'; both ranks' errors are shown when one fails."""
     more = ["resume"] if resume else []

@@ -121,13 +121,13 @@ def shown(tmp_path: Path, width: int, *, dark: bool = False, made: str = "", act
         str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=60000",
         f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", path.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found is not None, done.stdout[-500:] + done.stderr[-1500:]
     return dict(json.loads(html.unescape(found[1])))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_tables_sort_and_filter_and_a_layer_stands_alone(tmp_path: Path) -> None:
     seen = shown(tmp_path, 1400)
     assert seen["errors"] == []
@@ -146,7 +146,7 @@ def test_tables_sort_and_filter_and_a_layer_stands_alone(tmp_path: Path) -> None
     assert "layer 1" in seen["legend"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_each_of_a_hundred_curves_is_reached_a_few_at_once(tmp_path: Path) -> None:
     seen = shown(tmp_path, 1400, made=deep(), acts=DRILLING)
     assert seen["errors"] == []
@@ -174,7 +174,7 @@ def test_each_of_a_hundred_curves_is_reached_a_few_at_once(tmp_path: Path) -> No
     assert seen["clicked"] == ["layers.63.fc1"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_light_and_dark_wide_and_narrow(tmp_path: Path) -> None:
     def brightness(colour: str) -> float:
         return sum(map(float, re.findall(r"[\d.]+", colour)[:3]))
@@ -213,7 +213,7 @@ addEventListener("load", () => drawn(() => {
 """
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("word", HOSTILE)
 def test_no_value_is_anything_but_text(word: str, tmp_path: Path) -> None:
     made = Page(word, {word: word}, {word: word})

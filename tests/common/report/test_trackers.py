@@ -230,7 +230,7 @@ def test_a_server_that_cannot_be_reached_costs_a_run_neither_minutes_nor_its_num
             box.listen()
         begun = time.monotonic()
         write(tmp_path, range(1, 13), ["mlflow"], mlflow_uri=f"http://127.0.0.1:{box.getsockname()[1]}")
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 60
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tracker")]
     assert "cannot be reached" in said
     assert "the run continues without it" in said

@@ -468,7 +468,7 @@ def test_settings_of_another_kind_are_left_out_and_said(run: Written, value: obj
     diagnosis_page(found).html()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1200)
 def test_a_fifo_in_a_runs_folder_is_not_waited_for(run: Written) -> None:
     folder = run.write()
     for name in (FILE, "events.jsonl", "precision.json"):

@@ -84,7 +84,7 @@ RECIPES: dict[str, Any] = {
 }
 
 
-def differences(size: int, cases: list[str], folder: Path, *, timeout: float = 240.0) -> dict[str, Any]:
+def differences(size: int, cases: list[str], folder: Path, *, timeout: float = 840.0) -> dict[str, Any]:
     """For each 'shape/layout/recipe' what every rank reports."""
     found: dict[str, Any] = reported(size, __file__, folder / f"roles{size}.json", ",".join(cases), timeout=timeout)
     return found

@@ -112,7 +112,7 @@ def test_every_shape_layout_and_recipe(tmp_path, shape, size, layouts):
         if "ddp" not in layout
         for kind in ("moments", "remainders", "no_remainders")
     ]
-    _agree(_live().differences(size, cases, tmp_path, timeout=280))
+    _agree(_live().differences(size, cases, tmp_path, timeout=840))
 
 
 SHAPE = ModelShape(

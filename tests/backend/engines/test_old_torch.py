@@ -1,0 +1,26 @@
+"""What torch 2.6 lacks is refused where it is needed, and nowhere else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import torch, torch._dynamo, torch._inductor.cpp_builder  # the newer torch needs these names itself
+for where, name in ((torch, "float8_e8m0fnu"), (torch.optim, "Muon")):
+    delattr(where, name)
+import mpbridge.training.loop, mpbridge.backend.engines.shard_state, mpbridge.observe.witnessing.witness
+from mpbridge.backend.engines.muon import ShardMuon
+from mpbridge.common.errors import Refused
+try:
+    ShardMuon([], None, None, {}, {})
+except Refused as error:
+    print(error)
+"""
+
+
+def test_a_torch_without_muon_and_e8m0_trains_and_refuses_muon() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", CODE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "needs torch.optim.Muon" in done.stdout
