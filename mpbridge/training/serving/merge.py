@@ -18,7 +18,7 @@ from mpbridge.training.weights.adapters import matrices, scale_of, targets
 from mpbridge.training.weights.source import FolderReader, check, joined
 
 if TYPE_CHECKING:
-    from mpbridge.training.weights.to_folder import Export
+    from mpbridge.training.weights.export import Export
 
 
 class Merge(ExitStack):

@@ -19,7 +19,7 @@ from mpbridge.training.weights.shards import Shards
 from mpbridge.training.weights.source import SPELLING, apart
 
 if TYPE_CHECKING:
-    from mpbridge.training.weights.to_folder import Export, Given
+    from mpbridge.training.weights.export import Export, Given
 
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """peft's files."""
