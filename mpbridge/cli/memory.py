@@ -29,7 +29,7 @@ ARGUMENTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table. Returns 1 if a GPU is known and the run does not fit."""
+    """Prints the table. Returns 1 if the run is not valid, or if a GPU is known and it does not fit."""
     where, made = asked(args)
     outlook = where.outlook(made)
     facts = outlook.facts
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     stages = _stages(made, facts) if args.stages else ()
     data = as_data(made, facts, compared, outlook.fit, stages) | record(outlook, "verdict", "objections")
     answer(args, data, lambda: _print(made, where, outlook, compared, stages))
-    return 1 if outlook.answer == "does not fit" else 0
+    return 0 if outlook.ok else 1
 
 
 def as_data(

@@ -191,7 +191,16 @@ class ConfigContainer:
         )
         faults += emulation_faults(self.emulate, self.target, self.te)
         engine = self._engine(stages, given["ddp"], faults)
-        return Draft(box=self, given=given, stages=stages, engine=engine, origin=self._sources(given), faults=faults)
+        return Draft(
+            emulate=self.emulate,
+            target=self.target,
+            te=self.te,
+            given=given,
+            stages=stages,
+            engine=engine,
+            origin=self._sources(given),
+            faults=faults,
+        )
 
     def _engine(self, stages: tuple[Stage, ...], ddp: Mapping[str, Any], faults: list[str]) -> str:
         if self.engine is not None:

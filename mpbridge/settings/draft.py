@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
@@ -21,9 +21,6 @@ from mpbridge.settings.schema import defaults
 from mpbridge.settings.shape import model_shape, padded_vocabulary, parallel_of, shape_faults, vocabulary
 from mpbridge.settings.stages import Stage
 from mpbridge.settings.training import batch_faults, fitting_batch, nonfinite_faults, training_faults
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import ConfigContainer
 
 FaultFinder = Callable[[Mapping[str, dict[str, Any]]], list[str]]
 """Finds faults in the sections of a run."""
@@ -124,7 +121,10 @@ def _rows(given: int | None, data: Mapping[str, Any], tensor: int, faults: list[
 class Draft:
     """Checked sections on the way to a Run."""
 
-    box: ConfigContainer
+    emulate: bool | str
+    target: str | None
+    te: str | None
+    """As in ConfigContainer."""
     given: Mapping[str, dict[str, Any]]
     """Every section as its author wrote it, in canonical plain form."""
     stages: tuple[Stage, ...]
@@ -177,18 +177,18 @@ class Draft:
             "facts": facts,
             "inputs": inputs,
             "origin": dict(self.origin) | brought,
-            "emulate": is_fast(self.box.emulate),
-            "played": (self.box.target or DEFAULT_TARGET) if is_played(self.box.emulate) else None,
-            "te": self.box.te,
+            "emulate": is_fast(self.emulate),
+            "played": (self.target or DEFAULT_TARGET) if is_played(self.emulate) else None,
+            "te": self.te,
             "stages": self.stages,
             **full,
         }
 
     def _machine(self, machine: Any, versions: Versions | None) -> tuple[Any, Versions | None]:
         """The machine and the versions that apply: the simulated ones if the run simulates a machine."""
-        if is_played(self.box.emulate) and not self.faults:
+        if is_played(self.emulate) and not self.faults:
             try:
-                return played(self.box.target, self.box.te)
+                return played(self.target, self.te)
             except MpbridgeError as error:
                 self.faults.append(str(error))
         return machine, versions
@@ -251,7 +251,7 @@ class Draft:
             optimizer=inputs["optimizer"],
             ddp=inputs["ddp"],
             origin=self.origin,
-            realization="emulated" if is_fast(self.box.emulate) and policy.quantized else "native",
+            realization="emulated" if is_fast(self.emulate) and policy.quantized else "native",
             core=versions.megatron_core,
         )
 
