@@ -46,18 +46,18 @@ def _enter(name: str, made_by: Callable[..., Map]) -> None:
         return quantized(found.to(input.dtype).reshape(*input.shape[:-1], -1), quantizer)
 
     def backward(
-        grad: torch.Tensor, input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, *given: Any, **named: Any
+        grad: torch.Tensor, fwd_input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, *given: Any, **named: Any
     ) -> tuple[Any, torch.Tensor | None]:
         """Gradients of the input and, unless `compute_scale_grad` is False, of the scales."""
         named |= dict(zip([*numbers, "compute_scale_grad"], given, strict=False))
         wanted, size = named.pop("compute_scale_grad", True), named.pop("glu_interleave_size", 0)
         with torch.enable_grad():
-            rows = input.detach().float().reshape(-1, input.shape[-1]).requires_grad_()
+            rows = fwd_input.detach().float().reshape(-1, fwd_input.shape[-1]).requires_grad_()
             found = _unwoven(made_by(**named), size)(rows)
             of_rows = grad.detach().float().reshape(found.shape)
             (dx,) = torch.autograd.grad(found, rows, of_rows * act_scales.detach().float().reshape(-1, 1))
         of_scales = (found.detach() * of_rows).sum(-1).to(act_scales.dtype).reshape(act_scales.shape)
-        return quantized(dx.to(input.dtype).reshape(input.shape), quantizer), of_scales if wanted else None
+        return quantized(dx.to(fwd_input.dtype).reshape(fwd_input.shape), quantizer), of_scales if wanted else None
 
     first, _, last = name.rpartition("_")
     KERNELS[f"scaled_{name}"] = forward
