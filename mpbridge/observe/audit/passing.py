@@ -29,7 +29,9 @@ class Passing:
     def enters(self, path: str, source: torch.Tensor) -> None:
         """Marks the start of a linear's forward pass."""
         self._made.pop(path, None)
-        self._given[path] = _sample(source)
+        self._given.pop(path, None)
+        if not _is_distributed(source):
+            self._given[path] = _sample(source)
 
     def multiplies(self, path: str, left: torch.Tensor, out: torch.Tensor) -> None:
         """Records the product that its forward pass made of `left`."""
@@ -40,6 +42,10 @@ class Passing:
 
     def leaves(self, path: str, module: Any, given: torch.Tensor | None, result: torch.Tensor) -> None:
         """Marks the end of its forward pass, before its own hooks: those add an adapter's result."""
+        if _is_distributed(result) or _is_distributed(given):
+            self._given.pop(path, None)
+            self._made.pop(path, None)
+            return
         if given is not None and not getattr(
             module, "return_layernorm_output", False
         ):  # there the adapter reads the norm's result
@@ -58,13 +64,23 @@ class Passing:
     def adapts(self, path: str, source: torch.Tensor | None) -> None:
         """Marks the start of an adapter's forward pass, behind that of the linear that it belongs to."""
         read = self._read.pop(path.rpartition(".")[0], None)
-        if read is not None and source is not None and not _is(_sample(source), read):
+        if read is not None and source is not None and not _is_distributed(source) and not _is(_sample(source), read):
             self.wrong.setdefault(path, f"reads {_BESIDE}")
 
     def follows(self, path: str, given: list[torch.Tensor], source: torch.Tensor) -> None:
         """Compares what an adapter's first linear reads with what the adapter was given."""
-        if given and not _is(_sample(source), _sample(given[0])):
+        if (
+            given
+            and not _is_distributed(source)
+            and not _is_distributed(given[0])
+            and not _is(_sample(source), _sample(given[0]))
+        ):
             self.wrong.setdefault(path, f"reads {_BESIDE}")
+
+
+def _is_distributed(tensor: torch.Tensor | None) -> bool:
+    """Whether it is a DTensor, whose layout may change within the linear: the product is a rank's part of it."""
+    return hasattr(tensor, "to_local")
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
