@@ -119,6 +119,7 @@ def read(report: Path) -> list[tuple[str, str, str]]:
     for case in ET.parse(report).iter("testcase"):
         kind = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         why = "" if kind is None else (kind.get("message") or "").strip().partition("\n")[0]
+        why = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", why)  # folders of the machine that ran it
         cases.append((f"{case.get('classname', '')}::{case.get('name')}", "passed" if kind is None else kind.tag, why))
     return cases
 
