@@ -34,14 +34,19 @@ _MUON = Rule(
     "Muon's", ("momentum_buffer",),
     {"momentum": ("muon_momentum",), "Nesterov": ("muon_use_nesterov", "muon_nesterov"), "iterations": ("muon_num_ns_steps",), "products": ("muon_fp32_matmul_prec",)},
 )  # fmt: skip
-RULES = dict.fromkeys(ADAMS, _ADAM) | dict.fromkeys(("ShardMuon", "Muon", "TensorParallelMuon"), _MUON)
+_LION = Rule("Lion's", ("exp_avg",), {"beta1": ("adam_beta1",), "beta2": ("adam_beta2",)})
+"""megatron-core gives the Lion of optimizer.optimizer=lion Adam's betas (0.18 to 0.20): `lion_beta1` and `lion_beta2` are those of the one beside Muon."""
+RULES = (
+    dict.fromkeys(ADAMS, _ADAM) | {"Lion": _LION} | dict.fromkeys(("ShardMuon", "Muon", "TensorParallelMuon"), _MUON)
+)
 """Class of optimizer -> its rule. Muon's update of a weight follows from the whole matrix: audit.orthogonal replays it."""
 
 
 def rule_of(inner: Any) -> Rule | None:
-    """An optimizer's rule; None: it follows none of them. Other people's Muons have the name alone in common."""
+    """An optimizer's rule; None: it follows none of them. Other people's Muons and Lions have the name alone in common."""
     rule = RULES.get(type(inner).__name__)
-    known = rule is not _MUON or type(inner).__module__.partition(".")[0] in ("torch", "mpbridge", "megatron")
+    own = ("torch", "mpbridge", "megatron", "emerging_optimizers")
+    known = rule not in (_MUON, _LION) or type(inner).__module__.partition(".")[0] in own
     return rule if known else None
 
 
@@ -73,9 +78,13 @@ class Settings:
     def of(cls, held: Held) -> Settings:
         """The settings of a parameter's group, and those that its optimizer has beside its groups."""
         group, inner = held.group or {}, held.inner
-        if rule_of(inner) is _ADAM:
+        rule = rule_of(inner)
+        if rule is _LION:
+            betas = (float(group["betas"][1]),)
+            own: dict[str, Any] = {"beta1": float(group["betas"][0]), "beta2": betas[0]}
+        elif rule is _ADAM:
             betas = tuple(float(beta) for beta in group["betas"])
-            own: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": float(group["eps"])}
+            own = {"beta1": betas[0], "beta2": betas[1], "eps": float(group["eps"])}
         else:
             # torch's names, or Emerging-Optimizers'
             betas = (float(group.get("momentum", group.get("momentum_beta", math.nan))),)
@@ -150,8 +159,9 @@ def start_of(held: Held) -> Start | None:
 
 def betas_of(held: Held) -> dict[str, float]:
     """State -> beta, as far as the parameter's group has them."""
-    if held.group is not None and rule_of(held.inner) is _MUON:
-        return dict(zip(_MUON.states, Settings.of(held).betas, strict=True))
+    rule = rule_of(held.inner)
+    if held.group is not None and rule in (_MUON, _LION):
+        return dict(zip(rule.states, Settings.of(held).betas, strict=True))
     return dict(zip(MOMENTS, (held.group or {}).get("betas", ()), strict=False))
 
 
@@ -239,7 +249,25 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
             return (
                 f"{name} of {wrong} of {term.numel()} elements does not follow from the moment before and the gradient"
             )
+    if rule is _LION:
+        return _sign_fault(held, start, gradient)
     return _weight_fault(held, start, wanted, room, decoupled=decoupled) if rule is _ADAM else ""
+
+
+def _sign_fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
+    """As `_fault`, of Lion's weights: lr against the sign of a mean of momentum and gradient, where that is not within its roundings of 0."""
+    settings, trained = start.settings, held.trained
+    if trained is None or trained.dtype not in _STORED or held.kept not in _STORED:
+        return ""
+    beta, old = float(dict(settings.own)["beta1"]), start.moments.get("exp_avg", torch.zeros_like(gradient))
+    terms = beta * old, (1.0 - beta) * gradient
+    mean, room = sum(terms), 2.0**-20 * (terms[0].abs() + terms[1].abs()) + _TINY
+    wanted = start.weight * (1.0 - settings.lr * settings.weight_decay) - settings.lr * torch.sign(mean)
+    bound = settings.lr * _UPDATE + 4 * half_ulp(torch.maximum(start.weight.abs(), wanted.abs()), held.kept)
+    # a mean of exactly 0 has no sign
+    told = ((_sampled(trained) - wanted).abs() > bound) & ((mean.abs() > room) | ((old == 0) & (gradient == 0)))
+    wrong = int(told.sum())
+    return f"{wrong} of {wanted.numel()} elements are not what the update makes of them ({settings})" if wrong else ""
 
 
 def _weight_fault(
@@ -280,7 +308,7 @@ def is_decoupled(held: Held, group: Mapping[str, Any]) -> bool:
     """Whether weight decay is decoupled from the moments."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
-    if rule_of(held.inner) is _MUON:
+    if rule_of(held.inner) in (_MUON, _LION):
         return bool(
             getattr(held.inner, "weight_decay_method", "decoupled") == "decoupled"
         )  # Emerging-Optimizers has others
@@ -313,7 +341,7 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
         found = dict(now.own) | {"weight decay": now.weight_decay, "rate": now.lr}
         if not group.get("bias_correction", True):
             wrong["no bias correction"] = None
-        # megatron-core's and torch's Muon know no other weight decay
+        # megatron-core's and torch's Muon and Lion know no other weight decay
         decoupled = declared(engine, "decoupled_weight_decay") if rule is _ADAM else True
         if now.weight_decay and decoupled is not None and bool(decoupled) is not is_decoupled(held, group):
             wrong[f"weight decay {'through the moments' if decoupled else 'decoupled'}, declared otherwise"] = None
