@@ -14,6 +14,7 @@ from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
 from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
+from mpbridge.common.tables.table import Column
 from mpbridge.common.tables.units import GIB, processes
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
@@ -226,7 +227,7 @@ def _print(answer: _Answer) -> None:
         print_line()
     if answer.others:
         rows = [(other.gains, _short(other.outlook), other.settings) for other in answer.others]
-        print_table(("instead", "step and memory", "to change"), rows)
+        print_table(("instead", "step and memory", Column(name="to change", number=False, whole=True)), rows)
         print_line()
     elif one.answer and one.capability.native:
         print_line("instead  no layout and no recipe gains more than the band (mpbridge layouts, mpbridge recommend)")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.cli.options import DEFAULT_CONFIG, arg, find_config, whole
-from mpbridge.cli.text import print_line, print_whole
+from mpbridge.cli.text import print_line
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import text_of, write
-from mpbridge.common.machines import machine
+from mpbridge.common.machines import key, machine
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.hardware.capability import ASSUMED, can_run
 from mpbridge.planning.memory.by_role import fit
@@ -87,6 +87,10 @@ ARGUMENTS = (
     arg("folder DIR", "where to write (default: here)", nargs="?", default="."),
     arg("--config FILE", f"configuration to start from (default: {DEFAULT_CONFIG})"),
     arg("--recipe NAME", f"recipe that recipe.yaml extends (default: {DEFAULT_RECIPE})", default=DEFAULT_RECIPE),
+    arg(
+        "--target GPU",
+        f"GPU of the folder's commands (default: the first of {', '.join(TARGETS)} that runs the recipe)",
+    ),
     arg("--world-size N", "processes (default: the fewest of a node in which it fits)", whole, least=1),
     arg("overrides key=value", "settings that config.yaml gets, such as those that check offers", nargs="*"),
 )
@@ -131,8 +135,8 @@ def run(args: argparse.Namespace) -> int:
         options = "" if native else " --emulate"
         then = f" && mpbridge train --config config.yaml{options}{settings}"
     else:
-        options, then = f" --world-size {world}", " (README.md has what follows)"
-    print_whole(f"\nnext: {go}mpbridge check --config config.yaml{options}{settings}{then}")
+        options, then = f" --target {_target(args)} --world-size {world}", " (README.md has what follows)"
+    print_line("", f"next: {go}mpbridge check --config config.yaml{options}{settings}{then}")
     if settings:
         print_line(f"set these on the command line or in config.yaml:{settings}")
     return 0
@@ -140,8 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) -> str:
     """The commands of this configuration with this recipe."""
-    policy = resolve(get_mixed_precision_config(args.recipe))
-    target = next((name for name in TARGETS if can_run(policy, machine(name), ASSUMED).native), TARGETS[0])
+    policy, target = resolve(get_mixed_precision_config(args.recipe)), _target(args)
     base = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
     base.mixed_precision = args.recipe
     return readme(
@@ -151,6 +154,14 @@ def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) 
         log_dir=(config.get("logger") or {}).get("log_dir") or "run",
         quantized=policy.quantized,
     )
+
+
+def _target(args: argparse.Namespace) -> str:
+    """The GPU that was named, or the first that runs the recipe."""
+    if args.target is not None:
+        return key(machine(args.target).name)
+    policy = resolve(get_mixed_precision_config(args.recipe))
+    return next((name for name in TARGETS if can_run(policy, machine(name), ASSUMED).native), TARGETS[0])
 
 
 def _processes(base: ConfigContainer, target: str) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import TARGET, leaves_batch, left_out, on_target, target
 from mpbridge.cli.options import JSON, RUN, arg, container, whole
-from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
+from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.tables.units import size
 from mpbridge.planning.estimate.layouts import PLACES, Layout, line, search, why_none
@@ -151,7 +151,7 @@ def _print(head: str, found: list[tuple[str, Layout, str]], omitted: Iterable[st
     ]  # fmt: skip
     print_table(_COLUMNS, rows)
     for place, (_, _, changes) in enumerate(found, start=1):
-        print_whole(f"{place}: {changes}")
+        print_line(f"{place}: {changes}")
     for words in omitted:
         print_line(f"left out: {words}")
     if not found:

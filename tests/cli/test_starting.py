@@ -187,7 +187,13 @@ def test_an_option_is_inserted_beside_settings(shell: str, tmp_path: Path, capsy
 def test_settings_that_check_offers_go_into_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["parallel.tensor_model_parallel_size=2", "ddp.use_distributed_optimizer=true"]
     assert main(["init", str(tmp_path / "big"), "--config", "llama3_8b", "--world-size", "64", *asked]) == 0
-    assert " --world-size 64 data.corpus=YOUR_TEXT (README.md has what follows)" in capsys.readouterr().out
+    said = " --target {} --world-size 64 data.corpus=YOUR_TEXT (README.md has what follows)"
+    assert said.format("h100") in capsys.readouterr().out  # on this machine it would be judged by its own memory
+    assert main(["init", str(tmp_path / "b"), "--config", "llama3_8b", "--world-size", "64", "--target", "B200"]) == 0
+    assert said.format("b200") in capsys.readouterr().out
+    assert "--target b200 --world-size 64" in (tmp_path / "b/README.md").read_text()
+    assert main(["init", str(tmp_path / "no"), "--target", "b20O"]) == 2
+    assert "b200" in capsys.readouterr().err
     made = ConfigContainer.load(tmp_path / "big/config.yaml")
     assert (made.parallel.tensor_model_parallel_size, made.ddp.use_distributed_optimizer) == (2, True)
     assert "launch --nodes 8 --gpus-per-node 8" in (tmp_path / "big/README.md").read_text()

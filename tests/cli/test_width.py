@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,6 @@ VERBS = [
     ["export", "fp8_mlp_only", "--to", "deepspeed"], ["import", "--args", LONG_ARGS, "--from", "megatron-lm"],
     ["init", "first"], ["plot", "run", "--no-picture"], ["diagnose", "run", "--against", "run"], ["report", "run"], ["audit", "run"],
 ]  # fmt: skip
-COPIED = ("next: cd first", "1: parallel.", "parallel.", "mixed_precision.", "model.")
-"""How the lines of these verbs begin that hold a command or settings to paste."""
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def wide(text: str) -> list[str]:
     """Lines of more than 60 characters that could have been wrapped."""
     long = [line.strip() for line in text.splitlines() if len(line) > 60]
-    return [line for line in long if " " in line and not line.startswith(COPIED)]
+    return [line for line in long if " " in line.removesuffix(" \\")]
 
 
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
@@ -98,16 +97,25 @@ def test_a_rehearsals_verdicts_are_printed_as_prose(tmp_path: Path, monkeypatch:
         ("Where it can be reached by this machine: mpbridge data inspect --tokenizer gpt2 (fetches it once), or a folder",
          ["Where it can be reached by this machine:", "mpbridge data inspect --tokenizer gpt2 (fetches", "it once), or a folder"]),
         ("  the nearest that fits: train.micro_batch_size=1 model.tensor_model_parallel_size=2, as far as is known",
-         ["  the nearest that fits:", "    train.micro_batch_size=1 model.tensor_model_parallel_size=2,", "    as far as is known"]),
+         ["  the nearest that fits:", "    train.micro_batch_size=1 \\", "      model.tensor_model_parallel_size=2,", "    as far as is known"]),
         ("to resume: the same command, which mpbridge checks before it starts, with pip install -e '.[hf]' if needed",
          ["to resume: the same command, which", "mpbridge checks before it starts, with", "pip install -e '.[hf]' if needed"]),
         ("first\n  second line\n", ["first", "  second line", ""]),
     ],
     ids=["command", "settings", "prose about mpbridge", "lines"],
 )  # fmt: skip
-def test_what_is_copied_stays_in_one_piece(text: str, lines: list[str]) -> None:
+def test_what_is_copied_stays_in_one_piece_or_continues_with_a_backslash(text: str, lines: list[str]) -> None:
     assert prose(text, 48).split("\n") == lines
     assert prose(text, None) == text
+
+
+@pytest.mark.parametrize("width", [20, 60, 90])
+def test_settings_of_several_lines_mean_the_same_to_a_shell(width: int) -> None:
+    words = ["mpbridge", "check", "--args", "'--bf16 --num-layers 2'", "parallel.tensor_model_parallel_size=1", "'model.pipeline_model_parallel_layout=Et|(tt|)*6mL'", "ddp.overlap_grad_reduce=true"]  # fmt: skip
+    shown = prose(" ".join(words), width)
+    assert shown.count(" \\\n") == shown.count("\n") >= 1
+    heard = subprocess.run(["bash", "-c", f"printf '%s\n' {shown}"], capture_output=True, text=True, check=True).stdout
+    assert heard.splitlines() == [word.strip("'") for word in words]
 
 
 def test_a_runs_output_wraps_on_a_terminal_and_not_in_a_log(

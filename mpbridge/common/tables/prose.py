@@ -14,7 +14,7 @@ _LEAST = {"mpbridge": 2, "pip": 3, "torchrun": 1}
 """First word of a command -> words that always belong to it."""
 _ARGUMENT = re.compile(r"-\S+|.*[^\w'-].*|[A-Z][A-Z_]*")
 """A command's argument: an option, a word with punctuation in it (a path, key=value), a placeholder in capitals."""
-_SETTING = re.compile(r"[a-z_]+(\.\w+)+=\S*[^\s,;.]")
+_SETTING = re.compile(r"'?[a-z_]+(\.\w+)+=\S*[^\s,;.]")
 
 
 _UNPRINTABLE = {
@@ -67,7 +67,8 @@ def hanging(rows: Sequence[tuple[str, str]], width: int | None) -> list[str]:
 
 
 def wrapped(text: str, width: int, *, indent: str = "") -> list[str]:
-    """`text` in lines of at most `width` characters; what is copied stays in one piece, longer or not: a path, a command, settings."""
+    """`text` in lines of at most `width` characters; what is copied can be pasted: a path stays in one piece, and of a command or of settings that take more than a
+    line each but the last ends in the backslash that a shell continues."""
     lines = textwrap.wrap(
         welded(text),
         max(width, len(indent) + READABLE),
@@ -76,7 +77,22 @@ def wrapped(text: str, width: int, *, indent: str = "") -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [line.replace(_WELD, " ") for line in lines] or [""]
+    return [part for line in lines for part in _continued(line, width)] or [""]
+
+
+def _continued(line: str, width: int) -> list[str]:
+    """A line without welds; one that is too long continues below, further in."""
+    whole = line.replace(_WELD, " ")
+    if len(whole) <= width:
+        return [whole]
+    inner = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    out, rest = [""], line.split(_WELD)
+    for i, word in enumerate(rest):
+        grown = f"{out[-1]} {word}" if i else word
+        # a backslash in single quotes continues nothing
+        fits = len(grown) + 2 * (i + 1 < len(rest)) <= width or out[-1].count("'") % 2
+        out[-1:] = [grown] if not i or fits else [f"{out[-1]} \\", f"{inner}{word}"]
+    return out
 
 
 def welded(text: str) -> str:

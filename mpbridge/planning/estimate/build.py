@@ -19,7 +19,7 @@ from mpbridge.planning.estimate.gemms import rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.planning.estimate.work import Collective, Work
 from mpbridge.planning.memory.identical_layers import counted
-from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, keeps, trained_by
+from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, elements_of, keeps, trained_by
 from mpbridge.planning.memory.limitations import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
 from mpbridge.precision.policy import PrecisionPolicy
@@ -95,19 +95,23 @@ def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     main = 4 if settled.main_params is None else settled.main_params.bytes
 
     @functools.cache
-    def each(trained: str) -> int:
+    def each(trained: str) -> tuple[int, int]:
+        """Bytes per element of the parameter, and of SOAP's factors."""
         if trained == FROZEN:
-            return 0
+            return 0, 0
         kept = keeps(settled, run.traits, run.optimizer, ddp=run.ddp, trained=trained)
         states = sum(kept[role].dtype.bytes for role in MOMENTS if role in kept)
-        return 2 * (main + states) + 4 + policy.params.bytes + policy.reduce.bytes
+        factors = 2 * kept["factors"].dtype.bytes if "factors" in kept else 0
+        return 2 * (main + states) + 4 + policy.params.bytes + policy.reduce.bytes, factors
 
     found = 0.0
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for parameter, times in counted(policy, run, at):
         ranks = run.parallel.replicas(expert=parameter.weight.expert)
         trained = trained_by(run.optimizer.name, parameter.name, len(parameter.weight.shape), policy)
-        found += times * parameter.weight.elements / (ranks if sharded else 1) * each(trained)
+        one, factors = each(trained)
+        elements, shape = parameter.weight.elements, parameter.weight.shape
+        found += times * (elements * one + elements_of("factors", shape, 0) * factors) / (ranks if sharded else 1)
     return found
 
 

@@ -93,7 +93,13 @@ def _settings(run: RunFacts) -> list[str]:
 
 def _setting(name: str, value: object) -> str:
     """A model setting quoted for a shell: a layout contains brackets and bars, a list of modules contains quotes."""
-    text = json.dumps(list(value)) if isinstance(value, (list, tuple)) else "null" if value is None else value
+    text = (
+        json.dumps(list(value), separators=(",", ":"))
+        if isinstance(value, (list, tuple))
+        else "null"
+        if value is None
+        else value
+    )
     return shlex.quote(f"model.{name}={text}")
 
 

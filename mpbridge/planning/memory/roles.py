@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpbridge.common.facts import MUONS, RunFacts
+from mpbridge.common.facts import BESIDE_ADAM, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
 from mpbridge.planning.memory.buckets import Buffer, buffers
-from mpbridge.planning.memory.keeps import STATES, Holding, is_frozen, keeps, kept_fp32, trained_by
+from mpbridge.planning.memory.keeps import STATES, Holding, elements_of, is_frozen, keeps, kept_fp32, trained_by
 from mpbridge.planning.memory.layers import Parameter, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.weight_copies import weight_copies
@@ -106,7 +106,7 @@ def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[st
         return keeps(policy, engine, run.optimizer, at_rest=at_rest, ddp=run.ddp, trained=trained)
 
     def of(at_rest: DType, parameter: Parameter | None = None) -> Mapping[str, Holding]:
-        if parameter is None or (name not in MUONS and not policy.frozen):
+        if parameter is None or (name not in BESIDE_ADAM and not policy.frozen):
             return kept(at_rest, name)
         return kept(at_rest, trained_by(name, parameter.name, len(parameter.weight.shape), policy))
 
@@ -137,7 +137,8 @@ def _in_buffers(
             own = of(buffer.params, parameter)
             for name in STATES:
                 if name in own and own[name].view_of is None:
-                    yield Role(name, parameter.name, own[name].dtype, size, 0, own[name].owner)
+                    count = elements_of(name, parameter.weight.shape, size)
+                    yield Role(name, parameter.name, own[name].dtype, count, 0, own[name].owner)
     for parameter in chunk:
         stored, quant = rests(parameter)
         if is_frozen(policy, parameter.name) and not (reused and stored is DType.UINT8):
