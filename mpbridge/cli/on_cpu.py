@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         sys.argv = command
         try:
             if by_module:
+                sys.path.insert(0, str(Path.cwd()))  # as python -m puts it
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 # the script's folder comes first, as python puts it

@@ -50,7 +50,7 @@ def on_cpu(
     """script: a path, or -m. folder: the working directory; None: the script's."""
     te = release_or_skip(OLDEST)
     verb = ["mpbridge", "on-cpu", "--target", "b200", "--te", te, str(script)]
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     return subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, "-m", *verb, *arguments],
         cwd=folder or Path(script).parent,
