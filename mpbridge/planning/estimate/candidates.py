@@ -36,6 +36,11 @@ def recompute_choices(run: RunFacts) -> tuple[Mapping[str, Any], ...]:
     return (NONE, *([own] if own["recompute_granularity"] == "selective" else []), FULL)
 
 
+def recomputation(run: RunFacts) -> str:
+    """The run's settings of `NONE`, as a key."""
+    return repr([run.model.get(name) for name in NONE])
+
+
 def families(
     policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated: bool = False
 ) -> Iterator[tuple[RunFacts, ...]]:
