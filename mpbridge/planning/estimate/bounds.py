@@ -140,6 +140,21 @@ class Bounds:
             self._states[key] = int(total)
         return self._states[key]
 
+    def group(self, run: RunFacts, virtual: int) -> float:
+        """No step of a run with these parallel sizes, up to that many virtual stages and this micro-batch, or a smaller one, is shorter: all stages together take as
+        long for a micro-batch as one of all layers, and none but the slowest waits for none."""
+        sizes, device, host = run.parallel, 0.0, 0.0
+        ahead = run.shape.mtp_layers > 0
+        ends: list[Part] = (
+            [(True, True, ahead)] if sizes.pipeline == 1 else [(True, False, False), (False, True, ahead)]
+        )
+        for part, many in Counter[Part](layer_kinds(self.policy, run) + tuple(ends)).items():
+            seconds, units = self.micro(run, part)
+            device, host = device + many * seconds, host + many * units
+        stages, each = sizes.pipeline, both(device, host, self.using) / run.micro_batch_size
+        tokens = run.global_batch_size / sizes.data
+        return each * (tokens / stages + (1 - 1 / stages) / virtual) * (1 - ROUNDING)
+
     def layers(self, run: RunFacts) -> Known:
         """What layers keep in runs of these widths, for `activations` to read and fill."""
         return self._layers.setdefault(_widths(run), {})

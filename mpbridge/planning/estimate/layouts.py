@@ -19,7 +19,17 @@ from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.bounds import Bounds, FamilyBounds
 from mpbridge.planning.estimate.build import Standing
-from mpbridge.planning.estimate.candidates import FULL, NONE, families, recomputation, virtuals
+from mpbridge.planning.estimate.candidates import (
+    FULL,
+    NONE,
+    Outline,
+    families,
+    groups,
+    largest,
+    members,
+    recomputation,
+    virtuals,
+)
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.step import ideal, seconds, standing_work
 from mpbridge.planning.memory.by_role import Memory, States, stage_states, verdict, with_states
@@ -123,8 +133,8 @@ def search(
         raise BadValue(f"{most} layouts: expected at least 1")
     tally = Counter[str]() if refused is None else refused
     pool = _Pool(policy, machine, using or constants(), tally)
-    for members in families(policy, run, machine, stated=stated):
-        pool.add(members)
+    for group in groups(run, machine, stated=stated):
+        pool.begin(run, group)
     found: dict[tuple[object, ...], Layout] = {}
     tight: dict[tuple[object, ...], Layout] = {}
     for one in pool.fastest(lambda: len(_beside(found, tight)) >= most):
@@ -166,7 +176,13 @@ def _plainest(policy: PrecisionPolicy, best: Layout, pool: _Pool) -> Layout:
     for other in virtuals(best.run):
         if (other.parallel.virtual_pipeline or 1) > (best.run.parallel.virtual_pipeline or 1):
             break
-        one = pool.price(other, _Family(policy, (other,), pool.bounds), Counter())
+        family = _Family(policy, (other,), pool.bounds)
+        if (
+            family.bounds.verdict(other, pool.machine.memory_bytes) != "fits"
+            or family.bounds.seconds(other) >= 1.01 * best.seconds
+        ):
+            continue
+        one = pool.price(other, family, Counter())
         layout = _judged(one, pool.machine, Counter()) if one and one.seconds < 1.01 * best.seconds else None
         if layout is not None and layout.answer == "fits":
             return layout
@@ -243,6 +259,16 @@ class _Open(NamedTuple):
     """The best verdict on its memory that is possible; '': not looked at yet."""
 
 
+class _Group(NamedTuple):
+    """Families that differ in virtual stages and the optimizer alone, before they are looked at."""
+
+    run: RunFacts
+    """With their parallel sizes."""
+    asked: RunFacts
+    """As it was asked."""
+    outlines: tuple[Outline, ...]
+
+
 class _Pool:
     """Candidates in the order of their steps; each is priced when the shortest step that it may have is the next."""
 
@@ -252,11 +278,22 @@ class _Pool:
         self.bounds = Bounds(policy, machine, using)
         self.forbid = set[str]()
         self._count = itertools.count()
-        self._queue: list[tuple[float, int, int, _Priced | Layout | _Open]] = []
+        self._queue: list[tuple[float, int, int, _Priced | Layout | _Open | _Group]] = []
 
-    def put(self, one: _Priced | Layout | _Open, seconds: float) -> None:
+    def put(self, one: _Priced | Layout | _Open | _Group, seconds: float) -> None:
         """One more; of equally fast ones the one with less context parallelism comes first."""
         heapq.heappush(self._queue, (seconds, one.run.parallel.context, next(self._count), one))
+
+    def begin(self, run: RunFacts, outlines: tuple[Outline, ...]) -> None:
+        """A group's families, if a batch can be divided so."""
+        if not outlines or (one := largest(run, outlines[0])) is None:
+            return
+        try:
+            self.put(
+                _Group(one, run, outlines), self.bounds.group(one, max(o.sizes.virtual_pipeline or 1 for o in outlines))
+            )
+        except MpbridgeError as error:
+            self._refused[error.line] += 1
 
     def add(self, members: tuple[RunFacts, ...]) -> None:
         """The members of a family that may fit in memory."""
@@ -278,6 +315,10 @@ class _Pool:
             *_, one = heapq.heappop(self._queue)
             if isinstance(one, Layout):
                 yield one
+            elif isinstance(one, _Group):
+                for outline in one.outlines:
+                    if found := members(self._policy, one.asked, self.machine, outline):
+                        self.add(found)
             elif one.best == "does not fit" or (one.best == "tight" and sure()):
                 self._refused[MEMORY] += 1
             elif isinstance(one, _Priced):

@@ -49,7 +49,11 @@ def ideal(
     priced = {}
     for stage in set(kind.values()):
         one = work(policy, run, stage * every, None if known is None else known[stage])
-        priced[stage] = (micro_seconds(run, one, machine), host_units(run, one), step_seconds(run, one.optimizer, one.step, machine))
+        priced[stage] = (
+            micro_seconds(run, one, machine),
+            host_units(run, one),
+            step_seconds(run, one.optimizer, one.step, machine),
+        )
     micro, host, step = zip(*(priced[kind[stage]] for stage in range(parallel.pipeline)), strict=True)
     return Ideal(
         machine=machine.name,

@@ -95,7 +95,9 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, known: 
     here = [kept(policy, run, kind, made) for kind in set(layers)]
     full = run.model.get("recompute_granularity") == "full"
     away = _away(run, len(layers))
-    stage = _recomputed(run, [made[kind] for kind in layers]) if full else sum(made[kind].each for kind in layers[away:])
+    stage = (
+        _recomputed(run, [made[kind] for kind in layers]) if full else sum(made[kind].each for kind in layers[away:])
+    )
     flying = in_flight(run, at.stage)
     # with full recomputation, the layer being recomputed is also in memory
     extra = max((layer.whole for layer in here), default=0.0) if full else 0.0

@@ -69,9 +69,7 @@ class Overhead:
         return cls(name=name, bytes=size, known=known, band=band, because=because)
 
 
-def overheads(
-    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, *, every: bool = True
-) -> tuple[Overhead, ...]:
+def overheads(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, *, every: bool = True) -> tuple[Overhead, ...]:
     """Everything of that kind on a rank that torch counts; without a GPU only communication buffers. every: also what depends on single parameters."""
     return tuple(Overhead.of(name, size) for name, size in _sizes(policy, run, at, every) if size)
 

@@ -55,9 +55,7 @@ def _engine_rules(name: str) -> Iterator[Rule]:
         yield replace(rule, engine=name, about=f"{name} {rule.about}".strip())
 
 
-def broken(
-    policy: PrecisionPolicy, run: RunFacts, among: Collection[str] | None = None
-) -> tuple[Violation, ...]:
+def broken(policy: PrecisionPolicy, run: RunFacts, among: Collection[str] | None = None) -> tuple[Violation, ...]:
     """Every broken rule, errors before warnings, each group in table order. among: only of the rules with these ids."""
     case = Case(policy=policy.settled(dict(run.optimizer.settings)), run=run)
     asked = rules() if among is None else [rule for rule in rules() if rule.id in among]
