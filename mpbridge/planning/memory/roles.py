@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpbridge.common.facts import MUONS, RunFacts
 from mpbridge.common.formats import DType
@@ -83,17 +83,19 @@ def resting(policy: PrecisionPolicy, run: RunFacts) -> Callable[[Parameter], tup
             return dtype_at_rest(policy, run, parameter)
         if parameter.layer is None or not parameter.weight.linear:
             return policy.params, None
-        path = _module(parameter)
-        if path not in known:
-            known[path] = dtype_at_rest(policy, run, parameter)
-        return known[path]
+        if (found := known.get(parameter.name)) is None:
+            path = _module(parameter)
+            if path not in known:
+                known[path] = dtype_at_rest(policy, run, parameter)
+            found = known[parameter.name] = known[path]
+        return found
 
     return of
 
 
 @functools.lru_cache(maxsize=32)  # asked again for each stage, chunk and layout
 def _known(policy: PrecisionPolicy, layers: int, realization: str) -> dict[str, tuple[DType, Quant | None]]:
-    """What is known of linears under a policy, by path: `dtype_at_rest` depends on nothing else."""
+    """What is known of linears under a policy, by path and by the names of their parameters: `dtype_at_rest` depends on nothing else."""
     return {}
 
 
@@ -145,12 +147,17 @@ def _in_buffers(
                     yield Role(name, parameter.name, own[name].dtype, size, 0, own[name].owner)
     if not policy.quantized and not policy.frozen:
         return
+    alike: dict[tuple[object, ...], list[Any]] = {}
     for parameter in chunk:
         stored, quant = rests(parameter)
         if is_frozen(policy, parameter.name) and not (reused and stored is DType.UINT8):
             yield Role("params", parameter.name, stored, parameter.weight.elements, 0, "model")
         if quant is not None:
-            yield from (Role(*copy, 0, "transformer_engine") for copy in weight_copies(parameter, quant, run))
+            kind = (parameter.weight.shape, quant) if together else (parameter.name,)
+            alike.setdefault(kind, [parameter, quant, 0])[2] += 1
+    for first, quant, times in alike.values():
+        for name, whose, dtype, size in weight_copies(first, quant, run):
+            yield Role(name, whose, dtype, times * size, 0, "transformer_engine")
 
 
 def _dealt(
