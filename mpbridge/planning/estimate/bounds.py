@@ -31,6 +31,8 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 ROUNDING = 1e-6
 """Relative: sums of parts differ from the sum of a whole stage in floating-point rounding and in bytes that are divided over ranks."""
+PADDING = 0.01
+"""Relative: what the bytes of two stages differ by at most because of padding, tables and buffers."""
 Part = int | tuple[bool, bool, bool]
 """A kind of layer, or what a chunk has beside its layers: (first, last, mtp)."""
 
@@ -201,13 +203,12 @@ class FamilyBounds:
 
     def verdict(self, run: RunFacts, available: int) -> str:
         """The best verdict on a member's memory that is possible."""
-        known, found = self._bounds.layers(run), "fits"
-        for held in self.states:
-            one = verdict(with_states(self._bounds.policy, run, held, known, every=False), available)
-            if one == "does not fit":
-                return one
-            found = one if one == "tight" else found
-        return found
+        known, policy = self._bounds.layers(run), self._bounds.policy
+        found = [with_states(policy, run, held, known, every=False) for held in self.states]
+        most = max(one.needed for one in found)
+        # the fullest stage decides, and which one that is may depend on padding
+        best = {verdict(one, available) for one in found if one.needed >= most * (1 - PADDING)}
+        return next(word for word in ("fits", "tight", "does not fit") if word in best)
 
     def seconds(self, run: RunFacts) -> float:
         """No step of a member is shorter."""

@@ -147,7 +147,8 @@ def _members(
 
 def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
     """Bytes of parameters and gradients of an average stage: a lower bound on what the fullest GPU holds."""
-    each = policy.params.bytes / (2 if policy.stored else 1) + policy.reduce.bytes
+    # what is frozen has no gradient
+    each = policy.params.bytes / (2 if policy.stored else 1) + (0 if policy.frozen else policy.reduce.bytes)
     if "params" in run.traits.shards:
         each /= run.parallel.data
     # layers of one kind have the same weights
