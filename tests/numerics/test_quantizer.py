@@ -398,5 +398,5 @@ def test_square_weights_of_mxfp8_share_a_scale_over_32_lines() -> None:
     wanted = (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
     assert torch.equal(operand(q, x, "w").values.float(), wanted)
     assert not torch.equal(operand(q, x, "x").values.float(), wanted)
-    with pytest.raises(Refused, match="square_weights=true needs Transformer Engine 2.20"):
+    with pytest.raises(Refused, match=r"square_weights=true needs Transformer Engine 2\.20"):
         Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False, release=(2, 11))
