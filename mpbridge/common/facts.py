@@ -17,12 +17,21 @@ ADAMS = ("adam", "torch_adamw")
 """Values of optimizer.optimizer with Adam's two moments for every parameter."""
 MUONS = ("muon", "dist_muon")
 """Values under which hidden matrices get orthogonalized momentum and everything else Adam; dist_muon is megatron-core's layer-wise sharded one."""
+EMERGING = ("soap", "lion")
+"""Others that megatron-core has since 0.18, by Emerging-Optimizers; they too share a model with Adam (optimizer/emerging_optimizers.py)."""
+BESIDE_ADAM = (*MUONS, *EMERGING)
+"""Values whose optimizer trains hidden matrices alone."""
+FACTORS = ("L", "R", "Q_L", "Q_R")
+"""SOAP's Kronecker factors of a matrix and their eigenvectors: square, of its rows and of its columns (Emerging-Optimizers 0.3.0 soap/soap.py)."""
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
-    dict.fromkeys(ADAMS, ("exp_avg", "exp_avg_sq")) | dict.fromkeys(("sgd", *MUONS), ("momentum_buffer",))
+    dict.fromkeys(ADAMS, ("exp_avg", "exp_avg_sq"))
+    | dict.fromkeys(("sgd", *MUONS), ("momentum_buffer",))
+    | {"soap": ("exp_avg", "exp_avg_sq", *FACTORS), "lion": ("exp_avg",)}
 )
-"""Value of optimizer.optimizer -> keys of the states that it keeps for each parameter (Muon: for each hidden matrix)."""
+"""Value of optimizer.optimizer -> keys of the states that it keeps for each parameter (BESIDE_ADAM: for each hidden matrix)."""
 STATE_ROLES: Mapping[str, str] = types.MappingProxyType(
     {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "exp_avg", "master_param": "main_params"}
+    | dict.fromkeys(FACTORS, "factors")
 )
 """Key of a tensor in an optimizer's state -> its role."""
 

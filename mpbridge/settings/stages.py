@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, UnknownName
-from mpbridge.common.facts import MUONS, OPTIMIZERS
+from mpbridge.common.facts import BESIDE_ADAM, OPTIMIZERS
 from mpbridge.common.formats import DType, plain
 from mpbridge.common.traits import DEFAULT, known
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
@@ -159,7 +159,7 @@ def _added(
     return config if clashes else config.derive(**good)
 
 
-TORCHS = tuple(name for name in OPTIMIZERS if name not in ("adam", *MUONS))
+TORCHS = tuple(name for name in OPTIMIZERS if name not in ("adam", *BESIDE_ADAM))
 """Values of optimizer.optimizer that are torch's own on the FSDP2 engine; "adam" is FusedAdam if the recipe's states need it."""
 
 

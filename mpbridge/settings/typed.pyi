@@ -766,7 +766,7 @@ class OptimizerSettings(TypedDict, total=False):
     main_params_dtype: Dtype
     exp_avg_dtype: Dtype
     exp_avg_sq_dtype: Dtype
-    optimizer: Literal['adam', 'torch_adamw', 'sgd', 'muon', 'dist_muon']
+    optimizer: Literal['adam', 'torch_adamw', 'sgd', 'muon', 'dist_muon', 'soap', 'lion']
     loss_scale: float | None
     initial_loss_scale: float
     min_loss_scale: float
@@ -834,7 +834,7 @@ class OptimizerSection(Section):
     main_params_dtype: Dtype
     exp_avg_dtype: Dtype
     exp_avg_sq_dtype: Dtype
-    optimizer: Literal['adam', 'torch_adamw', 'sgd', 'muon', 'dist_muon']
+    optimizer: Literal['adam', 'torch_adamw', 'sgd', 'muon', 'dist_muon', 'soap', 'lion']
     loss_scale: float | None
     initial_loss_scale: float
     min_loss_scale: float

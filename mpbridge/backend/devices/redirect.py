@@ -15,6 +15,7 @@ import torch
 from torch._dynamo import trace_rules
 from torch.utils import _device as contexts
 
+from mpbridge.backend.devices.half_products import half_patches
 from mpbridge.common.replacement import Patch
 
 CPU = torch.device("cpu")
@@ -295,6 +296,7 @@ def cuda_patches() -> Iterator[Patch]:
     yield torch, "autocast", CpuAutocast
     for name in FACTORIES:
         yield torch, name, on_cpu(getattr(torch, name))
+    yield from half_patches()
     for name in MATMULS:
         yield torch, name, widened(getattr(torch, name))
     for name in ("matmul", "__matmul__", "bmm", "mm", "baddbmm", "addmm"):

@@ -12,7 +12,8 @@ from mpbridge.backend.engines.contract import Batch, Live, StepResult
 from mpbridge.backend.engines.mcore_traits import TRAITS
 from mpbridge.backend.engines.steps import keep_moments, learning_rate, update
 from mpbridge.backend.megatron.inside_optimizer import (
-    core_muon,
+    emerging,
+    factors_stored,
     gather_mxfp8,
     gather_now,
     in_order,
@@ -21,7 +22,7 @@ from mpbridge.backend.megatron.inside_optimizer import (
     refresh_mxfp8,
 )
 from mpbridge.backend.megatron.sharded import layer_by_layer
-from mpbridge.common.facts import MUONS
+from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.planning.memory.layers import frozen_apart
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class McoreEngine(BaseEngine):
             padded(DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0))
             for i, chunk in enumerate(chunks)
         ]
-        made = core_muon if self.run.facts.optimizer.name in MUONS else get_megatron_optimizer
+        made = emerging if self.run.facts.optimizer.name in BESIDE_ADAM else get_megatron_optimizer
         self.optimizer = made(targets.optimizer, self.model)
         number_states(self.optimizer)
         keep_moments(self.optimizer, self.run.policy)
@@ -149,7 +150,7 @@ class McoreEngine(BaseEngine):
                 for key, chunk in zip(keys, self.model, strict=True)
             }
             parts = state["model"] if len(self.model) == 1 else dict(state)
-            with in_order(self.optimizer):
+            with in_order(self.optimizer), factors_stored():
                 own = self.optimizer.sharded_state_dict(parts, is_loading=loading, metadata=metadata)
             state["optimizer"] = layer_by_layer(own) if frozen_apart(self.run.policy, self.run.facts) else own
             return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpbridge.common.facts import MUONS
+from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.traits import EngineTraits
 from mpbridge.planning.memory.keeps import STATES
 
@@ -15,7 +15,7 @@ TRAITS = EngineTraits(
     shards=frozenset(STATES),
     distributed_optimizer="optional",
     main_weights="megatron_core",
-    optimizers=("adam", "sgd", *MUONS),
+    optimizers=("adam", "sgd", *BESIDE_ADAM),
     parallelisms=frozenset({"tensor", "pipeline", "context", "expert"}),
     stored_weights=True,
     per_token_loss=True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,21 +38,67 @@ def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             yield from zip(model_group, main_group, strict=True)
 
 
-def core_muon(config: Any, chunks: list[Any]) -> Any:
-    """megatron-core's own Muon beside its Adam. Raises Refused without Emerging-Optimizers, whose absence megatron-core only asserts."""
+_FLAG = "HAVE_EMERGING_OPTIMIZERS"
+_OLD = "triton absl-py 'git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0' (not on the package index; its folder on PYTHONPATH will do)"
+
+
+def emerging(config: Any, chunks: list[Any]) -> Any:
+    """megatron-core's own Muon, SOAP or Lion beside its Adam. Raises Refused without Emerging-Optimizers, whose absence megatron-core 0.16 only asserts."""
+    from megatron.core import optimizer
     from megatron.core.optimizer import muon
 
-    if not muon.HAVE_EMERGING_OPTIMIZERS:
-        raise Refused(
-            "optimizer.optimizer=muon: megatron-core's Muon needs Emerging-Optimizers v0.1.0, which is not on PyPI, and triton, which it imports: pip install triton "
-            "absl-py 'git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0' (or its folder on PYTHONPATH); torch's Muon needs nothing: engine=fsdp2 with "
-            "fp32_params_bf16_compute"
-        )
     name = config.optimizer
+    # the flag moved in 0.18, and with it the release that it asks for
+    apart = hasattr(muon, _FLAG)
+    if not getattr(muon if apart else optimizer, _FLAG):
+        what = _OLD if apart else "'emerging-optimizers>=0.2' (Python 3.12 or later)"
+        torchs = "; torch's Muon needs nothing: engine=fsdp2 with fp32_params_bf16_compute" if "muon" in name else ""
+        raise Refused(
+            f"optimizer.optimizer={name}: megatron-core's needs Emerging-Optimizers: pip install {what}{torchs}"
+        )
     try:
         return muon.get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=name == "dist_muon")
     finally:
-        config.optimizer = name  # it writes "adam"
+        config.optimizer = name  # 0.16 writes "adam"
+
+
+@contextmanager
+def factors_stored() -> Iterator[None]:
+    """Context in which megatron-core makes checkpoint tensors of SOAP's factors.
+
+    Its `make_sharded_optimizer_tensor` (0.16.1 to 0.20) asserts that a state has its parameter's shape. A rank's factors are of its own block of the matrix:
+    they get a dimension in front, by block.
+    """
+    from megatron.core.dist_checkpointing import optimizer as made
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    own = made.make_sharded_optimizer_tensor
+
+    def make(parameter: Any, state: torch.Tensor, prefix: str) -> Any:
+        if not isinstance(parameter, ShardedTensor) or tuple(state.shape) == parameter.local_shape:
+            return own(parameter, state, prefix)
+        front = parameter.prepend_axis_num
+        blocks, index = parameter.axis_fragmentations[front:], 0
+        for count, offset, size in zip(blocks, parameter.global_offset[front:], parameter.local_shape, strict=True):
+            index = index * count + offset // size
+        there, whole = (*parameter.global_offset[:front], index), (*parameter.global_shape[:front], math.prod(blocks))
+        return dataclasses.replace(
+            parameter,
+            key=f"{prefix}.{parameter.key}",
+            data=state,
+            dtype=state.dtype,
+            local_shape=tuple(state.shape),
+            global_shape=(*whole, *state.shape),
+            global_offset=(*there, *(0 for _ in state.shape)),
+            axis_fragmentations=(*parameter.axis_fragmentations[:front], math.prod(blocks), *(1 for _ in state.shape)),
+            prepend_axis_num=front + 1,
+        )
+
+    made.make_sharded_optimizer_tensor = make
+    try:
+        yield
+    finally:
+        made.make_sharded_optimizer_tensor = own
 
 
 def number_states(optimizer: Any) -> None:
@@ -164,9 +212,17 @@ def set_moment_dtypes(part: Any, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def gather_mxfp8(optimizer: Any) -> None:
-    """Copies main weights into the gradient buffer through which MXFP8 parameters are gathered; megatron-core leaves this to the training script."""
+    """Copies main weights into the buffers through which parameters are gathered; megatron-core leaves this to the training script.
+
+    Its function (0.16.1 to 0.20) leaves out FP32 parameters, such as adapters, whose buffer it then gathers as the zeros of the step before.
+    """
     for part in optimizer.chained_optimizers:
         part._copy_main_params_to_param_buffer()
+        for mains, models in zip(part.shard_fp32_groups, part.model_fp32_groups, strict=True):
+            for main, parameter in zip(mains, models, strict=True):
+                buffer, _, bucket = part.model_param_gbuf_map[parameter]
+                place = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+                part.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end].copy_(main.detach())
 
 
 def padded(chunk: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import world_size
-from mpbridge.common.facts import MUONS
+from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.numerics.observation.modules import (
     is_attention,
     is_layer,
@@ -29,7 +29,7 @@ from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings, weight_findings
 from mpbridge.observe.audit.not_observable import FACTOR, MATRICES, why_unseen
 from mpbridge.observe.audit.observe import Observed, look
-from mpbridge.observe.audit.orthogonal import orthogonal_findings
+from mpbridge.observe.audit.orthogonal import orthogonal_findings, trains
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.quantization import quantization_findings
 from mpbridge.observe.audit.replay import declared, replay_findings
@@ -95,16 +95,16 @@ def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
         layers=run.facts.shape.num_layers,
         emulated=emulated,
         foreign=bool(getattr(engine, "foreign", False)),
-        matrices=_matrices(engine) if run.facts.optimizer.name in MUONS else None,
+        matrices=_matrices(engine) if run.facts.optimizer.name in BESIDE_ADAM else None,
     )
 
 
 def _matrices(engine: Engine) -> frozenset[str]:
-    """What Muon is to train: on an engine of ours by the plan, in somebody else's loop whatever its Muon holds."""
+    """What Muon, SOAP or Lion is to train: on an engine of ours by the plan, in somebody else's loop whatever it holds."""
     if getattr(engine, "foreign", False):
-        return frozenset(held.name for held in holdings(engine) if "Muon" in type(held.inner).__name__)
+        return frozenset(held.name for held in holdings(engine) if trains(held.inner) != "adam")
     named = engine.named_parameters()
-    return frozenset(name for name, p in named if trained_by(MUONS[0], name, p.dim()) in MUONS)
+    return frozenset(name for name, p in named if trained_by(BESIDE_ADAM[0], name, p.dim()) != "adam")
 
 
 def audit(

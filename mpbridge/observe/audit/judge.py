@@ -11,7 +11,7 @@ from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.weights import Weights
 from mpbridge.precision.wording import HIGH
 
-ROLES = ("params", "main_params", "grads", "main_grads", "exp_avg", "exp_avg_sq", "buffers")
+ROLES = ("params", "main_params", "grads", "main_grads", "exp_avg", "exp_avg_sq", "factors", "buffers")
 
 _CURES = {
     "exp_avg": "torch's Adam keeps moments in the parameter's dtype: store parameters in fp32, or use FusedAdam",

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpbridge.common.facts import MUONS
+from mpbridge.common.facts import BESIDE_ADAM, MUONS
 from mpbridge.numerics.newton_schulz import newton_schulz
 from mpbridge.numerics.observation.tensors import local
 from mpbridge.observe.audit.findings import Finding, judged, not_observed
@@ -43,12 +43,17 @@ _SCALES: Mapping[str, Callable[[int, int], float]] = {
 """muon_scale_mode -> factor of an orthogonalized matrix (Emerging-Optimizers v0.1.0 muon.py)."""
 
 
+_WORDS: Mapping[str, str] = {"muon": "Muon", "soap": "SOAP", "lion": "Lion"}
+
+
 @dataclass
 class Orthogonal:
     """One rank's observation."""
 
+    planned: str = "muon"
+    """What is to train hidden matrices, a key of _WORDS."""
     promised: str = ""
-    """The format that the iteration is to run in."""
+    """The format that Muon's iteration is to run in."""
     sets: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Parameter -> (optimizer that is to train it, that does), where they differ."""
     trained: dict[str, int] = field(default_factory=dict)
@@ -130,18 +135,25 @@ class Earlier(Protocol):
     decays: dict[str, float]
 
 
+def trains(inner: Any) -> str:
+    """Value of optimizer.optimizer for an optimizer that may train hidden matrices, by its class's name; "adam" for any other."""
+    name = type(inner).__name__.lower()
+    return next((kind for kind in BESIDE_ADAM if kind in name), "adam")
+
+
 def orthogonal(engine: Any, promises: Promises, before: Earlier) -> Orthogonal:
     """What this rank sees; a collective, which every rank calls. before: from before the update."""
     word = engine.configs.optimizer.muon_fp32_matmul_prec
     found = Orthogonal(promised=WORDS.get(word, str(word)))
+    found.planned = found.planned if engine.run.facts.optimizer.name in MUONS else engine.run.facts.optimizer.name
     if found.promised == "tf32" and next(engine.model[0].parameters()).device.type == "cpu":
         found.promised = "fp32"  # torch knows TF32 on GPUs
     for held in holdings(engine):
         if held.inner is None or held.group is None:
             continue
-        does = "muon" if "Muon" in type(held.inner).__name__ else "adam"
+        does, planned = trains(held.inner), promises.trained(held.name)
         found.trained[does] = found.trained.get(does, 0) + 1
-        wanted = "muon" if promises.trained(held.name) in MUONS else "adam"
+        wanted = "muon" if planned in MUONS else planned if planned in BESIDE_ADAM else "adam"
         if does != wanted:
             found.sets[held.name] = wanted, does
     hidden = _hidden(engine)
@@ -233,12 +245,24 @@ def _distances(change: torch.Tensor, made: Mapping[str, torch.Tensor]) -> dict[s
 def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:
     """Who trains what, and in what Newton-Schulz ran."""
     wrong = {name: said for rank in ranks for name, said in rank.sets.items()}
-    counts = {who: sum(rank.trained.get(who, 0) for rank in ranks) for who in ("muon", "adam")}
-    words = f"{counts['muon']} by Muon, {counts['adam']} by Adam"
-    cure = "give each parameter to the optimizer that the plan names: hidden matrices to Muon, the rest to Adam"
-    meant = words if not wrong else "hidden matrices by Muon, the rest by Adam"
+    counts = {who: sum(rank.trained.get(who, 0) for rank in ranks) for who in (*_WORDS, "adam")}
+    words = ", ".join(
+        [*(f"{counts[who]} by {word}" for who, word in _WORDS.items() if counts[who]), f"{counts['adam']} by Adam"]
+    )
+    special = _WORDS[ranks[0].planned]
+    cure = f"give each parameter to the optimizer that the plan names: hidden matrices to {special}, the rest to Adam"
+    meant = words if not wrong else f"hidden matrices by {special}, the rest by Adam"
     others = [f"{name} ({does}, not {wanted})" for name, (wanted, does) in wrong.items()]
     who = judged("trained by", meant, [others], seen=words, cure=cure, count=sum(counts.values()))
+    if ranks[0].planned == "soap":
+        return [
+            who,
+            not_observed(
+                "soap step", "from its factors", "it is not replayed; the dtypes of its states are a row of their own"
+            ),
+        ]
+    if ranks[0].planned != "muon":
+        return [who]
     promised = ranks[0].promised
     apart = {name: far for rank in ranks for name, far in rank.apart.items()}
     if not apart:

@@ -12,7 +12,7 @@ from mpbridge.common.formats import DType
 from mpbridge.planning.memory.keeps import FROZEN, Holding, is_frozen, keeps, kept_fp32
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 
-ROLES = ("grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq")
+ROLES = ("grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq", "factors")
 """Roles of a parameter besides itself."""
 ABSENT = "none"
 """The promise that a role has no tensors."""
@@ -36,7 +36,7 @@ class Promises:
     foreign: bool = False
     """The model is not megatron-core's: the dtypes of its norms, residual stream, rotary angles and loss are up to its own code."""
     matrices: frozenset[str] | None = None
-    """The parameters that Muon is to train; None: a run without Muon."""
+    """The parameters that Muon, SOAP or Lion is to train beside Adam; None: a run without them."""
     _kept: dict[tuple[DType, str], Mapping[str, Holding]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

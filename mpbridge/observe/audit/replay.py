@@ -13,37 +13,8 @@ import torch
 
 from mpbridge.numerics.observation.tensors import local, positions, power_below
 from mpbridge.observe.audit.findings import Finding, joined, judged, offenders
-from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What an optimizer's step makes of its states."""
-
-    words: str
-    states: tuple[str, ...]
-    """Each is beta times itself plus 1 - beta times the gradient, or its square."""
-    declared: Mapping[str, tuple[str, ...]]
-    """Setting, in words -> names of the field of megatron-core's optimizer config that declares it."""
-
-
-_ADAM = Rule("Adam's", MOMENTS, {"beta1": ("adam_beta1",), "beta2": ("adam_beta2",), "eps": ("adam_eps",)})
-_MUON = Rule(
-    "Muon's", ("momentum_buffer",),
-    {"momentum": ("muon_momentum",), "Nesterov": ("muon_use_nesterov", "muon_nesterov"), "iterations": ("muon_num_ns_steps",), "products": ("muon_fp32_matmul_prec",)},
-)  # fmt: skip
-RULES = dict.fromkeys(ADAMS, _ADAM) | dict.fromkeys(("ShardMuon", "Muon", "TensorParallelMuon"), _MUON)
-"""Class of optimizer -> its rule. Muon's update of a weight follows from the whole matrix: audit.orthogonal replays it."""
-
-
-def rule_of(inner: Any) -> Rule | None:
-    """An optimizer's rule; None: it follows none of them. Other people's Muons have the name alone in common."""
-    rule = RULES.get(type(inner).__name__)
-    known = rule is not _MUON or type(inner).__module__.partition(".")[0] in ("torch", "mpbridge", "megatron")
-    return rule if known else None
-
+from mpbridge.observe.audit.holdings import Held, holdings
+from mpbridge.observe.audit.step_rules import ADAM, LION, Settings, betas_of, is_decoupled, rule_of, say_value
 
 _ROUNDINGS = 2.0**-22
 """Error of a moment in FP32 relative to the sum of its two terms: two products, a sum and, in torch, a difference, each within half a unit in the last place."""
@@ -56,42 +27,6 @@ _TINY = 2.0**-125
 _NORM = {torch.float32: 1e-4}
 """Error of the global norm: FP32 sums in another order. Gradients of 16 bits are rounded again where they are clipped."""
 _NORM_NARROW = 2.0**-8
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the optimizer's group said before the step."""
-
-    lr: float
-    betas: tuple[float, ...]
-    """Of each state."""
-    weight_decay: float
-    own: tuple[tuple[str, Any], ...]
-    """(a word of Rule.declared, value)."""
-
-    @classmethod
-    def of(cls, held: Held) -> Settings:
-        """The settings of a parameter's group, and those that its optimizer has beside its groups."""
-        group, inner = held.group or {}, held.inner
-        if rule_of(inner) is _ADAM:
-            betas = tuple(float(beta) for beta in group["betas"])
-            own: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": float(group["eps"])}
-        else:
-            # torch's names, or Emerging-Optimizers'
-            betas = (float(group.get("momentum", group.get("momentum_beta", math.nan))),)
-            own = {
-                "momentum": betas[0], "Nesterov": group.get("nesterov", getattr(inner, "use_nesterov", None)), "iterations": group.get("ns_steps"),
-                "products": getattr(inner, "fp32_matmul_prec", None),
-            }  # fmt: skip
-        known = tuple((word, value) for word, value in own.items() if value is not None)
-        return cls(float(group["lr"]), betas, float(group.get("weight_decay") or 0.0), known)
-
-    def __str__(self) -> str:
-        return f"lr {self.lr:g}, {', '.join(f'{word} {_say(value)}' for word, value in self.own)}, weight decay {self.weight_decay:g}"
-
-
-def _say(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 @dataclass(slots=True)
@@ -129,7 +64,7 @@ def is_replayed(held: Held) -> bool:
     rule = rule_of(held.inner)
     if group is None or held.rests or rule is None or held.trained is None:
         return False
-    if group.get("amsgrad") or group.get("maximize") or (rule is _ADAM and "betas" not in group):
+    if group.get("amsgrad") or group.get("maximize") or (rule is ADAM and "betas" not in group):
         return False
     narrow = local(held.updated).dtype is not torch.float32
     if narrow and not type(held.inner).__name__.endswith("FusedAdam"):
@@ -146,13 +81,6 @@ def start_of(held: Held) -> Start | None:
     assert trained is not None
     assert held.group is not None
     return Start(Settings.of(held), _sampled(trained), _moments(held))
-
-
-def betas_of(held: Held) -> dict[str, float]:
-    """State -> beta, as far as the parameter's group has them."""
-    if held.group is not None and rule_of(held.inner) is _MUON:
-        return dict(zip(_MUON.states, Settings.of(held).betas, strict=True))
-    return dict(zip(MOMENTS, (held.group or {}).get("betas", ()), strict=False))
 
 
 def changed(left: Mapping[str, Start], found: Mapping[str, Start]) -> list[str]:
@@ -195,7 +123,7 @@ def replay(engine: Any, starts: Mapping[str, Start]) -> Replayed:
         seen.settings[held.name] = start.settings
         if gradient is None or held.trained is None or gradient.numel() != held.trained.numel():
             continue
-        seen.looked[(rule_of(held.inner) or _ADAM).words] += start.weight.numel()
+        seen.looked[(rule_of(held.inner) or ADAM).words] += start.weight.numel()
         fault = _fault(held, start, _sampled(gradient))
         if fault:
             seen.wrong.append(f"{held.name}: {fault}")
@@ -209,7 +137,7 @@ def _f32(value: float) -> float:
 @torch.no_grad()
 def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
     """'' or the first result that the optimizer's rule does not give."""
-    group, settings, rule = held.group or {}, start.settings, rule_of(held.inner) or _ADAM
+    group, settings, rule = held.group or {}, start.settings, rule_of(held.inner) or ADAM
     decoupled = is_decoupled(held, group)
     summed = torch.zeros_like(gradient)
     if settings.weight_decay and not decoupled:
@@ -239,7 +167,25 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
             return (
                 f"{name} of {wrong} of {term.numel()} elements does not follow from the moment before and the gradient"
             )
-    return _weight_fault(held, start, wanted, room, decoupled=decoupled) if rule is _ADAM else ""
+    if rule is LION:
+        return _sign_fault(held, start, gradient)
+    return _weight_fault(held, start, wanted, room, decoupled=decoupled) if rule is ADAM else ""
+
+
+def _sign_fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
+    """As `_fault`, of Lion's weights: lr against the sign of a mean of momentum and gradient, where that is not within its roundings of 0."""
+    settings, trained = start.settings, held.trained
+    if trained is None or trained.dtype not in _STORED or held.kept not in _STORED:
+        return ""
+    beta, old = float(dict(settings.own)["beta1"]), start.moments.get("exp_avg", torch.zeros_like(gradient))
+    kept, new = beta * old, (1.0 - beta) * gradient
+    mean, room = kept + new, 2.0**-20 * (kept.abs() + new.abs()) + _TINY
+    wanted = start.weight * (1.0 - settings.lr * settings.weight_decay) - settings.lr * torch.sign(mean)
+    bound = settings.lr * _UPDATE + 4 * half_ulp(torch.maximum(start.weight.abs(), wanted.abs()), held.kept)
+    # a mean of exactly 0 has no sign
+    told = ((_sampled(trained) - wanted).abs() > bound) & ((mean.abs() > room) | ((old == 0) & (gradient == 0)))
+    wrong = int(told.sum())
+    return f"{wrong} of {wanted.numel()} elements are not what the update makes of them ({settings})" if wrong else ""
 
 
 def _weight_fault(
@@ -276,17 +222,6 @@ def half_ulp(values: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
     return (power_below(values) * (info.eps / 2)).clamp_min(info.tiny * info.eps / 2)
 
 
-def is_decoupled(held: Held, group: Mapping[str, Any]) -> bool:
-    """Whether weight decay is decoupled from the moments."""
-    if "decoupled_weight_decay" in group:
-        return bool(group["decoupled_weight_decay"])
-    if rule_of(held.inner) is _MUON:
-        return bool(
-            getattr(held.inner, "weight_decay_method", "decoupled") == "decoupled"
-        )  # Emerging-Optimizers has others
-    return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))
-
-
 def declared(engine: Any, name: str) -> Any:
     """A field of the optimizer's config as its author wrote it, or megatron-core's default; None if nothing declares it."""
     config = getattr(getattr(engine, "configs", None), "optimizer", None)
@@ -300,7 +235,7 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
     for held in holdings(engine):
         group = held.group
         rule = rule_of(held.inner)
-        if group is None or rule is None or (rule is _ADAM and "betas" not in group):
+        if group is None or rule is None or (rule is ADAM and "betas" not in group):
             continue
         if not group.get("default_config", True):
             continue  # a group with settings of its own
@@ -313,8 +248,8 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
         found = dict(now.own) | {"weight decay": now.weight_decay, "rate": now.lr}
         if not group.get("bias_correction", True):
             wrong["no bias correction"] = None
-        # megatron-core's and torch's Muon know no other weight decay
-        decoupled = declared(engine, "decoupled_weight_decay") if rule is _ADAM else True
+        # megatron-core's and torch's Muon and Lion know no other weight decay
+        decoupled = declared(engine, "decoupled_weight_decay") if rule is ADAM else True
         if now.weight_decay and decoupled is not None and bool(decoupled) is not is_decoupled(held, group):
             wrong[f"weight decay {'through the moments' if decoupled else 'decoupled'}, declared otherwise"] = None
         # without megatron-core's scheduler, nothing applies the groups' factors
@@ -324,7 +259,7 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
         for name, values in wanted.items():
             known = [value for value in values if value is not None]
             if known and name in found and not any(_is(found[name], value) for value in known):
-                wrong[f"{name} {_say(found[name])}, declared {joined(map(_say, known))}"] = None
+                wrong[f"{name} {say_value(found[name])}, declared {joined(map(say_value, known))}"] = None
     return list(wrong)
 
 

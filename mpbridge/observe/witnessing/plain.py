@@ -16,6 +16,7 @@ from mpbridge.numerics.observation.modules import bare
 from mpbridge.numerics.observation.tensors import digest, local, sample
 from mpbridge.observe.audit.flags import optimizer_faults
 from mpbridge.observe.audit.holdings import Held
+from mpbridge.observe.audit.orthogonal import trains
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.traffic import Traffic, buffers_into, elements_into
@@ -141,11 +142,10 @@ class TorchLoop(Loop):
         return "torch without a wrapper" if len(self.audit_ranks()) == 1 else "torch, wrapped elsewhere"
 
     def facts(self) -> LoopFacts:
-        """The facts: the number of layers from parameter names; Adam unless an optimizer is named SGD or Muon."""
+        """The facts: the number of layers from parameter names; Adam unless an optimizer is named SGD, Muon, SOAP or Lion."""
         names = [type(one).__name__ for one in self.inner]
-        name = (
-            "sgd" if all("SGD" in one for one in names) else "muon" if any("Muon" in one for one in names) else "adam"
-        )
+        beside = next((kind for one in self.inner if (kind := trains(one)) != "adam"), "adam")
+        name = "sgd" if all("SGD" in one for one in names) else beside
         return LoopFacts(
             shape=shape_of(self._modules(), tied=_tied(self.model[0])),
             parallel=Parallel(world_size=len(self.audit_ranks())),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from mpbridge.common.facts import MUONS, RunFacts
+from mpbridge.common.facts import BESIDE_ADAM, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.build import Standing, least_standing, work_of
@@ -22,7 +22,7 @@ from mpbridge.planning.estimate.step import both, scaled
 from mpbridge.planning.memory.activations import Known, kept, uncertainty
 from mpbridge.planning.memory.by_role import States, verdict, with_states
 from mpbridge.planning.memory.identical_layers import counted, distinct_stages, layer_kinds
-from mpbridge.planning.memory.keeps import is_frozen, trained_by
+from mpbridge.planning.memory.keeps import elements_of, is_frozen, trained_by
 from mpbridge.planning.memory.layers import unsplit
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches, in_flight
 from mpbridge.planning.memory.roles import holdings, resting
@@ -97,7 +97,8 @@ class Bounds:
         for one, times in counted(policy, alone, Coordinates.of(0, alone.parallel), (_chunk(part),)):
             weight, (stored, quant) = one.weight, rests(one)
             trained = trained_by(name, one.name, len(weight.shape), policy)
-            kind = (weight.expert, stored, trained, is_frozen(policy, one.name), whole_gradient(one))
+            matrix = weight.shape if name in BESIDE_ADAM else None
+            kind = (weight.expert, stored, trained, is_frozen(policy, one.name), whole_gradient(one), matrix)
             first, elements = found.get(kind, (one, 0))
             found[kind] = first, elements + times * weight.elements
             if quant is not None:
@@ -137,8 +138,9 @@ class Bounds:
                 borrowed = policy.reuse_grad_buffer and stored is DType.UINT8  # MXFP8 weights: only copies
                 for name, role in of(stored, one).items():
                     if role.view_of is None and not (borrowed and name == "params"):
-                        whole = role.sharding == "whole" and run.optimizer.name not in MUONS
-                        total += elements * role.dtype.bytes / (1 if whole else ranks)
+                        whole = role.sharding == "whole" and run.optimizer.name not in BESIDE_ADAM
+                        each = elements_of(name, one.weight.shape, one.weight.elements) * role.dtype.bytes
+                        total += elements / one.weight.elements * each / (1 if whole else ranks)
             self._states[key] = int(total)
         return self._states[key]
 

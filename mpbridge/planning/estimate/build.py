@@ -22,7 +22,7 @@ from mpbridge.planning.estimate.collectives import (
 from mpbridge.planning.estimate.gemms import rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.planning.estimate.work import Collective, Work
-from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, keeps, trained_by
+from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, elements_of, keeps, trained_by
 from mpbridge.planning.memory.limitations import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
 from mpbridge.precision.policy import PrecisionPolicy
@@ -110,19 +110,23 @@ def update(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> flo
     main = 4 if settled.main_params is None else settled.main_params.bytes
 
     @functools.cache
-    def each(trained: str) -> int:
+    def each(trained: str) -> tuple[int, int]:
+        """Bytes per element of the parameter, and of SOAP's factors."""
         if trained == FROZEN:
-            return 0
+            return 0, 0
         kept = keeps(settled, run.traits, run.optimizer, ddp=run.ddp, trained=trained)
         states = sum(kept[role].dtype.bytes for role in MOMENTS if role in kept)
-        return 2 * (main + states) + 4 + policy.params.bytes + policy.reduce.bytes
+        factors = 2 * kept["factors"].dtype.bytes if "factors" in kept else 0
+        return 2 * (main + states) + 4 + policy.params.bytes + policy.reduce.bytes, factors
 
     found = 0.0
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for parameter, elements in held:
         ranks = run.parallel.replicas(expert=parameter.weight.expert)
         trained = trained_by(run.optimizer.name, parameter.name, len(parameter.weight.shape), policy)
-        found += elements / (ranks if sharded else 1) * each(trained)
+        one, factors = each(trained)
+        beside = elements_of("factors", parameter.weight.shape, 0) * factors if factors else 0
+        found += elements * (one + beside / parameter.weight.elements) / (ranks if sharded else 1)
     return found
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mpbridge.common.facts import ADAMS, MUONS, OPTIMIZERS, STATE_ROLES, OptimizerFacts, RunFacts
+from mpbridge.common.facts import ADAMS, BESIDE_ADAM, FACTORS, OPTIMIZERS, STATE_ROLES, OptimizerFacts, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import EngineTraits, Sharding, attribute
 from mpbridge.precision.globs import ADAPTERS, is_adapter
@@ -22,7 +22,7 @@ MOMENTS: Mapping[str, tuple[str, DType | None]] = MappingProxyType(
     {"exp_avg": ("first moment", DType.FP32), "exp_avg_sq": ("second moment", DType.FP32)}
 )
 """Role of a state of Adam, which is also the policy's fact -> its words, and its dtype where the policy leaves it open (None: then there is none)."""
-STATES = ("main_params", "main_grads", *MOMENTS)
+STATES = ("main_params", "main_grads", *MOMENTS, "factors")
 """Roles held by the rank that updates a parameter."""
 FROZEN = "frozen"
 """In the place of the optimizer of a parameter that is not trained: it is stored, and nothing else."""
@@ -81,14 +81,20 @@ def is_frozen(policy: PrecisionPolicy, parameter: str) -> bool:
 
 
 def trained_by(optimizer: str, parameter: str, dimensions: int, policy: PrecisionPolicy | None = None) -> str:
-    """OptimizerFacts.name of what trains a parameter with that global name: beside Muon, which takes hidden matrices, Adam trains the rest; FROZEN: nothing.
+    """OptimizerFacts.name of what trains a parameter with that global name: beside Muon and its like, which take hidden matrices, Adam trains the rest; FROZEN: nothing.
 
-    Source: megatron-core 0.16.1 optimizer/muon.py; torch.optim.Muon takes matrices only.
+    Source: megatron-core 0.16.1 optimizer/muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim.Muon takes matrices only.
     """
     if policy is not None and is_frozen(policy, parameter):
         return FROZEN
-    outside = parameter.startswith(("embedding.", "output_layer."))
-    return "adam" if optimizer in MUONS and (dimensions != 2 or outside) else optimizer
+    # megatron-core marks these two alone, so learned positions are a hidden matrix to it
+    outside = parameter.startswith(("embedding.word_embeddings.", "output_layer."))
+    return "adam" if optimizer in BESIDE_ADAM and (dimensions != 2 or outside) else optimizer
+
+
+def elements_of(role: str, shape: tuple[int, ...], elements: int) -> int:
+    """Elements of one of STATES for a parameter of which a rank updates so many elements: SOAP's factors are square, of every dimension."""
+    return len(FACTORS) // 2 * sum(size * size for size in shape) if role == "factors" else elements
 
 
 def _usual(

@@ -57,8 +57,8 @@ LIMITATIONS = (
                instead="counted as whole sequences of seq_length", time="faster", memory="at most as large"),
     Limitation(asked=lambda run: run.optimizer.cpu_offload, what="the optimizer's states and update on the host",
                instead="counted as on the GPU", time="slower", memory="smaller", states=True),
-    Limitation(asked=lambda run: run.optimizer.name in MUONS, what="the Muon optimizer",
-               instead="counted without the products of its iteration and the matrices in them", time="slower",
+    Limitation(asked=lambda run: run.optimizer.name in (*MUONS, "soap"), what="the products of Muon's and SOAP's steps",
+               instead="not counted, nor the matrices in them", time="slower",
                memory="larger by a few copies of the largest matrix while the optimizer steps"),
     Limitation(asked=_no_network, what="traffic between hosts", instead="", time="slower"),
 )  # fmt: skip

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from mpbridge.common.facts import MUONS, RunFacts
+from mpbridge.common.facts import BESIDE_ADAM, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
 from mpbridge.planning.memory.buckets import Buffer, buffers
-from mpbridge.planning.memory.keeps import STATES, Holding, is_frozen, keeps, kept_fp32, trained_by
+from mpbridge.planning.memory.keeps import STATES, Holding, elements_of, is_frozen, keeps, kept_fp32, trained_by
 from mpbridge.planning.memory.layers import Parameter, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.weight_copies import weight_copies
@@ -49,7 +49,7 @@ def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0, together: bo
     at = Coordinates.of(rank, run.parallel)
     chunks = parameters(run, at)
     lay = _LAYOUTS[run.traits.layout]
-    if lay is _in_buffers and run.optimizer.name not in MUONS and not settled.frozen:
+    if lay is _in_buffers and run.optimizer.name not in BESIDE_ADAM and not settled.frozen:
         lay = functools.partial(_in_buffers, together=together)
     if run.optimizer.name == "dist_muon":
         lay = functools.partial(_in_buffers, mine=_dealt(settled, run, at, chunks))
@@ -110,7 +110,7 @@ def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[..., Mapping[st
         return keeps(policy, engine, run.optimizer, at_rest=at_rest, ddp=run.ddp, trained=trained)
 
     def of(at_rest: DType, parameter: Parameter | None = None) -> Mapping[str, Holding]:
-        if parameter is None or (name not in MUONS and not policy.frozen):
+        if parameter is None or (name not in BESIDE_ADAM and not policy.frozen):
             return kept(at_rest, name)
         return kept(at_rest, trained_by(name, parameter.name, len(parameter.weight.shape), policy))
 
@@ -144,7 +144,8 @@ def _in_buffers(
             own = of(buffer.params, parameter)
             for name in STATES:
                 if name in own and own[name].view_of is None:
-                    yield Role(name, parameter.name, own[name].dtype, size, 0, own[name].owner)
+                    count = elements_of(name, parameter.weight.shape, size)
+                    yield Role(name, parameter.name, own[name].dtype, count, 0, own[name].owner)
     if not policy.quantized and not policy.frozen:
         return
     alike: dict[tuple[object, ...], list[Any]] = {}

@@ -1,24 +1,28 @@
-"""Rules about Muon, which orthogonalizes the updates of matrices by Newton-Schulz iterations."""
+"""Rules about Muon, which orthogonalizes the updates of matrices by Newton-Schulz iterations, and about SOAP and Lion, which share a model with Adam as it does."""
 
 from __future__ import annotations
 
-from mpbridge.common.facts import MUONS
+from mpbridge.common.facts import BESIDE_ADAM, EMERGING, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, warning
+from mpbridge.precision.megatron_spec.versions import BEFORE_018
 
 NEWTON_SCHULZ = {"medium": "BF16", "high": "TF32 on a GPU", "highest": "FP32"}
 """Value of muon_fp32_matmul_prec -> in what Muon's Newton-Schulz iteration multiplies its FP32 matrices."""
 
+_LION_BETAS = {"lion_beta1": 0.95, "lion_beta2": 0.98}
+"""megatron-core 0.20's defaults."""
+
 
 def _muon(case: Case, *names: str) -> bool:
-    """Whether megatron-core's Muon would train the run."""
-    return case.core and case.run.optimizer.name in (names or MUONS)
+    """Whether one of these, or any of megatron-core's optimizers that share a model with Adam, would train the run."""
+    return case.core and case.run.optimizer.name in (names or BESIDE_ADAM)
 
 
 def _muon_cannot(case: Case) -> str:
-    """What megatron-core's Muon refuses with a bare exception or assertion."""
+    """What megatron-core refuses beside Muon and its like with a bare exception or assertion."""
     return faults(
-        "muon with ",
+        f"{case.run.optimizer.name} with ",
         ("FP16 parameters", case.policy.params is DType.FP16),
         ("the distributed optimizer", case.run.optimizer.distributed),
         ("16-bit parameters as their own main weights", case.own_copy),
@@ -36,7 +40,7 @@ RULES: tuple[Rule, ...] = (
         id="muon-under-mxfp8",
         about="mxfp8",
         when=lambda c: _muon(c) and "mxfp8" in c.scalings,
-        found="muon with MXFP8",
+        found="{c.run.optimizer.name} with MXFP8",
         expected="adam: the updates did not reach the forward pass (a flat loss)",
         cure="optimizer.optimizer=adam, or another recipe",
         source="Megatron-LM#4987, #5707, #6754",
@@ -70,17 +74,47 @@ RULES: tuple[Rule, ...] = (
         id="muon-from-stored-weights",
         about="stored",
         when=lambda c: _muon(c) and c.stored,
-        found=lambda c: f"muon with stored {c.stored[0].scaling} weights",
-        expected="weights stored in 16 bits: Muon's main weights start from dequantized ones, since only the distributed optimizer asks for the initial values in high precision",
+        found=lambda c: f"{c.run.optimizer.name} with stored {c.stored[0].scaling} weights",
+        expected="weights stored in 16 bits: main weights start from dequantized ones, since only the distributed optimizer asks for the initial values in high precision",
         cure=PLAIN_WEIGHTS,
         source="megatron-core 0.16.1 optimizer.py Float16OptimizerWithFloat16Params, distrib_optimizer.py get_high_precision_init_val",
     ),
     warning(
         id="muon-by-tensor-parallel-blocks",
-        when=lambda c: _muon(c) and c.run.parallel.tensor > 1 and c.opt("muon_tp_mode", "blockwise") == "blockwise",
+        when=lambda c: (
+            _muon(c, *MUONS) and c.run.parallel.tensor > 1 and c.opt("muon_tp_mode", "blockwise") == "blockwise"
+        ),
         found="muon_tp_mode=blockwise with {c.run.parallel.tensor} tensor-parallel ranks",
         expected="a mode that orthogonalizes whole matrices: each rank's block by itself gives updates that depend on the number of ranks",
         cure="optimizer.muon_tp_mode=duplicated, or distributed",
         source="megatron-core 0.16.1 optimizer/muon.py TensorParallelMuon",
+    ),
+    warning(
+        id="soap-by-tensor-parallel-blocks",
+        when=lambda c: _muon(c, "soap") and c.run.parallel.tensor > 1,
+        found="soap with {c.run.parallel.tensor} tensor-parallel ranks",
+        expected="whole matrices: each rank has factors of its own block, so updates and checkpoints depend on the number of ranks",
+        cure="parallel.tensor_model_parallel_size=1, or optimizer.optimizer=muon with optimizer.muon_tp_mode=duplicated",
+        source="Emerging-Optimizers 0.3.0 soap/soap.py; megatron-core 0.20 optimizer/emerging_optimizers.py",
+    ),
+    Rule(
+        id="optimizer-newer-than-megatron-core",
+        when=lambda c: _muon(c, *EMERGING) and c.run.versions.megatron_core,
+        found="optimizer={c.run.optimizer.name} with megatron-core {c.run.versions.megatron_core}",
+        expected="megatron-core 0.18 or later, which has it by Emerging-Optimizers",
+        cure="install megatron-core 0.18 or later and 'emerging-optimizers>=0.2' (Python 3.12 or later), or optimizer.optimizer=adam",
+        source="megatron-core 0.18 and 0.20 optimizer/emerging_optimizers.py; 0.17.1 has none",
+        holds=(BEFORE_018,),
+    ),
+    warning(
+        id="lion-betas-unread",
+        when=lambda c: _muon(c, "lion"),
+        found=lambda c: faults(
+            "optimizer=lion with ",
+            *((f"{name}={say(c.opt(name))}", c.opt(name, value) != value) for name, value in _LION_BETAS.items()),
+        ),
+        expected="adam_beta1 and adam_beta2: megatron-core gives this Lion Adam's betas, and reads these for the one beside Muon only",
+        cure="optimizer.adam_beta1 and optimizer.adam_beta2",
+        source="megatron-core 0.20 optimizer/emerging_optimizers.py _default_adam_based_eopt_config_to_kwargs",
     ),
 )

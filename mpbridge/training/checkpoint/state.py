@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.errors import CheckpointError
+from mpbridge.common.facts import STATE_ROLES
 from mpbridge.numerics.adam import join, split
 from mpbridge.training.checkpoint.index import Index
 
@@ -25,13 +26,11 @@ Path = tuple[Any, ...]
 """Keys and indices that lead to a place in nested dicts and lists."""
 MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 """Prefixes of main weights: the distributed optimizer's, the other one's."""
-MOMENTS = {
-    "optimizer.state.exp_avg.": "exp_avg",
-    "optimizer.state.exp_avg_sq.": "exp_avg_sq",
-    "optimizer.state.momentum_buffer.": "exp_avg",
-}
+MOMENTS = {f"optimizer.state.{key}.": role for key, role in STATE_ROLES.items() if role != "main_params"}
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """Keys that identify parameter groups (megatron-core's param_group_identifier_keys)."""
+_OWN_KEYS = ("betas", "eps", "shampoo_beta")
+"""Keys by which groups of different optimizers are told apart: Adam has the first two, SOAP all, Lion the first, Muon none."""
 
 
 def prime(optimizer: Any) -> None:
@@ -242,23 +241,30 @@ def optimizer_state(loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: 
     scaler = next((part["grad_scaler"] for part in olds if "grad_scaler" in part), None)
     # torch's own optimizers count their steps in each parameter's state, which megatron-core stores once
     states = [part.get("state") or (part.get("optimizer") or {}).get("state") or {} for part in olds]
-    step = next(({"common_step": state["common_step"]} for state in states if "common_step" in state), {})
+    steps = {
+        _kind(_groups(part)): {"common_step": state["common_step"]}
+        for part, state in zip(olds, states, strict=True)
+        if "common_step" in state
+    }
     single = len(parts_of(fresh)) == 1 and parts_of(fresh)[0].keys() == fresh.keys()
     if single:
-        return _part(dict(loaded), fresh, groups, scaler, step)
+        return _part(dict(loaded), fresh, groups, scaler, steps)
     return {
-        name: _part(dict(loaded.get(name, {})), part, groups, scaler, step)
+        name: _part(dict(loaded.get(name, {})), part, groups, scaler, steps)
         for name, part in fresh.items()
         if isinstance(part, Mapping)
     }
 
 
 def _part(
-    loaded: dict[str, Any], fresh: Mapping[str, Any], groups: list[dict[str, Any]], scaler: Any, step: dict[str, Any]
+    loaded: dict[str, Any],
+    fresh: Mapping[str, Any],
+    groups: list[dict[str, Any]],
+    scaler: Any,
+    steps: Mapping[tuple[bool, ...], dict[str, Any]],
 ) -> dict[str, Any]:
     merged = [_group(group, groups) for group in _groups(fresh)]
-    if any("momentum_beta" in group for group in merged):  # megatron-core's Muon counts no steps
-        step = {}
+    step = steps.get(_kind(merged), {})
     if "param_groups" in fresh:  # FP32Optimizer: torch's own shape
         return {"state": loaded.get("state", {}) | step, "param_groups": merged}
     inner = dict(fresh["optimizer"]) | {"param_groups": merged}
@@ -281,11 +287,15 @@ def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(group) for group in found]
 
 
+def _kind(groups: list[dict[str, Any]]) -> tuple[bool, ...]:
+    """What tells the groups of one optimizer from those of another."""
+    return tuple(any(key in group for group in groups) for key in _OWN_KEYS)
+
+
 def _group(fresh: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """The saved group with the same identifying keys, with the parameters of the fresh one."""
     marks = [key for key in _GROUP_KEYS if key in fresh]
-    # Adam's beside Muon's: one of the same kind
-    alike = [group for group in saved if ("betas" in group) is ("betas" in fresh)] or saved
+    alike = [group for group in saved if _kind([group]) == _kind([fresh])] or saved
     match = next((group for group in alike if all(group.get(key) == fresh[key] for key in marks)), None)
     match = fresh if match is None else match
     # (megatron-core wraps them, so that they stay out of the files)

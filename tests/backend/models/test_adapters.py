@@ -157,13 +157,3 @@ def test_what_cannot_be_is_refused(build: Any) -> None:
         build({"recipe": "fp32", "lora_dtype": "bf16"})
     with pytest.raises(Refused, match="match no linear"):
         build(model={"lora_targets": ["nosuch"]})
-
-
-def test_megatron_cores_muon_says_what_it_needs(build: Any) -> None:
-    """megatron-core itself only asserts."""
-    from megatron.core.optimizer import muon
-
-    if muon.HAVE_EMERGING_OPTIMIZERS:
-        pytest.skip("Emerging-Optimizers is installed")
-    with pytest.raises(Refused, match=r"needs Emerging-Optimizers v0\.1\.0"):
-        build("bf16", optimizer={"optimizer": "muon"}, model={"lora_rank": None, "lora_alpha": None})

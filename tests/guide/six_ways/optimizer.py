@@ -1,4 +1,4 @@
-"""Lion, with one state: legal, counted, stored wide, refused where it cannot be and built; with `train` as the argument it trains under audit and resumes."""
+"""Signum, with one state: legal, counted, stored wide, refused where it cannot be and built; with `train` as the argument it trains under audit and resumes."""
 
 import json
 import subprocess
@@ -22,23 +22,23 @@ from mpbridge.settings.stages import with_storage
 SHAPE = ModelShape(
     num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=128, seq_length=32
 )  # fmt: skip
-LION = OptimizerFacts(name="lion")
+SIGNUM = OptimizerFacts(name="signum")
 
 
-def run(engine: str, optimizer: OptimizerFacts = LION) -> RunFacts:
+def run(engine: str, optimizer: OptimizerFacts = SIGNUM) -> RunFacts:
     return RunFacts(shape=SHAPE, engine=engine, optimizer=optimizer, parallel=Parallel(world_size=2))
 
 
-assert "lion" in WORDS["optimizer.optimizer"]
+assert "signum" in WORDS["optimizer.optimizer"]
 bf16 = MixedPrecisionConfig(bf16=True)
-wide = resolve(with_storage(bf16, engine="fsdp2", optimizer="lion"))
+wide = resolve(with_storage(bf16, engine="fsdp2", optimizer="signum"))
 assert wide.params is DType.FP32
 # one state, of the parameters' dtype
-kept = {role: one.dtype for role, one in keeps(wide.settled(), traits("fsdp2"), LION).items()}
+kept = {role: one.dtype for role, one in keeps(wide.settled(), traits("fsdp2"), SIGNUM).items()}
 assert kept == dict.fromkeys(("params", "grads", "exp_avg"), DType.FP32)
-lion, adam = (memory(wide, run("fsdp2", one)).roles for one in (LION, OptimizerFacts(name="torch_adamw")))
-assert lion["exp_avg"] == adam["exp_avg"] == adam["exp_avg_sq"]
-assert "exp_avg_sq" not in lion
+one, adam = (memory(wide, run("fsdp2", one)).roles for one in (SIGNUM, OptimizerFacts(name="torch_adamw")))
+assert one["exp_avg"] == adam["exp_avg"] == adam["exp_avg_sq"]
+assert "exp_avg_sq" not in one
 first = Coordinates.of(0, run("fsdp2").parallel)
 mine, usual = run("fsdp2"), run("fsdp2", OptimizerFacts(name="torch_adamw"))
 assert update(wide, mine, shares(wide, mine, first)) < update(wide, usual, shares(wide, usual, first))
@@ -52,13 +52,13 @@ if sys.argv[1:] == ["train"]:
     config = {
         "mixed_precision": {"recipe": "fp32_params_bf16_compute"}, "engine": "fsdp2", "data": {"seq_length": 32},
         "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 32, "add_bias_linear": False},
-        "optimizer": {"optimizer": "lion", "lr": 1e-3}, "scheduler": {"lr_decay_style": "constant"}, "audit": {"every": 1},
+        "optimizer": {"optimizer": "signum", "lr": 1e-3}, "scheduler": {"lr_decay_style": "constant"}, "audit": {"every": 1},
         "train": {"train_iters": 6, "global_batch_size": 4, "micro_batch_size": 2, "audit": "stop"},
     }  # fmt: skip
-    Path("lion.yaml").write_text(json.dumps(config), encoding="utf-8")
+    Path("signum.yaml").write_text(json.dumps(config), encoding="utf-8")
 
     def train(folder: str, steps: int, *more: str) -> list[float]:
-        argv = [sys.executable, "-m", "mpbridge", "train", "--config", "lion.yaml", f"logger.log_dir={folder}", *more]
+        argv = [sys.executable, "-m", "mpbridge", "train", "--config", "signum.yaml", f"logger.log_dir={folder}", *more]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         losses = [row["loss"] for row in rows if "loss" in row]

@@ -419,6 +419,19 @@ def test_muon_keeps_one_momentum_of_matrices_and_both_moments_of_the_rest():
     assert any("Muon" in words for words in left_out_of_memory(run))
 
 
+def test_soap_keeps_both_moments_and_four_square_factors_of_a_matrix():
+    """Emerging-Optimizers 0.3.0 soap/soap.py: exp_avg, exp_avg_sq, L and Q_L of the rows, R and Q_R of the columns, all FP32; the rest is Adam's."""
+    shape = ModelShape(
+        num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=64, seq_length=32,
+        linear_bias=False,
+    )  # fmt: skip
+    held = memory(policy("bf16"), facts(1, shape=shape, optimizer=OptimizerFacts(name="soap")))
+    matrices = [(192, 64), (64, 64), (256, 64), (64, 256)]
+    assert held.roles["factors"] == 2 * sum(2 * 4 * (rows**2 + columns**2) for rows, columns in matrices)
+    assert held.roles["exp_avg"] == held.roles["exp_avg_sq"] == held.roles["main_params"]
+    assert any("SOAP" in words for words in left_out_of_memory(facts(1, optimizer=OptimizerFacts(name="soap"))))
+
+
 @pytest.mark.parametrize(
     ("rank", "kept"), [(0, {"main": 165_120, "first": 165_120, "second": 17_664}), (1, {"main": 247_040, "first": 247_040, "second": 1_280})]
 )  # fmt: skip

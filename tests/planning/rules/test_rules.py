@@ -21,6 +21,7 @@ LATENT = dataclasses.replace(
 )  # fmt: skip
 MANY = dataclasses.replace(MOE, experts=32)
 NOW = Versions(torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", torchao="0.18.0", cuda="12.9")
+NEWER = dataclasses.replace(NOW, megatron_core="0.20.0")
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SHARDED = OptimizerFacts(distributed=True)
 CPU = machine("cpu")
@@ -49,6 +50,7 @@ PATTERN = {
     "model": {**HYBRID, "hybrid_override_pattern": "M-*M"},
     "shape": dataclasses.replace(SHAPE, hybrid=True, pattern="M-*M", sizes=MAMBA),
 }
+FEW = PATTERN | {"shape": dataclasses.replace(PATTERN["shape"], sizes=MAMBA | {"mamba_num_heads": 16})}
 LORA = dataclasses.replace(SHAPE, lora_rank=8, lora_targets=("mlp.linear_fc1",))
 NANO = {**PATTERN, "parallel": Parallel(world_size=4, tensor=4)}
 AWARE = {"use_precision_aware_optimizer": True}
@@ -140,7 +142,7 @@ TABLE = {
     "accumulator-apart-from-the-wire": ({"policy": {"accumulate": DType.BF16}}, {"policy": {"accumulate": None}}),
     "accumulator-before-its-field": (
         {"engine": "megatron_fsdp", "policy": {"accumulate": DType.BF16}},
-        {"engine": "megatron_fsdp", "policy": {"accumulate": DType.BF16}, "versions": dataclasses.replace(NOW, megatron_core="0.20.0")},
+        {"engine": "megatron_fsdp", "policy": {"accumulate": DType.BF16}, "versions": NEWER},
     ),
     "megatron-fsdp-main-gradients": ({"engine": "megatron_fsdp", "policy": {"main_grads": DType.BF16}}, {"engine": "megatron_fsdp", "policy": {"main_grads": DType.FP32}}),
     "other-models-are-not-built": ({"model": {"heterogeneous_block_specs": True, "use_kitchen": True}}, {"model": {"heterogeneous_block_specs": False}}),
@@ -223,7 +225,7 @@ TABLE = {
     ),
     "megatron-fsdp-main-weights": ({"engine": "megatron_fsdp", "policy": {"main_params": DType.FP16}}, {"engine": "megatron_fsdp", "policy": {"main_params": DType.FP32}}),
     "fp4-on-a-hybrid": (
-        {"recipe": "nvfp4", **B200, "model": HYBRID}, {"recipe": "nvfp4", **B200, "model": HYBRID, "versions": dataclasses.replace(NOW, megatron_core="0.20.0")},
+        {"recipe": "nvfp4", **B200, "model": HYBRID}, {"recipe": "nvfp4", **B200, "model": HYBRID, "versions": NEWER},
     ),
     # Nemotron 3 Nano's mixer: 2 x 64 x 64 + 2 x 8 x 128 + 64 = 10,304 rows, 2,576 = 161 x 16 on each of four ranks: enough for FP8, not for MXFP8
     "mamba-projection-rows": ({**MX, **NANO}, {"recipe": "fp8_cs", **NANO}),
@@ -239,7 +241,7 @@ TABLE = {
     "frozen-on-one-engine": (
         {"config": {"frozen": ["*"]}, "shape": LORA, "engine": "fsdp2", "optimizer": OptimizerFacts()}, {"config": {"frozen": ["*"]}, "shape": LORA},
     ),
-    "fp32-adapters-in-a-reused-buffer": (
+    "fp32-parameters-in-a-reused-buffer": (
         {**MX, "config": {"frozen": ["*"], "lora_dtype": "fp32"}, "shape": LORA}, {**MX, "config": {"frozen": ["*"]}, "shape": LORA},
     ),
     "adapters-beside-a-trained-base": ({"shape": LORA}, {"config": {"frozen": ["*"]}, "shape": LORA}),
@@ -266,6 +268,16 @@ TABLE = {
         {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon", settings={"muon_tp_mode": "duplicated"})},
     ),
     "second-moment-in-fp8": ({"config": AWARE | {"exp_avg_sq_dtype": "fp8"}}, {"config": AWARE | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16"}}),
+    # dt_bias, A_log and D of 16 heads: 16 elements each, in a buffer aligned to 64
+    "gather-misplaces-what-follows-odd-sizes": ({**MX, **FEW}, {**MX, **PATTERN}),
+    "soap-by-tensor-parallel-blocks": (
+        {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="soap"), "versions": NEWER}, {"optimizer": OptimizerFacts(name="soap"), "versions": NEWER},
+    ),
+    "optimizer-newer-than-megatron-core": ({"optimizer": OptimizerFacts(name="soap")}, {"optimizer": OptimizerFacts(name="soap"), "versions": NEWER}),
+    "lion-betas-unread": (
+        {"optimizer": OptimizerFacts(name="lion", settings={"lion_beta1": 0.9}), "versions": NEWER},
+        {"optimizer": OptimizerFacts(name="lion", settings={"lion_beta1": 0.95}), "versions": NEWER},
+    ),
     "muon-under-mxfp8": ({**MX, "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
     "moments-with-custom-scale-need-newer-engine": (
         {"config": AWARE | {"exp_avg_dtype": "fp8"}, "versions": te("1.13")}, {"config": AWARE | {"exp_avg_dtype": "fp8"}},

@@ -18,6 +18,7 @@ from mpbridge.training.checkpoint import io as checkpoint
 from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.json_codec import decoded
 from mpbridge.training.checkpoint.verdict import read_fingerprint, verdict
+from tests.backend.engines.test_emerging import KINDS, NEEDS
 from tests.training.survival import Hook, Loses, go, job, run
 
 DIST = {"use_distributed_optimizer": True}
@@ -74,6 +75,10 @@ def same_from_step_4(whole, second):
             marks=pytest.mark.skipif(
                 find_spec("emerging_optimizers") is None, reason="needs Emerging-Optimizers v0.1.0"
             ),
+        ),
+        *(
+            pytest.param("bf16_mixed", {"optimizer": {"optimizer": name}}, id=f"{name} of core", marks=NEEDS)
+            for name in KINDS
         ),
     ],
 )
