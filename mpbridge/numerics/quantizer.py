@@ -127,8 +127,9 @@ class Quantizer(Nvfp4):
 
     def block(self, side: Side) -> Block:
         """The extent of one scale on that side."""
-        assert self.quant.row.blocks is not None  # a scaling that a factory decides is refused above
-        return self.quant.row.blocks[side == "w" and self.options.get("square_weights", True)]
+        found = self.quant.row.block(weight=side == "w", square=self.options.get("square_weights", True))
+        assert found is not None  # a scaling that a factory decides is refused above
+        return found
 
     def shares_copies(self, side: Side) -> bool:
         """True if both copies of that operand are equal: one scale for all of it, or square blocks."""

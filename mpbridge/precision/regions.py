@@ -68,6 +68,12 @@ class Quant:
         stated = dict(self.options)
         return stated[name] if name in stated else self.row.option(name).read(environment or {})
 
+    @property
+    def by_factory(self) -> bool:
+        """Whether it has an option that nothing but a quantizer factory sets: one without a variable."""
+        stated = ((self.row.option(name), value) for name, value in self.options)
+        return any(not option.variable and value != option.default for option, value in stated)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemms:
@@ -116,6 +122,11 @@ class Region:
     def rules(self) -> Gemms:
         """The rule of each GEMM."""
         return self.gemms or Gemms(fprop=self.quant, dgrad=self.quant, wgrad=self.quant)
+
+    @property
+    def by_factory(self) -> bool:
+        """Whether its linears need quantizers of their own: a rule for each GEMM, or an option that only a factory sets."""
+        return self.gemms is not None or (self.quant is not None and self.quant.by_factory)
 
     @property
     def ends(self) -> bool:

@@ -39,6 +39,8 @@ MIXED = {
     "NVFP4, tensorwise, blockwise": ("nvfp4", "tensorwise", "blockwise"),
 }  # fmt: skip
 """Rules for the GEMMs fprop, dgrad and wgrad of every linear; Transformer Engine 2.19 and later."""
+SQUARES = "MXFP8, square weights"
+"""The recipe with weights of one scale per 32x32 elements; Transformer Engine 2.20 and later."""
 BLOCKS = {
     "self_attention.linear_qkv": "input_layernorm",
     "self_attention.linear_proj": None,
@@ -59,10 +61,12 @@ def resolved(recipe: str, emulate: str, *, machine: str, te: str, layers: int = 
     played = {"emulate": "te", "target": machine, "te": te} if emulate == "te" else {"emulate": "fast", "te": te}
     if recipe == "bf16_mixed" and emulate != "te":
         played = {}
+    options = {"fp8_options": {"square_weights": True}} if recipe == SQUARES else {}
+    recipe = "bf16_with_mxfp8_mixed" if recipe == SQUARES else recipe
     gather: dict[str, Any] = {"fp8_param_gather": False} if "fp8" in recipe else {}
     gather |= {"reuse_grad_buf_for_mxfp8_param_ag": False} if "mxfp8" in recipe else {}
     edges = {"first_last_layers_bf16": False} if "fp8" in recipe else {}
-    named: dict[str, Any] = {"recipe": recipe, **gather, **edges}
+    named: dict[str, Any] = {"recipe": recipe, **gather, **edges, **options}
     if recipe in MIXED:
         rule = dict(zip(("fprop", "dgrad", "wgrad"), MIXED[recipe], strict=True))
         named = {"recipe": "bf16_mixed", "modules": {"self_attention.*": rule, "mlp.*": rule}}

@@ -303,7 +303,7 @@ def option_table() -> str:
             f"`{option.name}`",
             ", ".join(say(value) for value in option.choices),
             option.meaning,
-            f"`{option.variable}`",
+            f"`{option.variable}`" if option.variable else "none: set by a quantizer factory",
             option.since,
         )
         for row in SCALINGS.values()

@@ -46,6 +46,8 @@ BUGS = (
         "warning mxfp8-with-e5m2-gradients", CHECK, again=True),
     Bug("NVIDIA-NeMo/Megatron-Bridge#450", "MXFP8 gather without the reused gradient buffer started", "configs:mxfp8-gather-without-reused-buffer",
         "error mxfp8-gather-without-reused-buffer", CHECK),
+    Bug("NVIDIA/Megatron-LM#3007", "a bucket's table of offsets lacks the buffer's padding: after a gather through it `dt_bias` holds values of `A_log`",
+        "configs:gather-misplaces-what-follows-odd-sizes", "warning gather-misplaces-what-follows-odd-sizes", CHECK),
     Bug("NVIDIA/Megatron-LM#4987", "Muon's main weights and gather started from quantized values under MXFP8", MUON, "error muon-under-mxfp8", CHECK, again=True),
     Bug("NVIDIA/Megatron-LM#5707", "loss stayed flat: the layer-wise optimizer skipped the copy from main weights", MUON, "error muon-under-mxfp8", CHECK),
     Bug("NVIDIA/Megatron-LM#6754", "layer-wise optimizer: no high-precision initial values, no staging copy", MUON, "error muon-under-mxfp8", CHECK),

@@ -21,6 +21,9 @@ RULES: dict[str, dict[str, dict[str, Any]]] = {
     "mxfp8-gather-without-overlap-gives-nan": {
         "model": MX, "ddp": {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": False},
     },
+    "gather-misplaces-what-follows-odd-sizes": {
+        "model": MX, "ddp": {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": True},
+    },
     "muon-under-mxfp8": {"model": MX, "optimizer": {"optimizer": "muon"}},
     "module-rule-matches-nothing": {"model": {}},
     "module-rule-in-stored-layer": {"model": {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}},

@@ -365,6 +365,7 @@ def test_stored_mxfp8_is_torchaos() -> None:
         ("tensorwise", {"power_of_two": True}),
         ("blockwise", {"power_of_two": False}),
         ("mxfp8", {}),
+        ("mxfp8", {"square_weights": True}),
         ("nvfp4", {"square_weights": False}),
         ("nvfp4", {"four_over_six": "weights"}),
         ("nvfp4", {"four_over_six": "weights", "four_over_six_256": "none", "square_weights": False}),
@@ -377,10 +378,25 @@ def test_stored_codes_stand_for_what_the_gemm_reads(scaling: str, options: dict[
     quant = Quant(
         format="e2m1" if scaling == "nvfp4" else "e4m3", scaling=scaling, options=tuple(sorted(options.items()))
     )
-    q = Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False, release=(2, 17))
+    q = Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False, release=(2, 20))
     made, wanted = stored(q, x), operand(q, x, "w")
     found = read_back(made) if made.scales.shape[1] > 1 else made.codes.float()
     assert torch.equal(found + 0.0, wanted.values.float())
     if made.amax is not None:
         assert float(made.amax) / made.reach == pytest.approx(float(wanted.alpha), rel=1e-6)
         assert float(made.divisor * wanted.alpha) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_square_weights_of_mxfp8_share_a_scale_over_32_lines() -> None:
+    """By the definition: E8M0 of the amax of 32x32 elements over 448, rounded up, and E4M3's nearest codes; rows shrink by 2**-20, so lines would differ."""
+    quant = Quant(format="e4m3", scaling="mxfp8", options=(("square_weights", True),))
+    q = Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False, release=(2, 20))
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(3)) * torch.exp2(-torch.arange(64) % 21.0)[:, None]
+    x = x.bfloat16()
+    scale = torch.exp2(torch.ceil(torch.log2(x.float().abs().view(2, 32, 3, 32).amax((1, 3)) / 448)))
+    scale = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    wanted = (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(operand(q, x, "w").values.float(), wanted)
+    assert not torch.equal(operand(q, x, "x").values.float(), wanted)
+    with pytest.raises(Refused, match=r"square_weights=true needs Transformer Engine 2\.20"):
+        Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False, release=(2, 11))

@@ -1,4 +1,4 @@
-"""Quantizer factories for linears whose three GEMMs have rules of their own, found by name: megatron-core imports a factory by its path.
+"""Quantizer factories for linears whose three GEMMs have rules of their own, or options that a recipe class alone has, found by name: megatron-core imports a factory by its path.
 
 Transformer Engine (since 2.19) keeps two representations of an operand. fprop reads the rows' of inputs and weights, dgrad the columns' of weights and the
 rows' of output gradients, wgrad the columns' of inputs and output gradients (pytorch/custom_recipes/quantizer_factory_zoo.py).
@@ -32,6 +32,8 @@ class GemmFactory:
         gemms = READ_BY.get(getattr(role, "tensor_type", ""))
         if gemms is None:
             return _quantizer(None, role)
+        if self.gemms.one:
+            return _quantizer(self.gemms.fprop, role)
         rows, columns = (_quantizer(getattr(self.gemms, gemm), role) for gemm in gemms)
         return HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=columns)
 
@@ -53,8 +55,13 @@ def _quantizer(quant: Quant | None, role: Any) -> Any:
         value = quant.option(option.name, os.environ)
         if option.name in _ATTRIBUTES:
             for name in _ATTRIBUTES[option.name]:
-                # what a recipe switches on is on for some roles only
-                setattr(made, name, value and (getattr(made, name) or not option.default))
+                # what a recipe switches on by default is on for some roles only, and so is what only weights have
+                on = (
+                    getattr(made, name)
+                    if option.default
+                    else option.name not in _OF_WEIGHTS or role.tensor_type == "weight"
+                )
+                setattr(made, name, value and on)
         elif value != option.default:
             raise Refused(
                 f"{option.variable} asks for {quant.scaling} scaling with {option.name}={say(value)}, which the quantizers of a rule per GEMM do not follow: "
@@ -69,6 +76,7 @@ _ATTRIBUTES = {
     "square_weights": ("with_2d_quantization",),
 }  # fmt: skip
 """Option of a scaling -> attributes of Transformer Engine's quantizers."""
+_OF_WEIGHTS = ("square_weights",)
 _MADE: dict[str, GemmFactory] = {}
 
 

@@ -212,9 +212,17 @@ def set_moment_dtypes(part: Any, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def gather_mxfp8(optimizer: Any) -> None:
-    """Copies main weights into the gradient buffer through which MXFP8 parameters are gathered; megatron-core leaves this to the training script."""
+    """Copies main weights into the buffers through which parameters are gathered; megatron-core leaves this to the training script.
+
+    Its function (0.16.1 to 0.20) leaves out FP32 parameters, such as adapters, whose buffer it then gathers as the zeros of the step before.
+    """
     for part in optimizer.chained_optimizers:
         part._copy_main_params_to_param_buffer()
+        for mains, models in zip(part.shard_fp32_groups, part.model_fp32_groups, strict=True):
+            for main, parameter in zip(mains, models, strict=True):
+                buffer, _, bucket = part.model_param_gbuf_map[parameter]
+                place = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+                part.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end].copy_(main.detach())
 
 
 def padded(chunk: Any) -> Any:

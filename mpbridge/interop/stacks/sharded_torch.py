@@ -122,7 +122,8 @@ def filter_lines(policy: PrecisionPolicy, depth: str) -> list[str]:
 
 def environment(quants: Iterable[Quant]) -> tuple[Fragment, ...]:
     """Transformer Engine options that are set only through environment variables; empty if the recipe states none."""
-    said = [quant.row.option(name).setting(value) for quant in quants for name, value in quant.options]
+    stated = [(quant.row.option(name), value) for quant in quants for name, value in quant.options]
+    said = [option.setting(value) for option, value in stated if option.variable]
     words = [
         f"unset {one.removesuffix(' unset')}" if one.endswith(" unset") else f"export {one}"
         for one in dict.fromkeys(said)
@@ -136,7 +137,10 @@ def process_wide(quants: Sequence[Quant]) -> tuple[Line, ...]:
     for quant in quants:
         for name, value in quant.options:
             option = quant.row.option(name)
-            for other in quants:
+            if not option.variable:
+                text = f"{name} {say(value)}: {option.setting(value)}; its recipe object has a field for it"
+                found[text] = Line(fidelity="different", fact=name, text=text)
+            for other in quants if option.variable else ():
                 same = next((one for one in other.row.options if one.variable == option.variable), None)
                 if same is not None and other.option(same.name) != value:
                     there = f"{quant_text(other)} has {say(other.option(same.name))}"

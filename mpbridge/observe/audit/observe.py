@@ -17,6 +17,7 @@ from mpbridge.observe.audit.compute import Computed, computed
 from mpbridge.observe.audit.fixed import Fixed, fixed
 from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_faults
 from mpbridge.observe.audit.gradients import Followed, followed
+from mpbridge.observe.audit.operands import asked
 from mpbridge.observe.audit.orthogonal import Orthogonal, orthogonal
 from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import Quantizations, quantizations
@@ -130,6 +131,11 @@ def _not(name: str) -> Callable[[Any], Any]:
     return lambda recipe: None if getattr(recipe, name, None) is None else not getattr(recipe, name)
 
 
+def _squares(recipe: Any) -> Any:
+    way = _not("disable_2d_quantization") if hasattr(recipe, "disable_2d_quantization") else None
+    return (way or _attribute("enable_2d_quantization"))(recipe)
+
+
 _DETAILS: dict[str, Callable[[Any], Any]] = {
     "margin": _attribute("margin"),
     "amax_history_len": _attribute("amax_history_len"),
@@ -137,7 +143,7 @@ _DETAILS: dict[str, Callable[[Any], Any]] = {
     "power_of_two": _powers_of_two,
     "hadamard": _not("disable_rht"),
     "stochastic_rounding": _not("disable_stochastic_rounding"),
-    "square_weights": _not("disable_2d_quantization"),
+    "square_weights": _squares,
 }
 """Field or option -> its value in a Transformer Engine recipe object (common/recipe/__init__.py); None: the object has no such field."""
 
@@ -240,7 +246,7 @@ def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str
 def _open_fields(promised: Gemms, words: tuple[str, str], module: Any) -> tuple[str, str]:
     """The same for a Transformer Engine module, which has one recipe object for its three GEMMs."""
     quant = promised.fprop
-    if not promised.one:
+    if not promised.one or (quant is not None and quant.by_factory):
         wanted, found = _quantizers(module, promised)
         return words if wanted == found else (wanted, found)
     if quant is None:
@@ -260,6 +266,7 @@ def _quantizers(module: Any, promised: Gemms) -> tuple[str, str]:
         for gemm, side in zip(READ_BY[role], ("row", "column"), strict=True):
             quant = getattr(promised, gemm)
             wanted = HIGH if quant is None else f"{quant.element(gradient=role == 'grad_output')} {quant.scaling}"
+            wanted += _SQUARE if quant is not None and role == "weight" and asked(quant, "square_weights") else ""
             pairs.append(
                 (f"{gemm} {role}", wanted, _quantizer_text(getattr(quantizer, f"{side}wise_quantizer", quantizer)))
             )
@@ -272,7 +279,11 @@ def _quantizers(module: Any, promised: Gemms) -> tuple[str, str]:
 def _quantizer_text(quantizer: Any) -> str:
     scaling = _QUANTIZERS.get(type(quantizer).__name__, type(quantizer).__name__)
     element = _ELEMENTS.get(getattr(getattr(quantizer, "dtype", None), "name", ""), "")
-    return f"{element} {scaling}".strip()
+    square = _SQUARE if getattr(quantizer, "with_2d_quantization", False) else ""
+    return f"{element} {scaling}{square}".strip()
+
+
+_SQUARE = " in square blocks"
 
 
 _QUANTIZERS = {"IdentityQuantizer": HIGH} | {row.quantizer: row.name for row in SCALINGS.values() if row.quantizer}

@@ -301,13 +301,13 @@ def is_nearest(quant: Quant, name: str) -> bool:
 
 def across_of(quant: Quant, name: str) -> int:
     """Number of lines of an operand that share a block's scale."""
-    block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
+    block = quant.row.block(weight=name == "w", square=asked(quant, "square_weights"))
     return block.across if block is not None and name == "w" and asked(quant, "square_weights") else 1
 
 
 def together(quant: Quant, name: str) -> int:
     """Number of neighbouring lines whose blocks an operand's copy may share, in either direction."""
-    block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
+    block = quant.row.block(weight=name == "w")
     return max(1, block.across) if block is not None else 1
 
 

@@ -55,7 +55,7 @@ def _not_set(case: Case) -> str:
     found = [
         f"{option.name}={say(dict(quant.options)[option.name])} without {option.setting(dict(quant.options)[option.name])}"
         for quant, option, value in _options(case)
-        if dict(quant.options).get(option.name, value) != value
+        if option.variable and dict(quant.options).get(option.name, value) != value
     ]
     return ", ".join(dict.fromkeys(found))
 

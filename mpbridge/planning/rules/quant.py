@@ -44,7 +44,7 @@ def _module_in_stored(case: Case) -> str:
 
 def _mixed_gemms(case: Case) -> str:
     old = f"with Transformer Engine {case.run.versions.transformer_engine}" if case.te_before(SINCE) else ""
-    found = [(region, old or unmixable(region.rules)) for region in case.policy.regions if region.gemms is not None]
+    found = [(region, old or unmixable(region.rules)) for region in case.policy.regions if region.by_factory]
     return "; ".join(f"{region_text(region)}: {rule_words(region.rules)}, {why}" for region, why in found if why)
 
 
@@ -135,7 +135,7 @@ RULES: tuple[Rule, ...] = (
         id="gemms-of-one-linear-in-several-formats",
         about="quantized",
         found=_mixed_gemms,
-        expected=f"one rule for all three GEMMs of a linear: Transformer Engine mixes formats in one linear since {SINCE}, by quantizers of "
+        expected=f"one rule without such options for all three GEMMs of a linear: Transformer Engine mixes formats in one linear since {SINCE}, by quantizers of "
         f"{', '.join(QUANTIZERS)} scaling with their defaults and weights in 16 bits",
         cure="one rule for the linear, or emulate=true",
         source="Transformer Engine bce8162f (2.19) pytorch/tensor/hybrid_tensor.py, pytorch/custom_recipes; megatron-core 0.16.1 extensions/transformer_engine.py "

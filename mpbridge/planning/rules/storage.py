@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from mpbridge.common.formats import DType
-from mpbridge.planning.memory.keeps import kept_fp32
+from mpbridge.planning.memory.buckets import ALIGN
+from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
+from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, warning
 from mpbridge.precision.globs import dead_patterns
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
@@ -39,6 +42,21 @@ def _dead_names(case: Case) -> str | None:
     return ", ".join(found) or None
 
 
+def _misplaced(case: Case) -> str:
+    """Parameters before others whose sizes are no multiple of the buffer's alignment: what follows one is gathered into the wrong place."""
+    if not (case.core and case.native and case.policy.reuse_grad_buffer):
+        return ""
+    first = Coordinates.of(0, case.run.parallel)
+    trained = [one for chunk in parameters(case.run, first) for one in chunk if not is_frozen(case.policy, one.name)]
+    found = list(dict.fromkeys(one.weight.path for one in trained if one.weight.elements % ALIGN))
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return (
+        f"{', '.join(found[:3])}{more} beside stored weights that are gathered through the gradient buffer"
+        if found
+        else ""
+    )
+
+
 _FATAL = ("check_for_nan_in_grad", "check_for_large_grads")
 """Checks of megatron-core's DDP that end the run."""
 
@@ -62,6 +80,17 @@ RULES: tuple[Rule, ...] = (
         expected="megatron-core 0.17 or later: ddp.megatron_fsdp_grad_comm_dtype does not exist in earlier versions",
         cure="mixed_precision.grad_accumulation_dtype=null, or a newer megatron-core",
         source="megatron-core 0.16.1 and 0.20.0 distributed/distributed_data_parallel_config.py",
+        holds=(BEFORE_017,),
+    ),
+    warning(
+        id="gather-misplaces-what-follows-odd-sizes",
+        about="stored",
+        when=_mxfp8_stored,
+        found=_misplaced,
+        expected=f"sizes that are multiples of {ALIGN} elements, to which the buffer aligns every parameter: a bucket's own table counts them as packed, so a script "
+        "that gathers by it copies one parameter into another's place. mpbridge's engine and mpbridge.wrap correct the table",
+        cure="megatron-core 0.17 or later, engine=mcore or mpbridge.wrap",
+        source="megatron-core 0.16.1 distributed/param_and_grad_buffer.py _ParamAndGradBucket.param_to_index; Megatron-LM#3007",
         holds=(BEFORE_017,),
     ),
     Rule(

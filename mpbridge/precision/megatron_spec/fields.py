@@ -129,7 +129,9 @@ def _accumulated(facts: Facts) -> DType | None:
 
 
 def _module_rules(facts: Facts) -> ModuleRules | None:
-    return ModuleRules(regions=facts.policy.regions) if facts.policy.module_regions else None
+    policy = facts.policy
+    asked = policy.module_regions or any(quant.by_factory for quant in policy.quants)
+    return ModuleRules(regions=policy.regions) if asked else None
 
 
 def _reuse(facts: Facts) -> bool:

@@ -49,7 +49,7 @@ def _asked(regions: tuple[Region, ...], layer: int | None, layers: int) -> Itera
     base = regions[-1].quant
     for index, region in enumerate(regions):
         if region.about(layer, layers):
-            if region.modules == "*" and region.rules.one and (region.quant == base or region.ends):
+            if region.modules == "*" and not region.by_factory and (region.quant == base or region.ends):
                 return
             yield index, region
 
@@ -67,15 +67,15 @@ def _ahead(glob: str, depth: int) -> Iterator[str]:
 def _config(configs: dict[str, Any], index: int, region: Region, *, outside: bool, core: str | None) -> str:
     key = f"rule{index}" + ("_outside" if outside else "")
     configs[key] = params(region.quant, outside=outside, core=core)
-    if region.gemms is not None:
-        why = unmixable(region.gemms)
+    if region.by_factory:
+        why = unmixable(region.rules)
         if why:
             raise Refused(
-                f"the rule of {region.modules} mixes formats in one linear ({rule_words(region.gemms)}), {why}; emulate=true can"
+                f"the rule of {region.modules} needs quantizers of its own ({rule_words(region.rules)}), {why}; emulate=true can"
             )
         recipe = configs[key]["training_recipe"]
         beside = {name: value for name, value in recipe.items() if name.startswith("override")}
-        path = f"{FACTORIES}.{factory_name(region.gemms)}"
+        path = f"{FACTORIES}.{factory_name(region.rules)}"
         configs[key]["training_recipe"] = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": path, **beside}
     return key
 
@@ -94,14 +94,19 @@ def unmixable(gemms: Gemms) -> str:
     for quant in gemms.distinct:
         if quant.scaling not in QUANTIZERS:
             return f"and Transformer Engine's hybrid quantizers have no {quant.scaling} scaling"
-        if quant.stored or quant.options:
+        if quant.stored or any(quant.row.option(name).variable for name, _ in quant.options):
             return f"with {'stored weights' if quant.stored else 'options of its own'}, which a quantizer factory does not know"
     return ""
 
 
 def factory_name(gemms: Gemms) -> str:
-    """A Python name that says all: 'fprop_mxfp8_e4m3__dgrad_nvfp4_e2m1__wgrad_high'."""
-    rules = (_HIGH if quant is None else f"{quant.scaling}_{quant.format}" for quant in gemms)
+    """A Python name that says all: 'fprop_mxfp8_e4m3__dgrad_nvfp4_e2m1__wgrad_high'; switches without a variable stand at a rule's end."""
+    rules = (
+        _HIGH
+        if quant is None
+        else "_".join([quant.scaling, quant.format, *(name for name, value in quant.options if value)])
+        for quant in gemms
+    )
     return "__".join(f"{gemm}_{rule}" for gemm, rule in zip(GEMMS, rules, strict=True))
 
 
@@ -110,10 +115,15 @@ def gemms_named(name: str) -> Gemms | None:
     found: dict[str, Quant | None] = {}
     for gemm, part in zip(GEMMS, name.split("__"), strict=False):
         given, _, rule = part.partition("_")
-        scaling, _, format_ = rule.partition("_")
+        scaling, _, rest = rule.partition("_")
+        format_, _, switch = rest.partition("_")
         if given != gemm or (rule != _HIGH and scaling not in QUANTIZERS):
             return None
-        found[gemm] = None if rule == _HIGH else Quant(format=format_, scaling=scaling)
+        found[gemm] = (
+            None
+            if rule == _HIGH
+            else Quant(format=format_, scaling=scaling, options=((switch, True),) if switch else ())
+        )
     return Gemms(**found) if len(found) == len(GEMMS) else None
 
 

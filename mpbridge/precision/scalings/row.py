@@ -118,7 +118,7 @@ class Option:
     choices: tuple[Any, ...]
     """Legal values; the first is the default."""
     variable: str
-    """Environment variable that Transformer Engine reads; megatron-core does not pass these options on."""
+    """Environment variable that Transformer Engine reads; megatron-core does not pass these options on. '': none, so only a quantizer factory of ours can set it."""
     spelled: tuple[tuple[str, Any], ...]
     """(text of the variable, value); any other text means the default if `strict` is false, and is an error of the library if it is true."""
     strict: bool = False
@@ -147,6 +147,8 @@ class Option:
 
     def setting(self, value: Any) -> str:
         """'VARIABLE=text' that makes Transformer Engine use `value`; 'VARIABLE unset' for a default without a text."""
+        if not self.variable:
+            return f"no variable sets {self.name}"
         text = next((s for s, v in self.spelled if v == value), None)
         return f"{self.variable} unset" if text is None else f"{self.variable}={text}"
 
@@ -162,6 +164,8 @@ class Scaling:
     """Formats that it supports, keys of ELEMENTS."""
     blocks: tuple[Block, Block] | None
     """(activations and gradients, weights); None: decided by the factory."""
+    square: Block | None = None
+    """Of weights under the option square_weights, where that is not the default."""
     high: tuple[str, ...] = ()
     """GEMMs that stay in high precision under it: 'fprop', 'dgrad', 'wgrad'."""
     history: bool = False
@@ -202,6 +206,12 @@ class Scaling:
     def factory(self) -> bool:
         """Whether the author's own factory decides the numerics."""
         return self.blocks is None
+
+    def block(self, *, weight: bool, square: bool = True) -> Block | None:
+        """The extent of one scale. square: what square_weights says, where the scaling has it."""
+        if self.blocks is None or not weight or (self.has("square_weights") and not square):
+            return None if self.blocks is None else self.blocks[0]
+        return self.square or self.blocks[1]
 
     def has(self, option: str) -> bool:
         """Whether the scaling leaves that choice open."""

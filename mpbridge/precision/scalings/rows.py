@@ -95,7 +95,12 @@ ROWS: tuple[Scaling, ...] = (
         hardware=Hardware(low=(10, 0), high=(12, 0), engine="2.1", cuda="12.8", source=f"{_CHECKS} check_mxfp8_support"),
         sizes=Sizes(tokens=32, inner=32, outer=32, shard=32, expert=32, tile=128, source=f"{_TE} csrc/quantizer.cpp, tensor/mxfp8_tensor.py",
                     shard_source=f"{_SHARD}: mxfp8_tensor.py"),
-        emulation="e8m0_blocks", recipes=(("2.0", "MXFP8BlockScaling"),), core="mxfp8", options=(_BACKWARD,),
+        emulation="e8m0_blocks", recipes=(("2.0", "MXFP8BlockScaling"),), core="mxfp8", square=Block(across=32, along=32, scale="e8m0"),
+        options=(
+            Option(name="square_weights", choices=(False, True), variable="", spelled=(), since="2.20", meaning="weights have one scale per 32x32 elements",
+                   source="Transformer Engine 2.20 common/recipe/__init__.py MXFP8BlockScaling.enable_2d_quantization"),
+            _BACKWARD,
+        ),
         quantizer="MXFP8Quantizer", made_by="mxfp8_factory",
         entry="mxfp8", substitutes=("blockwise", "tensorwise"), preference=0,
     ),

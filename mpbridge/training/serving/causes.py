@@ -44,8 +44,9 @@ def _again(training: Quantize, first: Quant, second: Quant, weight: torch.Tensor
 def _blocks(quant: Quant, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(fp32 amax for every row and block along it; the same for every element)."""
     rows, columns = weight.shape
-    assert quant.row.blocks is not None
-    block = quant.row.blocks[quant.row.name != "nvfp4" or bool(quant.option("square_weights"))]
+    square = quant.row.has("square_weights") and bool(quant.option("square_weights"))
+    block = quant.row.block(weight=True, square=square)
+    assert block is not None
     across, along = block.across or rows, block.along or columns
     padded = torch.nn.functional.pad(weight.float().abs(), (0, -columns % along, 0, -rows % across))
     peaks = padded.view(padded.shape[0] // across, across, -1, along).amax((1, 3)).repeat_interleave(across, 0)[:rows]

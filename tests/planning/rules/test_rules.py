@@ -50,6 +50,7 @@ PATTERN = {
     "model": {**HYBRID, "hybrid_override_pattern": "M-*M"},
     "shape": dataclasses.replace(SHAPE, hybrid=True, pattern="M-*M", sizes=MAMBA),
 }
+FEW = PATTERN | {"shape": dataclasses.replace(PATTERN["shape"], sizes=MAMBA | {"mamba_num_heads": 16})}
 LORA = dataclasses.replace(SHAPE, lora_rank=8, lora_targets=("mlp.linear_fc1",))
 NANO = {**PATTERN, "parallel": Parallel(world_size=4, tensor=4)}
 AWARE = {"use_precision_aware_optimizer": True}
@@ -240,7 +241,7 @@ TABLE = {
     "frozen-on-one-engine": (
         {"config": {"frozen": ["*"]}, "shape": LORA, "engine": "fsdp2", "optimizer": OptimizerFacts()}, {"config": {"frozen": ["*"]}, "shape": LORA},
     ),
-    "fp32-adapters-in-a-reused-buffer": (
+    "fp32-parameters-in-a-reused-buffer": (
         {**MX, "config": {"frozen": ["*"], "lora_dtype": "fp32"}, "shape": LORA}, {**MX, "config": {"frozen": ["*"]}, "shape": LORA},
     ),
     "adapters-beside-a-trained-base": ({"shape": LORA}, {"config": {"frozen": ["*"]}, "shape": LORA}),
@@ -267,6 +268,8 @@ TABLE = {
         {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon", settings={"muon_tp_mode": "duplicated"})},
     ),
     "second-moment-in-fp8": ({"config": AWARE | {"exp_avg_sq_dtype": "fp8"}}, {"config": AWARE | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16"}}),
+    # dt_bias, A_log and D of 16 heads: 16 elements each, in a buffer aligned to 64
+    "gather-misplaces-what-follows-odd-sizes": ({**MX, **FEW}, {**MX, **PATTERN}),
     "soap-by-tensor-parallel-blocks": (
         {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="soap"), "versions": NEWER}, {"optimizer": OptimizerFacts(name="soap"), "versions": NEWER},
     ),

@@ -38,6 +38,50 @@ def test_every_linear_is_the_same_but_for_the_order_of_fp32_sums(rule: str, scri
     assert sum(row["different"] for row in rows) < 1e-3 * sum(row["elements"] for row in rows)
 
 
+@pytest.mark.since((2, 20))
+def test_square_weights_of_mxfp8_are_the_emulated_ones(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    rows = script.compared(script.SQUARES, steps=1, **played())
+    assert [row for row in rows if row["beyond"]] == []
+    assert sum(row["different"] for row in rows) < 1e-3 * sum(row["elements"] for row in rows)
+
+
+@pytest.mark.since((2, 20))
+def test_the_factory_gives_weights_one_scale_per_square() -> None:
+    """From the definition: E8M0 of a 32x32 block's amax over E4M3's 448, rounded up; rows differ by 2**-20, which a line's own scale would follow."""
+    from types import SimpleNamespace as Role
+
+    from mpbridge.backend.megatron.gemm_factories import GemmFactory
+    from mpbridge.precision.megatron_spec.module_rules import factory_name, gemms_named
+    from mpbridge.precision.regions import Gemms, Quant
+
+    quant = Quant(format="e4m3", scaling="mxfp8", options=(("square_weights", True),))
+    gemms = Gemms(fprop=quant, dgrad=quant, wgrad=quant)
+    assert gemms_named(factory_name(gemms)) == gemms
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(-torch.arange(64) % 21.0)[:, None]
+    exponents = torch.ceil(torch.log2(x.abs().view(2, 32, 2, 32).amax((1, 3)) / 448)).to(torch.int32) + 127
+    lines = torch.ceil(torch.log2(x.abs().view(64, 2, 32).amax(2) / 448)).to(torch.int32) + 127
+    for kind, wanted in (("weight", exponents.repeat_interleave(32, 0)), ("input", lines)):
+        made = GemmFactory(gemms)(Role(module_type="linear", tensor_type=kind, name=""))
+        found = made(x)._rowwise_scale_inv[:64, :2].to(torch.int32)
+        assert torch.equal(found, wanted), kind
+
+
+def _lines(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    """A linear's weight is quantized by lines of 32."""
+    linear = next(one for name, one in engine.model[0].named_modules() if name.endswith("1.mlp.linear_fc1"))
+    linear.quantizers["scaling_fwd"][1].with_2d_quantization = False
+
+
+@pytest.mark.since((2, 20))
+def test_square_weights_are_audited(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    hook = audited(script, rules=script.SQUARES)
+    assert [text for one in hook.history for text in one.get("faults", ())] == []
+    hook = audited(script, lambda engine: _lines(monkeypatch, engine), rules=script.SQUARES)
+    (linears,) = [one for one in hook.reports["live"].findings if one.subject == "linears"]
+    assert not linears.ok
+    assert "fprop weight e4m3 mxfp8" in linears.found
+
+
 @pytest.mark.since((2, 19))
 def test_other_rules_are_beyond_the_bound(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     real = script.resolved
@@ -53,14 +97,14 @@ def batches() -> Iterator[dict[str, torch.Tensor]]:
     yield from itertools.repeat({"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": torch.ones(2, 64)})  # fmt: skip
 
 
-def audited(script: Any, plant: Any = lambda engine: None) -> Any:  # noqa: F811
+def audited(script: Any, plant: Any = lambda engine: None, rules: str = "MXFP8 forward, NVFP4 backward") -> Any:  # noqa: F811
     """The report on the second of two steps."""
     from mpbridge.backend.devices import device_layer
     from mpbridge.backend.engines.registry import build_engine
     from mpbridge.observe.audit import AuditHook
 
     with device_layer(True):
-        engine = build_engine(script.resolved("MXFP8 forward, NVFP4 backward", "te", **played()))
+        engine = build_engine(script.resolved(rules, "te", **played()))
         hook, training, stream = AuditHook(mode="warn", every=1), SimpleNamespace(engine=engine), batches()
         try:
             hook.built(training)
