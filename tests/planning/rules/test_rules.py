@@ -251,6 +251,9 @@ TABLE = {
         {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}}, {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}, **B200},
     ),
     "hybrids-on-one-engine": ({**PATTERN, "engine": "fsdp2", "optimizer": OptimizerFacts()}, PATTERN),
+    "mamba-states-dtype-unread": (
+        {**PATTERN, "model": {**PATTERN["model"], "mamba_training_ssm_states_dtype": "fp32"}, "versions": NEWER}, {**PATTERN, "versions": NEWER},
+    ),
     "hybrid-in-fp16": ({"recipe": "fp16", "model": HYBRID}, {"recipe": "bf16", "model": HYBRID}),
     "muon-cannot": ({"recipe": "fp16", "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
     "torch-muon-keeps-no-main-weights": ({"engine": "fsdp2", "optimizer": OptimizerFacts(name="muon")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="muon")}),
