@@ -11,7 +11,8 @@ from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.common.tables.units import GIB
-from mpbridge.planning.estimate.constants import Constants
+from mpbridge.planning.estimate.bounds import Bounds, FamilyBounds
+from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.layouts import nearest, search
 from mpbridge.planning.estimate.predict import Estimate, estimate
 from mpbridge.planning.hardware.capability import Capability, can_run, refuse_unless_native
@@ -77,6 +78,14 @@ class Outlook:
     def answer(self) -> str:
         """ "fits", "tight" or "does not fit", of the fullest rank; "" if `no_answer` says why it is not known."""
         return "" if self.no_answer else verdict(self.memory, self.machine.memory_bytes)
+
+    @cached_property
+    def may_fit(self) -> bool:
+        """False where a part of the answer, which costs far less, is enough to know that it does not fit."""
+        with contextlib.suppress(MpbridgeError):
+            bounds = FamilyBounds(Bounds(self.policy, self.machine, self.using or constants()), (self.facts,))
+            return bounds.verdict(self.facts, self.machine.memory_bytes) != "does not fit"
+        return True
 
     @cached_property
     def fit(self) -> Fit | None:
@@ -153,15 +162,10 @@ class Outlook:
 
     def gain(self, other: Outlook) -> str:
         """What `other` gains over this run, in words; '' if nothing that exceeds the error band."""
-        here = (
-            memory(other.policy, other.facts, rank=self.memory.rank)
-            if other.facts.parallel == self.facts.parallel
-            else None
-        )
-        if here is not None and verdict(here, self.machine.memory_bytes) == "does not fit":
-            return ""  # one stage is enough to know; the others cost as much again
         fast = self.ok and self.answer == "fits"
         if fast and (other.no_time or other.time.seconds >= self.must_be_below):
+            return ""
+        if not other.may_fit:
             return ""
         if other.answer not in (("fits",) if self.ok else ("fits", "tight")) or other.errors:
             return ""

@@ -8,8 +8,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import write
 from mpbridge.common.probe import installed
@@ -20,6 +18,8 @@ from mpbridge.planning.rules.base import Violation
 from mpbridge.precision.policy import LossScale
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from mpbridge.settings.container import Run
 
 

@@ -7,11 +7,12 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import IO, Any, cast
-
-from rich.console import Console
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from mpbridge.common.tables.prose import printable, prose
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WIDTH = 150
 """Width in columns without a terminal: log files are not limited to 80 columns."""
@@ -75,6 +76,8 @@ def warn(text: str) -> None:
 
 def console(*, speaks: bool = True) -> Console:
     """A console on standard output; speaks=False: a silent one (ranks other than 0)."""
+    from rich.console import Console
+
     if not speaks:
         return Console(file=io.StringIO(), quiet=True)
     file = cast("IO[str]", _Steady())

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import RunFacts
 from mpbridge.planning.estimate.collectives import (
+    Share,
     context_collectives,
     data_collectives,
     expert_collectives,
+    least_data_collectives,
     norm_collectives,
     pipeline_collectives,
+    shares,
     tensor_collectives,
 )
 from mpbridge.planning.estimate.gemms import rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.planning.estimate.work import Collective, Work
-from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, elements_of, keeps, trained_by
 from mpbridge.planning.memory.limitations import left_out_of_time
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
@@ -39,21 +42,33 @@ class Standing:
 
 def standing(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Standing:
     """The Standing of the rank at those coordinates."""
+    held = shares(policy, run, at)
     return Standing(
         weights=weight_bytes(policy, run, at),
-        step=(*data_collectives(policy, run, at), *norm_collectives(policy, run, at)),
-        optimizer=_update(policy, run, at),
+        step=(*data_collectives(policy, run, at), *norm_collectives(policy, run, held)),
+        optimizer=update(policy, run, held),
     )
+
+
+def least_standing(policy: PrecisionPolicy, run: RunFacts, held: Sequence[Share]) -> Standing:
+    """The Standing of a rank that holds these, without the padding of buffers and without weights."""
+    step = (*least_data_collectives(policy, run, held), *norm_collectives(policy, run, held))
+    return Standing(weights=0.0, step=step, optimizer=update(policy, run, held))
 
 
 def work(policy: PrecisionPolicy, run: RunFacts, rank: int, known: Standing | None = None) -> Work:
     """The operations that a rank issues in one step. known: `standing` of a run with the same sizes. Raises BadValue for sizes that do not divide."""
     divisible(run)
     at = Coordinates.of(rank, run.parallel)
-    chunks = at.chunks(run)
+    return work_of(policy, run, at, at.chunks(run), known or standing(policy, run, at))
+
+
+def work_of(
+    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunks: tuple[Chunk, ...], fixed: Standing
+) -> Work:
+    """The operations of those model chunks on a rank at these coordinates."""
     gemms = tuple(rank_gemms(policy, run, chunks))
     layers, experts = _layers(run, chunks)
-    fixed = known or standing(policy, run, at)
     return Work(
         stage=at.stage,
         layers=layers,
@@ -89,7 +104,7 @@ def _layers(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
     return len(built), sum(map(run.shape.is_expert_layer, built))
 
 
-def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
+def update(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> float:
     """Bytes that the optimizer reads and writes: gradients read, main weights and moments read and written, parameters written."""
     settled = policy.settled(dict(run.optimizer.settings))
     main = 4 if settled.main_params is None else settled.main_params.bytes
@@ -106,12 +121,12 @@ def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
 
     found = 0.0
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
-    for parameter, times in counted(policy, run, at):
+    for parameter, elements in held:
         ranks = run.parallel.replicas(expert=parameter.weight.expert)
         trained = trained_by(run.optimizer.name, parameter.name, len(parameter.weight.shape), policy)
         one, factors = each(trained)
-        elements, shape = parameter.weight.elements, parameter.weight.shape
-        found += times * (elements * one + elements_of("factors", shape, 0) * factors) / (ranks if sharded else 1)
+        beside = elements_of("factors", parameter.weight.shape, 0) * factors if factors else 0
+        found += elements * (one + beside / parameter.weight.elements) / (ranks if sharded else 1)
     return found
 
 

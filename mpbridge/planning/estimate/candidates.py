@@ -36,6 +36,11 @@ def recompute_choices(run: RunFacts) -> tuple[Mapping[str, Any], ...]:
     return (NONE, *([own] if own["recompute_granularity"] == "selective" else []), FULL)
 
 
+def recomputation(run: RunFacts) -> str:
+    """The run's settings of `NONE`, as a key."""
+    return repr([run.model.get(name) for name in NONE])
+
+
 def families(
     policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated: bool = False
 ) -> Iterator[tuple[RunFacts, ...]]:
@@ -43,10 +48,10 @@ def families(
 
     stated: the author set whether the optimizer is distributed; otherwise both are considered if the run's is not.
     """
-    for outline in outlines(run, machine, stated=stated):
-        family = members(policy, run, machine, outline)
-        if family:
-            yield family
+    for group in groups(run, machine, stated=stated):
+        for outline in group:
+            if family := members(policy, run, machine, outline):
+                yield family
 
 
 class Outline(NamedTuple):
@@ -59,8 +64,8 @@ class Outline(NamedTuple):
     """The optimizer."""
 
 
-def outlines(run: RunFacts, machine: Machine, *, stated: bool) -> Iterator[Outline]:
-    """Every family of `families`, before batches and memory are looked at."""
+def groups(run: RunFacts, machine: Machine, *, stated: bool) -> Iterator[tuple[Outline, ...]]:
+    """Every family of `families`, before batches and memory are looked at; those together that differ in virtual stages and the optimizer alone."""
     world = run.parallel.world_size
     sharded = "params" in run.traits.shards
     for tensor in (1,) if sharded else _powers(min(8, machine.domain)):
@@ -69,19 +74,20 @@ def outlines(run: RunFacts, machine: Machine, *, stated: bool) -> Iterator[Outli
                 if world % (tensor * pipeline * context):
                     continue
                 for expert in _experts(run, world // (tensor * pipeline * context) * tensor * context):
-                    for virtual, placed in _virtual(run, pipeline):
-                        sizes = Parallel(
-                            world_size=world,
-                            tensor=tensor,
-                            pipeline=pipeline,
-                            virtual_pipeline=virtual,
-                            context=context,
-                            expert=expert,
-                            expert_tensor=1 if run.shape.experts else None,
-                            sequence=tensor > 1,
-                        )
-                        for distributed in _distributed(run, sizes, stated=stated):
-                            yield Outline(sizes, placed, distributed)
+                    sizes = Parallel(
+                        world_size=world,
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        expert=expert,
+                        expert_tensor=1 if run.shape.experts else None,
+                        sequence=tensor > 1,
+                    )
+                    yield tuple(
+                        Outline(dataclasses.replace(sizes, virtual_pipeline=virtual), placed, distributed)
+                        for virtual, placed in _virtual(run, pipeline)
+                        for distributed in _distributed(run, sizes, stated=stated)
+                    )
 
 
 def _distributed(run: RunFacts, sizes: Parallel, *, stated: bool) -> tuple[bool, ...]:
@@ -90,6 +96,16 @@ def _distributed(run: RunFacts, sizes: Parallel, *, stated: bool) -> tuple[bool,
     if here or stated or run.traits.distributed_optimizer != "optional":
         return (here,)
     return (True, False) if sizes.data * sizes.context > 1 else (False,)
+
+
+def largest(run: RunFacts, outline: Outline) -> RunFacts | None:
+    """The run with an outline's parallel sizes, the largest micro-batch that divides its batch, and no recomputation; None if none does."""
+    each, left = divmod(run.global_batch_size, outline.sizes.data)
+    micro = max((size for size in MICRO_BATCHES if each and not left and each % size == 0), default=None)
+    if micro is None:
+        return None
+    model = {**unsplit(run, outline.sizes).model, **NONE}
+    return dataclasses.replace(run, parallel=outline.sizes, model=model, micro_batch_size=micro)
 
 
 def members(policy: PrecisionPolicy, run: RunFacts, machine: Machine, outline: Outline) -> tuple[RunFacts, ...]:
@@ -131,7 +147,8 @@ def _members(
 
 def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
     """Bytes of parameters and gradients of an average stage: a lower bound on what the fullest GPU holds."""
-    each = policy.params.bytes / (2 if policy.stored else 1) + policy.reduce.bytes
+    # what is frozen has no gradient
+    each = policy.params.bytes / (2 if policy.stored else 1) + (0 if policy.frozen else policy.reduce.bytes)
     if "params" in run.traits.shards:
         each /= run.parallel.data
     # layers of one kind have the same weights

@@ -7,17 +7,18 @@ reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.planning.estimate.gemms import full_layers
 from mpbridge.planning.estimate.work import Collective
+from mpbridge.planning.memory.buckets import Buffer, empty
 from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32, wires
-from mpbridge.planning.memory.layers import parameters, rank_parameters
+from mpbridge.planning.memory.layers import Parameter, parameters
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches
-from mpbridge.planning.memory.roles import chunk_buffers, resting
+from mpbridge.planning.memory.roles import chunk_buffers, holdings, resting
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -103,40 +104,69 @@ def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates
 def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
     """Gradients and parameters over data-parallel groups, once per step: each buffer as a whole, regardless of its buckets."""
     if "params" in run.traits.shards:
-        yield from _sharded(policy, run, at)
+        yield from _sharded(policy, run, shares(policy, run, at))
         return
     settled = policy.settled(dict(run.optimizer.settings))
     for index, chunk in enumerate(parameters(run, at)):
         for buffer in chunk_buffers(settled, run, at, chunk, index):
-            group = "expert_data" if buffer.apart else "data"
-            if buffer.group == 1 or not buffer.elements:
-                continue
-            size = buffer.elements * buffer.grads.bytes
-            if not buffer.distributed:
-                yield _collective("all_reduce", group, buffer.group, buffer.grads, size)
-                continue
-            yield _collective("reduce_scatter", group, buffer.group, buffer.grads, size)
-            yield _collective(
-                "all_gather", group, buffer.group, buffer.params, buffer.elements * buffer.params.bytes // buffer.group
-            )
+            yield from _buffer(buffer, buffer.elements)
+
+
+def least_data_collectives(policy: PrecisionPolicy, run: RunFacts, held: Sequence[Share]) -> Iterator[Collective]:
+    """`data_collectives` of a rank that holds these, without the padding of its buffers."""
+    if "params" in run.traits.shards:
+        yield from _sharded(policy, run, held)
+        return
+    settled, found = policy.settled(dict(run.optimizer.settings)), Counter[tuple[bool, DType, DType]]()
+    of, rests = holdings(settled, run), resting(settled, run)
+    for parameter, elements in held:
+        if not is_frozen(policy, parameter.name):
+            stored = rests(parameter)[0]
+            apart = parameter.weight.expert and run.parallel.expert > 1
+            found[apart, stored, of(stored)["grads"].dtype] += elements
+    for (apart, stored, grads), elements in found.items():
+        yield from _buffer(empty(run, stored, grads, apart=apart), elements)
+
+
+def _buffer(buffer: Buffer, elements: int) -> Iterator[Collective]:
+    """What is sent of a buffer of so many elements."""
+    group = "expert_data" if buffer.apart else "data"
+    if buffer.group == 1 or not elements:
+        return
+    size = elements * buffer.grads.bytes
+    if not buffer.distributed:
+        yield _collective("all_reduce", group, buffer.group, buffer.grads, size)
+        return
+    yield _collective("reduce_scatter", group, buffer.group, buffer.grads, size)
+    yield _collective("all_gather", group, buffer.group, buffer.params, elements * buffer.params.bytes // buffer.group)
+
+
+Share = tuple[Parameter, int]
+"""(one parameter, the elements of all that are like it)."""
+
+
+def shares(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> list[Share]:
+    """What a rank holds, parameters of identical layers together."""
+    return [(one, times * one.weight.elements) for one, times in counted(policy, run, at)]
 
 
 _WHOLE_BIASES = ("linear_proj.bias", "linear_fc2.bias", "mlp.router.weight", "mlp.router.bias")
 
 
-def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+def norm_collectives(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> Iterator[Collective]:
     """Gradients of parameters that are replicated over tensor-parallel ranks, each of which processes only its part of the sequence (finalize_model_grads.py)."""
     if run.parallel.tensor == 1 or not run.parallel.sequence:
         return
-    size = sum(
-        times * parameter.weight.elements
-        for parameter, times in counted(policy, run, at)
-        if not is_frozen(policy, parameter.name)
-        and parameter.weight.module != "mixer.norm"  # split like the channels that it normalises
-        and ("norm" in parameter.weight.module or parameter.weight.path.endswith(_WHOLE_BIASES))
-    )
+    size = sum(elements for one, elements in held if not is_frozen(policy, one.name) and whole_gradient(one))
     wire = wires(policy)["gradients"]
     yield _collective("all_reduce", "tensor", run.parallel.tensor, wire, size * wire.bytes)
+
+
+def whole_gradient(parameter: Parameter) -> bool:
+    """Whether every tensor-parallel rank has the whole parameter, and the gradient of its part of the sequence."""
+    weight = parameter.weight
+    # a mixer's norm is split like the channels that it normalises
+    return weight.module != "mixer.norm" and ("norm" in weight.module or weight.path.endswith(_WHOLE_BIASES))
 
 
 def _collective(kind: str, group: str, ranks: int, dtype: DType, size: int, times: int = 1) -> Collective:
@@ -144,7 +174,7 @@ def _collective(kind: str, group: str, ranks: int, dtype: DType, size: int, time
     return Collective(kind=kind, group=group, ranks=ranks, dtype=dtype.short, bytes=size, times=times)  # type: ignore[arg-type]
 
 
-def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+def _sharded(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> Iterator[Collective]:
     """Full sharding: in each micro-batch weights are gathered for forward and again for backward, and gradients are reduce-scattered."""
     ranks = run.parallel.data * run.parallel.context
     if ranks == 1:
@@ -153,11 +183,11 @@ def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterato
     gathered: Counter[DType] = Counter()
     reduced: Counter[DType] = Counter()
     rests = resting(policy, run)
-    for parameter in rank_parameters(run, at):
+    for parameter, elements in held:
         wire = wires(policy, at_rest=rests(parameter)[0], kept=kept_fp32(policy, parameter.name))
-        gathered[wire["parameters"]] += parameter.weight.elements
+        gathered[wire["parameters"]] += elements
         if not is_frozen(policy, parameter.name):
-            reduced[wire["gradients"]] += parameter.weight.elements
+            reduced[wire["gradients"]] += elements
     for dtype, count in gathered.items():
         yield _collective("all_gather", "data", ranks, dtype, count * dtype.bytes // ranks, 2 * micro)
     for dtype, count in reduced.items():

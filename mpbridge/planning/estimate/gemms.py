@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from mpbridge.common.facts import RunFacts
@@ -33,7 +33,7 @@ def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) 
     made = {layer: tuple(layer_gemms(policy, run, layer, f"decoder.layers.{layer}")) for _, layer in alike}
     for (repeated, layer), count in alike.items():
         for gemm in made[layer]:
-            yield replace(gemm, times=gemm.times * count)
+            yield gemm if count == 1 else replace(gemm, times=gemm.times * count)
             if repeated and gemm.step == "forward":
                 yield replace(gemm, step="recompute", times=gemm.times * count)
 
@@ -111,12 +111,11 @@ def _linear(
     elif (whole or weight.module.endswith("_latent_proj")) and run.parallel.sequence:
         rows //= run.parallel.tensor
     times = experts if weight.expert else 1
-    made = [*linear_gemms(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert)]
-    if is_frozen(policy, f"{prefix}.{weight.path}"):
-        made = [gemm for gemm in made if gemm.step != "wgrad"]
-    yield from (quantized(gemm, rules[gemm.step]) for gemm in made)
+    kinds = {step: (policy.compute.short, "") if (rule := rules[step]) is None else _operands(rule) for step in PASSES}
+    made = [*linear_gemms(name, rows, out, inner, kinds, times=times, grouped=weight.expert)]
+    yield from made[: 2 if is_frozen(policy, f"{prefix}.{weight.path}") else 3]  # what is frozen has no gradient
     if recomputed(run, weight.module, mixture=mixture):
-        yield quantized(replace(made[0], step="recompute"), rules["forward"])
+        yield replace(made[0], step="recompute")
 
 
 def linear_gemms(
@@ -124,20 +123,28 @@ def linear_gemms(
     rows: int,
     out: int,
     inner: int,
-    kind: tuple[str, str],
+    kind: tuple[str, str] | Mapping[Pass, tuple[str, str]],
     *,
     times: int = 1,
     grouped: bool = False,
 ) -> Iterator[MatrixProduct]:
-    """The forward, dgrad and wgrad products of one linear [out, inner]."""
+    """The forward, dgrad and wgrad products of one linear [out, inner]. kind: (format, scaling) of all of them, or of each."""
     shapes = {"forward": (rows, out, inner), "dgrad": (rows, inner, out), "wgrad": (out, inner, rows)}
     for step in PASSES:
-        m, n, k = shapes[step]
+        (m, n, k), (form, scaling) = shapes[step], kind if isinstance(kind, tuple) else kind[step]
         yield MatrixProduct(
-            where=where, m=m, n=n, k=k, format=kind[0], scaling=kind[1], step=step, times=times, grouped=grouped
+            where=where, m=m, n=n, k=k, format=form, scaling=scaling, step=step, times=times, grouped=grouped
         )
 
 
 def quantized(gemm: MatrixProduct, quant: Quant | None) -> MatrixProduct:
     """The product with its operands quantized under that rule."""
-    return gemm if quant is None else replace(gemm, format=f"fp{quant.bits}", scaling=quant.scaling)
+    if quant is None:
+        return gemm
+    form, scaling = _operands(quant)
+    return replace(gemm, format=form, scaling=scaling)
+
+
+def _operands(quant: Quant) -> tuple[str, str]:
+    """(format, scaling) of a product's operands under that rule."""
+    return f"fp{quant.bits}", quant.scaling

@@ -10,23 +10,29 @@ import itertools
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
+from mpbridge.planning.estimate.bounds import Bounds, FamilyBounds
 from mpbridge.planning.estimate.build import Standing
-from mpbridge.planning.estimate.candidates import FULL, NONE, families, virtuals
+from mpbridge.planning.estimate.candidates import (
+    FULL,
+    NONE,
+    Outline,
+    families,
+    groups,
+    largest,
+    members,
+    recomputation,
+    virtuals,
+)
 from mpbridge.planning.estimate.constants import Constants, constants
-from mpbridge.planning.estimate.memory_traffic import weight_bytes
 from mpbridge.planning.estimate.step import ideal, seconds, standing_work
-from mpbridge.planning.memory.activations import activations, uncertainty
 from mpbridge.planning.memory.by_role import Memory, States, stage_states, verdict, with_states
-from mpbridge.planning.memory.identical_layers import counted
-from mpbridge.planning.memory.layers import unsplit
-from mpbridge.planning.memory.ranks import Coordinates, batches
-from mpbridge.planning.memory.roles import holdings
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -119,7 +125,7 @@ def search(
     parallelism for a larger micro-batch, the fastest that fits; of those that differ in pipeline stages and by less than 3 %, far less than the error band, one.
     The first of them do not depend on `most`.
 
-    Candidates are taken from the shortest step that they may have (`_Floors`): few are priced, and of these few are held against bytes and rules.
+    Candidates are taken from the shortest step that they may have (`Bounds`): few are priced, and of these few are held against bytes and rules.
     stated: the author set whether the optimizer is distributed, so it is not changed. below: only steps of fewer seconds.
     refused: gets the number of candidates by what refuses them. Raises BadValue if fewer than one layout is requested.
     """
@@ -127,11 +133,11 @@ def search(
         raise BadValue(f"{most} layouts: expected at least 1")
     tally = Counter[str]() if refused is None else refused
     pool = _Pool(policy, machine, using or constants(), tally)
-    for members in families(policy, run, machine, stated=stated):
-        pool.add(members)
+    for group in groups(run, machine, stated=stated):
+        pool.begin(run, group)
     found: dict[tuple[object, ...], Layout] = {}
     tight: dict[tuple[object, ...], Layout] = {}
-    for one in pool.fastest():
+    for one in pool.fastest(lambda: len(_beside(found, tight)) >= most):
         if len(found) == most or (below is not None and one.seconds >= below):
             break
         sizes = _sizes(one.run)
@@ -139,19 +145,24 @@ def search(
             continue
         if isinstance(one, Layout):
             found[sizes] = one
-        elif (layout := _judged(policy, one, machine, tally)) is None:
+        elif (layout := _judged(one, machine, tally)) is None:
             continue
         elif layout.answer == "tight":
             tight.setdefault(sizes, layout)
         else:
             # of those within 1 % the fewest virtual stages, which hold fewer micro-batches and send less often: in its turn
-            pool.put(_plainest(policy, layout, pool))
-    listed = list(found.values())
+            plain = _plainest(policy, layout, pool)
+            pool.put(plain, plain.seconds)
+    return tuple([*found.values(), *_beside(found, tight)][:most])
+
+
+def _beside(found: Container[object], tight: Mapping[tuple[object, ...], Layout]) -> list[Layout]:
+    """Of those that are tight the ones to be listed after those found."""
     rest = list[Layout]()
     for sizes, layout in tight.items():
         if sizes not in found and not _stands(rest, layout):
             rest.append(layout)
-    return tuple([*listed, *rest][:most])
+    return rest
 
 
 def _stands(listed: Iterable[Layout], one: _Priced | Layout) -> bool:
@@ -165,8 +176,14 @@ def _plainest(policy: PrecisionPolicy, best: Layout, pool: _Pool) -> Layout:
     for other in virtuals(best.run):
         if (other.parallel.virtual_pipeline or 1) > (best.run.parallel.virtual_pipeline or 1):
             break
-        one = pool.price(other, _Family(policy, (other,)), Counter())
-        layout = _judged(policy, one, pool.machine, Counter()) if one and one.seconds < 1.01 * best.seconds else None
+        family = _Family(policy, (other,), pool.bounds)
+        if (
+            family.bounds.verdict(other, pool.machine.memory_bytes) != "fits"
+            or family.bounds.seconds(other) >= 1.01 * best.seconds
+        ):
+            continue
+        one = pool.price(other, family, Counter())
+        layout = _judged(one, pool.machine, Counter()) if one and one.seconds < 1.01 * best.seconds else None
         if layout is not None and layout.answer == "fits":
             return layout
     return best
@@ -202,8 +219,9 @@ def why_none(
 class _Family:
     """Candidates of the same sizes: what they share is computed once, on first use."""
 
-    def __init__(self, policy: PrecisionPolicy, members: tuple[RunFacts, ...]) -> None:
+    def __init__(self, policy: PrecisionPolicy, members: tuple[RunFacts, ...], bounds: Bounds) -> None:
         self._policy, self._first = policy, members[0]
+        self.bounds = FamilyBounds(bounds, members)
 
     @functools.cached_property
     def states(self) -> list[States]:
@@ -217,26 +235,6 @@ class _Family:
             return None
         return standing_work(self._policy, self._first)
 
-    @functools.cached_property
-    def _least(self) -> float:
-        """What the states of the first stage hold at least, in bytes: without padding, copies and tables, and each shared among as many ranks as can be."""
-        policy, run = self._policy.settled(dict(self._first.optimizer.settings)), self._first
-        narrow, found = (2 if policy.stored else 1), 0.0
-        of = holdings(policy, run)
-        for parameter, times in counted(policy, run, Coordinates.of(0, run.parallel)):
-            kept = of(policy.params, parameter)
-            ranks = run.parallel.replicas(expert=parameter.weight.expert)
-            shared = {name: held.dtype.bytes for name, held in kept.items() if held.view_of is None}
-            own = shared.pop("params") / narrow + (shared.pop("grads", 0) if "params" not in run.traits.shards else 0)
-            each = own / (ranks if "params" in run.traits.shards else 1) + sum(shared.values()) / ranks
-            found += times * parameter.weight.elements * each
-        return found
-
-    def may_fit(self, run: RunFacts, available: int) -> bool:
-        """Whether what the first stage holds at least is not more than that; 0: unknown."""
-        kept = activations(self._policy, run, Coordinates.of(0, run.parallel))
-        return not available or self._least + kept * (1 - uncertainty(run)) <= available
-
     def fullest(self, run: RunFacts) -> Memory:
         """The fullest rank of a member."""
         return max((with_states(self._policy, run, held) for held in self.states), key=lambda one: one.needed)
@@ -248,6 +246,27 @@ class _Priced:
     family: _Family
     seconds: float
     tokens: float
+    best: str
+    """The best verdict on its memory that is possible."""
+
+
+class _Open(NamedTuple):
+    """A candidate that is not priced yet."""
+
+    run: RunFacts
+    family: _Family
+    best: str = ""
+    """The best verdict on its memory that is possible; '': not looked at yet."""
+
+
+class _Group(NamedTuple):
+    """Families that differ in virtual stages and the optimizer alone, before they are looked at."""
+
+    run: RunFacts
+    """With their parallel sizes."""
+    asked: RunFacts
+    """As it was asked."""
+    outlines: tuple[Outline, ...]
 
 
 class _Pool:
@@ -256,84 +275,87 @@ class _Pool:
     def __init__(self, policy: PrecisionPolicy, machine: Machine, using: Constants, refused: Counter[str]) -> None:
         self.machine = machine
         self._policy, self._using, self._refused = policy, using, refused
-        self._whole: dict[tuple[object, ...], float] = {}
+        self.bounds = Bounds(policy, machine, using)
+        self.forbid = set[str]()
         self._count = itertools.count()
-        self._queue: list[tuple[float, int, int, _Priced | Layout | tuple[RunFacts, _Family]]] = []
+        self._queue: list[tuple[float, int, int, _Priced | Layout | _Open | _Group]] = []
 
-    def put(self, one: _Priced | Layout | tuple[RunFacts, _Family], seconds: float | None = None) -> None:
+    def put(self, one: _Priced | Layout | _Open | _Group, seconds: float) -> None:
         """One more; of equally fast ones the one with less context parallelism comes first."""
-        at, run = (seconds, one[0]) if isinstance(one, tuple) else (one.seconds, one.run)
-        heapq.heappush(self._queue, (at or 0.0, run.parallel.context, next(self._count), one))
+        heapq.heappush(self._queue, (seconds, one.run.parallel.context, next(self._count), one))
+
+    def begin(self, run: RunFacts, outlines: tuple[Outline, ...]) -> None:
+        """A group's families, if a batch can be divided so."""
+        if not outlines or (one := largest(run, outlines[0])) is None:
+            return
+        try:
+            self.put(
+                _Group(one, run, outlines), self.bounds.group(one, max(o.sizes.virtual_pipeline or 1 for o in outlines))
+            )
+        except MpbridgeError as error:
+            self._refused[error.line] += 1
 
     def add(self, members: tuple[RunFacts, ...]) -> None:
         """The members of a family that may fit in memory."""
-        family = _Family(self._policy, members)
-        for run in members:
-            # activations of the first stage, which has the most micro-batches in flight, at the low end of their band
-            kept = activations(self._policy, run, Coordinates.of(0, run.parallel))
-            if self.machine.memory_bytes and kept * (1 - uncertainty(run)) > self.machine.memory_bytes:
-                self._refused[MEMORY] += 1
-                continue
+        family, full = _Family(self._policy, members, self.bounds), set[str]()
+        for run in members:  # micro-batches grow
+            again = recomputation(run)
             try:
-                self.put((run, family), self._least(run))
+                if again in full or family.bounds.exceeds(run, self.machine.memory_bytes):
+                    full.add(again)
+                    self._refused[MEMORY] += 1
+                else:
+                    self.put(_Open(run, family), family.bounds.least_seconds(run))
             except MpbridgeError as error:
                 self._refused[error.line] += 1
 
-    def fastest(self) -> Iterator[_Priced | Layout]:
-        """The shortest step of those that are left, until none is."""
+    def fastest(self, sure: Callable[[], bool]) -> Iterator[_Priced | Layout]:
+        """The shortest step of those that are left, until none is. sure: whether only those are wanted that fit for certain."""
         while self._queue:
             *_, one = heapq.heappop(self._queue)
-            if not isinstance(one, tuple):
+            if isinstance(one, Layout):
                 yield one
-            elif (priced := self.price(*one, self._refused)) is not None:
-                self.put(priced)
+            elif isinstance(one, _Group):
+                for outline in one.outlines:
+                    if found := members(self._policy, one.asked, self.machine, outline):
+                        self.add(found)
+            elif one.best == "does not fit" or (one.best == "tight" and sure()):
+                self._refused[MEMORY] += 1
+            elif isinstance(one, _Priced):
+                yield one
+            elif not one.best:
+                if why := _forbids(self._policy, one.run, self.forbid, every=False):
+                    self._refused[why] += 1
+                    continue
+                best = one.family.bounds.verdict(one.run, self.machine.memory_bytes)
+                least = 0.0 if best == "does not fit" else one.family.bounds.seconds(one.run)
+                self.put(one._replace(best=best), least)
+            elif (priced := self.price(one.run, one.family, self._refused, one.best)) is not None:
+                self.put(priced, priced.seconds)
 
-    def price(self, run: RunFacts, family: _Family, refused: Counter[str]) -> _Priced | None:
-        """The candidate with its predicted step; None if it has none, counted in `refused`."""
+    def price(self, run: RunFacts, family: _Family, refused: Counter[str], best: str = "") -> _Priced | None:
+        """The candidate with its predicted step; None if a rule forbids it or it has no step, counted in `refused`. best: verdict on its memory."""
+        if why := _forbids(self._policy, run, self.forbid):
+            refused[why] += 1
+            return None
         try:
             made = ideal(self._policy, run, self.machine, family.standing)
         except MpbridgeError as error:
             refused[error.line] += 1
             return None
-        return _Priced(run, family, sum(seconds(made, self._using).values()), made.tokens)
-
-    def _least(self, run: RunFacts) -> float:
-        """No step of the run is shorter: all stages together take as long for a micro-batch as one stage of all layers, and none but the slowest waits for none."""
-        sizes = run.parallel
-        key = (
-            sizes.tensor,
-            sizes.context,
-            sizes.expert,
-            run.micro_batch_size,
-            *(repr(run.model.get(name)) for name in NONE),
-        )
-        if key not in self._whole:
-            each = dataclasses.replace(
-                sizes, world_size=sizes.world_size // sizes.pipeline, pipeline=1, virtual_pipeline=None
-            )
-            alone = unsplit(run, each)
-            weights = weight_bytes(self._policy, alone, Coordinates.of(0, each))
-            known = {0: Standing(weights=weights, step=(), optimizer=0.0)}
-            made = ideal(self._policy, alone, self.machine, known)
-            self._whole[key] = sum(seconds(made, self._using).values()) / made.batches
-        stages = sizes.pipeline
-        return self._whole[key] * (batches(run) / stages + (1 - 1 / stages) / (sizes.virtual_pipeline or 1))
+        return _Priced(run, family, sum(seconds(made, self._using).values()), made.tokens, best)
 
 
-def _judged(policy: PrecisionPolicy, one: _Priced, machine: Machine, refused: Counter[str]) -> Layout | None:
-    """The layout; None if it does not fit or a rule forbids it, counted in `refused`."""
+def _judged(one: _Priced, machine: Machine, refused: Counter[str]) -> Layout | None:
+    """The layout; None if it does not fit, counted in `refused`."""
     try:
-        held = one.family.fullest(one.run) if one.family.may_fit(one.run, machine.memory_bytes) else None
+        held = one.family.fullest(one.run)
     except MpbridgeError as error:
         refused[error.line] += 1
         return None
-    if held is None:
-        refused[MEMORY] += 1
-        return None
     answer = verdict(held, machine.memory_bytes)
-    why = MEMORY if answer == "does not fit" else _forbids(policy, one.run)
-    if why:
-        refused[why] += 1
+    if answer == "does not fit":
+        refused[MEMORY] += 1
         return None
     return Layout(
         run=one.run,
@@ -348,11 +370,13 @@ def _judged(policy: PrecisionPolicy, one: _Priced, machine: Machine, refused: Co
 MEMORY = "does not fit in memory"
 
 
-def _forbids(policy: PrecisionPolicy, run: RunFacts) -> str:
-    """The first rule that forbids the run, with its cure; '' if none does."""
-    for violation in broken(policy, run):
-        if violation.severity == "error":
-            return f"{violation.rule}: {violation.found}; expected {violation.expected} (cure: {violation.cure})"
+def _forbids(policy: PrecisionPolicy, run: RunFacts, known: set[str], *, every: bool = True) -> str:
+    """The first rule that forbids the run, with its cure; '' if none does. known: rules that forbade others before, asked first. every: not these alone."""
+    for among in (known, None) if every else (known,):
+        for violation in broken(policy, run, among) if among is None or among else ():
+            if violation.severity == "error":
+                known.add(violation.rule)
+                return f"{violation.rule}: {violation.found}; expected {violation.expected} (cure: {violation.cure})"
     return ""
 
 
@@ -361,10 +385,9 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated:
     times as many GPUs."""
     here = run.parallel
     # the author's own placement of layers on stages, which the search does not consider
-    again = dataclasses.replace(run, model={**run.model, **FULL})
-    if verdict(_Family(policy, (again,)).fullest(again), machine.memory_bytes) == "fits" and not _forbids(
-        policy, again
-    ):
+    again, bounds = dataclasses.replace(run, model={**run.model, **FULL}), Bounds(policy, machine, constants())
+    known = set[str]()
+    if _fits(policy, again, _Family(policy, (again,), bounds), machine, known):
         return again
     for factor in (1, 2, 4, 8, 16, 32, 64):
         wider = dataclasses.replace(run, parallel=dataclasses.replace(here, world_size=here.world_size * factor))
@@ -373,15 +396,23 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated:
         every = [
             (candidate, shared)
             for family in families(policy, wider, machine, stated=stated)
-            for shared in (_Family(policy, family),)
+            for shared in (_Family(policy, family, bounds),)
             for candidate in family
         ]
         for candidate, shared in sorted(every, key=lambda one: _distance(run, one[0])):
             with contextlib.suppress(MpbridgeError):
-                held = shared.fullest(candidate)
-                if verdict(held, machine.memory_bytes) == "fits" and not _forbids(policy, candidate):
+                if _fits(policy, candidate, shared, machine, known):
                     return candidate
     return None
+
+
+def _fits(policy: PrecisionPolicy, run: RunFacts, family: _Family, machine: Machine, known: set[str]) -> bool:
+    """Whether a layout fits for certain and no rule forbids it. known: see `_forbids`."""
+    return (
+        family.bounds.verdict(run, machine.memory_bytes) == "fits"
+        and not _forbids(policy, run, known)
+        and verdict(family.fullest(run), machine.memory_bytes) == "fits"
+    )
 
 
 def _distance(run: RunFacts, other: RunFacts) -> tuple[int, int, int]:

@@ -130,10 +130,12 @@ def cast_bytes(name: str, bits: int, arch: tuple[int, int] | None) -> float:
     return 2 + looked_up + copies * (bits / 8 + scales)
 
 
-def weight_bytes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
-    """Bytes per micro-batch: weights read by forward and dgrad, their gradients read and written."""
+def weight_bytes(
+    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunks: Iterable[Chunk] | None = None
+) -> float:
+    """Bytes per micro-batch: weights read by forward and dgrad, their gradients read and written. chunks: None: those of the rank."""
     total = 0.0
-    for parameter, times in counted(policy, run, at):
+    for parameter, times in counted(policy, run, at, chunks):
         weight = parameter.weight
         if not weight.linear or parameter.layer is None:
             continue

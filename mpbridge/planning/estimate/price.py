@@ -53,18 +53,21 @@ def micro_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, f
     bandwidth = machine.bandwidth or 1e11
     for traffic in work.traffic:
         found[f"memory:{traffic.kind}"] += traffic.bytes / bandwidth
-    return _with_wires(found, run, work.collectives, machine)
+    return with_wires(found, run, work.collectives, machine)
 
 
-def step_seconds(run: RunFacts, work: Work, machine: Machine) -> Mapping[str, float]:
-    """Constant -> ideal seconds of what happens once per step."""
-    found = defaultdict(float, optimizer=work.optimizer / (machine.bandwidth or 1e11))
-    return _with_wires(found, run, work.step, machine)
+def step_seconds(
+    run: RunFacts, optimizer: float, collectives: Iterable[Collective], machine: Machine
+) -> Mapping[str, float]:
+    """Constant -> ideal seconds of what happens once per step. optimizer: bytes that the update reads and writes."""
+    found = defaultdict(float, optimizer=optimizer / (machine.bandwidth or 1e11))
+    return with_wires(found, run, collectives, machine)
 
 
-def _with_wires(
+def with_wires(
     found: defaultdict[str, float], run: RunFacts, collectives: Iterable[Collective], machine: Machine
 ) -> Mapping[str, float]:
+    """With the ideal seconds of those collectives added."""
     for collective in collectives:
         for name, seconds in _wire(run, collective, machine):
             found[name] += seconds

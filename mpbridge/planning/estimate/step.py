@@ -49,7 +49,11 @@ def ideal(
     priced = {}
     for stage in set(kind.values()):
         one = work(policy, run, stage * every, None if known is None else known[stage])
-        priced[stage] = (micro_seconds(run, one, machine), host_units(run, one), step_seconds(run, one, machine))
+        priced[stage] = (
+            micro_seconds(run, one, machine),
+            host_units(run, one),
+            step_seconds(run, one.optimizer, one.step, machine),
+        )
     micro, host, step = zip(*(priced[kind[stage]] for stage in range(parallel.pipeline)), strict=True)
     return Ideal(
         machine=machine.name,
@@ -73,23 +77,25 @@ def standing_work(policy: PrecisionPolicy, run: RunFacts) -> Mapping[int, Standi
 
 def seconds(made: Ideal, using: Constants) -> Mapping[str, float]:
     """Where a step's time goes, in seconds: kinds of work on the slowest stage, 'launch gaps', 'pipeline bubble', 'optimizer'. The sum is the step."""
-    devices = [_scaled(made.machine, stage, using) for stage in made.micro]
-    host = using.of("host") / 1000
-    times = [
-        (sum(device.values()) ** POWER + (units * host) ** POWER) ** (1 / POWER)
-        for device, units in zip(devices, made.host, strict=True)
-    ]
+    devices = [scaled(made.machine, stage, using) for stage in made.micro]
+    times = [both(sum(device.values()), units, using) for device, units in zip(devices, made.host, strict=True)]
     slowest = max(range(len(times)), key=times.__getitem__)
     found = defaultdict(float, {name: value * made.batches for name, value in devices[slowest].items()})
     found["launch gaps"] = made.batches * (times[slowest] - sum(devices[slowest].values()))
     found["pipeline bubble"] = (sum(times) - times[slowest]) / made.virtual
-    once = [_scaled(made.machine, stage, using) for stage in made.step]
+    once = [scaled(made.machine, stage, using) for stage in made.step]
     for name, value in max(once, key=lambda stage: sum(stage.values())).items():
         found[name] += value
     return {name: value for name, value in found.items() if value > 0}
 
 
-def _scaled(machine: str, parts: Mapping[str, float], using: Constants) -> dict[str, float]:
+def both(device: float, units: float, using: Constants) -> float:
+    """Seconds of a device's work and its host's, which run in parallel. units: of the constant 'host'."""
+    return float((device**POWER + (units * using.of("host") / 1000) ** POWER) ** (1 / POWER))
+
+
+def scaled(machine: str, parts: Mapping[str, float], using: Constants) -> dict[str, float]:
+    """Ideal seconds times their constants."""
     found = {}
     for name, value in parts.items():
         if name.startswith("grouped:"):

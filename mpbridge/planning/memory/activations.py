@@ -7,16 +7,17 @@ attention is not fused. Fragmentation and load imbalance between experts are not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.planning.memory.identical_layers import layer_kinds
 from mpbridge.planning.memory.layers import te_layers
 from mpbridge.planning.memory.mixers import MIXERS
-from mpbridge.planning.memory.ranks import Coordinates, batches, in_flight
+from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches, in_flight
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -69,29 +70,58 @@ _ON_HOST: Mapping[str, tuple[str, ...]] = MappingProxyType({
 """offload_modules of fine_grained_activation_offloading -> what a layer keeps on the host. The inputs of qkv_linear and attn_proj are outputs of other modules."""
 
 
-def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
-    """Estimated peak bytes on that rank."""
-    layers = [layer for chunk in at.chunks(run) for layer in chunk.built(run.shape)]
-    kinds = layer_kinds(policy, run)
-    made = {kind: _layer(policy, run, kind) for kind in {kinds[layer] for layer in layers}}
-    kept = [made[kinds[layer]] for layer in layers]
+class Kept(NamedTuple):
+    """What a layer of one kind keeps in a run, in bytes per micro-batch."""
+
+    entry: float
+    whole: float
+    """Without recomputation."""
+    each: float
+    """With the run's recomputation and offloading of modules."""
+    passing: float
+    """What is offloaded one module at a time."""
+    scores: float
+
+
+Known = dict[int, Kept]
+"""Kind of layer -> what it keeps: the same in runs that differ in pipeline stages and data parallelism alone."""
+
+
+def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, known: Known | None = None) -> int:
+    """Estimated peak bytes on that rank. known: filled with what was computed of layers, and read."""
+    made = {} if known is None else known
+    kinds, chunks = layer_kinds(policy, run), at.chunks(run)
+    layers = [kinds[layer] for chunk in chunks for layer in chunk.built(run.shape)]
+    here = [kept(policy, run, kind, made) for kind in set(layers)]
     full = run.model.get("recompute_granularity") == "full"
-    each = [layer.entry for layer in kept] if full else [_selected(run, layer) for layer in kept]
-    away = _away(run, len(kept))
-    stage = _recomputed(run, kept) if full else sum(each[away:])
+    away = _away(run, len(layers))
+    stage = (
+        _recomputed(run, [made[kind] for kind in layers]) if full else sum(made[kind].each for kind in layers[away:])
+    )
     flying = in_flight(run, at.stage)
     # with full recomputation, the layer being recomputed is also in memory
-    extra = max((layer.whole for layer in kept), default=0.0) if full else 0.0
+    extra = max((layer.whole for layer in here), default=0.0) if full else 0.0
     # the gradient of the scores too, in the layer being computed
-    extra += max((layer.scores for layer in kept), default=0.0)
+    extra += max((layer.scores for layer in here), default=0.0)
     # offloaded layers pass through two buffers, and so do modules offloaded individually
-    extra += 2 * max(each[:away], default=0.0)
-    extra += (
-        2
-        * max((layer.without(_recomputed_parts(run)) - one for layer, one in zip(kept, each, strict=True)), default=0.0)
-        * (not full)
-    )
-    return int(stage * flying + extra + _head(policy, run, at))
+    extra += 2 * max((made[kind].each for kind in layers[:away]), default=0.0)
+    extra += 0.0 if full else 2 * max((layer.passing for layer in here), default=0.0)
+    return int(stage * flying + extra + _head(policy, run, chunks))
+
+
+def kept(policy: PrecisionPolicy, run: RunFacts, kind: int, known: Known) -> Kept:
+    """What a layer of that kind keeps; known: filled and read."""
+    if kind not in known:
+        layer = _layer(policy, run, kind)
+        selected = _selected(run, layer)
+        known[kind] = Kept(
+            entry=layer.entry,
+            whole=layer.whole,
+            each=layer.entry if run.model.get("recompute_granularity") == "full" else selected,
+            passing=layer.without(_recomputed_parts(run)) - selected,
+            scores=layer.scores,
+        )
+    return known[kind]
 
 
 def uncertainty(run: RunFacts) -> float:
@@ -140,7 +170,7 @@ def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
     return sum(_selected(run, _layer(policy, run, kind)) * count for kind, count in Counter(kinds).items())
 
 
-def _recomputed(run: RunFacts, kept: list[LayerBytes]) -> float:
+def _recomputed(run: RunFacts, kept: list[Kept]) -> float:
     count = int(run.model.get("recompute_num_layers") or 1)
     if run.model.get("recompute_method") == "block":
         return sum(layer.entry if i < count else layer.whole for i, layer in enumerate(kept))
@@ -235,9 +265,9 @@ def _scores(policy: PrecisionPolicy, run: RunFacts, count: float) -> float:
     return count * run.shape.seq_length * run.shape.num_attention_heads / run.parallel.tensor * each
 
 
-def _head(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
+def _head(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) -> float:
     """Logits with their FP32 softmax on the last stage for one micro-batch; more copies if the loss is fused or the embedding's gradient deferred."""
-    if not any(chunk.last for chunk in at.chunks(run)):
+    if not any(chunk.last for chunk in chunks):
         return 0.0
     model = run.model
     rows = run.tokens * run.shape.vocab_size / run.parallel.tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mpbridge.common.facts import RunFacts
@@ -43,9 +43,9 @@ class Buffer:
     apart: bool
     """Whether it holds experts that are sharded over ranks."""
     distributed: bool
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot, ...] = ()
     """In buffer order."""
-    buckets: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...] = ()
     """(start, end) of each, including padding."""
 
     @property
@@ -79,8 +79,6 @@ def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, s
 
     chunk: (parameter, stored dtype, gradient dtype) in model order. stage, index: of the pipeline stage and the chunk, which determine the bucketing.
     """
-    distributed = run.optimizer.distributed
-    instances = int(run.ddp.get("num_distributed_optimizer_instances") or 1)
     groups: dict[tuple[bool, DType, DType], list[Parameter]] = {}
     for parameter, dtype, grads in chunk:
         apart = parameter.weight.expert and run.parallel.expert > 1
@@ -88,22 +86,21 @@ def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, s
     size = bucket_size(run) if stage == 0 and index == 0 else None
     found = []
     for (apart, dtype, grads), members in groups.items():
-        ranks = run.parallel.replicas(expert=apart) // instances
-        slots, buckets = _place(
-            members, ranks, size, distributed=distributed, bus=bool(run.ddp.get("pad_buckets_for_high_nccl_busbw"))
-        )
-        found.append(
-            Buffer(
-                params=dtype,
-                grads=grads,
-                group=ranks,
-                apart=apart,
-                distributed=distributed,
-                slots=slots,
-                buckets=buckets,
-            )
-        )
+        made, bus = empty(run, dtype, grads, apart=apart), bool(run.ddp.get("pad_buckets_for_high_nccl_busbw"))
+        slots, buckets = _place(members, made.group, size, distributed=made.distributed, bus=bus)
+        found.append(replace(made, slots=slots, buckets=buckets))
     return found
+
+
+def empty(run: RunFacts, params: DType, grads: DType, *, apart: bool) -> Buffer:
+    """A buffer of these dtypes without parameters."""
+    return Buffer(
+        params=params,
+        grads=grads,
+        group=run.parallel.replicas(expert=apart) // int(run.ddp.get("num_distributed_optimizer_instances") or 1),
+        apart=apart,
+        distributed=run.optimizer.distributed,
+    )
 
 
 def bucket_size(run: RunFacts) -> int | None:

@@ -13,7 +13,7 @@ from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
 from mpbridge.common.tables.units import size as as_text
-from mpbridge.planning.memory.activations import activations, uncertainty
+from mpbridge.planning.memory.activations import Known, activations, uncertainty
 from mpbridge.planning.memory.identical_layers import distinct_stages
 from mpbridge.planning.memory.keeps import STATES as KEPT
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
@@ -173,7 +173,7 @@ def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
 def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
     """What a rank holds between updates."""
     found: Counter[str] = Counter()
-    for role in roles(policy, run, rank=rank):
+    for role in roles(policy, run, rank=rank, together=True):
         found[role.name] += role.bytes
     return States(
         rank=rank,
@@ -188,15 +188,20 @@ def stage_states(policy: PrecisionPolicy, run: RunFacts) -> list[States]:
     return [states(policy, run, stage * every) for stage in distinct_stages(policy, run)]
 
 
-def with_states(policy: PrecisionPolicy, run: RunFacts, held: States) -> Memory:
-    """The memory of the rank that holds those states. held: from a run with the same sizes, regardless of micro-batch size and recomputation."""
+def with_states(
+    policy: PrecisionPolicy, run: RunFacts, held: States, known: Known | None = None, *, every: bool = True
+) -> Memory:
+    """The memory of the rank that holds those states. held: from a run with the same sizes, regardless of micro-batch size and recomputation.
+
+    known: for `activations`. every: without it overheads that depend on single parameters are left out.
+    """
     at = Coordinates.of(held.rank, run.parallel)
     return Memory(
         rank=held.rank,
         stage=at.stage,
         roles=held.roles,
-        activations=(kept := activations(policy, run, at)),
-        overheads=overheads(policy, run, at),
+        activations=(kept := activations(policy, run, at, known)),
+        overheads=overheads(policy, run, at, every=every),
         outside=outside(policy, run, kept),
         uncertainty=uncertainty(run),
         elements=held.elements,

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
 from mpbridge.planning.memory.layers import Parameter, ShapeKey, chunk_parameters, layer_weights
-from mpbridge.planning.memory.ranks import Coordinates, has_final_norm, stage_chunks
+from mpbridge.planning.memory.ranks import Chunk, Coordinates, has_final_norm, stage_chunks
 from mpbridge.precision.globs import DECODER
 from mpbridge.precision.policy import PrecisionPolicy
 
 
 def layer_kinds(policy: PrecisionPolicy, run: RunFacts) -> tuple[int, ...]:
     """For each decoder layer the first layer identical to it: the same parameters and attention, under the same rules."""
-    shape, seen = run.shape, dict[object, int]()
-    rules = _rules(policy, ShapeKey(shape))
-    return tuple(
-        seen.setdefault((rules[layer], windowed(run.model, layer)), layer) for layer in range(shape.num_layers)
+    skip = run.model.get("window_attn_skip_freq")
+    return _kinds(
+        policy,
+        ShapeKey(run.shape),
+        bool(run.model.get("window_size")),
+        tuple(skip) if isinstance(skip, (list, tuple)) else skip,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _kinds(policy: PrecisionPolicy, key: ShapeKey, windows: bool, skip: Any) -> tuple[int, ...]:
+    rules, seen = _rules(policy, key), dict[object, int]()
+    model = {"window_size": windows, "window_attn_skip_freq": skip}
+    return tuple(seen.setdefault((rules[layer], windowed(model, layer)), layer) for layer in range(len(rules)))
 
 
 def distinct_stages(policy: PrecisionPolicy, run: RunFacts) -> dict[int, tuple[int, ...]]:
@@ -40,16 +49,21 @@ def distinct_stages(policy: PrecisionPolicy, run: RunFacts) -> dict[int, tuple[i
     return found
 
 
-def counted(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[tuple[Parameter, int]]:
-    """The parameters of that rank, those of identical layers of a chunk once; (parameter, how many there are)."""
-    kinds = layer_kinds(policy, run)
-    for chunk in at.chunks(run):
+def counted(
+    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunks: Iterable[Chunk] | None = None
+) -> Iterator[tuple[Parameter, int]]:
+    """The parameters of that rank (chunks: of these), those of identical layers of a chunk and of a layer's identical experts once; (parameter, how many there are)."""
+    kinds, shape = layer_kinds(policy, run), run.shape
+    alone = bool(shape.experts) and not _names_experts(policy)
+    experts = (shape.experts or 0) // run.parallel.expert if alone else 1
+    for chunk in at.chunks(run) if chunks is None else chunks:
         alike = Counter(kinds[layer] for layer in chunk.layers)
         # the last of each kind, since the last layer of the model may have more beside it
         few = sorted({kinds[layer]: layer for layer in chunk.layers}.values())
-        for parameter in chunk_parameters(run, at, replace(chunk, layers=tuple(few))):
+        for parameter in chunk_parameters(run, at, replace(chunk, layers=tuple(few)), first_expert_only=alone):
             inside = parameter.layer is not None and parameter.name.startswith(DECODER.format(parameter.layer))
-            yield parameter, alike[kinds[parameter.layer]] if inside and parameter.layer is not None else 1
+            times = alike[kinds[parameter.layer]] if inside and parameter.layer is not None else 1
+            yield parameter, times * experts if parameter.weight.expert else times
 
 
 def windowed(model: Mapping[str, Any], layer: int) -> bool:

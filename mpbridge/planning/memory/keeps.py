@@ -75,6 +75,8 @@ def keeps(
 
 def is_frozen(policy: PrecisionPolicy, parameter: str) -> bool:
     """Whether `frozen` covers the parameter with that global name: never an adapter's."""
+    if not policy.frozen:  # asked for every parameter of every candidate of a search
+        return False
     return any(fnmatchcase(parameter, pattern) for pattern in policy.frozen) and not is_adapter(parameter)
 
 

@@ -105,8 +105,10 @@ def te_layers(run: RunFacts) -> bool:
     )
 
 
-def chunk_parameters(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Parameter]:
-    """The parameters of a model chunk of the rank at these coordinates."""
+def chunk_parameters(
+    run: RunFacts, at: Coordinates, chunk: Chunk, *, first_expert_only: bool = False
+) -> list[Parameter]:
+    """The parameters of a model chunk of the rank at these coordinates. first_expert_only: of a layer's experts only the first."""
     shape, tensor = run.shape, run.parallel.tensor
     rows = shape.vocab_size // tensor
     tied_apart = shape.tied and run.parallel.pipeline > 1
@@ -130,31 +132,34 @@ def chunk_parameters(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Param
                 shape.hidden_size,
             )
     for layer in chunk.layers:
-        found += _layer(run, at, layer, f"decoder.layers.{layer}.")
+        found += _layer(run, at, layer, f"decoder.layers.{layer}.", first_expert_only)
     if has_final_norm(run, chunk):
         for part in ("weight", "bias") if shape.norm_bias else ("weight",):
             outside(f"decoder.{'final_norm' if shape.pattern else 'final_layernorm'}.{part}", shape.hidden_size)
     if chunk.mtp:
-        found += _mtp(run, at)
+        found += _mtp(run, at, first_expert_only)
     if chunk.last and not (shape.tied and chunk.first):
         outside("output_layer.weight", rows, shape.hidden_size, split="column", twin=tied_apart)
     return found
 
 
-def _layer(run: RunFacts, at: Coordinates, layer: int, prefix: str) -> list[Parameter]:
+def _layer(run: RunFacts, at: Coordinates, layer: int, prefix: str, first_expert_only: bool) -> list[Parameter]:
     grouped = run.shape.grouped_gemm and te_layers(run)
-    return [Parameter(prefix + w.path, w, layer) for w in rank_weights(run, layer, at.expert, grouped=grouped)]
+    made = rank_weights(run, layer, at.expert, grouped=grouped, first_expert_only=first_expert_only)
+    return [Parameter(prefix + w.path, w, layer) for w in made]
 
 
-def rank_weights(run: RunFacts, layer: int, expert: int = 0, *, grouped: bool = False) -> tuple[Weight, ...]:
-    """The parameters of one layer on the ranks with that index in the expert-parallel group. grouped: see `layer_weights`."""
+def rank_weights(
+    run: RunFacts, layer: int, expert: int = 0, *, grouped: bool = False, first_expert_only: bool = False
+) -> tuple[Weight, ...]:
+    """The parameters of one layer on the ranks with that index in the expert-parallel group. grouped: see `layer_weights`. first_expert_only: without its other experts."""
     parallel, shape = run.parallel, run.shape
     here = (shape.experts or 0) // parallel.expert
     return layer_weights(
         shape,
         tensor=parallel.tensor,
         expert_tensor=parallel.expert_width,
-        local_experts=here,
+        local_experts=min(1, here) if first_expert_only else here,
         parts=shape.parts(layer),
         shared_gate=bool(run.model.get("moe_shared_expert_gate")),
         whole_down=te_layers(run),
@@ -163,7 +168,7 @@ def rank_weights(run: RunFacts, layer: int, expert: int = 0, *, grouped: bool = 
     )
 
 
-def _mtp(run: RunFacts, at: Coordinates) -> list[Parameter]:
+def _mtp(run: RunFacts, at: Coordinates, first_expert_only: bool) -> list[Parameter]:
     """Multi-token prediction depths, each with two norms, a projection and a full layer like the last one."""
     shape = run.shape
     hidden = shape.hidden_size
@@ -173,7 +178,7 @@ def _mtp(run: RunFacts, at: Coordinates) -> list[Parameter]:
         norms = [Weight(f"{name}.{part}", (hidden,)) for name in ("enorm", "hnorm") for part in _parts(shape)]
         projection = Weight("eh_proj.weight", (hidden // run.parallel.tensor, 2 * hidden), linear=True, split="column")
         found += [Parameter(prefix + w.path, w, shape.num_layers - 1) for w in (*norms, projection)]
-        found += _layer(run, at, shape.num_layers - 1, f"{prefix}transformer_layer.")
+        found += _layer(run, at, shape.num_layers - 1, f"{prefix}transformer_layer.", first_expert_only)
         found += [
             Parameter(
                 f"{prefix}final_layernorm.{part}", Weight(f"final_layernorm.{part}", (hidden,)), shape.num_layers - 1
@@ -187,7 +192,7 @@ def _parts(shape: ModelShape) -> tuple[str, ...]:
     return ("weight", "bias") if shape.norm_bias else ("weight",)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def _layer_weights(
     shape_key: ShapeKey,
     tensor: int,

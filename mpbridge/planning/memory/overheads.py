@@ -69,9 +69,9 @@ class Overhead:
         return cls(name=name, bytes=size, known=known, band=band, because=because)
 
 
-def overheads(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> tuple[Overhead, ...]:
-    """Everything of that kind on a rank that torch counts; without a GPU only communication buffers."""
-    return tuple(Overhead.of(name, size) for name, size in _sizes(policy, run, at) if size)
+def overheads(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, *, every: bool = True) -> tuple[Overhead, ...]:
+    """Everything of that kind on a rank that torch counts; without a GPU only communication buffers. every: also what depends on single parameters."""
+    return tuple(Overhead.of(name, size) for name, size in _sizes(policy, run, at, every) if size)
 
 
 def outside(policy: PrecisionPolicy, run: RunFacts, activations: int) -> tuple[Overhead, ...]:
@@ -89,14 +89,16 @@ def _dispatch(policy: PrecisionPolicy, run: RunFacts) -> int:
     return 2 * (run.tokens // parallel.tensor) * parallel.expert * shape.expert_hidden_size * policy.compute.bytes
 
 
-def _sizes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[tuple[str, int]]:
+def _sizes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, every: bool) -> Iterator[tuple[str, int]]:
     parallel, shape, machine = run.parallel, run.shape, run.machine
     whole = run.tokens * shape.hidden_size * policy.compute.bytes
     share = whole // parallel.sequence_width
     if machine is not None and machine.gpu:
         yield "workspaces", _workspaces(run, machine)
-        yield "gradient placeholders", _placeholders(policy, run, at)
-    yield "communication", _communication(policy, run, at)
+    if every:
+        if machine is not None and machine.gpu:
+            yield "gradient placeholders", _placeholders(policy, run, at)
+        yield "communication", _communication(policy, run, at)
     if run.model.get("tp_comm_overlap") and parallel.tensor > 1:
         yield "overlap buffers", 4 * whole
     yield "gather buffer", _gather_buffer(policy, run, at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpbridge.common.facts import BESIDE_ADAM, RunFacts
 from mpbridge.common.formats import DType
@@ -40,8 +40,8 @@ class Role(NamedTuple):
         return (self.elements + self.padding) * self.dtype.bytes
 
 
-def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0) -> tuple[Role, ...]:
-    """Every role on `rank` between optimizer steps, once states exist. Views of other roles' memory are not listed.
+def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0, together: bool = False) -> tuple[Role, ...]:
+    """Every role on `rank` between optimizer steps, once states exist. Views of other roles' memory are not listed. together: those that are alike in a buffer as one.
 
     `memory.keeps` determines what is stored; this function counts it in the engine's layout (`EngineTraits.exact_memory`: to the byte or not).
     """
@@ -49,6 +49,8 @@ def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0) -> tuple[Rol
     at = Coordinates.of(rank, run.parallel)
     chunks = parameters(run, at)
     lay = _LAYOUTS[run.traits.layout]
+    if lay is _in_buffers and run.optimizer.name not in BESIDE_ADAM and not settled.frozen:
+        lay = functools.partial(_in_buffers, together=together)
     if run.optimizer.name == "dist_muon":
         lay = functools.partial(_in_buffers, mine=_dealt(settled, run, at, chunks))
     found = [role for index, chunk in enumerate(chunks) for role in lay(settled, run, at, chunk, index)]
@@ -81,17 +83,19 @@ def resting(policy: PrecisionPolicy, run: RunFacts) -> Callable[[Parameter], tup
             return dtype_at_rest(policy, run, parameter)
         if parameter.layer is None or not parameter.weight.linear:
             return policy.params, None
-        path = _module(parameter)
-        if path not in known:
-            known[path] = dtype_at_rest(policy, run, parameter)
-        return known[path]
+        if (found := known.get(parameter.name)) is None:
+            path = _module(parameter)
+            if path not in known:
+                known[path] = dtype_at_rest(policy, run, parameter)
+            found = known[parameter.name] = known[path]
+        return found
 
     return of
 
 
 @functools.lru_cache(maxsize=32)  # asked again for each stage, chunk and layout
 def _known(policy: PrecisionPolicy, layers: int, realization: str) -> dict[str, tuple[DType, Quant | None]]:
-    """What is known of linears under a policy, by path: `dtype_at_rest` depends on nothing else."""
+    """What is known of linears under a policy, by path and by the names of their parameters: `dtype_at_rest` depends on nothing else."""
     return {}
 
 
@@ -120,18 +124,21 @@ def _in_buffers(
     chunk: tuple[Parameter, ...],
     index: int,
     mine: Collection[str] | None = None,
+    *,
+    together: bool = False,
 ) -> Iterator[Role]:
-    """megatron-core's DDP and distributed optimizer. mine: the parameters that this rank updates; None: what the buffers' shards say."""
+    """megatron-core's DDP and distributed optimizer. mine: the parameters that this rank updates; None: what the buffers' shards say. together: all parameters
+    are trained alike, and a buffer's are one."""
     of, rests = holdings(policy, run), resting(policy, run)
     reused = policy.reuse_grad_buffer and run.realization == "native"
     for buffer in chunk_buffers(policy, run, at, chunk, index):
         kept = of(buffer.params)
-        yield from _buffer(buffer, kept, shared=reused and buffer.params is DType.UINT8)
+        yield from _buffer(buffer, kept, shared=reused and buffer.params is DType.UINT8, together=together)
         owned: Iterable[tuple[Parameter, int]] = ((slot.parameter, slot.end - slot.start) for slot in buffer.slots)
         if buffer.distributed:
             shard = at.expert_data if buffer.apart else at.data
             owned = buffer.shard(shard % buffer.group)
-        for parameter, size in owned:
+        for parameter, size in _sum(owned) if together else owned:
             if mine is not None and parameter.name not in mine:
                 continue
             own = of(buffer.params, parameter)
@@ -139,6 +146,9 @@ def _in_buffers(
                 if name in own and own[name].view_of is None:
                     count = elements_of(name, parameter.weight.shape, size)
                     yield Role(name, parameter.name, own[name].dtype, count, 0, own[name].owner)
+    if not policy.quantized and not policy.frozen:
+        return
+    alike: dict[tuple[object, ...], list[Any]] = {}
     for parameter in chunk:
         stored, quant = rests(parameter)
         if is_frozen(policy, parameter.name) and not (reused and stored is DType.UINT8):
@@ -146,7 +156,11 @@ def _in_buffers(
             packed = stored is DType.UINT8 and quant is not None and quant.bits == 4
             yield Role("params", parameter.name, stored, -(-size // 2) if packed else size, 0, "model")
         if quant is not None:
-            yield from (Role(*copy, 0, "transformer_engine") for copy in weight_copies(parameter, quant, run))
+            kind = (parameter.weight.shape, quant) if together else (parameter.name,)
+            alike.setdefault(kind, [parameter, quant, 0])[2] += 1
+    for first, quant, times in alike.values():
+        for name, whose, dtype, size in weight_copies(first, quant, run):
+            yield Role(name, whose, dtype, times * size, 0, "transformer_engine")
 
 
 def _dealt(
@@ -179,13 +193,19 @@ def chunk_buffers(
     return buffers(run, rows, stage=at.stage, index=index)
 
 
-def _buffer(buffer: Buffer, kept: Mapping[str, Holding], *, shared: bool) -> Iterator[Role]:
+def _sum(sizes: Iterable[tuple[Parameter, int]]) -> list[tuple[Parameter, int]]:
+    """The first parameter with the sum of all sizes."""
+    every = list(sizes)
+    return [(every[0][0], sum(size for _, size in every))] if every else []
+
+
+def _buffer(buffer: Buffer, kept: Mapping[str, Holding], *, shared: bool, together: bool) -> Iterator[Role]:
     """Parameters and gradients. shared: MXFP8 weights, whose gather borrows the gradient buffer; their own bytes are Transformer Engine's copies."""
-    for slot in buffer.slots:
-        size, name = slot.end - slot.start, slot.parameter.name
+    sizes = [(slot.parameter, slot.end - slot.start) for slot in buffer.slots]
+    for parameter, size in _sum(sizes) if together else sizes:
         if not shared:
-            yield Role("params", name, buffer.params, size, 0, kept["params"].owner)
-        yield Role("grads", name, buffer.grads, size, 0, kept["grads"].owner)
+            yield Role("params", parameter.name, buffer.params, size, 0, kept["params"].owner)
+        yield Role("grads", parameter.name, buffer.grads, size, 0, kept["grads"].owner)
     if buffer.padding:
         padded = (buffer.grads,) if shared else (buffer.params, buffer.grads)
         yield from (Role("padding", "", dtype, 0, buffer.padding, "wrapper") for dtype in padded)

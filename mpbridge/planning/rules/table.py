@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from mpbridge.common.errors import Refused
@@ -55,10 +55,11 @@ def _engine_rules(name: str) -> Iterator[Rule]:
         yield replace(rule, engine=name, about=f"{name} {rule.about}".strip())
 
 
-def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
-    """Every broken rule, errors before warnings, each group in table order."""
+def broken(policy: PrecisionPolicy, run: RunFacts, among: Collection[str] | None = None) -> tuple[Violation, ...]:
+    """Every broken rule, errors before warnings, each group in table order. among: only of the rules with these ids."""
     case = Case(policy=policy.settled(dict(run.optimizer.settings)), run=run)
-    seen = [violation for rule in rules() if (violation := _judge(rule, case)) is not None]
+    asked = rules() if among is None else [rule for rule in rules() if rule.id in among]
+    seen = [violation for rule in asked if (violation := _judge(rule, case)) is not None]
     return tuple(sorted(seen, key=lambda violation: violation.severity != "error"))
 
 

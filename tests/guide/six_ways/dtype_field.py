@@ -15,7 +15,8 @@ from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import engine_names, traits
 from mpbridge.interop.stacks.exporters import export
-from mpbridge.planning.estimate.build import _update
+from mpbridge.planning.estimate.build import update
+from mpbridge.planning.estimate.collectives import shares
 from mpbridge.planning.memory.by_role import STATES, memory
 from mpbridge.planning.memory.keeps import keeps
 from mpbridge.planning.memory.ranks import Coordinates
@@ -60,7 +61,7 @@ before, after = memory(aware, RUN), memory(stated, RUN)
 assert ROLE not in before.roles
 assert after.roles[ROLE] * 2 == after.roles["exp_avg"]
 first = Coordinates.of(0, RUN.parallel)
-assert _update(stated, RUN, first) > _update(aware, RUN, first)
+assert update(stated, RUN, shares(stated, RUN, first)) > update(aware, RUN, shares(aware, RUN, first))
 # rules and show
 assert "precision-aware-needs-distributed-optimizer" in {v.rule for v in broken(stated, RunFacts(shape=SHAPE))}
 for line in ("", f"{FIELD}: bf16\n"):

@@ -8,7 +8,8 @@ from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import engine_names, traits
 from mpbridge.interop.stacks.meaning import of_policy
-from mpbridge.planning.estimate.build import _update
+from mpbridge.planning.estimate.build import update
+from mpbridge.planning.estimate.collectives import shares
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.planning.memory.keeps import keeps
 from mpbridge.planning.memory.ranks import Coordinates
@@ -29,7 +30,7 @@ assert {role: one.dtype for role, one in held.items()} == {
 assert {one.sharding for one in held.values()} == {"rows"}
 roles = memory(policy, run).roles
 assert roles["main_params"] == 2 * roles["exp_avg"] > 0
-assert _update(policy, run, Coordinates.of(0, run.parallel)) > 0
+assert update(policy, run, shares(policy, run, Coordinates.of(0, run.parallel))) > 0
 assert main_weights(policy, kind) == "fp32 kept by swapped"
 assert of_policy(policy, engine=NAME).main is DType.FP32
 found = {violation.rule for violation in broken(policy, run)}

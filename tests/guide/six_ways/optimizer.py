@@ -10,7 +10,8 @@ from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, resolve
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import traits
-from mpbridge.planning.estimate.build import _update
+from mpbridge.planning.estimate.build import update
+from mpbridge.planning.estimate.collectives import shares
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.planning.memory.keeps import keeps
 from mpbridge.planning.memory.ranks import Coordinates
@@ -39,7 +40,8 @@ one, adam = (memory(wide, run("fsdp2", one)).roles for one in (SIGNUM, Optimizer
 assert one["exp_avg"] == adam["exp_avg"] == adam["exp_avg_sq"]
 assert "exp_avg_sq" not in one
 first = Coordinates.of(0, run("fsdp2").parallel)
-assert _update(wide, run("fsdp2"), first) < _update(wide, run("fsdp2", OptimizerFacts(name="torch_adamw")), first)
+mine, usual = run("fsdp2"), run("fsdp2", OptimizerFacts(name="torch_adamw"))
+assert update(wide, mine, shares(wide, mine, first)) < update(wide, usual, shares(wide, usual, first))
 # rules
 narrow = resolve(get_mixed_precision_config("bf16_mixed"))
 assert not broken(wide, run("fsdp2"))
