@@ -7,8 +7,12 @@ import argparse
 from mpbridge.cli.options import JSON, RUN, arg, resolved
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import answer, print_line, print_table, show_table
+from mpbridge.common.facts import BESIDE_ADAM, MUONS
+from mpbridge.common.formats import say
 from mpbridge.common.tables.units import processes
+from mpbridge.planning.memory.keeps import STATES, keeps
 from mpbridge.planning.memory.names import refuse_idle_rules
+from mpbridge.planning.rules.muon import NEWTON_SCHULZ
 from mpbridge.precision.sync.plan import plain
 from mpbridge.settings.container import Run
 
@@ -38,7 +42,7 @@ def as_data(made: Run) -> dict[str, object]:
         "engine": made.engine,
         "world_size": made.world_size,
         "brought": made.brought,
-        "meaning": dict(facts(made.policy, made.facts.shape, engine=made.facts.engine)),
+        "meaning": dict(meaning(made)),
         **made.plan.as_data(),
         "bf16_layers": list(made.policy.bf16_layers(depth)) if made.policy.quantized else None,
         "origin": dict(made.origin),
@@ -48,6 +52,25 @@ def as_data(made: Run) -> dict[str, object]:
             for stage in made.stages
         ],
     }
+
+
+def meaning(made: Run) -> list[tuple[str, str]]:
+    """The policy's facts, and those of the run that have words of their own: who trains hidden matrices, in what, and the states of a scan."""
+    run = made.facts
+    rows, name = facts(made.policy, run.shape, engine=run.engine), run.optimizer.name
+    if name in BESIDE_ADAM:
+        kept = keeps(made.policy.settled(dict(run.optimizer.settings)), run.traits, run.optimizer, ddp=run.ddp)
+        states = ", ".join(f"{role} {kept[role].dtype.short}" for role in STATES[2:] if role in kept)
+        rows.append((f"hidden matrices by {name}", f"{states}; everything else by Adam"))
+    if name in MUONS:
+        word = str(run.optimizer.settings.get("muon_fp32_matmul_prec") or "medium")
+        rows.append(("Newton-Schulz multiplies in", NEWTON_SCHULZ.get(word, word)))
+    if name == "soap":
+        rows.append(("SOAP multiplies in", "TF32 on a GPU, FP32 elsewhere"))
+    states_dtype = run.model.get("mamba_training_ssm_states_dtype")
+    if states_dtype is not None and "M" in run.shape.pattern:
+        rows.append(("states between a scan's chunks", f"{say(states_dtype)}, if mamba_ssm takes state_dtype"))
+    return rows
 
 
 def _print(made: Run, *, explain: bool) -> None:
@@ -60,9 +83,7 @@ def _print(made: Run, *, explain: bool) -> None:
     for setting in made.brought:
         print_line(f"the recipe also sets {setting}")
     print_line()
-    print_table(
-        ("fact", "value"), facts(made.policy, made.facts.shape, engine=made.facts.engine), title="what it means"
-    )
+    print_table(("fact", "value"), meaning(made), title="what it means")
     if len(made.stages) > 1:
         print_line()
         print_table(

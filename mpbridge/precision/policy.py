@@ -152,6 +152,11 @@ class PrecisionPolicy:
         return next(((region.first or 0, region.last or 0) for region in self.regions if region.ends), None)
 
     @property
+    def all_frozen(self) -> bool:
+        """Whether `frozen` covers the whole base, so that only adapters are in gradient buffers and gathers."""
+        return "*" in self.frozen
+
+    @property
     def module_regions(self) -> tuple[Region, ...]:
         """The regions from `modules`: all except the edge layers' and the last one."""
         return tuple(region for region in self.regions[:-1] if not region.ends)

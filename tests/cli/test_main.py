@@ -421,3 +421,20 @@ def test_a_missing_module_is_named_with_who_imports_it(said, tmp_path, monkeypat
     assert f"strangers_package ({tmp_path / 'strangers_package.py'}, line 1) imports no_such_dependency" in " ".join(
         text.split()
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}, {"hidden matrices by muon": "exp_avg fp32; everything else by Adam", "Newton-Schulz multiplies in": "FP32"}),
+        ({"optimizer": "soap"}, {"hidden matrices by soap": "exp_avg fp32, exp_avg_sq fp32, factors fp32; everything else by Adam"}),
+    ],
+    ids=["muon", "soap"],
+)  # fmt: skip
+def test_a_plan_says_who_trains_hidden_matrices_and_in_what(settings, rows, capsys):
+    main(
+        ["plan", "--recipe", "bf16_mixed", "--json", *(f"optimizer.{name}={value}" for name, value in settings.items())]
+    )
+    assert rows.items() <= json.loads(capsys.readouterr().out)["meaning"].items()
+    main(["plan", "--recipe", "bf16_mixed", "--json"])
+    assert not rows.keys() & json.loads(capsys.readouterr().out)["meaning"].keys()

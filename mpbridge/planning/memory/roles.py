@@ -152,7 +152,9 @@ def _in_buffers(
     for parameter in chunk:
         stored, quant = rests(parameter)
         if is_frozen(policy, parameter.name) and not (reused and stored is DType.UINT8):
-            yield Role("params", parameter.name, stored, parameter.weight.elements, 0, "model")
+            size = parameter.weight.elements
+            packed = stored is DType.UINT8 and quant is not None and quant.bits == 4
+            yield Role("params", parameter.name, stored, -(-size // 2) if packed else size, 0, "model")
         if quant is not None:
             kind = (parameter.weight.shape, quant) if together else (parameter.name,)
             alike.setdefault(kind, [parameter, quant, 0])[2] += 1

@@ -118,6 +118,15 @@ RULES: tuple[Rule, ...] = (
         cure="a bf16 recipe",
         source="unslothai/unsloth-zoo#212",
     ),
+    warning(
+        id="mamba-states-dtype-unread",
+        when=lambda c: c.run.shape.pattern and c.model("mamba_training_ssm_states_dtype") is not None,
+        found=lambda c: f"mamba_training_ssm_states_dtype={say(c.model('mamba_training_ssm_states_dtype'))}",
+        expected="null: megatron-core passes it to scans that take state_dtype and refuses to build the layer otherwise; no mamba_ssm up to 2.3.1 does, nor the "
+        "played one",
+        cure="model.mamba_training_ssm_states_dtype=null, or a mamba_ssm with that argument",
+        source="megatron-core 0.20 ssm/mamba_mixer.py MAMBA_HAS_STATE_DTYPE; mamba-ssm 2.3.1",
+    ),
 )
 
 

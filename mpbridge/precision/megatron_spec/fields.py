@@ -34,6 +34,11 @@ def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> FieldV
     return value
 
 
+def _gathers_fp4(facts: Facts) -> bool:
+    quant = facts.policy.fp4
+    return quant is not None and quant.stored and not facts.policy.all_frozen
+
+
 def _word(low: Literal["fp8", "fp4"], off: str) -> FieldValue:
     """megatron-core's name for the scaling, or its default without one."""
 
@@ -277,7 +282,7 @@ _LOW: tuple[PrecisionField, ...] = (
     _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
     _row("ddp", "fp8_param_gather", _of("fp8", "stored", False), "parameters all-gathered in FP8", False, knob="fp8_param_gather", turns=_storage_turns),
-    _row("ddp", "fp4_param_gather", _of("fp4", "stored", False), "parameters all-gathered in FP4", False, knob="fp4_param_gather", turns=_with_fp4, holds=SINCE_017, required=True),
+    _row("ddp", "fp4_param_gather", _gathers_fp4, "parameters all-gathered in FP4", False, knob="fp4_param_gather", turns=_with_fp4, holds=SINCE_017, required=True),
 )  # fmt: skip
 _STATES: tuple[PrecisionField, ...] = (
     _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,11 @@ def test_sixteen_bits_train_and_resume_to_the_bit_on_two_processes(tmp_path: Pat
     for name in names:
         assert report[f"{name}/{kind}"]["equal"]
         assert report[f"{name}/{kind}"][name] == report[f"{name}/{kind}"]["straight"]
+
+
+@pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="needs Emerging-Optimizers")
+def test_dist_muon_resumes_to_the_bit_on_two_processes(tmp_path: Path) -> None:
+    """Each rank stores the states of the whole parameters that it is dealt."""
+    report = worker.world(2, ["dp2_dist_muon"], tmp_path, kinds=["bf16"], resume=True)["dp2_dist_muon/bf16"]
+    assert report["equal"]
+    assert report["dp2_dist_muon"] == report["straight"]

@@ -45,6 +45,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "vpp2_batched": {"parallel": VPP, "model": DEEP},
     "ep2": {"parallel": {"expert_model_parallel_size": 2}, "model": MOE},
     "ep2_sharded": {"parallel": {"expert_model_parallel_size": 2}, "model": MOE, "ddp": OVERLAP},
+    "dp2_dist_muon": {"optimizer": {"optimizer": "dist_muon"}},
     "cp2": {"parallel": {"context_parallel_size": 2}},
 }
 

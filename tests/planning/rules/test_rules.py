@@ -112,7 +112,9 @@ TABLE = {
     "attention-switch-has-no-effect": ({"recipe": "fp8_sc", "config": {"fp8_dot_product_attention": True}}, {"recipe": "fp8_cs", "config": {"fp8_dot_product_attention": True}}),
     "mxfp8-with-e5m2-gradients": ({**MX, "config": {"fp8": "hybrid"}}, MX),
     "nvfp4-around-fp16": ({"recipe": "fp16", "config": {"fp4": "e2m1"}, **B200}, {"recipe": "nvfp4", **B200}),
-    "fp4-weights-stored": ({"recipe": "nvfp4", "config": {"fp4_param_gather": True}, **B200}, {"recipe": "nvfp4", **B200}),
+    "fp4-weights-stored": (
+        {"recipe": "nvfp4", "config": {"fp4_param_gather": True}, **B200}, {"recipe": "nvfp4", "config": {"fp4_param_gather": True, "frozen": ["*"]}, "shape": LORA, **B200},
+    ),
     "delayed-scaling-with-selective-recompute": ({"recipe": "fp8_ds", "model": SELECTIVE}, {"recipe": "fp8_cs", "model": SELECTIVE}),
     "fp8-recompute-needs-newer-engine": ({"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.5")}, {"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.6")}),
     "nvfp4-recompute-needs-newer-engine": ({"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.11")}, {"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.12")}),
@@ -249,6 +251,9 @@ TABLE = {
         {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}}, {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}, **B200},
     ),
     "hybrids-on-one-engine": ({**PATTERN, "engine": "fsdp2", "optimizer": OptimizerFacts()}, PATTERN),
+    "mamba-states-dtype-unread": (
+        {**PATTERN, "model": {**PATTERN["model"], "mamba_training_ssm_states_dtype": "fp32"}, "versions": NEWER}, {**PATTERN, "versions": NEWER},
+    ),
     "hybrid-in-fp16": ({"recipe": "fp16", "model": HYBRID}, {"recipe": "bf16", "model": HYBRID}),
     "muon-cannot": ({"recipe": "fp16", "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
     "torch-muon-keeps-no-main-weights": ({"engine": "fsdp2", "optimizer": OptimizerFacts(name="muon")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="muon")}),

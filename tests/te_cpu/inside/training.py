@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from mpbridge import ConfigContainer, pretrain
+from mpbridge.planning.memory.roles import roles
 from mpbridge.te_cpu.played import now
 from mpbridge.training.base import Hook
 
@@ -69,6 +71,34 @@ def test_adapters_train_beside_a_stored_base() -> None:
     )
     assert summary.last_loss < summary.first_loss
     assert seen.classes["decoder.layers.0.self_attention.linear_qkv.weight"] == weights
+
+
+@pytest.mark.skipif(not BLACKWELL, reason="NVFP4 is a B200's")
+def test_adapters_train_beside_a_base_stored_in_nvfp4() -> None:
+    """A frozen base is in no buffer, so that megatron-core 0.16 can store it in four bits; what it holds is what is planned, to the byte."""
+    held: Counter[str] = Counter()
+
+    class Held(Seen):
+        def built(self, training) -> None:
+            super().built(training)
+            codes, scales = ("_rowwise_data", "_columnwise_data"), ("_rowwise_scale_inv", "_columnwise_scale_inv")
+            for name, tensor in training.engine.named_parameters():
+                if self.classes[name] == "NVFP4Tensor":
+                    held["codes"] += sum(getattr(tensor, part).nbytes for part in codes)
+                    held["scales"] += sum(getattr(tensor, part).nbytes for part in scales)
+                else:
+                    held["plain"] += tensor.nbytes
+            run = training.engine.run
+            for one in roles(run.policy, run.facts):
+                held[one.name] -= one.bytes
+
+    seen = Held()
+    options = ("train.audit=stop", "model.num_layers=1", "mixed_precision.fp4_param=true")
+    summary = pretrain(tiny("bf16_with_nvfp4_mixed", *options, model="lora_tiny"), hooks=[seen], quiet=True)
+    assert summary.last_loss < summary.first_loss
+    assert seen.classes["decoder.layers.0.self_attention.linear_qkv.weight"] == "NVFP4Tensor"
+    assert held["codes"] + held["plain"] + held["params"] + held["weight_transposes"] == 0
+    assert held["scales"] + held["weight_scales"] == 0
 
 
 HYBRID = ("model.hybrid_override_pattern=M-M*-M-", "model.num_layers=7")
