@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpbridge.common.formats import say
 from mpbridge.common.shipped import install
+from mpbridge.common.versions import at_least
 from mpbridge.planning.memory.ranks import batches
 from mpbridge.planning.rules.base import NEWER_MODEL_CONFIG, Case, Rule, faults, row
 from mpbridge.precision.megatron_spec.schema import records
@@ -203,6 +204,8 @@ RULES: tuple[Rule, ...] = (
     row("rotary-embedding", _rotation, "a combination that these kernels and layers support", "drop the switch"),
     row("switch-without-transformer-engine", _library, "Transformer Engine, which has these kernels", f"{install('te')}, or drop them",
          when=lambda c: c.run.versions.transformer_engine is None),
+    row("symmetric-all-reduce", lambda c: f"symmetric_ar_type={say(c.model('symmetric_ar_type'))} with torch {c.run.versions.torch}", "torch 2.7 or later", "model.symmetric_ar_type=null",
+        when=lambda c: c.model("symmetric_ar_type") is not None and c.run.versions.torch is not None and not at_least(c.run.versions.torch, "2.7")),
     row("layers-without-rotation", _no_rope, "a divisor of the number of layers, or one entry per layer, and no flash_decode", "correct model.no_rope_freq"),
     row("context-communication", lambda c: f"{len(c.model('cp_comm_type'))} entries in cp_comm_type over {c.run.shape.num_layers} layers", "one entry per layer, or one for all",
          "correct model.cp_comm_type",

@@ -67,6 +67,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fused-activation": pair({"bias_activation_fusion": True, "activation_func": "relu"}, {"bias_activation_fusion": True, "activation_func": "gelu"}),
     "rotary-embedding": pair({"multi_latent_attention": True, "apply_rope_fusion": True, "rope_type": "rope"},
                              {"multi_latent_attention": True, "apply_rope_fusion": True, "rope_type": "yarn"}),
+    "symmetric-all-reduce": ({"model": {"symmetric_ar_type": "two_shot"}, "versions": dataclasses.replace(NEWER, torch="2.6.0", megatron_core="0.16.1")},
+                             {"model": {"symmetric_ar_type": "two_shot"}, "versions": dataclasses.replace(NEWER, torch="2.7.0", megatron_core="0.16.1")}),
     "switch-without-transformer-engine": ({"model": {"apply_rope_fusion": True}, "versions": BARE}, {"model": {"apply_rope_fusion": True}}),
     "layers-without-rotation": pair({"no_rope_freq": 3}, {"no_rope_freq": 2}),
     "context-communication": pair({"cp_comm_type": ["p2p"]}, {"cp_comm_type": ["p2p"] * 4}, parallel=Parallel(world_size=2, context=2)),
