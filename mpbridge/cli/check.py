@@ -274,10 +274,15 @@ def _print_violations(violations: Sequence[Violation]) -> None:
 
 def _print_sizes(findings: Sequence[Misfit]) -> None:
     columns = ("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do")
+    alike: dict[tuple[object, ...], list[Misfit]] = {}
+    for f in findings:  # what has the same size and cure is one row
+        alike.setdefault((f.level, f.dimension, f.value, f.multiple, f.pad, f.cure), []).append(f)
     rows = []
-    for f in findings:
+    for found in alike.values():
+        f, modules = found[0], ", ".join(one.module for one in found)
+        layers = ", ".join(filter(None, dict.fromkeys(_layers(one.layers) for one in found)))
         value, multiple = f.value or "at run time", f.multiple if f.multiple > 1 else ""
-        rows.append((f.level, f.module, _layers(f.layers), f.dimension, value, multiple, f.pad or "", f.cure))
+        rows.append((f.level, modules, layers, f.dimension, value, multiple, f.pad or "", f.cure))
     if rows:
         print_table(columns, rows, title="sizes")
         print_line()

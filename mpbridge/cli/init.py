@@ -114,17 +114,7 @@ def run(args: argparse.Namespace) -> int:
     taken = [str(folder / name) for name in files if (folder / name).exists()]
     if taken:
         raise BadValue(f"{', '.join(taken)} already exist: choose an empty folder (mpbridge init DIR)")
-    there = folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        for name, text in files.items():
-            write(folder / name, text)
-    except OSError:  # no room: nothing is left of it
-        for name in files:
-            (folder / name).unlink(missing_ok=True)
-        if not there:
-            folder.rmdir()
-        raise
+    _write(folder, files)
     for name in files:
         print_line(f"{folder / name}  {WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
@@ -140,6 +130,29 @@ def run(args: argparse.Namespace) -> int:
     if settings:
         print_line(f"set these on the command line or in config.yaml:{settings}")
     return 0
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Writes all of them, or none."""
+    there = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (
+        FileNotFoundError,
+        PermissionError,
+    ) as error:  # such as in /proc, whose folders say that they can be written to
+        raise BadValue(
+            f"{folder} cannot be created ({error.strerror}), expected a folder, or a path where one can be created"
+        ) from None
+    try:
+        for name, text in files.items():
+            write(folder / name, text)
+    except OSError:  # no room: nothing is left of it
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        if not there:
+            folder.rmdir()
+        raise
 
 
 def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) -> str:

@@ -234,6 +234,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises BadValue instead of printing the usage and exiting."""
+        message = message.replace(", key=value", "")  # never required, whatever argparse says
         raise BadValue(f"{self.prog}: {message} ({self._meant(message)}mpbridge help {self.prog.partition(' ')[2]})")
 
     def _meant(self, message: str) -> str:

@@ -14,15 +14,15 @@ SUMMARY = "run a CUDA-only script on the CPU, simulating a GPU"
 ARGUMENTS = (
     arg("--target GPU", "the machine to simulate (default: h100)", default="h100"),
     arg("--te X.Y", "the Transformer Engine release (default: the installed one)"),
-    arg("command SCRIPT ARGS", "the script, or -m MODULE, and its own arguments", nargs="..."),
+    arg("-m MODULE", "a module in the place of the script, as python -m runs it", nargs="..."),
+    arg("command SCRIPT ARGS", "the script and its own arguments", nargs="..."),
 )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script and returns its exit code. Under torchrun: torchrun ... -m mpbridge on-cpu SCRIPT ARGS."""
-    command = list(args.command)
-    by_module = bool(command) and command[0] == "-m"
-    command = command[1:] if by_module else command
+    by_module = args.m is not None
+    command = list(args.m if by_module else args.command)
     if not command:
         raise BadValue("on-cpu: the script is missing (mpbridge on-cpu --target h100 pretrain_gpt.py ...)")
     script = command[0]
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         sys.argv = command
         try:
             if by_module:
+                sys.path.insert(0, str(Path.cwd()))  # as python -m puts it
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 # the script's folder comes first, as python puts it

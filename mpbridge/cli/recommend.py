@@ -104,7 +104,7 @@ def _print(where: TargetMachine, order: list[Advice], omitted: list[str], price:
     for fits, title in ((True, "valid and fit, in order"), (False, "valid, but do not fit")):
         rows = [
             (
-                f"{place}{'=' if a.tied else ''}",
+                f"{place}{a.mark}",
                 a.recipe,
                 a.status,
                 _memory(a),
@@ -124,8 +124,8 @@ def _print(where: TargetMachine, order: list[Advice], omitted: list[str], price:
             columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", *error, "why")
             print_table(columns, rows, title=title)
             print_line()
-    if decides(order):
-        print_line(decides(order))
+    for tie in decides(order):
+        print_line(tie)
     print_line(
         "memory: states and estimated activations of the fullest GPU, compared with bf16_mixed on the megatron-core engine"
     )

@@ -134,7 +134,8 @@ def _print(found: Diagnosis, data: dict[str, Any]) -> None:
         print_line("verdict    no step was taken, so there is nothing to judge")
         return
     good = f"{'as promised, ' if data['audits']['ok'] else 'not proved by an audit; '}nothing is out of line"
-    print_line(f"verdict    {'see ' + ' and '.join(bad) if bad else good}")
+    part = f"{data['steps']} of {of} steps so far: " if of and data["steps"] < of else ""
+    print_line(f"verdict    {part}{'see ' + ' and '.join(bad) if bad else good}")
 
 
 def _said(precision: dict[str, Any]) -> str:

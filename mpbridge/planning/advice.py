@@ -44,7 +44,14 @@ class Advice:
     """Predicted relative error of one step's gradient (numerics.certificates); None: not asked for."""
     tied: bool = False
     """Whether its predicted step is within the error band of the fastest one's."""
+    tie: int = 0
+    """Which recipes tie: those of one number do, those with the fastest steps have the lowest; 0: it ties with none."""
     taste: int = 0
+
+    @property
+    def mark(self) -> str:
+        """'=' for recipes of the first tie, '==' of the second and so on; '': none."""
+        return "=" * self.tie
 
     @property
     def fits(self) -> bool:
@@ -84,23 +91,37 @@ def order(advice: Advice, by: str) -> tuple[object, ...]:
 
 
 def with_ties(made: Sequence[Advice]) -> list[Advice]:
-    """The advice with `tied` set for two or more recipes whose predicted steps the error band does not tell apart from the fastest one's."""
+    """The advice with `tie` set for recipes whose predicted steps the error band does not tell apart: the fastest with those within its band, then the fastest of the
+    rest with those within its own, and so on."""
     priced = [
-        one for one in made if one.legal and one.fits and one.seconds is not None and one.speed_known == "predicted"
+        (one.seconds, one)
+        for one in made
+        if one.seconds is not None and one.legal and one.fits and one.speed_known == "predicted"
     ]
-    fastest = min(priced, key=lambda one: one.seconds or 0.0, default=None)
-    if fastest is None or fastest.seconds is None:
-        return list(made)
-    most = fastest.seconds * (1 + fastest.band)
-    tied = {one.recipe for one in priced if one.seconds is not None and one.seconds <= most}
-    return [dataclasses.replace(one, tied=len(tied) > 1 and one.recipe in tied) for one in made]
+    rest = sorted(priced, key=lambda pair: pair[0])
+    found: dict[str, tuple[int, bool]] = {}
+    first, number = True, 0
+    while rest:
+        alike = [one.recipe for seconds, one in rest if seconds <= rest[0][0] * (1 + rest[0][1].band)]
+        rest = rest[len(alike) :]
+        if len(alike) > 1:
+            number += 1
+            found |= dict.fromkeys(alike, (number, first))
+        first = False
+    return [
+        dataclasses.replace(one, tie=number, tied=fastest)
+        for one in made
+        for number, fastest in (found.get(one.recipe, (0, False)),)
+    ]
 
 
-def decides(made: Sequence[Advice]) -> str:
-    """What tells the tied recipes apart: support, memory and numerics; '' if nothing is tied."""
-    tied = [one for one in made if one.tied]
-    if not tied:
-        return ""
+def decides(made: Sequence[Advice]) -> list[str]:
+    """What tells the recipes of each tie apart: support, memory and numerics."""
+    numbers = sorted({one.tie for one in made} - {0})
+    return [_decides([one for one in made if one.tie == number]) for number in numbers]
+
+
+def _decides(tied: Sequence[Advice]) -> str:
     least = min(one.bytes or 0 for one in tied)
     finest = min((one.error or 0.0, (one.peak or 1.0) > 1.0, one.taste) for one in tied)
     groups = {
@@ -113,7 +134,8 @@ def decides(made: Sequence[Advice]) -> str:
         for what, held in groups.items()
         if 0 < len(held) < len(tied)
     ]
-    return f"tied (=): the predicted steps of {len(tied)} recipes lie within the error band of the fastest, {tied[0].band:.0%}; what decides between them: {'; '.join(words) or 'nothing that mpbridge knows'}"
+    whose = "the fastest" if tied[0].tied else "the fastest of them"
+    return f"tied ({tied[0].mark}): the predicted steps of {len(tied)} recipes lie within the error band of {whose}, {tied[0].band:.0%}; what decides between them: {'; '.join(words) or 'nothing that mpbridge knows'}"
 
 
 def advise(entry: Recipe, one: Outlook, *, reference: int | None = None) -> Advice:

@@ -33,10 +33,14 @@ def function(text: str) -> Any:
     if not colon:
         raise RecipeError(f"recipe {text!r} names a file: say which of its functions, as in {text}:my_recipe")
     module = _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
+    public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
     if not hasattr(module, name):
-        public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         raise UnknownName(f"function in {where}", name, public)
-    return getattr(module, name)
+    if not callable(found := getattr(module, name)):
+        raise RecipeError(
+            f"recipe {text!r}: {name} is of type {type(found).__name__}, expected a function that returns a MixedPrecisionConfig ({where} has {', '.join(public) or 'no function'})"
+        )
+    return found
 
 
 def _module(where: str) -> ModuleType:

@@ -18,7 +18,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("cuda.temperature", "cuda.power_draw", "cuda.clock_rate"), _BOARD),
         **dict.fromkeys(("cuda.current_blas_handle", "cuda.current_solver_handle", "cuda.ExternalStream", "cuda.get_stream_from_external"), _POINTER),
         "cuda.GreenContext": "it divides the multiprocessors of a GPU",
-        "cuda.jiterator": "it compiles CUDA kernels at run time",
+        **dict.fromkeys(("cuda.jiterator", "cuda._compile_kernel"), "it compiles CUDA kernels at run time"),
         "accelerator.get_device_capability": "a simulated machine has no list of dtypes: ask torch.cuda.get_device_capability",
     }
 )  # fmt: skip

@@ -8,12 +8,15 @@ Python 3.11; spawned processes that play the same machine.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import socket
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -72,6 +75,13 @@ class _Kernel(_Name):
 
     def __init__(self, function: Any) -> None:
         super().__init__(getattr(function, "__qualname__", str(function)))
+        self.fn = function
+
+    @functools.cached_property
+    def src(self) -> str:
+        """Its source, from `def` on: xformers writes kernels from it when it is imported."""
+        source = textwrap.dedent(inspect.getsource(self.fn))
+        return source[source.index("def ") :]
 
     def __getitem__(self, grid: Any) -> Any:
         from mpbridge.common.errors import Refused

@@ -151,3 +151,15 @@ def test_layers_that_alternate_are_counted_and_listed_in_json(ask, capsys):
     assert [len(one["layers"]) for one in answer["sizes"]] == [26]
     main(words)
     assert "26 of 2-58" in capsys.readouterr().out
+
+
+def test_sizes_with_one_cure_are_one_row_of_the_screen(ask, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = ["check", "--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--target", "b200", "--world-size", "1024"]
+    _, answer = ask(*words)
+    cures = [one["cure"] for one in answer["sizes"]]
+    assert len(set(cures)) < len(cures)
+    main(words)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert [shown.count(cure) for cure in set(cures)] == [1] * len(set(cures))
+    assert all(one["module"] in shown for one in answer["sizes"])

@@ -69,6 +69,15 @@ def test_a_run_that_took_no_step_says_what_there_is(folder, capsys):
     assert "nothing to plot" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("taken", "said"), [(12, "12 of 20 steps so far: as promised"), (20, "verdict    as promised")]
+)
+def test_a_verdict_on_a_part_of_a_run_says_so(folder, capsys, taken, said):
+    steps = [STEPS[min(step, len(STEPS)) - 1] | {"iteration": step} for step in range(1, taken + 1)]
+    assert main(["report", str(folder(steps, [GOOD]))]) == 0
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_real_run_resumes_from_what_it_names(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +22,13 @@ def compiling() -> Iterator[None]:
         patch.delenv("TORCHDYNAMO_DISABLE", raising=False)
         yield
     kernel.cache_clear()
+
+
+@pytest.fixture
+def torchaos_own() -> None:
+    """torchao's MX and float8 modules as a second opinion; a release of it that needs a newer torch fails while it is imported."""
+    try:
+        importlib.import_module("torchao.prototype.moe_training.mxfp8_linear")
+        importlib.import_module("torchao.float8.float8_training_tensor")
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"torchao does not run with torch {torch.__version__}: {error}")

@@ -237,8 +237,8 @@ def test_ms_eden_needs_redrawn_signs_to_average_out() -> None:
     assert errors["redrawn"] > 6 > 4 > errors["fixed"]
 
 
+@pytest.mark.usefixtures("torchaos_own")
 def test_rowwise_is_torchaos_own() -> None:
-    pytest.importorskip("torchao")
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import LinearMMConfig
@@ -259,6 +259,7 @@ def test_attention_errs_to_one_side_only_if_rounded_before_the_division() -> Non
     assert 6 < attention.mismatch(torch.bfloat16) / attention.mismatch(torch.float16) < 10
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 def test_newton_schulz_moves_singular_values_by_its_polynomial_and_errs_by_its_products() -> None:
     np, types = pytest.importorskip("numpy"), pytest.importorskip("ml_dtypes")
     matrix = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))

@@ -152,6 +152,7 @@ def test_a_rule_for_each_gemm_is_that_of_linears_with_one_rule() -> None:
 
 # --- oracles and equivalences -------------------------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("torchaos_own")
 def test_three_steps_of_torchaos_emulated_mxfp8_linear_and_ours_give_identical_losses() -> None:
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
@@ -392,6 +393,9 @@ def test_a_kernel_is_compiled_in_an_observed_step_too_and_uncompiled_where_tenso
 
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("torch's compiler writes for vector instructions: without them kernels run uncompiled, and say so")
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        pytest.skip("torch 2.6 compiles nothing after a first call with a fake tensor: kernels run uncompiled")
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -348,9 +348,12 @@ def test_what_lies_beyond_the_format_saturates_in_stored_codes(scaling: str) -> 
     assert bool(found[6, 8].isnan())
 
 
+@pytest.mark.usefixtures("torchaos_own")
 def test_stored_mxfp8_is_torchaos() -> None:
-    to_mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor").to_mx
-    mode = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode.RCEIL
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    mode = ScaleCalculationMode.RCEIL
     for kind in ("normal", "outliers", "row_scaled", "wide"):
         x = golden.inputs()[kind].bfloat16()
         made = stored(quantizer("mxfp8"), x)

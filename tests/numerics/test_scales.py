@@ -26,6 +26,7 @@ def positive_bf16() -> torch.Tensor:
     return torch.arange(1, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
 
 
+@pytest.mark.usefixtures("torchaos_own")
 def test_mxfp8_bytes_equal_torchaos_round_up_for_every_positive_bf16_amax() -> None:
     from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 

@@ -44,26 +44,16 @@ if __name__ == "__main__":
 '''
 
 
-def on_cpu(script, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def on_cpu(
+    script: Path | str, *arguments: str, launcher: tuple[str, ...] = (), folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """script: a path, or -m. folder: the working directory; None: the script's."""
     te = release_or_skip(OLDEST)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        *launcher,
-        "-m",
-        "mpbridge",
-        "on-cpu",
-        "--target",
-        "b200",
-        "--te",
-        te,
-        str(script),
-    ]
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    verb = ["mpbridge", "on-cpu", "--target", "b200", "--te", te, str(script)]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     return subprocess.run(
-        [*command, *arguments],
-        cwd=script.parent,
+        [sys.executable, "-W", "ignore", *launcher, "-m", *verb, *arguments],
+        cwd=folder or Path(script).parent,
         env=environment() | path,
         capture_output=True,
         text=True,
@@ -78,6 +68,18 @@ def test_processes_that_a_script_spawns_play_the_same_machine(tmp_path) -> None:
     done = on_cpu(script, "--flag", "x")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("{'name': 'B200', 'weight': 'cpu', 'value': 7}")
+
+
+def test_a_module_runs_in_the_place_of_a_script(tmp_path) -> None:
+    release_or_skip(OLDEST)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/__init__.py").write_text("", encoding="utf-8")
+    (tmp_path / "app/train.py").write_text(
+        "import sys, torch; print(sys.argv[1:], torch.cuda.get_device_name())", encoding="utf-8"
+    )
+    done = on_cpu("-m", "app.train", "-m", "--flag", folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("['-m', '--flag'] B200")
 
 
 ASKS = """
@@ -227,6 +229,7 @@ def test_a_triton_kernel_under_several_decorators_is_refused_by_name() -> None:
     @triton.jit
     def rotate(x: int) -> None: ...
 
+    assert rotate.src == "def rotate(x: int) -> None: ...\n"  # xformers writes kernels from it when it is imported
     for launch in (lambda: rotate[(1,)](0), lambda: rotate.run(0, grid=(1,)), lambda: rotate(0)):
         with pytest.raises(Refused, match=r"the Triton kernel .*rotate runs on a GPU only"):
             launch()

@@ -45,7 +45,7 @@ def test_a_run_leaves_no_thread_of_its_process_groups_behind(tmp_path: Path, kin
     before = gloo()
     pretrain(tiny_run(tmp_path, **RUNS[kind], train={"train_iters": 1, "eval_interval": None}), quiet=True)
     gc.collect()
-    assert gloo() == before
+    assert gloo() <= before  # threads of earlier tests may end meanwhile
 
 
 @pytest.mark.filterwarnings("ignore:moe_ffn_hidden_size is not set")

@@ -40,8 +40,8 @@ def read_file(
     file, colon, function = str(path).rpartition(".py:")
     if colon:
         path = Path(f"{file}.py")
-    if path.is_dir():
-        path = arguments_file(path)
+    if str(path).startswith("hf:") or path.is_dir():
+        path = _inside(path)
     if not path.is_file():
         raise DataError(
             f"{path}: no such file, expected a stack's configuration, launch script or training script (--args takes arguments)"
@@ -54,6 +54,19 @@ def read_file(
         read = read_python(text, path, function if colon else "", stack=stack, version=version)
         return _without_variables(read, env)
     return read_text(text, stack=stack, version=version, name=path.name, env=env, path=path)
+
+
+def _inside(path: Path) -> Path:
+    """The file that holds a checkpoint's settings. Raises DataError if there is none."""
+    folder = Path(str(path).removeprefix("hf:"))
+    try:
+        return arguments_file(path)
+    except (DataError, OSError):
+        if folder == path and not (path / "config.json").is_file():
+            raise
+    raise DataError(
+        f"{path}: a model in Hugging Face's format, expected a stack's configuration, script or checkpoint (mpbridge check --config hf:{folder} reads such a model)"
+    )
 
 
 def text_of(path: Path) -> str:

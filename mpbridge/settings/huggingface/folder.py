@@ -156,6 +156,16 @@ def content_of(file: Path, *, kind: str) -> bytes:
     """The file's bytes, at most as many as files of that kind may have. Raises BadValue that names it."""
     try:
         return bytes_of(file, kind=kind)
+    except FileNotFoundError:
+        folder = file.parent
+        has = (
+            ", ".join(sorted(one.name for one in folder.iterdir())[:4]) or "nothing"
+            if folder.is_dir()
+            else "it is none"
+        )
+        raise BadValue(
+            f"{folder}: no {file.name} in it (found: {has}), expected a model's folder in Hugging Face's format"
+        ) from None
     except OSError as error:
         raise BadValue(f"{file} cannot be read: {why(error)}") from None
 

@@ -100,7 +100,9 @@ def test_a_certificate_of_a_runs_own_operands_has_the_errors_that_the_run_measur
     for linear in own.linears:
         for row in own.rows:
             if row.tensor == f"yours: {linear}" and row.quantity == "MSE, as the run measured":
-                assert made.value(row.where, "MSE", row.tensor) == pytest.approx(row.value, rel=0.25)
+                # a cut-out of a larger operand: query's, key's and value's gradients differ in size, and so do their errors
+                cut = own.linears[linear].w.shape != weights.found[f"{linear}.weight"].shape
+                assert made.value(row.where, "MSE", row.tensor) == pytest.approx(row.value, rel=0.5 if cut else 0.05)
                 compared += 1
     assert compared == 3 * 6  # the output layer is not quantized
 

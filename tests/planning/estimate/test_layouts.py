@@ -336,6 +336,10 @@ def test_recipes_that_the_band_does_not_tell_apart_are_tied(capsys):
     assert main(where) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"{sum(row['tied'] for row in rows)} recipes lie within the error band of the fastest" in said
+    slower = [row for row in rows if row["tie"] == 2]  # than the band allows, and no more apart than it
+    assert len(slower) > 1
+    assert most < slower[0]["seconds"] <= slower[-1]["seconds"] <= slower[0]["seconds"] * (1 + slower[0]["band"])
+    assert f"tied (==): the predicted steps of {len(slower)} recipes" in said
     least = min((row for row in rows if row["tied"]), key=lambda row: row["bytes"])
     assert f"memory: least: {least['recipe']}" in said
 

@@ -79,6 +79,26 @@ def test_sizes_are_those_of_a_tensor_parallel_rank():
     assert "8 tensor-parallel ranks" in found.cure
 
 
+# (side of the GEMM, ranks): only a side that is split speaks of ranks, and of experts' own number of them
+@pytest.mark.parametrize(
+    ("change", "module", "side", "parallel", "cure"),
+    [
+        ({"hidden_size": 528}, "mlp.linear_fc1", "in", {"tensor": 2}, "528 to 544"),
+        ({"ffn_hidden_size": 4128}, "mlp.linear_fc1", "out", {"tensor": 2}, "2064 to 2080 on each of 2 tensor-parallel ranks"),
+        ({"ffn_hidden_size": 4128}, "mlp.linear_fc2", "in", {"tensor": 2}, "2064 to 2080 on each of 2 tensor-parallel ranks"),
+        ({"hidden_size": 528}, "mlp.linear_fc2", "out", {"tensor": 2}, "528 to 544"),
+        ({"ffn_hidden_size": 2064}, "mlp.linear_fc2", "in", {}, "2064 to 2080"),
+    ],
+)  # fmt: skip
+def test_a_cure_speaks_of_ranks_where_they_split_the_size(change, module, side, parallel, cure):
+    run = facts(dataclasses.replace(GPT, **change), parallel=Parallel(world_size=8, **parallel))
+    found = next(
+        f for f in lint(policy("mxfp8"), run) if (f.module, f.dimension, f.level) == (module, side, "required")
+    )
+    assert found.cure.split(": ", 1)[1].startswith(cure)
+    assert ("ranks" in found.cure) == ("ranks" in cure)
+
+
 def test_packed_sequences_with_sequence_parallelism_need_a_multiple_per_rank():
     """ms-swift#9723: MXFP8 with a shard of 7984 tokens."""
     run = facts(dataclasses.replace(GPT, seq_length=7984 * 4), parallel=Parallel(world_size=4, tensor=4, sequence=True))
