@@ -206,9 +206,10 @@ def beside(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> 
     along, size, rest, count = 0.0, 0.0, 0.0, 0
     for change, replay, weight in parts:
         extra, made = (change - replay).double(), replay.double()
-        # an error in the update's size is no weight decay
-        extra -= made * (float((extra * made).sum()) / max(float(made.square().sum()), torch.finfo(torch.float32).tiny))
-        wide = weight.double()
+        # an error in the update's size is no weight decay, and trained weights have much in common with the update
+        wide, own = weight.double(), max(float(made.square().sum()), torch.finfo(torch.float32).tiny)
+        extra -= made * (float((extra * made).sum()) / own)
+        wide = wide - made * (float((wide * made).sum()) / own)
         along += float((extra * wide).sum())
         size += float(wide.square().sum())
         rest += float(extra.square().sum())

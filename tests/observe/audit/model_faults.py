@@ -264,12 +264,10 @@ def adapters_zeroed(engine: Any) -> None:
 
 def another_linears_adapter(engine: Any) -> None:
     """Two adapters of one shape are swapped in forward."""
-    found = [
-        one
-        for one in adapters(engine)
-        if one.linear_in.weight.shape[1] == adapters(engine)[-1].linear_in.weight.shape[1]
-    ]
-    one, other = found[0], found[-1]
+    alike: dict[torch.Size, list[Any]] = {}
+    for each in adapters(engine):
+        alike.setdefault(each.linear_in.weight.shape, []).append(each)
+    one, *_, other = next(found for found in alike.values() if len(found) > 1)
     real = other.linear_in
     one.linear_in.forward = real.forward
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mpbridge import ConfigContainer, pretrain
+from mpbridge.cli.main import main
 from mpbridge.planning.memory.roles import roles
 from mpbridge.te_cpu.played import now
 from mpbridge.training.base import Hook
@@ -71,6 +73,37 @@ def test_adapters_train_beside_a_stored_base() -> None:
     )
     assert summary.last_loss < summary.first_loss
     assert seen.classes["decoder.layers.0.self_attention.linear_qkv.weight"] == weights
+
+
+LLAMA = (
+    "model.num_layers=1", "model.normalization=RMSNorm", "model.activation_func=silu", "model.gated_linear_unit=true", "model.add_bias_linear=false",
+    "model.position_embedding_type=rope", "model.share_embeddings_and_output_weights=false",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(not BLACKWELL, reason="delayed scaling's codes do not follow from the weight")
+def test_adapters_beside_a_stored_base_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The merged linear is what its stored codes stand for and alpha / rank times B A, of the live tensors after the last step."""
+    recipe, weights, overrides = RUNS[0]
+    live: dict[str, torch.Tensor] = {}
+
+    class Last(Seen):
+        def stepped(self, training, result) -> None:
+            proj = "decoder.layers.0.self_attention.linear_proj."
+            for name, tensor in training.engine.named_parameters():
+                if name.startswith(proj):
+                    live[name.removeprefix(proj)] = tensor.detach().float().clone()
+
+    seen = Last()
+    pretrain(tiny(recipe, f"checkpoint.save={tmp_path / 'run'}", *LLAMA, *overrides, model="lora_tiny"), hooks=[seen], quiet=True)  # fmt: skip
+    assert seen.classes["decoder.layers.0.self_attention.linear_proj.weight"] == weights
+    export = ["convert", f"ckpt:{tmp_path / 'run'}", f"hf:{tmp_path / 'hf'}", "--adapters", "merged-after"]
+    assert main([*export, "--dtype", "fp32"]) == 0
+    assert "merged after" in " ".join(capsys.readouterr().out.split())
+    found = load_file(tmp_path / "hf" / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
+    change = 16 / 8 * live["adapter.linear_out.weight"] @ live["adapter.linear_in.weight"]
+    assert change.abs().max() > 0
+    torch.testing.assert_close(found, live["weight"] + change, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(not BLACKWELL, reason="NVFP4 is a B200's")
