@@ -24,7 +24,11 @@ from mpbridge.settings.schema import Setting, settings
 from mpbridge.settings.sections import LORA
 
 NOW = Versions(
-    torch=installed().torch, megatron_core=installed().megatron_core, transformer_engine="2.11.0", cuda="12.9", cublaslt="12.9.1"
+    torch=installed().torch,
+    megatron_core=installed().megatron_core,
+    transformer_engine="2.11.0",
+    cuda="12.9",
+    cublaslt="12.9.1",
 )
 _DENSE = {
     "num_layers": 8,
