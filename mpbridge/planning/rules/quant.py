@@ -252,7 +252,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: any(q.bits == 4 for q in c.stored) and not c.policy.all_frozen,
         found="fp4_param_gather=true",
         expected="false for weights that train: 0.16 has no FP4 field in its DDP config and sizes the parameter buffer wrongly (a frozen base is in no buffer)",
-        cure="mixed_precision.fp4_param_gather=false, mixed_precision.frozen=['*'], or megatron-core 0.17 or later",
+        cure="mixed_precision.fp4_param_gather=false, or mixed_precision.frozen=['*'] with adapters, or megatron-core 0.17 or later",
         source="megatron-core 0.16.1 distributed_data_parallel_config.py, param_and_grad_buffer.py",
         holds=(BEFORE_017,),
         emulated="warning",

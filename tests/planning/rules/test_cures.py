@@ -15,7 +15,7 @@ from tests.planning.rules.test_rules import LORA, OVERLAP, SHAPE, TABLE, case, i
 
 SETTING = re.compile(r"(?:(mixed_precision|model|optimizer|ddp|parallel)\.)?(\w+)=(\S+)")
 SIZES = {
-    "sequence_parallel": "sequence", "pipeline_model_parallel_size": "pipeline", "virtual_pipeline_model_parallel_size": "virtual_pipeline", "expert_tensor_parallel_size": "expert_tensor",
+    "sequence_parallel": "sequence", "tensor_model_parallel_size": "tensor", "pipeline_model_parallel_size": "pipeline", "virtual_pipeline_model_parallel_size": "virtual_pipeline", "expert_tensor_parallel_size": "expert_tensor",
 }  # fmt: skip
 SHAPED = {"add_bias_linear": "linear_bias", "share_embeddings_and_output_weights": "tied"}
 DECIDES = {
