@@ -23,18 +23,22 @@ except Refused as _why:  # torch 2.6
 
 NO_DATA = {"barrier", "monitored_barrier_", "check_for_nan"}
 """Operations of c10d that move none of a model's numbers."""
+NEWER = {"gather_into_tensor_"}
+"""Of torch 2.15."""
 
 
 def test_every_collective_of_the_installed_torch_is_in_the_table() -> None:
     import torch.distributed  # registers c10d
 
     names = {schema.name[6:] for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")}
-    assert names - NO_DATA == set(COLLECTIVES)
+    assert (names - NO_DATA) | NEWER == set(COLLECTIVES)
 
 
 def test_an_argument_of_the_table_is_the_operations_input() -> None:
     schemas = {one.name[6:]: one for one in torch._C._jit_get_all_schemas() if one.name.startswith("c10d::")}
     for name, (kind, payload) in COLLECTIVES.items():
+        if name in NEWER - set(schemas):
+            continue
         argument = schemas[name].arguments[payload]
         assert "Tensor" in str(argument.type), name
         assert "input" in argument.name or argument.name in ("tensors", "inputs"), (name, kind)

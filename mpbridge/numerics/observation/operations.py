@@ -22,11 +22,11 @@ COLLECTIVES: Mapping[str, tuple[str, int]] = MappingProxyType({
     "_allgather_base_": ("all_gather", 1), "allgather_": ("all_gather", 1),
     "allgather_into_tensor_coalesced_": ("all_gather", 1), "allgather_coalesced_": ("all_gather", 1),
     "alltoall_base_": ("all_to_all", 1), "alltoall_": ("all_to_all", 1),
-    "gather_": ("gather", 1), "scatter_": ("scatter", 1), "broadcast_": ("broadcast", 0),
+    "gather_": ("gather", 1), "gather_into_tensor_": ("gather", 1), "scatter_": ("scatter", 1), "broadcast_": ("broadcast", 0),
     "send": ("send", 0), "recv_": ("receive", 0), "recv_any_source_": ("receive", 0),
 })  # fmt: skip
 """Operation of the namespace c10d -> (what it is, index of the argument that is this rank's input; of a receive, its output).
-Source: torch/csrc/distributed/c10d/Ops.cpp."""
+`gather_into_tensor_` came with torch 2.15. Source: torch/csrc/distributed/c10d/Ops.cpp."""
 FUNCTIONAL: Mapping[str, str] = MappingProxyType({
     "all_reduce": "all_reduce", "all_reduce_": "all_reduce", "reduce_scatter_tensor": "reduce_scatter", "all_gather_into_tensor": "all_gather",
     "all_to_all_single": "all_to_all",
