@@ -36,6 +36,11 @@ def hybrid_model(
                 "megatron.core.ssm.mamba_mixer was imported without mamba_ssm: install mamba-ssm and causal-conv1d (on a CPU nothing is needed, but import "
                 "megatron's Mamba modules after mpbridge's device layer or inside mpbridge.transformer_engine_on_cpu())"
             )
+        if not hasattr(stack.LayerSymbols, "VALID"):
+            raise Refused(
+                "hybrids are built here from megatron-core 0.16's Mamba layers, and the installed release has other ones: install megatron-core 0.16.1, or "
+                "take the recipe to Megatron-LM's own script (mpbridge export --to megatron-lm)"
+            )
         lacking = sorted(set(arguments["hybrid_override_pattern"]) - stack.LayerSymbols.VALID)
         if lacking:
             raise Refused(

@@ -123,7 +123,10 @@ def _sharded(engine: Any) -> list[Any]:
 
 def _is_gathered(held: Held) -> bool:
     """Whether megatron-core gathers the matrix over tensor-parallel ranks, or sums over them, before it is orthogonalized."""
-    return getattr(held.inner, "mode", "blockwise") != "blockwise" and getattr(held.updated, "partition_dim", -1) != -1
+    mode = getattr(held.inner, "tp_mode", None) or getattr(
+        held.inner, "mode", "blockwise"
+    )  # the first since megatron-core 0.18
+    return mode != "blockwise" and getattr(held.updated, "partition_dim", -1) != -1
 
 
 class Earlier(Protocol):
@@ -239,8 +242,12 @@ def replays(direction: torch.Tensor, config: Any, *, core: bool = False) -> dict
 
 
 def _distances(change: torch.Tensor, made: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    least = torch.finfo(torch.float32).tiny
-    return {kind: float((change - one).norm() / one.norm().clamp(min=least)) for kind, one in made.items()}
+    found = {}
+    for kind, one in made.items():
+        usual, size = math.sqrt(min(one.shape)), float(one.norm())
+        # a momentum of zero (adapters before their first update, experts without tokens) leaves rounding errors of the weights: beside any other step
+        found[kind] = float((change - one).norm()) / (size if size > 1e-3 * usual else usual)
+    return found
 
 
 def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:

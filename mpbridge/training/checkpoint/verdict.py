@@ -41,7 +41,7 @@ _TABLES = ("parallel", "shape", "versions", "optimizer_section", "function", "st
 """Fields of a fingerprint that are mappings."""
 _FUNCTION = (
     "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "activation_func", "rotary_base", "rotary_percent", "rotary_interleaved",
-    "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "position_embedding_type", *YARN, "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function",
+    "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "position_embedding_type", *YARN, "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function", "lora_alpha",
 )  # fmt: skip
 """Settings of the model that change what it computes from the same tensors."""
 _FAMILY: Mapping[str, str] = dict.fromkeys(ADAMS, "adam")

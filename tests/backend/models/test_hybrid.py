@@ -177,6 +177,14 @@ def test_a_pattern_that_describes_no_model_is_refused(change: dict[str, Any], wo
         tiny.run(model=HYBRID | change)
 
 
+def test_a_megatron_core_with_other_hybrids_is_refused_by_name(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mamba_on_cpu():
+        import megatron.core.ssm.mamba_block as stack
+    monkeypatch.delattr(stack.LayerSymbols, "VALID")
+    with pytest.raises(Refused, match=r"install megatron-core 0\.16\.1"):
+        build()
+
+
 def test_the_number_of_layers_and_of_heads_follow() -> None:
     model = {name: value for name, value in HYBRID.items() if name not in ("num_layers", "mamba_num_heads")}
     base = {name: value for name, value in tiny.MODEL.items() if name != "num_layers"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.observe.audit.orthogonal import _formats, distances
+from mpbridge.observe.audit.orthogonal import WORDS, _formats, _is_gathered, distances
 from tests.backend.engines import tiny, two_ranks
 
 CONFIG = SimpleNamespace(muon_num_ns_steps=5, muon_scale_mode="spectral", muon_extra_scale_factor=1.0)
@@ -56,6 +56,22 @@ def test_an_update_tells_in_what_it_was_orthogonalized(update: str, shape: tuple
         direction = low + 1e-3 * direction
     made, expected = UPDATES[update]
     assert _formats(distances(made(direction), direction, CONFIG)) == expected
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 64)])
+def test_a_momentum_of_zero_moves_nothing_but_rounding_errors(shape: tuple[int, int]) -> None:
+    """Adapters before their first update and experts without tokens have no gradient; weights of 0.02 are rounded, and the change divided by the rate."""
+    zero, generator = torch.zeros(shape), torch.Generator().manual_seed(1)
+    rounded = 0.02 * 2.0**-24 / 1e-3 * torch.randn(shape, generator=generator)
+    assert set(_formats(distances(rounded, zero, CONFIG))) == set(WORDS.values())
+    assert _formats(distances(torchs(torch.randn(shape, generator=generator)), zero, CONFIG)) == []
+
+
+@pytest.mark.parametrize("name", ["mode", "tp_mode"])  # megatron-core 0.16, 0.18 and later
+@pytest.mark.parametrize(("word", "gathered"), [("duplicated", True), ("distributed", True), ("blockwise", False)])
+def test_whether_tensor_parallel_ranks_gather_a_matrix(name: str, word: str, gathered: bool) -> None:
+    held = SimpleNamespace(inner=SimpleNamespace(**{name: word}), updated=SimpleNamespace(partition_dim=0))
+    assert _is_gathered(held) is gathered  # type: ignore[arg-type]
 
 
 @pytest.fixture

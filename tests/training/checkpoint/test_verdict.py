@@ -119,6 +119,7 @@ COSTS: dict[str, tuple[Side, Side, str, str]] = {
     "realization": (BF16, side(realization="emulated"), "safe", "native -> emulated"),
     "history between emulation and Transformer Engine": (side(DELAYED, realization="emulated"), side(DELAYED), "lossy", ""),
     "the same weights in another model": (side(model=rotary(10000)), side(model=rotary(500000)), "safe", "the same weights in another model: rotary_base 10000 -> 500000"),
+    "the same adapters with another factor": (side(model=FACTS.model | {"lora_alpha": 16.0}), side(model=FACTS.model | {"lora_alpha": 320.0}), "safe", "the same weights in another model: lora_alpha 16.0 -> 320.0"),
     "narrower moments between two Adams": (
         side(engine="fsdp2", optimizer=updated_by("torch_adamw")), side(engine="fsdp2", optimizer=updated_by("adam"), aware=True), "lossy", "lost: bits of the first moments: fp32 -> bf16",
     ),
