@@ -130,7 +130,8 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
 
 def _say_nearest(made: Run, outlook: Outlook) -> None:
     from mpbridge.cli.layouts import says_optimizer
-    from mpbridge.planning.estimate.layouts import line, nearest
+    from mpbridge.planning.estimate.layouts import nearest
+    from mpbridge.planning.estimate.overrides import line
 
     # no search: every layout would be rejected for the machine
     for violation in outlook.errors:

@@ -13,8 +13,9 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue
 from mpbridge.common.machines import machine
 from mpbridge.planning.estimate.candidates import families, placement
-from mpbridge.planning.estimate.layouts import line, nearest, search
+from mpbridge.planning.estimate.layouts import nearest, search
 from mpbridge.planning.estimate.machine_file import read_machine
+from mpbridge.planning.estimate.overrides import line
 from mpbridge.planning.estimate.predict import estimate
 from mpbridge.planning.estimate.timing import timing
 from mpbridge.planning.hardware.capability import ASSUMED
