@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ SUMMARY = "compare what two recipes or files of any stack mean"
 ARGUMENTS = (
     *(arg(f"{name} {name.upper()}", "a recipe's name or file, or a configuration of another stack") for name in "ab"),
     arg("--from STACK", "the stack of a file of another stack (default: recognized)", dest="stack"),
-    arg("--stack-version V", "of the stack, for files of other stacks (default: the latest supported); given twice: of A, then of B", action="append", default=[]),
+    arg("--stack-version V", "of the stack, for files of other stacks (default: the latest supported)"),
     arg("--env NAME=VALUE", "a variable of a launch script; may be repeated", action="append", default=[]),
     arg("--execute", "A and B are recipes: run the function that one names (package.module:function, file.py:function)"),
     JSON,
@@ -34,39 +34,20 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints the differences first. Returns 0 with or without differences."""
-    env, given, versions = variables(args.env), (args.a, args.b), _versions(args.stack_version)
-    read = tuple(
-        None if args.execute else _foreign(name, args.stack, version, env)
-        for name, version in zip(given, versions, strict=True)
-    )
+    env, given = variables(args.env), (args.a, args.b)
+    read = tuple(None if args.execute else _foreign(name, args.stack, args.stack_version, env) for name in given)
     if (args.stack is not None or env or args.stack_version) and not any(read):
         raise BadValue("--from, --stack-version and --env are for files of other stacks: neither A nor B is one")
     a, b = (_side(name) if found is None else _of_file(found) for name, found in zip(given, read, strict=True))
-    names = _told_apart(given, read)
     verdict = handover(a, b)
     fields = _fields(given) if read == (None, None) and not any(map(_is_run, given)) else None
-    data = _data(names, (a, b), read, verdict) | ({} if fields is None else {"fields": fields})
+    data = _data(given, (a, b), read, verdict) | ({} if fields is None else {"fields": fields})
     answer(args, data, lambda: _print(data, (a, b)))
     return 0
 
 
 _Read = tuple[Imported | None, ...]
 """What the files of other stacks say; None for a recipe or a run of mpbridge."""
-
-
-def _versions(asked: Sequence[str]) -> tuple[str | None, str | None]:
-    """The versions to read A and B for."""
-    if len(asked) > 2:
-        raise BadValue(f"--stack-version is given {len(asked)} times: at most once for A and once for B")
-    return (asked[0], asked[-1]) if asked else (None, None)
-
-
-def _told_apart(given: tuple[str, str], read: _Read) -> tuple[str, str]:
-    """The names of both sides; with the version that they are read for, if one file is held against itself."""
-    first, second = read
-    if given[0] != given[1] or first is None or second is None or first.version == second.version:
-        return given
-    return f"{given[0]} ({first.version})", f"{given[1]} ({second.version})"
 
 
 def _fields(given: tuple[str, str]) -> dict[str, list[Any]]:

@@ -68,7 +68,7 @@ def _drawn(path: Path) -> bool:
     from mpbridge.common.report.pictures import drawable
 
     writable(path, option="--plot")
-    return drawable(report=True)
+    return drawable()
 
 
 def _run_of(measured: Timing, where: TargetMachine) -> Run:

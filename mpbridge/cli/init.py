@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from mpbridge.cli.options import DEFAULT_CONFIG, arg, find_config, whole
 from mpbridge.cli.text import print_line
 from mpbridge.common.errors import BadValue, MpbridgeError
-from mpbridge.common.files import text_of, write
+from mpbridge.common.files import folder_for, text_of, write
 from mpbridge.common.machines import key, machine
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.hardware.capability import ASSUMED, can_run
@@ -134,9 +135,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
     """Writes all of them, or none."""
-    there = folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with folder_for(folder), contextlib.ExitStack() as undone:
+            for name, text in files.items():
+                undone.callback((folder / name).unlink, missing_ok=True)
+                write(folder / name, text)
+            undone.pop_all()
     except (
         FileNotFoundError,
         PermissionError,
@@ -144,15 +148,6 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
         raise BadValue(
             f"{folder} cannot be created ({error.strerror}), expected a folder, or a path where one can be created"
         ) from None
-    try:
-        for name, text in files.items():
-            write(folder / name, text)
-    except OSError:  # no room: nothing is left of it
-        for name in files:
-            (folder / name).unlink(missing_ok=True)
-        if not there:
-            folder.rmdir()
-        raise
 
 
 def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) -> str:

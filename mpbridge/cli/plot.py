@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:
         writable(target)
-    drawn = not args.no_picture and drawable(report=True)
+    drawn = not args.no_picture and drawable()
     found = [curves for curves in _read(args.runs) if curves.rows or curves.evaluations]
     if not found:
         raise Refused(

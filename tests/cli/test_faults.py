@@ -40,23 +40,6 @@ def test_a_log_folder_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.Cap
     assert f"logger.log_dir={place}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 200_000, "fp8: " + "[" * 5_000, "a: 1\n" * 800_000], ids=["deep", "less deep", "long"]
-)
-def test_a_file_that_is_no_configuration_is_refused_quickly(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = tmp_path / "odd.yaml"
-    place.write_text(text, encoding="utf-8")
-    for arguments in (["show", str(place)], ["check", "--config", str(place)]):
-        began = time.process_time()
-        assert main(arguments) == 2
-        assert time.process_time() - began < 4
-        said = capsys.readouterr().err
-        assert "odd.yaml" in said
-        assert len(said) < 1000
-
-
 def test_a_recipes_file_is_read_once_however_much_is_asked_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

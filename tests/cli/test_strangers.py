@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mpbridge.cli.main import main
+from mpbridge.cli.main import main, verbs
 from mpbridge.common.tables.table import table
 from tests.settings.huggingface import published
 
@@ -78,7 +79,7 @@ SERVED = {
 """Folders to serve, to publish or to check: what tools of inference write, and mpbridge's own records."""
 TOKENIZER = {"tokenizer_class": "evil.fn", "auto_map": {"AutoTokenizer": ["evil.fn", None]}}
 
-ON_RUNS = ("check", "plan", "memory", "estimate", "layouts", "recommend", "simulate", "tune", "rehearse", "train", "export", "init", "launch", "convert")  # fmt: skip
+ON_RUNS = ("check", "plan", "memory", "estimate", "layouts", "recommend", "simulate", "tune", "rehearse", "train", "export", "init", "launch", "convert", "certify", "resume-check")  # fmt: skip
 
 
 def commands(folder: Path) -> list[list[str]]:
@@ -93,7 +94,7 @@ def commands(folder: Path) -> list[list[str]]:
 
     more = {
         "export": ["--to", "megatron-lm"], "train": ["train.train_iters=1"], "init": ["out/first"], "rehearse": ["--steps", "1", "--out", "out/r", "--recipes", "fp32", "model.num_layers=1", "train.seq_length=16"],
-        "tune": ["--out", "out/t.yaml"], "launch": ["--nodes", "1", "--gpus-per-node", "1", "--", "train"],
+        "tune": ["--out", "out/t.yaml"], "resume-check": ["run"], "launch": ["--nodes", "1", "--gpus-per-node", "1", "--", "train"],
     }  # fmt: skip
     for i, text in enumerate(RUN_FILES.values()):
         base = "" if text.startswith("extends") else f"extends: {ROOT}/configs/gpt_tiny.yaml\n"
@@ -182,7 +183,7 @@ def watch(event, args):
     elif event == "pickle.find_class" and "evil" in str(args):
         seen.append([now[0], event, str(args)])
 
-from mpbridge.cli.main import main
+from mpbridge.cli.main import main, verbs
 sys.addaudithook(watch)
 codes = []
 for words in work:
@@ -213,6 +214,11 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
     work = commands(tmp_path)
     assert watched(tmp_path, work) == []
     assert not (tmp_path / "ran").exists()
+
+
+def test_every_verb_that_reads_a_configuration_is_given_them() -> None:
+    modules = {verb: importlib.import_module(module).ARGUMENTS for verb, module in verbs().items()}
+    assert {verb for verb, arguments in modules.items() if "--config" in [one.name for one in arguments]} <= set(ON_RUNS)  # fmt: skip
 
 
 def test_what_the_user_names_runs_and_is_seen(tmp_path: Path) -> None:

@@ -52,13 +52,13 @@ def installed(wheel: Path) -> Path:
     return place / "bin"
 
 
-def test_every_configuration_is_in_the_wheel_as_it_is_in_the_checkout(wheel: Path) -> None:
+def test_every_file_of_the_package_is_in_the_wheel_as_it_is_in_the_checkout(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
-        found = {name: archive.read(name) for name in archive.namelist() if name.startswith("mpbridge/configs/")}
         names = archive.namelist()
+        found = {name: archive.read(name) for name in names if name.startswith("mpbridge/")}
     wanted = {f"mpbridge/{path.relative_to(ROOT)}": path.read_bytes() for path in (ROOT / "configs").rglob("*.yaml")}
-    assert found == wanted
-    assert "mpbridge/py.typed" in names
+    files = [path for path in (ROOT / "mpbridge").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert found == wanted | {str(path.relative_to(ROOT)): path.read_bytes() for path in files}
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "configs/"))]
 
 
@@ -123,80 +123,6 @@ def test_a_starter_folder_trains_from_an_installed_wheel(installed: Path, tmp_pa
     assert (tmp_path / "first/run/checkpoints").is_dir()
     out = quiet(installed / "python", "train.py", *tiny, "train.train_iters=3", cwd=tmp_path / "first", OMP_NUM_THREADS="1")  # fmt: skip
     assert "resumed from run/checkpoints" in out
-
-
-HF_RUN = ["--config", "hf:llama", "data.corpus=packed_text_document", "data.seq_length=32", "train.global_batch_size=2", "train.micro_batch_size=2", "optimizer.lr=1e-3"]  # fmt: skip
-HEAVY: list[tuple[list[str], list[str]]] = [
-    (["data", "prepare", "notes.txt", "books.jsonl", "--out", "packed", "--cache", "cache", "--workers", "2"], ["100 documents", "skipped 1 record", "packed_text_document"]),
-    (["data", "inspect", "packed_text_document"], ["documents", "uint16"]),
-    (["data", "inspect", "--tokenizer", "byte"], ["end of text", "256"]),
-    (["check", "--config", "hf:llama"], ["0 errors"]),
-    (["convert", "hf:llama", "llama.yaml"], ["llama.yaml"]),
-    (["convert", "hf:llama", "ckpt:begin"], ["begin/step_00000000", "21 tensors"]),
-    (["convert", "ckpt:begin", "hf:back", "--like", "hf:llama"], ["begin/step_00000000 -> back: llama, 21 tensors"]),
-    (["train", *HF_RUN, "--recipe", "fp8_mlp_only", "--emulate", "checkpoint.load=begin", "--reset-optimizer", "checkpoint.save=run", "logger.log_dir=run", "logger.precision_every=2", "train.train_iters=4"], ["resumed from begin/step_00000000: weights only", "step 4/4", "live audit"]),
-    (["audit", "run"], ["as promised"]),
-    (["precision", "run"], ["operands with the largest row errors", "page: run/precision.html"]),
-    (["plot", "run", "--no-picture"], ["run: loss"]),
-    (["diagnose", "run", "--out", "page.html"], ["page.html"]),
-    (["resume-check", "run"], ["run/step_00000004"]),
-    (["convert", "ckpt:run", "hf:result", "--like", "hf:llama"], ["run/step_00000004 -> result: llama"]),
-    (["rehearse", *HF_RUN, "--recipes", "fp8_mlp_only", "--steps", "1", "--out", "rehearsal"], ["fp8_mlp_only: ", "report: rehearsal/index.html"]),
-    (["simulate", "--config", "gpt_tiny", "--world-size", "2", "model.num_layers=1"], ["2 ranks"]),
-    (["import", "job.sh"], ["megatron-lm", "bf16_with_fp8_current_scaling_mixed"]),
-    (["import", "--args", "--bf16", "--write", "mine.yaml"], ["bf16_mixed"]),
-    (["compare", "fp8_cs", "job.sh"], ["alike"]),
-    (["export", "mine.yaml", "--to", "torchtitan"], ["torchtitan"]),
-    (["init", "first", "--config", "hf:llama"], ["next: cd first"]),
-    (["launch", "--nodes", "2", "--gpus-per-node", "8", "--", "train", "--config", "gpt_tiny", "checkpoint.save=runs/a", "train.global_batch_size=64"], ["#SBATCH --nodes=2"]),
-]  # fmt: skip
-"""A command of an installed wheel, in the order in which a user comes to them -> what it has to say."""
-
-
-@pytest.fixture
-def belongings(tmp_path: Path) -> Path:
-    """What a user brings along: texts, a model, a launch script."""
-    import torch
-
-    pytest.importorskip("safetensors", reason="needs the extra hf")
-    from tests.training.weights.folders import LLAMA, llama_tensors, write
-
-    rows = {name: torch.randn(320, 64).bfloat16() * 0.05 for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    write(tmp_path / "llama", LLAMA | {"vocab_size": 320}, llama_tensors() | rows)
-    (tmp_path / "notes.txt").write_text("What is written here is read byte by byte.\n" * 200)
-    books = [json.dumps({"text": f"It was a dark and stormy night, number {night}. " * 10}) for night in range(99)]
-    (tmp_path / "books.jsonl").write_text("\n".join([*books, "no JSON"]) + "\n")
-    (tmp_path / "job.sh").write_text("torchrun pretrain_gpt.py --bf16 --fp8-format hybrid --fp8-recipe tensorwise\n")
-    return tmp_path
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_every_verb_does_its_work_away_from_a_checkout(installed: Path, belongings: Path) -> None:
-    from safetensors.torch import load_file
-
-    for commands in together(HEAVY):
-        asked = [words for words, _ in commands]
-        for (words, wanted), (code, out) in zip(commands, in_one_process(installed, belongings, asked), strict=True):
-            missing = [text for text in wanted if text not in out]
-            assert (code, missing) == (0, []), f"mpbridge {' '.join(words)}:\n{out}"
-    for made in ("llama.yaml", "mine.yaml", "page.html", "run/precision.html", "rehearsal/index.html", "first/train.py"):  # fmt: skip
-        assert (belongings / made).stat().st_size > 0, made
-    before, back, after = (load_file(belongings / name / "model.safetensors") for name in ("llama", "back", "result"))
-    assert before.keys() == back.keys() == after.keys()
-    assert all(before[name].equal(back[name]) for name in before)
-    assert not any(before[name].equal(after[name]) for name in before if "proj" in name)
-
-
-def together(commands: list[tuple[list[str], list[str]]]) -> list[list[tuple[list[str], list[str]]]]:
-    """Commands that share a process, since what each costs is its imports; one that trains has its own."""
-    groups: list[list[tuple[list[str], list[str]]]] = [[]]
-    for command in commands:
-        if command[0][0] in ("train", "rehearse", "simulate"):
-            groups += [[command], []]
-        else:
-            groups[-1].append(command)
-    return [group for group in groups if group]
 
 
 def in_one_process(installed: Path, folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:

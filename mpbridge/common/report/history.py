@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     path = folder / PRECISION if folder.is_dir() else folder
     try:
         section = json.loads(text_of(path, kind="json"))["audit"]
-        history = [_audit(one) for one in (section["history"] if "history" in section else _reported(section))]
+        history = [_audit(one) for one in section["history"]]
         if not history:
             raise ValueError("no audit")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -27,25 +27,6 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
             f"{path} has no audits (expected the precision.json of a run: `mpbridge train ... logger.log_dir=DIR`)"
         ) from None
     return history
-
-
-def _reported(section: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The audits of a run of mpbridge 0.1 before it kept a history: one before the first step, one after the first update, whose step is not known."""
-    for stage, reason in (("static", "before the first step"), ("live", "after the first update")):
-        if stage in section:
-            report = section[stage]
-            facts = {
-                one["subject"]: [one["promised"], one["found"], "ok" if one["ok"] else "NO"]
-                for one in report["findings"]
-            }
-            yield {
-                "stage": stage,
-                "step": 0,
-                "reason": reason,
-                "ok": report["ok"],
-                "recipe": report["recipe"],
-                "facts": facts,
-            }
 
 
 def _audit(one: Any) -> dict[str, Any]:

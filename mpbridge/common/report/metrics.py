@@ -57,12 +57,7 @@ class MetricsLog:
         """
         if self._file is None:
             return
-        # JSON has no NaN; float() parses these words
-        plain = {
-            key: value if not isinstance(value, float) or math.isfinite(value) else str(value)
-            for key, value in values.items()
-        }
-        text = json.dumps(plain)
+        text = _json(values)
         if why := _appended(self._file.fileno(), text.encode() + b"\n"):
             warn(f"{self.path} cannot be written ({why}); the missing line: {text}")
             self.trouble(f"{self.path} cannot be written ({why})")
@@ -84,6 +79,12 @@ class MetricsLog:
         for tracker in self._trackers:
             tracker.close()
         self._file, self._trackers = None, []
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    """A line's text; JSON has no NaN, and float() parses the words for it."""
+    odd = {name: str(one) for name, one in values.items() if isinstance(one, float) and not math.isfinite(one)}
+    return json.dumps({**values, **odd})
 
 
 def _appended(handle: int, line: bytes) -> str:
@@ -134,14 +135,10 @@ def record(training: Any, event: str, text: str, *, say: bool = True, **facts: A
         training.say(text)
     folder = training.run.logger.get("log_dir")
     if folder and rank() == 0:
-        plain = {
-            name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
-            for name, value in facts.items()
-        }
-        row = {"iteration": training.counters.iteration, "event": event, "text": text} | plain
+        line = _json({"iteration": training.counters.iteration, "event": event, "text": text} | facts)
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             with opened_to_write(Path(folder) / EVENTS, append=True) as stream:
-                stream.write(json.dumps(row) + "\n")
+                stream.write(line + "\n")
         except OSError as error:
-            warn(f"{Path(folder) / EVENTS} cannot be written ({error.strerror}); the missing line: {json.dumps(row)}")
+            warn(f"{Path(folder) / EVENTS} cannot be written ({error.strerror}); the missing line: {line}")

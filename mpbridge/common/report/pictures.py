@@ -15,15 +15,15 @@ from mpbridge.common.shipped import install
 MISSING = f"matplotlib is not installed ({install('plot')})"
 
 
-def drawable(*, report: bool = False) -> bool:
-    """Whether pictures can be drawn; check before expensive work. report: says on stderr if they cannot; the caller continues without."""
+def drawable() -> bool:
+    """Whether pictures can be drawn, which is said on stderr if not: the caller checks before expensive work, and continues without."""
     import importlib.util
 
     try:
         there = importlib.util.find_spec("matplotlib") is not None
     except ValueError:  # it is in sys.modules without a spec
         there = False
-    if report and not there:
+    if not there:
         from mpbridge.common.report.console import warn
 
         warn(f"no picture: {MISSING}")

@@ -1,10 +1,7 @@
-"""Interprets Hugging Face accelerate's YAML, and the options of `accelerate launch`, which are its settings. Read at 1.15.0; what FSDP upcasts and reduces in changed between versions."""
+"""Interprets Hugging Face accelerate's YAML. Read at 1.15.0; what FSDP upcasts and reduces in changed between versions."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 from mpbridge.common.errors import DataError, brief, cut, nearest
@@ -13,9 +10,9 @@ from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import deepspeed
 from mpbridge.interop.stacks.accelerate import NAME
 from mpbridge.interop.stacks.base import Imported, engine_with
-from mpbridge.interop.stacks.known_keys import imported, known
+from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
-from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults, stray
+from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.interop.stacks.sharded_torch import TORCH_SCALER, fields_of, quant_fields
 from mpbridge.precision.policy import Quant
 
@@ -37,14 +34,6 @@ _QUESTIONNAIRE = {"amax_history_length": "amax_history_len", "amax_compute_algor
 """Keys of fp8_config that commands/config/cluster.py writes -> those that the environment of TERecipeKwargs has."""
 _READS_USE_CPU = ("NO", "MULTI_CPU")
 """Types whose launcher passes use_cpu on: utils/launch.py sets ACCELERATE_USE_CPU only for them."""
-
-
-def read(words: Iterable[str], *, version: str) -> Imported:
-    """The meaning of `accelerate launch`'s options: `--mixed_precision fp8 --use_fsdp ...`."""
-    data, strays, undecided = _as_file(words)
-    found = read_data(data, version=version)
-    unknown = (*(stray(word, ()) for word in strays), *found.unknown)
-    return dataclasses.replace(found, unknown=unknown, undecided=(*undecided, *found.undecided))
 
 
 def read_data(data: Any, *, version: str) -> Imported:
@@ -154,53 +143,3 @@ def _overridden(read: Reader) -> bool:
         )
         return False
     return bool(given[2])
-
-
-_TYPES: Mapping[str, str] = {
-    "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "multi_gpu": "MULTI_GPU",
-}  # fmt: skip
-"""Option -> distributed_type, in the order in which the launcher asks for them."""
-_SECTIONS = ("fsdp_config", "deepspeed_config", "megatron_lm_config")
-
-
-def launch_options(program: Sequence[str], words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own options in a command, and notes on the arguments of the script that it starts."""
-    names = [PurePath(word).name for word in program]
-    at = next((at for at, name in enumerate(names) if name in ("launch", "accelerate.commands.launch")), -1)
-    own = [word.partition("=")[0] for word in words if word.startswith("--")]
-    shown = ", ".join(cut(name) for name in own[:6]) + (", ..." if len(own) > 6 else "")
-    notes = [f"{names[-1]} has options of its own, which are not read: {shown}"] if own else []
-    return [word for word in program[at + 1 : -1] if word not in ("-m", "--module")], notes
-
-
-def _as_file(words: Iterable[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(the configuration that the options amount to, stray words, what decides and is not read)."""
-    given, strays = options_of(words)
-    keys, undecided = known(NAME), list[str]()
-    made: dict[str, Any] = {}
-    for option, value in given.items():
-        section = next((one for one in _SECTIONS if option in keys[one]), None)
-        if option in _TYPES:
-            if str(value).lower() != "false":
-                made.setdefault("distributed_type", _TYPES[option])
-        elif option == "config_file":
-            undecided.append(
-                f"--config_file {cut(value)} decides what is not said here, but is not read: pass that file"
-            )
-        elif section is not None:
-            made.setdefault(section, {})[option] = value
-        elif option.startswith("dynamo_"):
-            made.setdefault("dynamo_config", {})[option] = value
-        elif option.startswith("fp8_"):
-            key = option if option == "fp8_format" else option.removeprefix("fp8_")
-            made.setdefault("fp8_config", {})[key] = _truths(value) if key == "override_linear_precision" else value
-        else:
-            made["use_cpu" if option == "cpu" else option] = value
-    return made, strays, undecided
-
-
-def _truths(value: Any) -> Any:
-    """'false,false,true' as a list."""
-    return (
-        [word.strip().lower() in ("true", "1", "yes") for word in value.split(",")] if isinstance(value, str) else value
-    )

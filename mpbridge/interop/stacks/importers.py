@@ -13,7 +13,6 @@ from typing import Any
 
 from mpbridge.common.errors import MOST_SHOWN, BadValue, DataError, cut
 from mpbridge.common.files import text_of as read_bounded
-from mpbridge.interop.stacks.accelerate_import import launch_options
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.interop.stacks.exporters import stack_module
@@ -163,9 +162,6 @@ def _read_words(
     undecided += () if file is None else (decides,)
     silent = not any(word.startswith("-") and PRECISION.search(word) for word in words)
     undecided += tuple(told.assumed) if silent and name != "--args" else ()  # neither the stack nor a precision is said
-    if told.stack == "accelerate" and script.program:
-        words, more = launch_options(script.program, script.words)
-        notes = (*notes, *more)
     if not words and name != "--args":
         why = f": {script.notes[0]}" if script.notes else ""
         raise DataError(f"{name or 'the text'}: it has no {TITLES.get(told.stack, told.stack)} option{why}")

@@ -63,6 +63,9 @@ def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> 
     script.follow(text.replace("\r\n", "\n"))
     program, words, notes = script.chosen()
     notes = [*dict.fromkeys([*script.notes, *notes]), *script.unused(text, "the script")]
+    last = text.rstrip().rpartition("\n")[2].strip()
+    if (len(last) - len(last.rstrip("\\"))) % 2 and not last.startswith("#"):
+        notes.append("the last line ends in a line continuation: read as whole, but the arguments after it are missing")
     documents = {file: _OPEN.sub('"auto"', text) for file, text in script.documents.items()}
     return LaunchScript(words=words, program=program, notes=notes, documents=documents)
 

@@ -14,14 +14,12 @@ from mpbridge.interop.stacks.megatron_lm_options import options
 LM = "megatron-lm"
 TITLES: Mapping[str, str] = {
     LM: "Megatron-LM", "transformers": "Transformers", "torchtitan": "torchtitan", "lightning": "Lightning",
-    "megatron-bridge": "Megatron Bridge", "accelerate": "accelerate",
+    "megatron-bridge": "Megatron Bridge",
 }  # fmt: skip
 """Stacks that are read from arguments -> their names in messages; where options decide nothing, the first is assumed."""
 _EXAMPLES = frozenset({"model_name_or_path", "tokenizer_name", "dataset_name", "dataset_config_name", "torch_dtype", "dtype"})  # fmt: skip
 """Options of Transformers' example scripts beside those of TrainingArguments."""
 _ANYONES = ("__deepspeed", "__deepspeed_config", "__bf16", "__fp16")
-_LAUNCHED = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "multi_gpu", "config_file", "dynamo_backend")
-"""Options of `accelerate launch` that its file has under another name."""
 _DECIDES = (
     "use_fsdp",
     "use_deepspeed",
@@ -55,12 +53,16 @@ def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recogn
     best = max(counts, key=lambda stack: counts[stack])
     several = list(counts.values()).count(counts[best]) > 1
     clear = 2 * counts[best] >= len(names) and not several
-    if started == "accelerate" and clear and best != "accelerate":
+    if started == "accelerate":
+        if not clear:
+            raise DataError(
+                "the options of accelerate launch are not read: pass its file (accelerate config), or the arguments of the program that it starts (--args)"
+            )
         decides = [word for word in program if word.startswith("--") and word.strip("-").partition("=")[0] in _DECIDES]
         if decides:
-            text = f"accelerate launch {' '.join(decides)}: the launcher shards the model or casts it: pass its file, or read its options (--from accelerate)"
+            text = f"accelerate launch {' '.join(decides)}: the launcher shards the model or casts it: pass its file"
             return Recognized(best, undecided=(text,))
-        text = f"read as {TITLES[best]}'s arguments: the options of accelerate launch before them are not read (--from accelerate reads only those)"
+        text = f"read as {TITLES[best]}'s arguments: the options of accelerate launch before them are not read"
         return Recognized(best, (text,))
     if started == "deepspeed":
         if clear:
@@ -120,11 +122,4 @@ def _has(stack: str, name: str) -> bool:
         return dashed and (section in keys[""] if dot else plain in ("module", "config"))
     if stack == "lightning":
         return plain in keys["trainer"] or (section in keys[""] and bool(dot) and dashed)
-    if stack == "megatron-bridge":
-        return not dashed and section in keys[""]
-    sections = ("fsdp_config", "deepspeed_config", "megatron_lm_config")
-    return dashed and (
-        under in ("mixed_precision", "downcast_bf16", *_LAUNCHED)
-        or any(under in keys[one] for one in sections)
-        or (under.startswith("fp8_") and under.removeprefix("fp8_") in keys["fp8_config"])
-    )
+    return not dashed and section in keys[""]

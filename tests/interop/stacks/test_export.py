@@ -277,16 +277,6 @@ def test_rules_that_name_the_linears_of_another_model_can_be_said_nowhere(stack:
             assert any("names of another model" in line.text for line in made.lines if line.fact == "modules"), name
 
 
-def test_rules_by_module_become_a_file_of_megatron_lm() -> None:
-    config = MixedPrecisionConfig(bf16=True, modules={"mlp.*": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}})
-    arguments, rules = export(config, "megatron-lm").pieces
-    assert "--te-precision-config-file precision.yaml" in arguments.text
-    data = yaml.safe_load(rules.text)
-    matcher = next(iter(data["matchers"].values()))
-    assert matcher["pattern"].endswith("mlp.*")
-    assert data["configs"][matcher["config"]]["training_recipe"]["fp8_quantization_recipe"] == "mxfp8"
-
-
 def test_an_accumulator_apart_from_the_wire_is_said_where_a_stack_has_both() -> None:
     config = MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32")
     for stack in ("megatron-lm", "megatron-bridge"):

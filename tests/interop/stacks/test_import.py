@@ -53,11 +53,6 @@ torchrun --nproc_per_node 8 pretrain_gpt.py \\
     assert any("one word" in line for line in whole.unknown)
 
 
-def test_a_variable_without_a_value_is_said() -> None:
-    found = read_text("torchrun x.py --bf16 $EXTRA --lr 1", stack="megatron-lm", name="a.sh")
-    assert any("$EXTRA has no value" in line for line in found.assumed)
-
-
 def test_arguments_of_a_checkpoint_are_read_without_unpickling(tmp_path: Path) -> None:
     arguments = argparse.Namespace(
         bf16=True, fp8="hybrid", fp8_recipe="tensorwise", accumulate_allreduce_grads_in_fp32=True, hysteresis=2, params_dtype=torch.bfloat16,
@@ -111,20 +106,6 @@ def test_a_broken_checkpoint_is_one_readable_error(tmp_path: Path, content: byte
 def test_a_file_that_no_stack_wrote_is_one_readable_error(text: str, name: str) -> None:
     with pytest.raises(DataError):
         read_text(text, name=name)
-
-
-def test_a_python_configuration_is_refused_and_not_run(tmp_path: Path) -> None:
-    (tmp_path / "config.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(DataError, match="would have to be executed"):
-        read_file(tmp_path / "config.py")
-
-
-def test_a_missing_file_and_a_binary_one_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
-        read_file(tmp_path / "nothing.yaml")
-    (tmp_path / "x.sh").write_bytes(b"\0" * 100)
-    with pytest.raises(MpbridgeError):
-        read_file(tmp_path / "x.sh")
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,6 @@ ROWS: list[tuple[str, ...]] = [
     (AC, "{mixed_precision: fp8}", "quantization~amax history 1024 (max)", "undecided: the first of torchao, Transformer Engine and MS-AMP that is installed"),
     (AC, "{distributed_type: DEEPSPEED, mixed_precision: fp8}", "undecided: that is installed"),
     (AC, "{mixed_precision: fp8, fp8_config: {backend: AO}}", "quantization~tensorwise", "!undecided"),
-    (AC, "--mixed_precision bf16 --config_file x.yaml", "undecided: x.yaml decides what is not said here"),
     (AC, "{mixed_precision: fp8, fp8_config: {backend: TE, amax_compute_algo: most_recent}}", "quantization~amax history 1024 (max)"),
     (AC, "{mixed_precision: fp8, fp8_config: {backend: TE, use_mxfp8_block_scaling: true}}", "quantization~mxfp8"),
     (AC, "{mixed_precision: fp8, distributed_type: MULTI_GPU, fp8_config: {backend: TE, margin: 2, amax_history_length: 16, amax_compute_algorithm: max}}", "fields.fp8_margin=2",

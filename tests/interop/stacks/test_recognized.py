@@ -18,7 +18,6 @@ ARGUMENTS = {
     "torchtitan": "--training.dtype bfloat16",
     "transformers": "--bf16 --output_dir out --do_train",
     "megatron-bridge": "mixed_precision=bf16_mixed train.train_iters=10",
-    "accelerate": "--mixed_precision fp8 --use_fsdp",
 }
 
 
@@ -46,7 +45,6 @@ def test_what_the_options_leave_open_is_said(text: str, why: str) -> None:
 
 
 SCRIPTS = {
-    "accelerate": "accelerate launch --mixed_precision fp8 --use_fsdp train.py --bf16",
     "transformers": "torchrun --nproc_per_node 8 run_clm.py --model_name_or_path gpt2 --bf16 --output_dir out --do_train",
     "torchtitan": "torchrun -m torchtitan.train --module llama3 --config llama3_8b --training.dtype bfloat16",
     "megatron-bridge": "torchrun scripts/run_recipe.py --recipe llama32_1b mixed_precision=bf16_with_fp8_current_scaling_mixed train.train_iters=10",
@@ -65,16 +63,9 @@ def test_a_launch_script_is_read_as_that_of_the_program_that_it_starts(stack: st
     assert found.meaning.compute.short == "bf16"
 
 
-def test_accelerates_launcher_says_the_precision_and_the_scripts_options_are_named() -> None:
-    found = read_text(f"#!/bin/bash\n{SCRIPTS['accelerate']}", name="run.sh")
-    assert found.meaning.regions[-1].quant is not None
-    assert (found.meaning.sharded, found.fields["fp8"]) == ("everything", "hybrid")
-    assert any(line == "train.py has options of its own, which are not read: --bf16" for line in found.assumed)
-    more = read_args(
-        "--mixed_precision fp8 --fp8_backend TE --fp8_margin 2 --fp8_override_linear_precision false,false,true",
-        stack="accelerate",
-    )
-    assert (more.fields["fp8_margin"], more.fields["fp8_wgrad"]) == (2, False)
+def test_the_options_of_accelerates_launcher_are_refused_with_what_to_give() -> None:
+    with pytest.raises(DataError, match="accelerate launch are not read: pass its file"):
+        read_text("#!/bin/bash\naccelerate launch --mixed_precision fp8 --use_fsdp train.py --bf16", name="run.sh")
 
 
 def test_bridges_script_options_are_named_beside_its_overrides() -> None:
