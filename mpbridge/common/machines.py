@@ -66,26 +66,17 @@ _RATIO = 79.65 * GIB / 80e9
 """Ratio of the memory that torch reports on an H100 to the vendor's gigabytes. It is inferred to hold for the other NVIDIA data-center GPUs, as `memory_source` states."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """The links of a GPU in its usual system: gigabytes per second and direction."""
-
-    nvlink: float
-    domain: int
-    network: float
-    source: str
-
-
 _HGX = "HGX board with NVSwitch; one network card per GPU"
 _PCIE = "PCIe x16, eight per host; no usual network"
 _LINKS = {
-    "V100": _Link(150, 8, 12.5, _HGX), "A100": _Link(300, 8, 25, _HGX), "H100": _Link(450, 8, 50, _HGX), "H200": _Link(450, 8, 50, _HGX),
-    "GH200": _Link(450, 1, 50, "one GPU per host; one network card per GPU"),
-    "B200": _Link(900, 8, 50, _HGX), "B300": _Link(900, 8, 100, f"{_HGX} (800 Gb/s: an assumption)"),
-    "GB200": _Link(900, 72, 50, "NVL72 rack; one network card per GPU"), "GB300": _Link(900, 72, 100, "NVL72 rack; one network card per GPU (800 Gb/s: an assumption)"),
-    "T4": _Link(16, 8, 0, _PCIE), "A10": _Link(32, 8, 0, _PCIE), "L4": _Link(32, 8, 0, _PCIE), "L40S": _Link(32, 8, 0, _PCIE), "RTX 4090": _Link(32, 8, 0, _PCIE),
-    "RTX 5090": _Link(64, 8, 0, _PCIE), "RTX PRO 6000": _Link(64, 8, 0, _PCIE),
+    "V100": (150, 8, 12.5, _HGX), "A100": (300, 8, 25, _HGX), "H100": (450, 8, 50, _HGX), "H200": (450, 8, 50, _HGX),
+    "GH200": (450, 1, 50, "one GPU per host; one network card per GPU"),
+    "B200": (900, 8, 50, _HGX), "B300": (900, 8, 100, f"{_HGX} (800 Gb/s: an assumption)"),
+    "GB200": (900, 72, 50, "NVL72 rack; one network card per GPU"), "GB300": (900, 72, 100, "NVL72 rack; one network card per GPU (800 Gb/s: an assumption)"),
+    "T4": (16, 8, 0, _PCIE), "A10": (32, 8, 0, _PCIE), "L4": (32, 8, 0, _PCIE), "L40S": (32, 8, 0, _PCIE), "RTX 4090": (32, 8, 0, _PCIE),
+    "RTX 5090": (64, 8, 0, _PCIE), "RTX PRO 6000": (64, 8, 0, _PCIE),
 }  # fmt: skip
+"""(GB/s and direction to GPUs of the same domain, GPUs in it, GB/s and direction to others, source) in the GPU's usual system."""
 _CHIPS = {
     "V100": (80, 1.53), "T4": (40, 1.59), "A100": (108, 1.41), "A10": (72, 1.695), "L4": (58, 2.04), "L40S": (142, 2.52), "RTX 4090": (128, 2.52),
     "H100": (132, 1.75), "H200": (132, 1.75), "GH200": (132, 1.75), "B200": (148, 1.85), "GB200": (152, 1.9), "B300": (148, 1.85), "GB300": (152, 1.9),
@@ -110,7 +101,7 @@ def _gpu(
     name: str, arch: Arch, gigabytes: float, bandwidth: float, source: str, note: str = "", **peak: float
 ) -> Machine:
     memory, known = _memory(name, gigabytes)
-    link, (units, clock) = _LINKS[name], _CHIPS[name]
+    (nvlink, domain, network, links), (units, clock) = _LINKS[name], _CHIPS[name]
     return Machine(
         name=name,
         arch=arch,
@@ -120,10 +111,10 @@ def _gpu(
         peak=tuple(peak.items()),
         multiprocessors=units,
         clock=clock * 1e9,
-        nvlink=link.nvlink * 1e9,
-        domain=link.domain,
-        network=link.network * 1e9,
-        link_source=link.source,
+        nvlink=nvlink * 1e9,
+        domain=domain,
+        network=network * 1e9,
+        link_source=links,
         source=source,
         note=note,
     )

@@ -47,11 +47,10 @@ def read_file(
         )
     if path.suffix in (".pt", ".ckpt", ".pth") or path.name == METADATA:
         made = _lm().read_values(read_arguments(path), version=_version("megatron-lm", version))
-        return _never_read(_without_variables(made, env), version)
+        return _finished(made, version, env)
     text = text_of(path)
     if path.suffix == ".py":
-        read = read_python(text, path, function if colon else "", stack=stack, version=version)
-        return _without_variables(read, env)
+        return read_python(text, path, function if colon else "", stack=stack, version=version, env=env)
     return read_text(text, stack=stack, version=version, name=path.name, env=env, path=path)
 
 
@@ -80,29 +79,32 @@ def text_of(path: Path) -> str:
 
 
 def read_python(
-    text: str, path: Path | None, function: str = "", *, stack: str | None = None, version: str | None = None
-) -> Imported:
+    text: str, path: Path | None, function: str = "", *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
+) -> Imported:  # fmt: skip
     """The meaning of a Python configuration, from its text alone: of one function, or of the comment that `export` wrote.
 
     Raises DataError if the stack has no such files, and for expressions that are nested too deeply.
     """
-    try:
-        return _read_python(text, path, function, stack, version)
-    except RecursionError:
-        raise DataError(
-            f"{path.name if path is not None else 'the file'}: its expressions are nested too deeply for a configuration"
-        ) from None
-
-
-def _read_python(text: str, path: Path | None, function: str, stack: str | None, version: str | None) -> Imported:
     from mpbridge.interop.stacks import data_comment
+
+    name = path.name if path is not None else "the file"
+    try:
+        if not function and data_comment.has_comment(text):
+            exported = data_comment.read(text, name=name, stack=stack)
+            found = dataclasses.replace(exported, version=_version(exported.stack, version))
+        else:
+            found = _of_function(text, path, name, function, stack, version)
+    except RecursionError:
+        raise DataError(f"{name}: its expressions are nested too deeply for a configuration") from None
+    return _finished(found, version, env)
+
+
+def _of_function(
+    text: str, path: Path | None, name: str, function: str, stack: str | None, version: str | None
+) -> Imported:
     from mpbridge.interop.stacks.python_text import Reading
     from mpbridge.interop.stacks.python_values import Module
 
-    name = path.name if path is not None else "the file"
-    if not function and data_comment.has_comment(text):
-        exported = data_comment.read(text, name=name, stack=stack)
-        return _never_read(dataclasses.replace(exported, version=_version(exported.stack, version)), version)
     stack = stack or next((found for mark, found in _PYTHON if mark in text), None)
     functions = [found for _, found in _PYTHON]
     if stack not in functions:
@@ -110,19 +112,17 @@ def _read_python(text: str, path: Path | None, function: str, stack: str | None,
             f"{name}: a Python script{f' of {stack}' if stack else ''} would have to be executed: pass its configuration file or its arguments (--args)."
             f" Of Python, functions of {' and '.join(functions)} are read as text, and what `mpbridge export` wrote, by its comment"
         )
-    module = _importer(stack)
+    module, source = _importer(stack), Module(text, path, name)
     reading = Reading(opaque=module.OPAQUE)
-    source = Module(text, path, name)
     if not function:
         public = [one for one in source.functions if not one.startswith("_")]
         if len(public) != 1:
             some = ", ".join(public[:4])
             raise DataError(f"{name} has {len(public)} functions: name one, {name}:FUNCTION ({some}, ...)")
         function = public[0]
-    found: Imported = module.read_made(
-        reading.function(source, function), reading.notes, name=function, version=_version(stack, version)
-    )
-    return _never_read(found, version)
+    made = reading.function(source, function)
+    found: Imported = module.read_made(made, reading.notes, name=function, version=_version(stack, version))
+    return found
 
 
 def read_args(
@@ -170,7 +170,7 @@ def _read_words(
     found = module.read(words, version=_version(told.stack, version), **rules)
     notes = tuple(note for note in notes if note not in undecided)
     found = dataclasses.replace(found, assumed=(*notes, *found.assumed), undecided=(*undecided, *found.undecided))
-    return _never_read(found, version)
+    return _finished(found, version)
 
 
 def _unset(notes: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
@@ -209,26 +209,20 @@ def read_text(
 ) -> Imported:
     """The meaning of a file's text. name: the file's, which helps to recognize the stack. path: the file's, to find files that a script sources."""
     if name.endswith(".py"):
-        return _without_variables(read_python(text, None, stack=stack, version=version), env)
+        return read_python(text, None, stack=stack, version=version, env=env)
     if not name.endswith(_DATA) and (stack == "megatron-lm" or _is_script(text, name)):
         return _read_words(read_script(text, env, path), stack, version, name, path and path.parent)
     stack = stack or recognize(text, name)
-    return _without_variables(read_data_of(stack, load(text, name), version=version), env)
+    return read_data_of(stack, load(text, name), version=version, env=env)
 
 
-def _without_variables(found: Imported, env: Mapping[str, str]) -> Imported:
-    """`found`, with a note on the variables that were given for a file that has none."""
-    notes = tuple(f"--env {name}: has no effect: only launch scripts and --args have variables" for name in env)
-    return dataclasses.replace(found, assumed=(*notes, *found.assumed))
-
-
-def read_data_of(stack: str, data: Any, *, version: str | None = None) -> Imported:
+def read_data_of(stack: str, data: Any, *, version: str | None = None, env: Mapping[str, str] = {}) -> Imported:
     """The meaning of plain data as a stack's configuration. Raises DataError if there is none."""
     if data is None:
         raise DataError(f"the configuration is empty: it has no {stack} settings")
-    found = _never_read(_importer(stack).read_data(data, version=_version(stack, version)), version)
+    found = _importer(stack).read_data(data, version=_version(stack, version))
     nothing = (f"it is empty: every setting of {stack} is at its default",) if data == {} else ()
-    return dataclasses.replace(found, assumed=(*nothing, *found.assumed))
+    return _finished(dataclasses.replace(found, assumed=(*nothing, *found.assumed)), version, env)
 
 
 def load(text: str, name: str) -> Any:
@@ -325,15 +319,16 @@ def _lm() -> Any:
 
 
 def _version(stack: str, asked: str | None) -> str:
-    """The version to read for: the requested one if it is supported, otherwise the nearest; `_never_read` reports the difference."""
+    """The version to read for: the requested one if it is supported, otherwise the nearest; `_finished` reports the difference."""
     return version_for(stack_module(stack), asked, doing="read")[0]
 
 
-def _never_read(found: Imported, asked: str | None) -> Imported:
-    """`found` with overlong lines cut, and with a note if the requested version is not a supported one."""
+def _finished(found: Imported, asked: str | None, env: Mapping[str, str] = {}) -> Imported:
+    """`found` with overlong lines cut, and with a note if the requested version is not a supported one, or for each variable that its source has no use for."""
     lines: dict[str, Any] = {name: tuple(cut(line, LONGEST) for line in getattr(found, name)) for name in _LINES}
     _, assumed = version_for(stack_module(found.stack), asked, doing="read")
-    return dataclasses.replace(found, **(lines | {"assumed": (*assumed, *lines["assumed"])}))
+    idle = (f"--env {name}: has no effect: only launch scripts and --args have variables" for name in env)
+    return dataclasses.replace(found, **(lines | {"assumed": (*idle, *assumed, *lines["assumed"])}))
 
 
 @functools.cache

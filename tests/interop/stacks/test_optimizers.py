@@ -1,4 +1,4 @@
-"""The optimizer that a stack's file names, and what its defaults decide where it is silent."""
+"""The optimizer that a stack's file names: its states, and how they are told (what each stack says of it is in test_readings)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import pytest
 import torch
 
 from mpbridge.cli.main import main
-from mpbridge.interop.stacks.base import Imported
-from mpbridge.interop.stacks.importers import read_args, read_file, read_python, read_text
-from mpbridge.interop.stacks.meaning import rows
-from mpbridge.interop.stacks.nearest import answer, apart
-from mpbridge.interop.stacks.optimizers import ADAM, NOT_SAID, optimizer_named
+from mpbridge.interop.stacks.importers import read_file, read_python
+from mpbridge.interop.stacks.optimizers import optimizer_named
 
 MADE = [
     ("Adam", {}), ("AdamW", {}), ("NAdam", {}), ("RAdam", {}), ("Adamax", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}), ("RMSprop", {}),
@@ -36,80 +33,6 @@ def test_states_are_those_that_torchs_class_keeps(name: str, arguments: dict[str
     assert found.exp_avg == bool({"exp_avg", "momentum_buffer"} & optimizer.state[weight].keys())
 
 
-def toml(text: str) -> Imported:
-    return read_text(text, name="x.toml")
-
-
-def data(stack: str, text: str) -> Imported:
-    return read_text(text, stack=stack, name="x.yaml")
-
-
-NAMED = {
-    # (first moment, second moment, bytes per parameter), by hand from what each stack stores
-    "megatron-lm": (lambda: read_args("--bf16 --optimizer lion"), "fp32", "none: Lion", "14"),
-    "megatron-lm momentum": (lambda: read_args("--bf16 --optimizer sgd"), "fp32", "none: SGD", "14"),
-    "megatron-lm plain": (lambda: read_args("--bf16 --optimizer sgd --sgd-momentum 0"), "none: SGD", "none: SGD", "10"),
-    "megatron-bridge": (
-        lambda: data("megatron-bridge", "{mixed_precision: bf16_mixed, optimizer: {optimizer: sgd}}"), "fp32", "none: SGD", "6 + 8/N"
-    ),
-    "automodel": (
-        lambda: data("automodel", "{model: {torch_dtype: bf16}, optimizer: {_target_: dion.Muon}}"), "bf16", "none: Muon", "6/N"
-    ),
-    "deepspeed": (
-        lambda: data("deepspeed", '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Lion"}}'),
-        "fp32", "none: Lion", "4 + 12/N",
-    ),
-    "deepspeed momentum": (
-        lambda: data("deepspeed", '{"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}'), "fp32", "none: SGD", "12"
-    ),
-    "lightning": (
-        lambda: data("lightning", "{trainer: {precision: bf16-mixed}, optimizer: {class_path: torch.optim.SGD, init_args: {lr: 1}}}"),
-        "none: SGD", "none: SGD", "8",
-    ),
-    "transformers": (lambda: read_args("--bf16 --optim adafactor", stack="transformers"), "none: Adafactor", "none: Adafactor", "8"),
-    "transformers momentum": (
-        lambda: read_args("--bf16 --optim sgd --optim_args momentum=0.9", stack="transformers"), "fp32", "none: SGD", "12"
-    ),
-    "torchtitan": (lambda: toml('[optimizer]\nname = "Lion"\n[training]\nsteps = 1\n'), "fp32", "none: Lion", "12/N"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", NAMED)
-def test_the_moments_are_those_of_the_optimizer_that_is_named(case: str) -> None:
-    make, first, second, size = NAMED[case]
-    found = make()
-    shown = rows(found.meaning)
-    assert (shown["exp_avg"], shown["exp_avg_sq"], shown["bytes"]) == (first, second, size)
-    assert NOT_SAID not in found.assumed
-    told = answer(found.fields, engine=found.engine, meaning=found.meaning)
-    assert told.recipe is not None
-    # another optimizer is no difference between recipes
-    assert not {"exp_avg", "exp_avg_sq", "bytes"} & apart(told, found.meaning, engine=found.engine).keys()
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        data("accelerate", "{compute_environment: X, mixed_precision: bf16}"),
-        data("accelerate", "{compute_environment: X, distributed_type: DEEPSPEED, mixed_precision: bf16}"),
-        data("automodel", "{model: {torch_dtype: bf16}}"),
-        data("deepspeed", '{"bf16": {"enabled": true}}'),
-        read_args("precision=bf16-mixed", stack="lightning"),
-        read_args("--training.steps 1", stack="torchtitan"),
-    ],
-    ids=lambda found: found.stack,
-)
-def test_where_no_optimizer_is_named_adams_moments_are_assumed_and_that_is_said(found: Imported) -> None:
-    assert found.assumed.count(NOT_SAID) == 1
-    assert found.meaning.optimizer is ADAM
-
-
-def test_an_optimizer_that_nobody_here_knows_is_named_with_what_is_shown_instead() -> None:
-    found = data("automodel", "{model: {torch_dtype: bf16}, optimizer: {_target_: mine.Sophia}}")
-    assert any("mine.Sophia: its states are not known here" in line for line in found.cannot_express)
-    assert found.meaning.optimizer.name == "mine.Sophia"
-
-
 def test_of_several_groups_of_torchtitan_the_one_that_is_not_adam_is_shown() -> None:
     text = (
         "from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig\ndef one():\n"
@@ -119,53 +42,6 @@ def test_of_several_groups_of_torchtitan_the_one_that_is_not_adam_is_shown() -> 
     found = read_python(text, None, "one", stack="torchtitan")
     assert found.meaning.optimizer.name == "Muon"
     assert any("embeddings, norms and biases" in line for line in found.cannot_express)
-
-
-IN_FORCE = {
-    # what each stack's own source has as the default of a setting that decides a fact
-    "--bf16 --fp8-format hybrid": ("--fp8-recipe delayed", "--fp8-amax-history-len 1", "--optimizer adam", "--accumulate-allreduce-grads-in-fp32 (its parser"),
-    "--fp16": ("--initial-loss-scale 2**32", "--loss-scale-window 1000", "gradients are reduced in FP16"),
-    "--bf16 --use-megatron-fsdp": ("--megatron-fsdp-main-grads-dtype auto", "--data-parallel-sharding-strategy optim_grads_params"),
-    "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer": ("--exp-avg-dtype fp32", "--main-params-dtype fp32"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("flags", IN_FORCE)
-def test_defaults_of_megatron_lm_that_decide_are_shown(flags: str) -> None:
-    shown = read_args(flags).in_force
-    for wanted in IN_FORCE[flags]:
-        assert any(wanted in line for line in shown), (wanted, shown)
-    for option in flags.split():
-        assert not any(line.split()[0] == option for line in shown)
-
-
-@pytest.mark.parametrize(
-    ("stack", "text", "wanted"),
-    [
-        ("deepspeed", '{"bf16": {"enabled": true}}', ("communication_data_type=bf16", "data_types.grad_accum_dtype=bf16", "zero_optimization.stage=0")),
-        ("automodel", "{model: {torch_dtype: bf16}}", ("distributed.strategy=fsdp2", "distributed.mp_policy.reduce_dtype=fp32")),
-        ("automodel", "{distributed: {mp_policy: {param_dtype: bfloat16}}}", ("distributed.mp_policy.reduce_dtype=bf16",)),
-        ("accelerate", "{compute_environment: X, distributed_type: FSDP, mixed_precision: fp8}", ("fsdp_config.fsdp_version=1",)),
-        ("lightning", "{trainer: {max_epochs: 1}}", ("trainer.precision=32-true", "trainer.strategy=auto")),
-        ("lightning", "{trainer: {precision: 16-mixed, strategy: deepspeed}}", ("trainer.strategy.stage=2", "trainer.strategy.initial_scale_power=16")),
-        ("megatron-bridge", "mixed_precision: {bf16: true, fp8: hybrid}", ("mixed_precision.fp8_recipe=tensorwise", "optimizer.optimizer=adam")),
-        ("transformers", "{bf16: true, fsdp: full_shard}", ("optim=adamw_torch_fused", "fsdp_config.version=2")),
-        ("torchtitan", "{training: {steps: 1}}", ("training.dtype=fp32", "training.mixed_precision_reduce=fp32")),
-    ],
-)  # fmt: skip
-def test_defaults_that_decide_are_shown(stack: str, text: str, wanted: tuple[str, ...]) -> None:
-    shown = data(stack, text).in_force
-    for line in wanted:
-        assert line in shown, shown
-
-
-def test_what_is_said_is_no_default_and_what_is_off_shares_one_line() -> None:
-    found = data(
-        "deepspeed", '{"bf16": {"enabled": true}, "communication_data_type": "fp32", "zero_optimization": {"stage": 2}}'
-    )
-    assert not any(line.startswith(("communication_data_type", "zero_optimization.stage")) for line in found.in_force)
-    (off,) = (line for line in found.in_force if line.startswith("off: "))
-    assert "fp16.enabled" in off
 
 
 def test_arguments_in_a_checkpoint_are_all_said(tmp_path: Path) -> None:

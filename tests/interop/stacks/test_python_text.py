@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from mpbridge.common.errors import BadValue, DataError, MpbridgeError, UnknownName
-from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.importers import read_file, read_text
-from mpbridge.interop.stacks.nearest import answer
+from tests.interop.stacks.test_readings import holds
 
 TITAN = """
 from torchtitan.components.quantization import Float8LinearConverter, MXFP8LinearConverter, NVFP4LinearConverter
@@ -148,60 +147,36 @@ def titan(checkout: Path, function: str) -> Imported:
     return read_file(checkout / f"config_registry.py:{function}")
 
 
-def told(found: Imported) -> str:
-    return str(answer(found.fields, engine=found.engine, meaning=found.meaning))
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    # function -> what must hold (as in test_readings)
+    "base": ("recipe=fp32_params_bf16_compute",),
+    "plain16": ("storage=bf16",),
+    "quantized": ("quantization~mxfp8", "cannot_express: lm_head"),
+    "rowwise": ("recipe=bf16_with_fp8_rowwise_gw_hp", "cannot_express: tensorwise", "cannot_express: gate", "!cannot_express: output layer"),
+    "tail": ("cannot_express: fraction of the last layers",),
+    "named": ("recipe=bf16_mixed", "inert: takes precedence"),
+    "performance": ("wire=bf16", "exp_avg=bf16"),
+    "by_name": ("recipe=bf16_with_mxfp8_mixed, fp8_param_gather=false, reuse_grad_buf_for_mxfp8_param_ag=false",),
+    "rules": ("cannot_express: model.quant_recipe: rules by module",),
+    "one_field_depends": ("undecided: mixed_precision.grad_reduce_in_fp32",),
+    "elsewhere": ("undecided: optimizer = ",),
+    "base_elsewhere": ("undecided: not in this checkout",),
+    "adapters": ("cannot_express: peft: only adapters are trained",),
+    "nemotronh_56b_pretrain_8gpu_h100_bf16_config": ("contradicts: says BF16, and its GEMMs are quantized: linears of the first 2",),
+    "nemotronh_8b_pretrain_2gpu_h100_bf16_config": ("!contradicts",),
+}  # fmt: skip
 
 
-def test_a_torchtitan_function_is_followed_through_another_of_its_file(checkout: Path) -> None:
-    assert told(titan(checkout, "base")) == "fp32_params_bf16_compute"
-    assert titan(checkout, "plain16").meaning.storage is DType.BF16
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_functions_text_means_what_the_function_makes(checkout: Path, function: str) -> None:
+    stack, read = ("torchtitan", titan) if f"def {function}(" in TITAN else ("megatron-bridge", bridge)
+    found = read(checkout, function)
+    assert [claim for claim in FUNCTIONS[function] if not holds(found, stack, claim)] == [], found
 
 
-def test_converters_are_read_with_what_they_leave_out(checkout: Path) -> None:
-    found = titan(checkout, "quantized")
-    assert "mxfp8" in found.meaning.quantization
-    assert any("lm_head" in line for line in found.cannot_express)
-    found = titan(checkout, "rowwise")
-    assert told(found) == "bf16_with_fp8_rowwise_gw_hp"
-    assert [line for line in found.cannot_express if "tensorwise" in line]
-    assert [line for line in found.cannot_express if "gate" in line]
-    assert not [line for line in found.cannot_express if "output layer" in line]
-    assert any("fraction of the last layers" in line for line in titan(checkout, "tail").cannot_express)
-
-
-def test_a_bridge_recipe_takes_its_base_from_another_file_of_the_checkout(checkout: Path) -> None:
-    found = bridge(checkout, "named")
-    assert told(found) == "bf16_mixed"
-    assert any("takes precedence" in line for line in found.inert)
-
-
-def test_branches_with_known_conditions_are_taken(checkout: Path) -> None:
-    found = bridge(checkout, "performance")
-    assert (found.meaning.wire, found.meaning.exp_avg) == (DType.BF16, DType.BF16)
-
-
-def test_values_set_on_a_named_recipe_win(checkout: Path) -> None:
-    assert (
-        told(bridge(checkout, "by_name"))
-        == "bf16_with_mxfp8_mixed, fp8_param_gather=false, reuse_grad_buf_for_mxfp8_param_ag=false"
-    )
-
-
-def test_rules_by_module_on_the_model_are_told(checkout: Path) -> None:
-    assert bridge(checkout, "rules").cannot_express[0].startswith("model.quant_recipe: rules by module")
-
-
-def test_what_depends_on_the_machine_is_refused_or_said(checkout: Path) -> None:
+def test_what_depends_on_the_machine_is_refused(checkout: Path) -> None:
     with pytest.raises(DataError, match=r"depends: mixed_precision = .*under `if torch\.cuda\.is_available"):
         bridge(checkout, "depends")
-    found = bridge(checkout, "one_field_depends")
-    assert any(line.startswith("mixed_precision.grad_reduce_in_fp32") for line in found.undecided)
-    assert bridge(checkout, "elsewhere").undecided[0].startswith("optimizer = ")
-    assert "not in this checkout" in bridge(checkout, "base_elsewhere").undecided[-1]
-
-
-def test_a_recipe_that_trains_adapters_says_so(checkout: Path) -> None:
-    assert "peft: only adapters are trained" in bridge(checkout, "adapters").cannot_express
 
 
 def test_a_file_with_several_functions_asks_for_one_and_knows_their_names(checkout: Path) -> None:
@@ -246,16 +221,6 @@ def test_text_that_is_no_python_is_refused_by_name(tmp_path: Path) -> None:
         read_file(tmp_path / "bad.py:broken")
     with pytest.raises((DataError, BadValue)):
         read_text("raise SystemExit('ran')", name="config.py")
-
-
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [("nemotronh_56b_pretrain_8gpu_h100_bf16_config", "says BF16, and its GEMMs are quantized: linears of the first 2"), ("nemotronh_8b_pretrain_2gpu_h100_bf16_config", None)],
-)  # fmt: skip
-def test_a_function_named_bf16_that_trains_in_fp8_is_told(checkout: Path, function: str, said: str | None) -> None:
-    assert [
-        line.removeprefix(function).strip().startswith(said or "?") for line in bridge(checkout, function).contradicts
-    ] == ([True] if said else [])
 
 
 @pytest.mark.parametrize(("name", "last"), [("super", 14), ("ultra", 16)])

@@ -364,6 +364,41 @@ ROWS: list[tuple[str, ...]] = [
     (AM, "fp8: on_please", "error: fp8='on_please': expected a mapping"),
     (AC, "mixed_precision: [bf16]", "error: mixed_precision=['bf16']: expected a word"),
     (LI, "trainer: bf16", "error: trainer='bf16': expected a mapping"),
+    # the moments are those of the optimizer that is named: (first, second, bytes per parameter), by hand from what each stack stores; it is no difference between recipes
+    *((stack, text, f"optimizer.exp_avg={first}", f"optimizer.exp_avg_sq={second}", f"bytes_text={size}", "!assumed: no optimizer stands in it", "!apart: exp_avg", "!apart: bytes")
+      for stack, text, first, second, size in (
+          (LM, "--bf16 --optimizer lion", "true", "false", "14"),
+          (LM, "--bf16 --optimizer sgd", "true", "false", "14"),
+          (LM, "--bf16 --optimizer sgd --sgd-momentum 0", "false", "false", "10"),
+          (MB, "{mixed_precision: bf16_mixed, optimizer: {optimizer: sgd}}", "true", "false", "6 + 8/N"),
+          (AM, "{model: {torch_dtype: bf16}, optimizer: {_target_: dion.Muon}}", "true", "false", "6/N"),
+          (DS, '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Lion"}}', "true", "false", "4 + 12/N"),
+          (DS, '{"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}', "true", "false", "12"),
+          (LI, "{trainer: {precision: bf16-mixed}, optimizer: {class_path: torch.optim.SGD, init_args: {lr: 1}}}", "false", "false", "8"),
+          (TR, "--bf16 --optim adafactor", "false", "false", "8"),
+          (TR, "--bf16 --optim sgd --optim_args momentum=0.9", "true", "false", "12"),
+          (TT, "{optimizer: {name: Lion}, training: {steps: 1}}", "true", "false", "12/N"))),
+    *((stack, text, "assumed: no optimizer stands in it", "optimizer.name=Adam") for stack, text in (
+        (AC, "{compute_environment: X, mixed_precision: bf16}"), (AC, "{compute_environment: X, distributed_type: DEEPSPEED, mixed_precision: bf16}"),
+        (AM, "{model: {torch_dtype: bf16}}"), (DS, '{"bf16": {"enabled": true}}'), (LI, "precision=bf16-mixed"), (TT, "--training.steps 1"))),
+    (AM, "{model: {torch_dtype: bf16}, optimizer: {_target_: mine.Sophia}}", "cannot_express: mine.Sophia: its states are not known here", "optimizer.name=mine.Sophia"),
+    # what each stack's own source has as the default of a setting that decides a fact, where nothing is said
+    *((stack, text, *(f"in_force: {line}" for line in lines.split("; "))) for stack, text, lines in (
+        (LM, "--bf16 --fp8-format hybrid", "--fp8-recipe delayed; --fp8-amax-history-len 1; --optimizer adam; --accumulate-allreduce-grads-in-fp32 (its parser"),
+        (LM, "--fp16", "--initial-loss-scale 2**32; --loss-scale-window 1000; gradients are reduced in FP16"),
+        (LM, "--bf16 --use-megatron-fsdp", "--megatron-fsdp-main-grads-dtype auto; --data-parallel-sharding-strategy optim_grads_params"),
+        (LM, "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer", "--exp-avg-dtype fp32; --main-params-dtype fp32"),
+        (DS, '{"bf16": {"enabled": true}}', "communication_data_type=bf16; data_types.grad_accum_dtype=bf16; zero_optimization.stage=0"),
+        (AM, "{model: {torch_dtype: bf16}}", "distributed.strategy=fsdp2; distributed.mp_policy.reduce_dtype=fp32"),
+        (AM, "{distributed: {mp_policy: {param_dtype: bfloat16}}}", "distributed.mp_policy.reduce_dtype=bf16"),
+        (AC, "{compute_environment: X, distributed_type: FSDP, mixed_precision: fp8}", "fsdp_config.fsdp_version=1"),
+        (LI, "{trainer: {max_epochs: 1}}", "trainer.precision=32-true; trainer.strategy=auto"),
+        (LI, "{trainer: {precision: 16-mixed, strategy: deepspeed}}", "trainer.strategy.stage=2; trainer.strategy.initial_scale_power=16"),
+        (MB, "mixed_precision: {bf16: true, fp8: hybrid}", "mixed_precision.fp8_recipe=tensorwise; optimizer.optimizer=adam"),
+        (TR, "{bf16: true, fsdp: full_shard}", "optim=adamw_torch_fused; fsdp_config.version=2"),
+        (TT, "{training: {steps: 1}}", "training.dtype=fp32; training.mixed_precision_reduce=fp32"))),
+    (LM, "--bf16 --fp8-format hybrid --fp8-recipe delayed", "!in_force: --fp8-recipe"),
+    (DS, '{"bf16": {"enabled": true}, "communication_data_type": "fp32", "zero_optimization": {"stage": 2}}', "!in_force: communication_data_type", "!in_force: stage", "in_force: off: & fp16.enabled"),
 ]  # fmt: skip
 
 
