@@ -33,7 +33,7 @@ _GOES_ON = frozenset({"then", "do", "else", "elif", "!", "time"})
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _HARMLESS = frozenset({"cd", "mkdir", "echo", "set", "pushd", "popd", "module", "ulimit", "true", ":", *_DECLARES})
 """Commands whose success nobody doubts: what follows them behind && is read."""
-_EXPANSION = re.compile(r"\$(?:(\w+|[@*])|\{(\w+|[@*])(\[[@*]\])?(?:(:?-)(.*))?\})", re.DOTALL)
+_EXPANSION = re.compile(r"\$(?:(\w+|[@*])|\{(\w+|[@*])(\[[@*]\])?(?:(:?[-=])(.*))?\})", re.DOTALL)
 _UNQUOTED = re.compile(r"[^'\"$]*")
 _BRACES = re.compile(r"\{[^{}]*\}")
 
@@ -100,7 +100,7 @@ class _Value:
 
 def _entered(command: Command, blocks: list[tuple[str, int]]) -> tuple[list[str], str]:
     """(a command's words without the keywords around it, why it may not be run). blocks: kind and line of those that are open, which it opens and closes."""
-    words = [] if command.after == "(" else list(command.words)  # a function's name is no command
+    words = list(command.words)
     while words and words[0] in (*_OPENS, *_CLOSES, *_GOES_ON):
         word = words.pop(0)
         if word in _OPENS:
@@ -113,6 +113,7 @@ def _entered(command: Command, blocks: list[tuple[str, int]]) -> tuple[list[str]
     # braces alone decide nothing
     where = next((f"stands in {kind} of line {line}" for kind, line in reversed(blocks) if kind), "")
     if command.after == "(":
+        words = []  # a function's name is no command
         blocks.append(("`(`", command.line))
     elif command.after == ")" and blocks and not pattern:
         blocks.pop()
@@ -170,7 +171,7 @@ class _Script:
                 values = [piece[1:-1]]
             elif piece.startswith('"') and not quoted:
                 values = self.one(piece[1:-1], notes, quoted=True)
-            elif piece[0] in "$`" and len(piece) > 1:
+            elif piece.startswith(("$", "`", "<(", ">(")) and len(piece) > 1:
                 values, array = self.value(piece, notes)
                 if quoted and array and piece == text:
                     return values
@@ -190,7 +191,7 @@ class _Script:
         found = _EXPANSION.fullmatch(piece)
         name = (found[1] or found[2]) if found else ""
         if found is None or (self.moved and not name.isidentifier()):
-            how = "run" if piece.startswith(("`", "$(")) else "followed"
+            how = "run" if piece.startswith(("`", "$(", "<(", ">(")) else "followed"
             notes.append(f"{cut(' '.join(piece.split()))} is not {how}: not decided")
             return [GAP], False
         self.asked.add(name)
@@ -200,7 +201,12 @@ class _Script:
             return numbered, True
         held = self.values.get(name)
         if found[4] and (held is None or (":" in found[4] and not any(held.words))):
-            return self.one(found[5], notes, quoted=True), False
+            own = list[str]()
+            made = self.one(found[5], own, quoted=True)
+            if "=" in found[4]:
+                self.values[name] = _Value(tuple(made), notes=tuple(own))
+            notes += own
+            return made, False
         if held is None:
             notes.append(f"${name} has no value: assumed empty (--env {name}=...)")
             return [""], False

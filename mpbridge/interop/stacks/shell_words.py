@@ -11,7 +11,7 @@ from mpbridge.common.errors import BadValue
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BLANK = re.compile(r"(?:[ \t]|\\\n)+|#[^\n]*")
 _OPERATOR = re.compile(r"\n|;;&?|;&|&&|\|\||\|&|[;&|()]")
-_REDIRECTION = re.compile(r"\d*(<<<|<<-?|&>>?|>>|[<>]&|>\||[<>])")
+_REDIRECTION = re.compile(r"\d*(<<<|<<-?|&>>?|>>|[<>]&|>\||[<>](?!\())")
 _INSIDE = re.compile(r"[^\\'\"`$(){}]+|\$(?:\d|[A-Za-z_]\w*|[@*#?$!-])")
 _PLAIN = re.compile(r"[^\s\\'\"`$;&|()<>{}]+|\$(?:\d|[A-Za-z_]\w*|[@*#?$!-])")
 
@@ -75,14 +75,14 @@ def commands(text: str) -> Iterator[Command]:
 def _word(text: str, at: int, line: int) -> int:
     """Where the word that begins at `at` ends."""
     start = at
-    while at < len(text) and text[at] not in " \t\n;&|)<>":
+    while at < len(text) and (text[at] not in " \t\n;&|)<>" or text.startswith(("<(", ">("), at)):
         if text[at] == "(" and not ASSIGNMENT.fullmatch(text, start, at):
             break
         at = unit_end(text, at, line, ")" if text[at] == "(" else "")
     return at
 
 
-_STARTS = {"$(": ")", "${": "}", "$'": "'", "`": "`", '"': '"', "'": "'", "(": ")"}
+_STARTS = {"<(": ")", ">(": ")", "$(": ")", "${": "}", "$'": "'", "`": "`", '"': '"', "'": "'", "(": ")"}
 """What begins a part of a word -> what ends it."""
 
 

@@ -21,7 +21,10 @@ command_not_found_handle() { case "$1" in torchrun|python) printf '%s\0' "$@" > 
 """
 FOLLOWED = {
     "arrays": "A=(--bf16\n  --fp8-format hybrid # why\n)\nA+=(--lr 1)\ntorchrun x.py ${A[@]} \"${A[@]}\"",
-    "defaults": 'torchrun x.py ${A:---bf16} ${B:-} "${D-e f}"',
+    "defaults": 'torchrun x.py ${A:---bf16} ${B:-} ${C:=7} $C "${D-e f}"\n',
+    "defaults-set-first": ': "${A:=--bf16}" ${B=2}\ntorchrun x.py $A --n $B',
+    "process-substitution": "while read -r a; do B=$a; done < <(echo x)\ntorchrun x.py --bf16",
+    "arithmetic-condition": "if ((1 < 2)); then :; fi\ntorchrun x.py --bf16",
     "quotes": "torchrun x.py 'a $B' \"c \\\"d\\\" \\$E\" f\\ g a\"b c\"d",
     "exported": "export A=--bf16 B=2\ndeclare -a C=(--x y)\ntorchrun x.py $A --n $B ${C[@]}",
     "redirected": "torchrun x.py --a >log 2>&1 --b < /dev/null",
