@@ -103,7 +103,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     if args.tokenizer == BYTE:
-        return {"name": BYTE, "kind": "bytes", "tokens": 259, "end of text": 256, "padding": 257}
+        return {"name": BYTE, "tokens": 259, "end of text": 256, "padding": 257}
     if is_factory(args.tokenizer):
         raise BadValue(f"--tokenizer {args.tokenizer}: this tokenizer is code, which inspect does not run")
     from mpbridge.training.data.tokenizer import fetch
@@ -117,7 +117,6 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         "name": args.tokenizer,
-        "kind": files.kind,
         "file": str(files.file),
         "tokens": files.size,
         "end of text": end,

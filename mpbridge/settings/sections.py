@@ -111,8 +111,7 @@ class Data:
     valid: str | list[str] | None = None
     """Separate text for evaluation, in the same form as corpus; None: the validation share of corpus according to split."""
     tokenizer: str = "byte"
-    """"byte", a folder with tokenizer.json, a tokenizer file (tokenizer.json, SentencePiece, tiktoken), the id of a repository in the Hugging Face
-    cache, or package.module:function."""
+    """"byte", a tokenizer.json or a folder with one, the id of a repository in the Hugging Face cache, or package.module:function."""
     end_of_text: str | int | None = None
     """The token that ends each document, or its id; None: taken from the tokenizer's files."""
     vocab_divisible_by: int = 64

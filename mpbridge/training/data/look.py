@@ -33,9 +33,8 @@ def tokenizer_faults(data: Mapping[str, Any], rows: int) -> tuple[list[str], lis
     wrong = [too_small(rows, files.size)] if rows < files.size else []
     if files.end is None:
         wrong.append(files.without_end())
-    package = LIBRARY[files.kind]
-    lacking = find_spec(package) is None
-    return wrong, [f"data.tokenizer={name!r} needs the package {package}: {EXTRA}"] if lacking else []
+    lacking = find_spec(LIBRARY) is None
+    return wrong, [f"data.tokenizer={name!r} needs the package {LIBRARY}: {EXTRA}"] if lacking else []
 
 
 def too_small(rows: int, size: int) -> str:
