@@ -141,10 +141,10 @@ def commands(folder: Path) -> list[list[str]]:
             if name != left:
                 file(f"served{i}/{name}", json.dumps(data))
         found += [["contract", f"served{i}"], ["contract", f"served{i}", "--run", "run", "--engine", "vllm,sglang"], ["convert", f"hf:served{i}", f"ckpt:out/s{i}"], ["mismatch", "run", f"served{i}", "--tokens", "evil.py"]]  # fmt: skip
-        found += [["check", "--config", f"hf:served{i}"], ["disclose", f"served{i}", "--run", "run", "--sign", "key.pem"], ["verify", f"served{i}", "--key", "key.pub"], ["tune", "--hf", f"served{i}", "--out", f"out/s{i}.yaml"]]  # fmt: skip
+        found += [["check", "--config", f"hf:served{i}"], ["disclose", f"served{i}", "--run", "run", "--sign", "key.pem"], ["verify", f"served{i}", "--key", "key.pub"]]  # fmt: skip
     with suppress(ImportError):  # the extra disclose
         write_keys(folder)
-    found += [["tune", "--checkpoint", "run", "--out", "out/t2.yaml"], ["tune", "--hf", "hf", "--out", "out/t3.yaml"]]
+    found += [["tune", "--checkpoint", "run", "--out", "out/t2.yaml"]]
     return found
 
 
