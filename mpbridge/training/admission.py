@@ -73,7 +73,7 @@ def _packages(sections: Sections) -> list[str]:
         traits(sections["engine"]["name"]).main_weights == "megatron_core",
     )
     lacks = core and name in BESIDE_ADAM and importlib.util.find_spec("emerging_optimizers") is None
-    return [versions.emerging(name, versions.current())] if lacks else []
+    return [versions.emerging(str(name), versions.current())] if lacks else []
 
 
 def require_admission(run: Run, *, own_data: bool = False) -> list[str]:
