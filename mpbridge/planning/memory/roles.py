@@ -171,6 +171,8 @@ def _dealt(
     trained = [parameter for chunk in chunks for parameter in chunk if not is_frozen(policy, parameter.name)]
     # as its groups have them: Muon's matrices first
     trained.sort(key=lambda one: trained_by("muon", one.name, len(one.weight.shape)) != "muon")
+    if run.parallel.replicas(expert=False) == 1:  # then it deals nothing, nor an expert's, whose replicas may be more
+        return frozenset(one.name for one in trained)
     trained.sort(key=lambda one: one.weight.elements)
     found, dealt = set(), {False: 0, True: 0}
     for parameter in trained:

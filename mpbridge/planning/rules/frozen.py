@@ -91,7 +91,7 @@ RULES: tuple[Rule, ...] = (
     ),
     warning(
         id="adapters-beside-a-trained-base",
-        when=lambda c: c.run.shape.lora_rank and not c.policy.frozen,
+        when=lambda c: c.run.shape.lora_rank and not any(is_frozen(c.policy, name) for name in _names(c)),
         found="model.lora_rank={c.run.shape.lora_rank}, and every weight trains too",
         expected="a frozen base: adapters save the gradients, main weights and moments of what does not train",
         cure="mixed_precision.frozen=['*']",

@@ -447,6 +447,23 @@ def test_dist_muon_deals_whole_parameters_to_two_ranks(rank, kept):
     assert found == kept
 
 
+def test_dist_muon_deals_nothing_where_one_rank_has_a_dense_weight():
+    """megatron-core 0.16.1 optimizer/layer_wise_optimizer.py shard_params returns where the data-parallel group is one rank, whatever replicas experts have."""
+    sizes = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, "num_query_groups": 4, "kv_channels": 16, "vocab_size": 64, "seq_length": 32,
+        "experts": 4, "expert_ffn_hidden_size": 64, "expert_layers": (True,) * 2, "expert_topk": 2,
+    }  # fmt: skip
+    parallel = Parallel(world_size=4, tensor=4, expert=2, expert_tensor=1)
+    assert (parallel.data, parallel.expert_data) == (1, 2)
+    for rank in range(4):
+        runs = (
+            facts(1, parallel=parallel, shape=ModelShape(**sizes), optimizer=OptimizerFacts(name=name))
+            for name in ("dist_muon", "muon")
+        )
+        sharded, whole = (memory(policy("bf16"), run, rank=rank).roles for run in runs)
+        assert sharded["exp_avg"] == whole["exp_avg"] > 0
+
+
 def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):
     asked = ["memory", "--config", "llama3_70b", "--world-size", "64", "--target", "h100"]
     said = {}

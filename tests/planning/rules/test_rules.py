@@ -246,7 +246,7 @@ TABLE = {
     "fp32-parameters-in-a-reused-buffer": (
         {**MX, "config": {"frozen": ["*"], "lora_dtype": "fp32"}, "shape": LORA}, {**MX, "config": {"frozen": ["*"]}, "shape": LORA},
     ),
-    "adapters-beside-a-trained-base": ({"shape": LORA}, {"config": {"frozen": ["*"]}, "shape": LORA}),
+    "adapters-beside-a-trained-base": ({"config": {"frozen": ["*.adapter.*"]}, "shape": LORA}, {"config": {"frozen": ["*"]}, "shape": LORA}),
     "stored-base-is-kept-twice": (
         {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}}, {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}, **B200},
     ),
@@ -266,6 +266,13 @@ TABLE = {
     ),
     "newton-schulz-precision-unknown": (
         {"optimizer": OptimizerFacts(name="muon", settings={"muon_fp32_matmul_prec": "low"})}, {"optimizer": OptimizerFacts(name="muon", settings={"muon_fp32_matmul_prec": "highest"})},
+    ),
+    "weight-decay-of-two-kinds": (
+        {"optimizer": OptimizerFacts(name="muon", settings={"decoupled_weight_decay": False})},
+        {"optimizer": OptimizerFacts(name="adam", settings={"decoupled_weight_decay": False})},
+    ),
+    "muon-settings-unknown": (
+        {"optimizer": OptimizerFacts(name="muon", settings={"muon_momentum": 1.5})}, {"optimizer": OptimizerFacts(name="muon", settings={"muon_momentum": 0.0})},
     ),
     "muon-from-stored-weights": ({"recipe": "fp8_cs", "optimizer": OptimizerFacts(name="muon")}, {"recipe": "fp8_cs", "config": {"fp8_param_gather": False}, "optimizer": OptimizerFacts(name="muon")}),
     "muon-by-tensor-parallel-blocks": (
@@ -384,6 +391,31 @@ def test_rule_fires_on_its_case_and_not_on_the_neighbour(name):
     assert len(found) == 1
     assert found[0].found
     assert name not in ids(broken(*holds))
+
+
+def test_globs_that_freeze_adapters_alone_freeze_nothing():
+    found = broken(*case(config={"frozen": ["*", "*.adapter.*"]}, shape=LORA))
+    assert [one.found for one in found if one.rule == "keep-fp32-matches-nothing"] == [
+        "frozen '*.adapter.*' match no parameter (adapters always train)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("muon_scale_mode", "foo"), ("muon_tp_mode", "foo"), ("muon_num_ns_steps", 0), ("muon_momentum", 1.0)]
+)  # fmt: skip
+def test_each_setting_of_muon_that_its_code_does_not_know_is_named(name, value):
+    found = broken(*case(optimizer=OptimizerFacts(name="muon", settings={name: value})))
+    assert next(one.found for one in found if one.rule == "muon-settings-unknown").startswith(f"{name}={value} (")
+
+
+def test_a_newer_cores_default_of_muon_is_asked_about():
+    both = {"parallel": Parallel(world_size=2, tensor=2), "versions": NEWER}
+    for mode, fires in (
+        ("blockwise", False),
+        ("distributed", False),
+    ):  # 0.16's default, which 0.20 replaces by "duplicated"
+        found = broken(*case(optimizer=OptimizerFacts(name="muon", settings={"muon_tp_mode": mode}), **both))
+        assert ("muon-by-tensor-parallel-blocks" in ids(found)) is fires
 
 
 RETIRING = [rule for rule in rules() if rule.holds]
