@@ -246,6 +246,7 @@ TABLE = {
     "fp32-parameters-in-a-reused-buffer": (
         {**MX, "config": {"frozen": ["*"], "lora_dtype": "fp32"}, "shape": LORA}, {**MX, "config": {"frozen": ["*"]}, "shape": LORA},
     ),
+    "adapters-dtype-without-adapters": ({"config": {"lora_dtype": "fp32"}}, {"config": {"lora_dtype": "fp32"}, "shape": LORA}),
     "adapters-beside-a-trained-base": ({"config": {"frozen": ["*.adapter.*"]}, "shape": LORA}, {"config": {"frozen": ["*"]}, "shape": LORA}),
     "stored-base-is-kept-twice": (
         {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}}, {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}, **B200},
@@ -398,6 +399,12 @@ def test_globs_that_freeze_adapters_alone_freeze_nothing():
     assert [one.found for one in found if one.rule == "keep-fp32-matches-nothing"] == [
         "frozen '*.adapter.*' match no parameter (adapters always train)"
     ]
+
+
+def test_targets_that_match_no_linear_are_one_fault():
+    none = dataclasses.replace(LORA, lora_targets=("mpl.*",))
+    found = broken(*case(config={"frozen": ["*"], "lora_dtype": "fp32"}, shape=none))
+    assert [one.rule for one in found if one.severity == "error"] == ["adapters-do-not-follow"]
 
 
 @pytest.mark.parametrize(
