@@ -11,6 +11,7 @@ from mpbridge.common.facts import OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
 from mpbridge.planning.rules.table import broken, require, rules
+from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import Region
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
@@ -415,14 +416,16 @@ def test_each_setting_of_muon_that_its_code_does_not_know_is_named(name, value):
     assert next(one.found for one in found if one.rule == "muon-settings-unknown").startswith(f"{name}={value} (")
 
 
-def test_a_newer_cores_default_of_muon_is_asked_about():
-    both = {"parallel": Parallel(world_size=2, tensor=2), "versions": NEWER}
-    for mode, fires in (
-        ("blockwise", False),
-        ("distributed", False),
-    ):  # 0.16's default, which 0.20 replaces by "duplicated"
-        found = broken(*case(optimizer=OptimizerFacts(name="muon", settings={"muon_tp_mode": mode}), **both))
-        assert ("muon-by-tensor-parallel-blocks" in ids(found)) is fires
+def test_muons_default_is_that_of_the_core_that_is_asked_about():
+    own = records("optimizer")["muon_tp_mode"]["default"]  # which a run that says nothing has
+    for core, fires in (("0.16.1", True), ("0.20.0", False)):
+        versions = dataclasses.replace(NOW, megatron_core=core)
+        run = case(
+            optimizer=OptimizerFacts(name="muon", settings={"muon_tp_mode": own}),
+            parallel=Parallel(world_size=2, tensor=2),
+            versions=versions,
+        )
+        assert ("muon-by-tensor-parallel-blocks" in ids(broken(*run))) is fires
 
 
 RETIRING = [rule for rule in rules() if rule.holds]
