@@ -279,7 +279,7 @@ TABLE = {
     "muon-from-stored-weights": ({"recipe": "fp8_cs", "optimizer": OptimizerFacts(name="muon")}, {"recipe": "fp8_cs", "config": {"fp8_param_gather": False}, "optimizer": OptimizerFacts(name="muon")}),
     "muon-by-tensor-parallel-blocks": (
         {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon")},
-        {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon", settings={"muon_tp_mode": "duplicated"})},
+        {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon", settings={"muon_tp_mode": "distributed"})},
     ),
     "second-moment-in-fp8": ({"config": AWARE | {"exp_avg_sq_dtype": "fp8"}}, {"config": AWARE | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16"}}),
     # dt_bias, A_log and D of 16 heads: 16 elements each, in a buffer aligned to 64
