@@ -26,6 +26,7 @@ from mpbridge.interop.stacks.meaning import (
 from mpbridge.interop.stacks.optimizers import ADAM, MOMENTS, NOT_SAID, optimizer_named
 from mpbridge.interop.stacks.reasons import reasons
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 from mpbridge.precision.wording import quant_text, region_rule, region_text
@@ -127,14 +128,9 @@ def exported(
 ) -> Export:  # fmt: skip
     """The export of a request in a stack where the pieces mean `theirs`. lines: beside those of `compared`. more: see there. said: which of the optimizer's
     own settings are written, if the optimizer is."""
-    ours = request.ours
-    lost = (
-        () if ours.optimizer.name != theirs.optimizer.name else [name for name in request.updates if name not in said]
-    )
-    silent = (
-        Line(fidelity="impossible", fact=name, text=f"{say(request.updates[name])} here, no word for it there")
-        for name in lost
-    )
+    ours, usual = request.ours, records("optimizer")
+    lost = [name for name, value in request.updates.items() if name not in said and value != usual[name]["default"]]
+    silent = [Line(fidelity="impossible", fact=name, text=f"{say(request.updates[name])} here, no word for it there") for name in lost if ours.optimizer == theirs.optimizer]  # fmt: skip
     found = (*lines, *silent, *compared(ours, theirs, stack, more))
     return Export(stack=stack, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=found)
 

@@ -9,7 +9,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 
-from mpbridge.common.facts import EMERGING
+from mpbridge.common.facts import BESIDE_ADAM, EMERGING
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
@@ -113,7 +113,7 @@ def _model(request: Request, core: str) -> Flags:
 def _optimizer(request: Request) -> Flags:
     policy, wrapper = request.policy, request.main_weights == "wrapper"
     needed = policy.precision_aware or policy.stored or request.main_weights == "optimizer"
-    if not wrapper and (needed or request.ours.sharded != "nothing"):
+    if not wrapper and request.optimizer not in BESIDE_ADAM and (needed or request.ours.sharded != "nothing"):
         yield "--use-distributed-optimizer"
     if policy.precision_aware:
         yield "--use-precision-aware-optimizer"

