@@ -111,7 +111,9 @@ def _same(path: Any, other: Any) -> bool:
 
 def _beginning(section: Mapping[str, Any]) -> list[str]:
     try:
-        beginning(section)
+        for place in beginning(section):
+            if place is not None and not (place / store.METADATA).exists():  # megatron-core's own has no manifest
+                store.read_manifest(place)
     except CheckpointError as error:
         return [f"checkpoint: {error}"]
     except OSError as error:
