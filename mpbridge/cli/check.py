@@ -293,12 +293,18 @@ def _print_violations(violations: Sequence[Violation]) -> None:
 def _print_sizes(findings: Sequence[Misfit]) -> None:
     alike: dict[tuple[object, ...], list[Misfit]] = {}
     for f in findings:  # what has the same cure is one row
-        alike.setdefault((f.level, f.dimension, f.multiple, f.cure), []).append(f)
+        alike.setdefault((f.level, f.multiple, f.cure), []).append(f)
     rows = []
-    for (level, dimension, multiple, cure), found in alike.items():
-        modules = ", ".join(f"{one.module} {one.value or ''}".strip() for one in found)
-        layers = ", ".join(filter(None, dict.fromkeys(_layers(one.layers) for one in found)))
-        rows.append((level, modules, layers, dimension, multiple if multiple != 1 else "", cure))
+    for (level, multiple, cure), found in alike.items():
+        modules, layers, dimensions = (
+            ", ".join(filter(None, dict.fromkeys(texts)))
+            for texts in (
+                (f"{one.module} {one.value or ''}".strip() for one in found),
+                (_layers(one.layers) for one in found),
+                (one.dimension for one in found),
+            )
+        )
+        rows.append((level, modules, layers, dimensions, multiple if multiple != 1 else "", cure))
     if rows:
         print_table(("size", "module", "layers", "dimension", "multiple of", "what to do"), rows, title="sizes")
         print_line()
