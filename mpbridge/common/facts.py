@@ -29,6 +29,8 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     | {"soap": ("exp_avg", "exp_avg_sq", *FACTORS), "lion": ("exp_avg",)}
 )
 """Value of optimizer.optimizer -> keys of the states that it keeps for each parameter (BESIDE_ADAM: for each hidden matrix)."""
+_OWN = {"sgd": "sgd_", "soap": "soap_"} | dict.fromkeys(MUONS, "muon_")
+"""Value of optimizer.optimizer -> how the settings begin that no other reads."""
 STATE_ROLES: Mapping[str, str] = types.MappingProxyType(
     {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "exp_avg", "master_param": "main_params"}
     | dict.fromkeys(FACTORS, "factors")
@@ -201,6 +203,12 @@ class OptimizerFacts:
     overlap_param_gather_with_step: bool = False
     settings: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
     """The optimizer section's other plain settings, with the plan's writes applied."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The settings that no other optimizer reads, which decide what an update is."""
+        stem = _OWN.get(self.name)
+        return {name: value for name, value in self.settings.items() if stem and name.startswith(stem)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

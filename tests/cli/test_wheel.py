@@ -127,7 +127,7 @@ def test_a_starter_folder_trains_from_an_installed_wheel(installed: Path, tmp_pa
 
 HF_RUN = ["--config", "hf:llama", "data.corpus=packed_text_document", "data.seq_length=32", "train.global_batch_size=2", "train.micro_batch_size=2", "optimizer.lr=1e-3"]  # fmt: skip
 HEAVY: list[tuple[list[str], list[str]]] = [
-    (["data", "prepare", "notes.txt", "books.jsonl", "--out", "packed", "--cache", "cache", "--workers", "2"], ["100 documents", "skipped 1 record", "packed_text_document"]),
+    (["data", "prepare", "notes.txt", "books.jsonl", "--out", "packed", "--cache", "cache"], ["100 documents", "skipped 1 record", "packed_text_document"]),
     (["data", "inspect", "packed_text_document"], ["documents", "uint16"]),
     (["data", "inspect", "--tokenizer", "byte"], ["end of text", "256"]),
     (["check", "--config", "hf:llama"], ["0 errors"]),

@@ -236,6 +236,8 @@ def _field(module: str, side: str) -> str:
             return "model.moe_shared_expert_intermediate_size"
         return "model.moe_ffn_hidden_size" if "experts" in module else "model.ffn_hidden_size"
     fields = {
+        ("in_proj", "out"): "model.mamba_num_heads, mamba_num_groups or mamba_state_dim (its rows)",
+        ("out_proj", "in"): "model.mamba_num_heads x mamba_head_dim",
         ("linear_qkv", "out"): "model.kv_channels or num_query_groups",
         ("linear_q_down_proj", "out"): "model.q_lora_rank",
         ("linear_q_up_proj", "in"): "model.q_lora_rank",

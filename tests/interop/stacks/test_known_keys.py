@@ -185,7 +185,7 @@ def test_a_plain_pickle_of_any_protocol_is_read_and_nothing_is_made_of_it(tmp_pa
     [
         ({"latest_checkpointed_iteration.txt": "../../etc"}, "expected an iteration's number"),
         ({"latest_checkpointed_iteration.txt": "7"}, "iter_0000007 does not exist"),
-        ({"model.safetensors": "x", "config.json": "{}"}, "found config.json, model.safetensors"),
+        ({"model.safetensors": "x", "config.json": "{}"}, "a model in Hugging Face's format"),
         ({}, "found nothing"),
         ({"common.pt": "PAR1 and so on"}, "neither torch's archive nor a pickle"),
         ({"common.pt": "x" * 257 + "ustar" + "x" * 300}, "a tar archive"),
