@@ -29,13 +29,13 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     | {"soap": ("exp_avg", "exp_avg_sq", *FACTORS), "lion": ("exp_avg",)}
 )
 """Value of optimizer.optimizer -> keys of the states that it keeps for each parameter (BESIDE_ADAM: for each hidden matrix)."""
-_OWN = {"sgd": "sgd_", "soap": "soap_"} | dict.fromkeys(MUONS, "muon_")
-"""Value of optimizer.optimizer -> how the settings begin that no other reads."""
 STATE_ROLES: Mapping[str, str] = types.MappingProxyType(
     {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "exp_avg", "master_param": "main_params"}
     | dict.fromkeys(FACTORS, "factors")
 )
 """Key of a tensor in an optimizer's state -> its role."""
+_OWN = {"sgd": "sgd_", "soap": "soap_"} | dict.fromkeys(MUONS, "muon_")
+"""Value of optimizer.optimizer -> how the settings begin that no other reads."""
 
 
 def least_left(beta2: float, steps: int = 1) -> float:
