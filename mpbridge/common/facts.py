@@ -107,11 +107,11 @@ class ModelShape:
         for name in ("num_layers", "experts", "mtp_layers"):
             value = getattr(self, name) or 0
             if not 0 <= value <= MOST:
-                raise BadValue(f"{name}={value}: expected 0 to {MOST}")
+                raise BadValue(f"model.{name}={value}: expected 0 to {MOST}")
         # each expert has a row in every table: the limit is thirty times DeepSeek-V3's number
         if self.num_layers * (self.experts or 0) > 50 * MOST:
             raise BadValue(
-                f"num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"
+                f"model.num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"
             )
 
     def is_expert_layer(self, layer: int) -> bool:
