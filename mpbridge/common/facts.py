@@ -29,13 +29,13 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     | {"soap": ("exp_avg", "exp_avg_sq", *FACTORS), "lion": ("exp_avg",)}
 )
 """Value of optimizer.optimizer -> keys of the states that it keeps for each parameter (BESIDE_ADAM: for each hidden matrix)."""
-_OWN = {"sgd": "sgd_", "soap": "soap_"} | dict.fromkeys(MUONS, "muon_")
-"""Value of optimizer.optimizer -> how the settings begin that no other reads."""
 STATE_ROLES: Mapping[str, str] = types.MappingProxyType(
     {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "exp_avg", "master_param": "main_params"}
     | dict.fromkeys(FACTORS, "factors")
 )
 """Key of a tensor in an optimizer's state -> its role."""
+_OWN = {"sgd": "sgd_", "soap": "soap_"} | dict.fromkeys(MUONS, "muon_")
+"""Value of optimizer.optimizer -> how the settings begin that no other reads."""
 
 
 def least_left(beta2: float, steps: int = 1) -> float:
@@ -107,11 +107,11 @@ class ModelShape:
         for name in ("num_layers", "experts", "mtp_layers"):
             value = getattr(self, name) or 0
             if not 0 <= value <= MOST:
-                raise BadValue(f"{name}={value}: expected 0 to {MOST}")
+                raise BadValue(f"model.{name}={value}: expected 0 to {MOST}")
         # each expert has a row in every table: the limit is thirty times DeepSeek-V3's number
         if self.num_layers * (self.experts or 0) > 50 * MOST:
             raise BadValue(
-                f"num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"
+                f"model.num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"
             )
 
     def is_expert_layer(self, layer: int) -> bool:

@@ -17,6 +17,7 @@ from mpbridge.common.traits import traits
 from mpbridge.precision.megatron_spec import versions
 from mpbridge.settings.training import training_faults
 from mpbridge.training.checkpoint import continuation, store
+from mpbridge.training.checkpoint.index import METADATA
 from mpbridge.training.data.look import corpus_faults, tokenizer_faults
 from mpbridge.training.lr import schedule
 
@@ -125,7 +126,9 @@ def _same(path: Any, other: Any) -> bool:
 
 def _beginning(section: Mapping[str, Any]) -> list[str]:
     try:
-        beginning(section)
+        for place in beginning(section):
+            if place is not None and not (place / METADATA).exists():  # megatron-core's own has no manifest
+                store.read_manifest(place)
     except CheckpointError as error:
         return [f"checkpoint: {error}"]
     except OSError as error:

@@ -175,9 +175,7 @@ def _judge(gemm: LinearShape, run: RunFacts) -> Iterator[Misfit]:
             yield from finding("fast", dimension, value, FAST, f"a multiple of {FAST} fills the tiles", _FAST_SOURCE)  # type: ignore[arg-type]
     small = need.gains_above
     if small is not None and gemm.inner <= small[0] and gemm.outer <= small[1]:
-        cure = (
-            f"{gemm.outer} x {gemm.inner} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)"
-        )
+        cure = f"at most {small[0]} x {small[1]} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)"
         yield gemm.misfit("fast", "size", gemm.outer, 1, cure, _SMALL_SOURCE)
 
 

@@ -14,9 +14,9 @@ from mpbridge.common.versions import Window, at_least, release
 FOLDER = Path(__file__).with_name("schema")
 """One file per version: <version>.json, written by scripts/generate/make_schema.py."""
 
+SINCE_020 = Window(package="megatron_core", since="0.20")
 BEFORE_017 = Window(package="megatron_core", until="0.17")
 SINCE_017 = Window(package="megatron_core", since="0.17")
-SINCE_020 = Window(package="megatron_core", since="0.20")
 BEFORE_018 = Window(package="megatron_core", until="0.18")
 """0.16.1 is the last release reviewed before this boundary, Megatron-LM d98e8a64 (0.20.0) the version reviewed after it; those in between were read for single rows only."""
 
