@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, leaves_b
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
-from mpbridge.cli.text import print_line, print_table, record
+from mpbridge.cli.text import print_json, print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.table import Column
 from mpbridge.common.tables.units import GIB, processes
@@ -81,7 +82,10 @@ def run(args: argparse.Namespace) -> int:
         others=_others(made, where, outlook),
         notes=notes,
     )
-    print_answer(args, as_data(answer), lambda: _print(answer))
+    if args.json:
+        print_json(as_data(answer))
+    else:
+        _print(answer)
     return 0 if outlook.ok else 1
 
 
@@ -91,7 +95,8 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
     if args.config is None:
         found.append(("configuration", DEFAULT_CONFIG, "--config FILE"))
     if args.target is None and args.machine_file is None:
-        found.append(("machine", f"this one, {where.machine.label}", "--target GPU"))
+        which = "this one" if made.played is None else "played"
+        found.append(("machine", f"{which}, {where.machine.label}", "--target GPU"))
     if args.world_size is None:
         fewest = f"{made.world_size}, as few as the parallel sizes allow"
         found.append(("processes", fewest, f"--world-size {2 * made.world_size}"))
@@ -221,12 +226,14 @@ def _print(answer: _Answer) -> None:
         print_line(f"served as: {served}")
     print_line()
     _print_violations(one.violations)
-    _print_sizes(one.misfits)
+    # what only costs speed can wait for a run that is valid
+    _print_sizes([f for f in one.misfits if not errors or f.level in ("required", "gatherable")])
     if answer.assumed:
         print_table(("not said", "assumed", "to say it"), answer.assumed)
         print_line()
     if answer.others:
-        rows = [(other.gains, _short(other.outlook), other.settings) for other in answer.others]
+        first = answer.others[0].settings
+        rows = [(other.gains, _short(other.outlook), _beside(other.settings, first)) for other in answer.others]
         print_table(("instead", "step and memory", Column(name="to change", number=False, whole=True)), rows)
         print_line()
     elif one.answer and one.capability.native:
@@ -235,6 +242,17 @@ def _print(answer: _Answer) -> None:
     for note in answer.notes:
         print_line(f"note   {note}")
     print_line(f"verdict  {one.verdict}")
+
+
+def _beside(settings: str, first: str) -> str:
+    """Settings as they are shown below the first: where they set all that it sets, only what differs."""
+    words, known = shlex.split(settings), shlex.split(first)
+    names, others = ({word.partition("=")[0] for word in one} for one in (words, known))
+    return (
+        settings
+        if words == known or not others <= names
+        else f"the first, then {shlex.join(word for word in words if word not in known)}"
+    )
 
 
 def _fits(one: Outlook) -> str:
@@ -269,22 +287,27 @@ def _print_violations(violations: Sequence[Violation]) -> None:
         source = f"{v.source}{f' ({v.versions})' if v.versions else ''}"
         for name, text in (("found", v.found), ("expected", v.expected), ("cure", v.cure), ("source", source)):
             print_line(f"{name:8}  {text}", indent="  ")
+    if violations:
         print_line()
 
 
 def _print_sizes(findings: Sequence[Misfit]) -> None:
-    columns = ("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do")
     alike: dict[tuple[object, ...], list[Misfit]] = {}
-    for f in findings:  # what has the same size and cure is one row
-        alike.setdefault((f.level, f.dimension, f.value, f.multiple, f.pad, f.cure), []).append(f)
+    for f in findings:  # what has the same cure is one row
+        alike.setdefault((f.level, f.multiple, f.cure), []).append(f)
     rows = []
-    for found in alike.values():
-        f, modules = found[0], ", ".join(one.module for one in found)
-        layers = ", ".join(filter(None, dict.fromkeys(_layers(one.layers) for one in found)))
-        value, multiple = f.value or "at run time", f.multiple if f.multiple > 1 else ""
-        rows.append((f.level, modules, layers, f.dimension, value, multiple, f.pad or "", f.cure))
+    for (level, multiple, cure), found in alike.items():
+        modules, layers, dimensions = (
+            ", ".join(filter(None, dict.fromkeys(texts)))
+            for texts in (
+                (f"{one.module} {one.value or ''}".strip() for one in found),
+                (_layers(one.layers) for one in found),
+                (one.dimension for one in found),
+            )
+        )
+        rows.append((level, modules, layers, dimensions, multiple if multiple != 1 else "", cure))
     if rows:
-        print_table(columns, rows, title="sizes")
+        print_table(("size", "module", "layers", "dimension", "multiple of", "what to do"), rows, title="sizes")
         print_line()
 
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.options import JSON, arg, whole
+from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 SUMMARY = "pack a corpus into .bin/.idx, or describe one"
 ARGUMENTS = (
     arg("action", "prepare: pack; inspect: describe", ("prepare", "inspect")),
-    arg("sources SOURCE", "text, JSON lines, Parquet and Arrow files, folders and globs of them, data sets (hf:owner/name), 'stdlib'; inspect: .bin/.idx prefixes too", nargs="*"),
+    arg("sources SOURCE", "text and JSON lines, folders and globs of them, 'stdlib'; inspect: .bin/.idx prefixes too", nargs="*"),
     arg("--out PREFIX", "prepare: write PREFIX_<key>_document.bin and .idx; by default into the cache", Path),
-    arg("--keys KEY", "fields or columns with text, one output each", nargs="+", default=["text"]),
+    arg("--keys KEY", "fields with text, one output each", nargs="+", default=["text"]),
     arg("--tokenizer NAME", "as data.tokenizer: byte (default), a folder, a file, a repository's id"),
     arg("--end-of-text TOKEN", "the token after each document (default: the tokenizer's own)"),
-    arg("--workers N", "processes (default: by the size of the input, at most 8)", whole, least=1),
     arg("--cache DIR", "cache folder (default: the user's)", Path),
     JSON,
 )  # fmt: skip
@@ -51,7 +50,7 @@ def _prepare(args: argparse.Namespace) -> None:
         raise BadValue(f"{sources.prefixes[0]}.bin/.idx is packed already: nothing to prepare")
     with bar("packed", quiet=args.json) as told:
         done = prepare(
-            sources.files, cache=cache_folder(args.cache), tokenizer_name=name, end=args.end_of_text, keys=args.keys, workers=args.workers, told=told
+            sources.files, cache=cache_folder(args.cache), tokenizer_name=name, end=args.end_of_text, keys=args.keys, told=told
         )  # fmt: skip
     prefixes = list(done.prefixes)
     if args.out:
@@ -67,7 +66,7 @@ def _prepare(args: argparse.Namespace) -> None:
 def _refuse_bad(args: argparse.Namespace) -> None:
     """Raises BadValue or Contradiction for arguments that cannot work, before anything is read."""
     if not args.sources:
-        raise BadValue("data prepare: no SOURCE; give files, folders, globs, data sets (hf:owner/name) or stdlib")
+        raise BadValue("data prepare: no SOURCE; give files, folders, globs or stdlib")
     places = (("--out", args.out and args.out.parent), ("--cache", args.cache))
     faults = [fault for option, place in places if place and (fault := place_fault(option, place))]
     if faults:
@@ -104,7 +103,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     if args.tokenizer == BYTE:
-        return {"name": BYTE, "kind": "bytes", "tokens": 259, "end of text": 256, "padding": 257}
+        return {"name": BYTE, "tokens": 259, "end of text": 256, "padding": 257}
     if is_factory(args.tokenizer):
         raise BadValue(f"--tokenizer {args.tokenizer}: this tokenizer is code, which inspect does not run")
     from mpbridge.training.data.tokenizer import fetch
@@ -118,7 +117,6 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         "name": args.tokenizer,
-        "kind": files.kind,
         "file": str(files.file),
         "tokens": files.size,
         "end of text": end,

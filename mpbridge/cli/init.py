@@ -26,7 +26,7 @@ from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
 from mpbridge.settings.load import EXTENDS, dump_yaml
 from mpbridge.training.admission import place_fault
-from mpbridge.training.data.sources import DATA_SET, located
+from mpbridge.training.data.sources import located
 
 SUMMARY = "create a starter folder: a configuration, a recipe, a script, and the commands"
 DEFAULT_RECIPE = "bf16_mixed"
@@ -192,7 +192,7 @@ def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:
         f"{section}.{name}={value}" for section, name, value in wanted if (config.get(section) or {}).get(name) is None
     ]
     entries = entries_of((config.get("data") or {}).get("corpus") or "stdlib")
-    local = [str(folder / entry) for entry in entries if entry != "stdlib" and not entry.startswith(DATA_SET)]
+    local = [str(folder / entry) for entry in entries if entry != "stdlib"]
     return [*missing, "data.corpus=YOUR_TEXT"] if local and located(local)[1] else missing
 
 

@@ -172,6 +172,9 @@ def _dispatch(arguments: list[str]) -> int:
         raise UnknownName("command", verb, known)
     if verb not in FOREIGN:  # another program's warnings are its own
         without_chatter()
+    if verb not in FOREIGN and "" in rest:  # '' as a path is the current folder, as a value nothing
+        before = " ".join(["mpbridge", verb, *rest[: rest.index("")]])
+        raise BadValue(f"{before} '': an empty argument, expected a value (a variable of the shell that is not set?)")
     # intermixed: key=value may come before, between and after options
     args = parser_of(verb, known[verb]).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
     found: Any = importlib.import_module(known[verb])

@@ -8,11 +8,14 @@ from mpbridge.cli.options import JSON, RUN, arg, resolved
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import answer, print_line, print_table, show_table
 from mpbridge.common.facts import BESIDE_ADAM, MUONS
-from mpbridge.common.formats import say
+from mpbridge.common.formats import DType, say
 from mpbridge.common.tables.units import processes
-from mpbridge.planning.memory.keeps import STATES, keeps
+from mpbridge.planning.memory.keeps import STATES, is_frozen, keeps, kept_fp32
+from mpbridge.planning.memory.layers import rank_parameters, unsplit
 from mpbridge.planning.memory.names import refuse_idle_rules
+from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.rules.muon import NEWTON_SCHULZ
+from mpbridge.precision.globs import is_adapter
 from mpbridge.precision.sync.plan import plain
 from mpbridge.settings.container import Run
 
@@ -58,19 +61,38 @@ def meaning(made: Run) -> list[tuple[str, str]]:
     """The policy's facts, and those of the run that have words of their own: who trains hidden matrices, in what, and the states of a scan."""
     run = made.facts
     rows, name = facts(made.policy, run.shape, engine=run.engine), run.optimizer.name
+    rows += _trained(made) if made.policy.frozen or run.shape.lora_rank else []
     if name in BESIDE_ADAM:
         kept = keeps(made.policy.settled(dict(run.optimizer.settings)), run.traits, run.optimizer, ddp=run.ddp)
         states = ", ".join(f"{role} {kept[role].dtype.short}" for role in STATES[2:] if role in kept)
         rows.append((f"hidden matrices by {name}", f"{states}; everything else by Adam"))
     if name in MUONS:
         word = str(run.optimizer.settings.get("muon_fp32_matmul_prec") or "medium")
-        rows.append(("Newton-Schulz multiplies in", NEWTON_SCHULZ.get(word, word)))
+        rows.append(("Newton-Schulz multiplies in", NEWTON_SCHULZ.get(word, f"FP32: torch knows no {word}")))
     if name == "soap":
         rows.append(("SOAP multiplies in", "TF32 on a GPU, FP32 elsewhere"))
     states_dtype = run.model.get("mamba_training_ssm_states_dtype")
     if states_dtype is not None and "M" in run.shape.pattern:
         rows.append(("states between a scan's chunks", f"{say(states_dtype)}, if mamba_ssm takes state_dtype"))
     return rows
+
+
+def _trained(made: Run) -> list[tuple[str, str]]:
+    """How many parameters of the whole model are frozen and trained, and the adapters among the latter."""
+    alone, policy = unsplit(made.facts), made.policy
+    sizes = {one.name: one.weight.elements for one in rank_parameters(alone, Coordinates.of(0, alone.parallel))}
+    frozen = sum(size for name, size in sizes.items() if is_frozen(policy, name))
+    adapters = {name: size for name, size in sizes.items() if is_adapter(name)}
+    kinds = sorted({DType.FP32.short if kept_fp32(policy, name) else policy.params.short for name in adapters})
+    rank, total = made.facts.shape.lora_rank, sum(sizes.values())
+    of = (
+        f", {sum(adapters.values()):,} of them in adapters of rank {rank}, in {' and '.join(kinds)}" if adapters else ""
+    )
+    globs = ", ".join(policy.frozen) or "none"
+    return [
+        ("frozen", f"{frozen:,} of {total:,} parameters ({globs})"),
+        ("trained", f"{total - frozen:,} parameters{of}"),
+    ]
 
 
 def _print(made: Run, *, explain: bool) -> None:

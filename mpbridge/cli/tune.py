@@ -24,10 +24,6 @@ ARGUMENTS = (
     arg("--unseen N", "global batches for validation (default: 4)", whole, default=4),
     arg("--stack NAME", "stack that the recipe will be exported to (`mpbridge export`): only levels that it can express are proposed"),
     arg("--checkpoint DIR", "checkpoint with the weights to measure (default: randomly initialized weights)"),
-    arg("--hf DIR", "a causal LM in a local Hugging Face folder instead of a configuration's model", Path),
-    arg("--text FILE", "with --hf: the text to measure on", Path),
-    arg("--seq-length N", "with --hf: tokens per sequence (default: 128)", whole, default=128),
-    arg("--batch-size N", "with --hf: sequences per batch (default: 4)", whole, default=4),
     arg("--out FILE", "the recipe file (default: tuned.yaml)", Path, default=Path("tuned.yaml")),
     JSON,
 )  # fmt: skip
@@ -42,18 +38,21 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.common.report.console import rank
     from mpbridge.training.tune.choices import TUNED
     from mpbridge.training.tune.report import write
+    from mpbridge.training.tune.run import tune
 
     levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
     first = rank() == 0
     speak = print_line if first and not args.json else lambda text: None
-    if args.hf is not None:
-        result, content = _of_folder(args, levels, budget, speak)
-    else:
-        result, content = _of_configuration(args, levels, budget, speak)
+    box = container(args)
+    if args.checkpoint:
+        box.checkpoint["load"] = args.checkpoint
+    result, content = tune(
+        box, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen, where=_where(args), say=speak
+    )
     if first:
         write(args.out, content)
-        extends, of_folder = str(content.get("extends", "")), args.hf is not None
-        answer(args, as_data(result, content, args.out), lambda: _print(result, extends, args.out, of_folder=of_folder))
+        extends = str(content.get("extends", ""))
+        answer(args, as_data(result, content, args.out), lambda: _print(result, extends, args.out))
     return 0 if result.verdict.take == TUNED else 1
 
 
@@ -61,40 +60,13 @@ def _check(args: argparse.Namespace) -> None:
     from mpbridge.cli.options import find_config
 
     faults = []
-    if args.recipe is None and args.hf is not None:
-        faults.append("--hf DIR without --recipe: name the recipe to tune, as in --recipe bf16_with_nvfp4_mixed")
-    if (args.hf is None) != (args.text is None):
-        faults.append("--hf DIR and --text FILE belong together: the model, and the text to measure on")
-    if args.hf is not None and (args.config or args.checkpoint or args.overrides or args.stack):
-        faults.append("--hf DIR is the model: drop --config, --checkpoint, --stack and settings")
     if not args.out.parent.is_dir() or args.out.is_dir():
         faults.append(f"--out {args.out}: expected a file name in an existing folder")
     if args.out.suffix not in (".yaml", ".yml"):
         faults.append(f"--out {args.out}: a recipe file ends in .yaml")
     if faults:
         raise BadValue("; ".join(faults))
-    if args.hf is None:
-        find_config(args.config)
-
-
-def _of_configuration(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> tuple[Tuned, dict[str, Any]]:
-    from mpbridge.training.tune.run import tune
-
-    box = container(args)
-    if args.checkpoint:
-        box.checkpoint["load"] = args.checkpoint
-    return tune(
-        box, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen, where=_where(args), say=say
-    )
-
-
-def _of_folder(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> tuple[Tuned, dict[str, Any]]:
-    from mpbridge.training.tune.module import tune_folder
-
-    return tune_folder(
-        args.hf, args.text, args.recipe, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen,
-        seq_length=args.seq_length, batch_size=args.batch_size, where=_where(args), say=say,
-    )  # fmt: skip
+    find_config(args.config)
 
 
 def _where(args: argparse.Namespace) -> Where:
@@ -106,7 +78,7 @@ def _where(args: argparse.Namespace) -> Where:
     return Where(machine=found.machine, versions=found.versions, constants=found.constants, stack=args.stack)
 
 
-def _print(result: Tuned, recipe: str, out: Path, *, of_folder: bool) -> None:
+def _print(result: Tuned, recipe: str, out: Path) -> None:
     from mpbridge.training.tune.report import lines, sections
 
     for title, columns, rows in sections(result):
@@ -115,9 +87,7 @@ def _print(result: Tuned, recipe: str, out: Path, *, of_folder: bool) -> None:
     print_line()
     for line in lines(result, recipe):
         print_line(line)
-    # its module names are the folder's, which megatron-core's model does not have
-    use = f'mpbridge.emulate(model, "{out}")' if of_folder else f"mpbridge train --recipe {out} --emulate"
-    print_line(f"recipe: {out} (mpbridge show {out}; {use})")
+    print_line(f"recipe: {out} (mpbridge show {out}; mpbridge train --recipe {out} --emulate)")
 
 
 def as_data(result: Tuned, content: dict[str, Any], out: Path) -> dict[str, Any]:

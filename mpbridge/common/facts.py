@@ -34,6 +34,8 @@ STATE_ROLES: Mapping[str, str] = types.MappingProxyType(
     | dict.fromkeys(FACTORS, "factors")
 )
 """Key of a tensor in an optimizer's state -> its role."""
+_OWN = {"sgd": "sgd_", "soap": "soap_"} | dict.fromkeys(MUONS, "muon_")
+"""Value of optimizer.optimizer -> how the settings begin that no other reads."""
 
 
 def least_left(beta2: float, steps: int = 1) -> float:
@@ -105,11 +107,11 @@ class ModelShape:
         for name in ("num_layers", "experts", "mtp_layers"):
             value = getattr(self, name) or 0
             if not 0 <= value <= MOST:
-                raise BadValue(f"{name}={value}: expected 0 to {MOST}")
+                raise BadValue(f"model.{name}={value}: expected 0 to {MOST}")
         # each expert has a row in every table: the limit is thirty times DeepSeek-V3's number
         if self.num_layers * (self.experts or 0) > 50 * MOST:
             raise BadValue(
-                f"num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"
+                f"model.num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"
             )
 
     def is_expert_layer(self, layer: int) -> bool:
@@ -201,6 +203,12 @@ class OptimizerFacts:
     overlap_param_gather_with_step: bool = False
     settings: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
     """The optimizer section's other plain settings, with the plan's writes applied."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The settings that no other optimizer reads, which decide what an update is."""
+        stem = _OWN.get(self.name)
+        return {name: value for name, value in self.settings.items() if stem and name.startswith(stem)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,11 @@ def playing(machine: Machine, versions: Versions) -> Iterator[None]:
         _played.pop()
 
 
+def is_played() -> bool:
+    """Whether the probe's answers are those of a simulated machine."""
+    return bool(_played)
+
+
 def installed() -> Versions:
     """Versions of the installed packages; None for those that are not installed. Reads metadata and torch's version file without importing anything."""
     return _played[-1][1] if _played else _installed()

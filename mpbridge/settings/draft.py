@@ -157,7 +157,7 @@ class Draft:
         self._add(training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel))
         self._add([*data_faults(full["data"]), *nonfinite_faults(full["train"], full["checkpoint"])])
         if also is not None:
-            self._add(also(full | inputs | {"model": model | {"vocab_size": rows}}))
+            self._add(also(full | inputs | {"model": model | {"vocab_size": rows}, "engine": {"name": self.engine}}))
         if len(self.stages) > 1 and full["train"]["train_iters"]:
             self._fit_schedule(full["train"], seq)
         if self.faults or not self.stages or parallel is None:

@@ -43,7 +43,7 @@ _BOUNDS: dict[Range, dict[str, str]] = {
         "moe_router_topk_limited_devices q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
         "v_head_dim yarn_rotary_scaling_factor yarn_original_max_position_embeddings",
         "train": "micro_batch_size global_batch_size eval_interval log_interval threads exit_interval",
-        "data": "seq_length vocab_divisible_by workers",
+        "data": "seq_length vocab_divisible_by",
         "scheduler": "lr_decay_iters lr_wsd_decay_iters",
         "checkpoint": "save_interval keep_last keep_every",
         "ddp": "num_distributed_optimizer_instances bucket_size",

@@ -192,7 +192,7 @@ def dotted(overrides: Iterable[str], faults: list[str]) -> Tree:
     for text in overrides:
         name, equals, value = text.partition("=")
         name = name.strip()
-        if not equals or not name:
+        if not equals or not all(name.split(".")):
             faults.append(f"{text!r}: expected key=value, as in optimizer.lr=3e-4")
             continue
         try:

@@ -105,15 +105,13 @@ class Data:
     """The training text and how it is read."""
 
     corpus: str | list[str] = "stdlib"
-    """"stdlib": the sources of the Python standard library. Otherwise text, JSON lines, Parquet and Arrow files, folders and globs of them, data sets
-    (hf:owner/name), prefixes of .bin/.idx pairs."""
+    """"stdlib": the sources of the Python standard library. Otherwise text and JSON lines, folders and globs of them, prefixes of .bin/.idx pairs."""
     weights: list[float] | None = None
     """How often each entry of corpus is read, relative to the others; None: in proportion to its length."""
     valid: str | list[str] | None = None
     """Separate text for evaluation, in the same form as corpus; None: the validation share of corpus according to split."""
     tokenizer: str = "byte"
-    """"byte", a folder with tokenizer.json, a tokenizer file (tokenizer.json, SentencePiece, tiktoken), the id of a repository in the Hugging Face
-    cache, or package.module:function."""
+    """"byte", a tokenizer.json or a folder with one, the id of a repository in the Hugging Face cache, or package.module:function."""
     end_of_text: str | int | None = None
     """The token that ends each document, or its id; None: taken from the tokenizer's files."""
     vocab_divisible_by: int = 64
@@ -125,9 +123,7 @@ class Data:
     cache_dir: str | None = None
     """Folder for preprocessed corpora; None: the user's cache folder."""
     json_key: str = "text"
-    """Field or column that holds the text."""
-    workers: int | None = None
-    """Number of preprocessing processes; None: chosen by the size of the corpus, at most 8."""
+    """Field that holds the text."""
 
 
 @dataclass(kw_only=True)
@@ -182,8 +178,8 @@ class Logger:
     """The run's folder: metrics as JSON lines, precision.json, TensorBoard files; None: nothing is written."""
     tensorboard: bool = False
     """Equivalent to "tensorboard" in `trackers`."""
-    trackers: list[Literal["csv", "tensorboard", "wandb", "mlflow", "jsonl"]] | None = None
-    """Where metrics are logged in addition to metrics.jsonl: "csv", "tensorboard", "wandb", "mlflow"."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "jsonl"]] | None = None
+    """Where metrics are logged in addition to metrics.jsonl: "tensorboard", "wandb", "mlflow"."""
     project: str = "mpbridge"
     """The W&B project, or the MLflow experiment."""
     name: str | None = None

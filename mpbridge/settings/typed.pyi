@@ -1081,7 +1081,6 @@ class DataSettings(TypedDict, total=False):
     split: str
     cache_dir: str | None
     json_key: str
-    workers: int | None
 
 class DataSection(Section):
     """`ConfigContainer.data`."""
@@ -1096,7 +1095,6 @@ class DataSection(Section):
     split: str
     cache_dir: str | None
     json_key: str
-    workers: int | None
 
 DataField: TypeAlias = SectionField[DataSection, DataSettings | DataSection]
 
@@ -1133,7 +1131,7 @@ class LoggerSettings(TypedDict, total=False):
 
     log_dir: str | None
     tensorboard: bool
-    trackers: list[Literal['csv', 'tensorboard', 'wandb', 'mlflow', 'jsonl']] | None
+    trackers: list[Literal['tensorboard', 'wandb', 'mlflow', 'jsonl']] | None
     project: str
     name: str | None
     wandb_mode: Literal['offline', 'online']
@@ -1146,7 +1144,7 @@ class LoggerSection(Section):
 
     log_dir: str | None
     tensorboard: bool
-    trackers: list[Literal['csv', 'tensorboard', 'wandb', 'mlflow', 'jsonl']] | None
+    trackers: list[Literal['tensorboard', 'wandb', 'mlflow', 'jsonl']] | None
     project: str
     name: str | None
     wandb_mode: Literal['offline', 'online']

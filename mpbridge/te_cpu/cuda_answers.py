@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpbridge.backend.devices.redirect import (
-    NullEvent,
+    HostEvent,
     NullStream,
     get_state,
     is_pinned,
@@ -212,7 +212,7 @@ def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]
     for owner in (profiler, profiler.profiler):
         yield owner, "profile", _profile(profiler.profile)
     yield torch, "Stream", NullStream
-    yield torch, "Event", NullEvent
+    yield torch, "Event", HostEvent
     yield torch.Tensor, "pin_memory", pin
     yield torch.Tensor, "is_pinned", is_pinned
     yield torch, "compile", _noted(torch.compile, played)

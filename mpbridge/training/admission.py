@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import stat
 from collections.abc import Mapping
@@ -9,10 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import CheckpointError, Contradiction
+from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.files import kind_of
 from mpbridge.common.report.trackers import absent, names_of
+from mpbridge.common.traits import traits
+from mpbridge.precision.megatron_spec import versions
 from mpbridge.settings.training import training_faults
 from mpbridge.training.checkpoint import continuation, store
+from mpbridge.training.checkpoint.index import METADATA
 from mpbridge.training.data.look import corpus_faults, tokenizer_faults
 from mpbridge.training.lr import schedule
 
@@ -43,7 +48,7 @@ class Admission:
         if self.training:
             wrong += needs
         else:
-            self.notes += [f"to train: {fault}" for fault in needs]
+            self.notes += [f"to train: {fault}" for fault in (*needs, *_packages(sections))]
         wrong += [] if needs else _schedule_faults(sections)
         evaluates = bool(train["eval_interval"] and train["eval_iters"])
         if evaluates or not self.own_data:
@@ -60,6 +65,14 @@ class Admission:
             return wrong + lacking
         self.notes += [f"on this machine: {fault}" for fault in lacking]
         return wrong
+
+
+def _packages(sections: Sections) -> list[str]:
+    """What the run's optimizer is made of and is not installed: to train, its engine says so."""
+    name, engine = sections["optimizer"].get("optimizer"), traits(sections["engine"]["name"])
+    needs = name in BESIDE_ADAM and engine.main_weights == "megatron_core"
+    lacks = needs and importlib.util.find_spec("emerging_optimizers") is None
+    return [versions.emerging(str(name), versions.current())] if lacks else []
 
 
 def require_admission(run: Run, *, own_data: bool = False) -> list[str]:
@@ -111,7 +124,9 @@ def _same(path: Any, other: Any) -> bool:
 
 def _beginning(section: Mapping[str, Any]) -> list[str]:
     try:
-        beginning(section)
+        for place in beginning(section):
+            if place is not None and not (place / METADATA).exists():  # megatron-core's own has no manifest
+                store.read_manifest(place)
     except CheckpointError as error:
         return [f"checkpoint: {error}"]
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +134,30 @@ def test_the_screen_of_the_issues_example(capsys, monkeypatch):
     assert len(lines) <= 40
     for start in ("valid  yes", "fits   no", "time   ", "verdict  no: does not fit on H100"):
         assert any(line.startswith(start) for line in lines), start
+
+
+SCREENS = [(path.stem, "fp8_cs", "h100") for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(("config", "recipe", "target"), [*SCREENS, ("deepseek_v3_671b", "mxfp8", "b200"), ("gpt_oss_120b", "nvfp4", "b200")], ids=str)  # fmt: skip
+def test_every_shipped_configuration_has_its_answer_on_one_screen(capsys, monkeypatch, config, recipe, target):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["check", "--config", config, "--recipe", recipe, "--target", target]) in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    # what is wrong has lines of its own
+    faults = [n for n, line in enumerate(lines) if line.startswith(("error: ", "warning: "))]
+    wrong = lines.index("", faults[-1]) - faults[0] + 1 if faults else 0
+    assert len(lines) - wrong <= 40
+
+
+def test_a_layout_that_sets_what_the_first_sets_is_shown_by_what_differs(ask, capsys):
+    words = ["check", "--config", "deepseek_v3_671b", "--recipe", "fp8_cs", "--target", "h100"]
+    first, second = (one["settings"].split() for one in ask(*words)[1]["others"][:2])
+    main(words)
+    more = capsys.readouterr().out.split("the first, then ")[1].splitlines()[0].split()
+    setting = {word.partition("=")[0]: word for word in [*first, *more]}  # the last of two counts
+    assert sorted(setting.values()) == sorted(second)
+    assert len(more) < len(second)
 
 
 def test_layers_that_alternate_are_counted_and_listed_in_json(ask, capsys):

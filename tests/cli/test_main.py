@@ -19,7 +19,9 @@ from mpbridge.cli import text
 from mpbridge.cli.main import main
 from mpbridge.common.chatter import UPSTREAM
 from mpbridge.common.errors import Refused
+from mpbridge.common.machines import machine
 from mpbridge.common.tables.units import count
+from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
 
@@ -349,9 +351,10 @@ def test_a_missing_module_is_named_with_who_imports_it(said, tmp_path, monkeypat
     ("settings", "rows"),
     [
         ({"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}, {"hidden matrices by muon": "exp_avg fp32; everything else by Adam", "Newton-Schulz multiplies in": "FP32"}),
+        ({"optimizer": "muon", "muon_fp32_matmul_prec": "low"}, {"Newton-Schulz multiplies in": "FP32: torch knows no low"}),
         ({"optimizer": "soap"}, {"hidden matrices by soap": "exp_avg fp32, exp_avg_sq fp32, factors fp32; everything else by Adam"}),
     ],
-    ids=["muon", "soap"],
+    ids=["muon", "low", "soap"],
 )  # fmt: skip
 def test_a_plan_says_who_trains_hidden_matrices_and_in_what(settings, rows, capsys):
     main(
@@ -360,3 +363,58 @@ def test_a_plan_says_who_trains_hidden_matrices_and_in_what(settings, rows, caps
     assert rows.items() <= json.loads(capsys.readouterr().out)["meaning"].items()
     main(["plan", "--recipe", "bf16_mixed", "--json"])
     assert not rows.keys() & json.loads(capsys.readouterr().out)["meaning"].keys()
+
+
+def test_a_plan_says_how_much_is_frozen_and_who_trains(capsys):
+    """By hand: rank 8 beside each of four layers' linears, 256 -> 768, 256 -> 256, 256 -> 2 x 1024 and 1024 -> 256."""
+    adapters = 4 * 8 * (256 + 768 + 256 + 256 + 256 + 2048 + 1024 + 256)
+    main(["plan", "--config", "lora_tiny", "--json"])
+    said = json.loads(capsys.readouterr().out)["meaning"]
+    assert said["frozen"].endswith("parameters (*)")
+    assert said["trained"] == f"{adapters:,} parameters, {adapters:,} of them in adapters of rank 8, in fp32"
+
+
+@pytest.mark.parametrize(("engine", "needs"), [("mcore", True), ("fsdp2", False)])
+def test_check_says_that_an_optimizers_package_is_not_here(engine, needs, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
+    main(
+        [
+            "check",
+            "--config",
+            "gpt_tiny",
+            "--recipe",
+            "fp32_params_bf16_compute",
+            "--json",
+            f"engine={engine}",
+            "optimizer.optimizer=muon",
+        ]
+    )
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert (
+        any(note.startswith("to train: optimizer.optimizer=muon") and "Emerging-Optimizers" in note for note in notes)
+        is needs
+    )
+
+
+def test_check_judges_the_machine_that_a_run_plays(capsys, monkeypatch):
+    for module in ("cli._target", "settings.draft"):
+        monkeypatch.setattr(f"mpbridge.{module}.played", lambda target, te: (machine(target or "h100"), ASSUMED))
+    said = {}
+    for target in ("h100", "b200"):
+        main(
+            [
+                "check",
+                "--config",
+                "gpt_tiny",
+                "--recipe",
+                "bf16_with_nvfp4_mixed",
+                "--json",
+                "emulate=te",
+                f"target={target}",
+            ]
+        )
+        said[target] = json.loads(capsys.readouterr().out)
+    assert {target: "machine-cannot-run-it" in str(found) for target, found in said.items()} == {
+        "h100": True,
+        "b200": False,
+    }

@@ -120,7 +120,7 @@ def commands(folder: Path) -> list[list[str]]:
     for name, text in OTHERS.items():
         place = file(name, text)
         found += [["import", place], ["compare", place, "bf16_mixed"], ["check", "--config", place], ["estimate", "--target", "h100", "--machine-file", place]]  # fmt: skip
-        found += [["certify", "bf16_with_mxfp8_mixed", "--tensors", place], ["data", "inspect", place], ["data", "prepare", place, "--out", "out/d", "--cache", "out/cache", "--workers", "1"]]  # fmt: skip
+        found += [["certify", "bf16_with_mxfp8_mixed", "--tensors", place], ["data", "inspect", place], ["data", "prepare", place, "--out", "out/d", "--cache", "out/cache"]]  # fmt: skip
     file("hf/config.json", json.dumps(FOLDER))
     file("hf/tokenizer_config.json", json.dumps(TOKENIZER))
     file("hf/tokenizer.model", "evil")
@@ -142,10 +142,10 @@ def commands(folder: Path) -> list[list[str]]:
             if name != left:
                 file(f"served{i}/{name}", json.dumps(data))
         found += [["contract", f"served{i}"], ["contract", f"served{i}", "--run", "run", "--engine", "vllm,sglang"], ["convert", f"hf:served{i}", f"ckpt:out/s{i}"], ["mismatch", "run", f"served{i}", "--tokens", "evil.py"]]  # fmt: skip
-        found += [["check", "--config", f"hf:served{i}"], ["disclose", f"served{i}", "--run", "run", "--sign", "key.pem"], ["verify", f"served{i}", "--key", "key.pub"], ["tune", "--hf", f"served{i}", "--out", f"out/s{i}.yaml"]]  # fmt: skip
+        found += [["check", "--config", f"hf:served{i}"], ["disclose", f"served{i}", "--run", "run", "--sign", "key.pem"], ["verify", f"served{i}", "--key", "key.pub"]]  # fmt: skip
     with suppress(ImportError):  # the extra disclose
         write_keys(folder)
-    found += [["tune", "--checkpoint", "run", "--out", "out/t2.yaml"], ["tune", "--hf", "hf", "--out", "out/t3.yaml"]]
+    found += [["tune", "--checkpoint", "run", "--out", "out/t2.yaml"]]
     return found
 
 
@@ -228,7 +228,7 @@ def test_what_the_user_names_runs_and_is_seen(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
-TINY = ["train", "train.train_iters=1", "train.eval_iters=0", "logger.log_dir=run", "logger.trackers=[csv]", "model.num_layers=1"]  # fmt: skip
+TINY = ["train", "train.train_iters=1", "train.eval_iters=0", "logger.log_dir=run", "model.num_layers=1"]  # fmt: skip
 
 # --- outputs -------------------------------------------------------------------------------------------------------------------------------
 OUTPUTS: list[tuple[list[str], tuple[str, ...]]] = [
@@ -241,7 +241,7 @@ OUTPUTS: list[tuple[list[str], tuple[str, ...]]] = [
     (["init", "first"], ("first/config.yaml",)),
     (["convert", "hf:hf", "llama.yaml"], ("llama.yaml",)),
     (TINY, ("run/precision.json",)),
-    (TINY, ("run/metrics.csv", "run/summary.json", "run/timing.json", "run/events.jsonl", "run/trackers.json")),
+    (TINY, ("run/summary.json", "run/timing.json", "run/events.jsonl")),
 ]
 """A command -> files that it would write."""
 

@@ -9,6 +9,7 @@ import pytest
 from mpbridge.cli.main import main
 
 FILES = {
+    "ck/step_00000010/state.json": "{}", "bad.json": '{"a": nope', "array/config.json": "[1, 2]", "big/config.json": '{"model_type": "llama", "hidden_size": "big"}',
     "empty.yaml": "", "broken.yaml": "model: [1, 2", "section.yaml": "modle: {num_layers: 2}\n", "base.yaml": "extends: nowhere\n",
     "itself.yaml": "extends: itself.yaml\n", "twice.yaml": "model: {num_layers: 2}\nmodel: {num_layers: 3}\n", "tab.yaml": "model:\n\tnum_layers: 2\n", "hf/config.json": '{"model_type": "llama"}', "both.yaml": "bf16: true\nfp8: hybrid\nfp4: e2m1\n", "text.txt": "not a run", "code.py": "x = 1\n",
 }  # fmt: skip
@@ -16,6 +17,31 @@ WRONG: dict[str, tuple[int, str, str]] = {
     # command line -> (exit code, what was found, what was expected or the cure)
     "chek": (2, "'chek'", "nearest: check"),
     "help chek": (2, "'chek'", "nearest: check"),
+    "check ''": (2, "mpbridge check ''", "expected a value"),
+    "init ''": (2, "mpbridge init ''", "expected a value"),
+    "import --args ''": (2, "mpbridge import --args ''", "expected a value"),
+    "check model..num_layers=3": (2, "'model..num_layers=3'", "expected key=value"),
+    "check model.num_layers=1e9": (2, "model.num_layers=1000000000", "expected 0 to 10000"),
+    "check model.num_experts=3 model.moe_router_topk=9 --config moe_tiny": (
+        2,
+        "'num_experts'",
+        "nearest: num_moe_experts",
+    ),
+    "check model.moe_router_topk=9 --config moe_tiny": (2, "moe_router_topk=9", "model.num_moe_experts=4"),
+    "check optimizer.lr=nan": (2, "'nan'", "expected a finite number"),
+    "check checkpoint.load=ck": (2, "step_00000010/manifest.json is missing", "restore the file"),
+    "check --te two": (2, "'two'", "2.11"),
+    "check --config hf:array": (2, "array/config.json", "expected an object"),
+    "check --config hf:big": (2, 'hidden_size="big"', "expected a whole number"),
+    "check --machine-file text.txt": (2, "text.txt", "mpbridge calibrate"),
+    "calibrate --out gone/m.yaml": (2, "--out gone/m.yaml", "folder gone does not exist"),
+    "compare bf16_mixed": (2, "required: B", "help compare"),
+    "compare bad.json bf16_mixed": (2, "bad.json: cannot be read: line 1", "expected ',' or '}'"),
+    "convert hf:hf hf:out": (2, "convert hf:hf hf:out", "expected hf:DIR ckpt:DIR"),
+    "recommend --target h100 --by speed": (2, "'speed'", "'time'"),
+    "simulate --rank 5": (2, "rank 5", "ranks 0 to 0"),
+    "memory --config deepseek_v3_671b --world-size 7": (2, "7 processes", "pipeline 8"),
+    "tune --recipe fp8_cs --budget memory=-3GB": (2, "-3GB", "memory=40GB"),
     "check --config": (2, "--config", "expected one argument"),
     "check --config nope": (2, "'nope'", "llama3_8b"),
     "check --config llama3_9b": (2, "'llama3_9b'", "nearest: llama3_8b"),
@@ -112,7 +138,7 @@ WRONG: dict[str, tuple[int, str, str]] = {
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("wrong")
     for name, text in FILES.items():
-        (made / name).parent.mkdir(exist_ok=True)
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_text(text)
     (made / "folder").mkdir()
     (made / "wide.yaml").write_text("model: {num_layers: 2}\n", encoding="utf-16")

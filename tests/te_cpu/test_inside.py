@@ -36,16 +36,15 @@ BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
 OWN = {"h100": ("hopper.py", "resumed.py"), "b200": ("blackwell.py",)}
 """Delayed scaling's histories are kept beside every module under the oldest release, and beside its own alone later."""
 PARTS = {
-    "h100": {OLDEST: (*KERNELS, *FAULTS, *MATRIX), NEWEST: BRIEF},
-    "b200": {OLDEST: (*FAULTS, *MATRIX), NEWEST: (*KERNELS, *BRIEF, "mixed.py")},
+    ("h100", OLDEST): (*KERNELS, *FAULTS, *MATRIX),
+    ("b200", NEWEST): (*KERNELS, *FAULTS, *BRIEF, "mixed.py"),
 }
-"""Single functions on each machine and on each release, but not on all four pairs: they are written for a release or for a machine."""
+"""Each machine under one release; all four pairs are slow."""
 
 
-@pytest.mark.parametrize("te", [OLDEST, NEWEST])
-@pytest.mark.parametrize("machine", OWN)
+@pytest.mark.parametrize(("machine", "te"), PARTS)
 def test_functions_layers_and_runs(machine: str, te: str) -> None:
-    inside(release_or_skip(te), machine, *dict.fromkeys((*PARTS[machine][te], *OWN[machine])))
+    inside(release_or_skip(te), machine, *dict.fromkeys((*PARTS[machine, te], *OWN[machine])))
 
 
 @pytest.mark.slow
@@ -60,6 +59,7 @@ def test_everything_and_every_recipe_of_the_registry(machine: str, te: str) -> N
         *MATRIX,
         *FAULTS,
         BRIEF[-1],
+        OWN[machine][0],
         options=("-m", "slow or not slow"),
         timeout=2300,
     )

@@ -44,7 +44,7 @@ FAULTS = [
     pytest.param(["data.tokenizer=tok", "data.end_of_text=zz"], "no such token", id="another end of text"),
     pytest.param(["data.end_of_text=5"], "data.tokenizer=byte always ends a text with 256", id="end of bytes"),
     pytest.param(["data.tokenizer=nowhere/x"], "data.tokenizer='nowhere/x'", id="no tokenizer"),
-    pytest.param(["logger.trackers=[nope]"], "expected a list of csv, tensorboard, wandb, mlflow", id="unknown tracker"),
+    pytest.param(["logger.trackers=[nope]"], "expected a list of tensorboard, wandb, mlflow", id="unknown tracker"),
     pytest.param(["data.corpus=nope"], "data.corpus=nope: nope: no such file", id="no corpus"),
     pytest.param(["data.corpus=[]"], "at least one file", id="a corpus of nothing"),
     pytest.param(["checkpoint.pretrained_checkpoint=file"], "file: a file", id="weights in a file"),
@@ -131,16 +131,16 @@ def test_a_tracker_that_is_not_installed_is_a_note(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("mpbridge.common.report.trackers.find_spec", lambda name: None)
-    assert main(["check", "logger.trackers=[csv, wandb]", "logger.log_dir=run"]) == 0
+    assert main(["check", "logger.trackers=[jsonl, wandb]", "logger.log_dir=run"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert said == [
         "note   tracker wandb: is not installed (pip install -e '.[wandb]' in a checkout of mpbridge); the run continues without it"
     ]
-    assert main(["check", "logger.trackers=[csv]"]) == 0
+    assert main(["check", "logger.trackers=[tensorboard]"]) == 0
     assert "nothing is written without logger.log_dir" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("trackers", [["csv"], ["tensorboard"], ["wandb"], ["mlflow"], ["jsonl"]], ids=" ".join)
+@pytest.mark.parametrize("trackers", [["tensorboard"], ["wandb"], ["mlflow"], ["jsonl"]], ids=" ".join)
 def test_every_tracker_is_a_legal_word(trackers: list[str]) -> None:
     from mpbridge.common.report.trackers import TRACKERS
     from mpbridge.settings.schema import settings
@@ -159,8 +159,5 @@ def test_a_package_that_is_not_installed_is_named(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("mpbridge.training.data.look.find_spec", lambda name: None)
-    (place / "t.parquet").write_bytes(b"PAR1")
-    wanted = {"data.tokenizer=tok": "tokenizers", "data.corpus=t.parquet": "pyarrow", "data.corpus=hf:a/b": "datasets"}
-    for setting, package in wanted.items():
-        assert main(["check", setting, "data.end_of_text=a"] if "tok=" in setting else ["check", setting]) == 2
-        assert f"needs the package {package}" in capsys.readouterr().err.replace("need the", "needs the")
+    assert main(["check", "data.tokenizer=tok", "data.end_of_text=a"]) == 2
+    assert "needs the package tokenizers" in capsys.readouterr().err

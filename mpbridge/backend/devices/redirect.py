@@ -7,6 +7,8 @@ is popped while backward runs, and is invisible to other threads.
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -63,14 +65,16 @@ def names_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class NullEvent:
-    """A CUDA event of a device that runs in order: always complete, with no time between two of them."""
+class HostEvent:
+    """A CUDA event of a device that runs in order: complete once it is recorded. Times between two of them are the host's."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __init__(self, *args: Any, enable_timing: bool = False, **kwargs: Any) -> None:
+        # torch.Event has the device first, torch.cuda.Event whether it is timed
+        self.timed, self.at = bool(enable_timing or (args and args[0] is True)), math.nan
 
     def record(self, *args: Any) -> None:
-        """Does nothing."""
+        """Takes the time."""
+        self.at = time.perf_counter()
 
     def wait(self, *args: Any) -> None:
         """Does nothing."""
@@ -82,9 +86,13 @@ class NullEvent:
         """True: whatever was recorded has completed."""
         return True
 
-    def elapsed_time(self, other: NullEvent) -> float:
-        """0.0 milliseconds."""
-        return 0.0
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """Milliseconds until `end_event`. Raises ValueError, as torch does, for events without timing or that were not recorded."""
+        if not (self.timed and end_event.timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if math.isnan(self.at) or math.isnan(end_event.at):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return 1e3 * (end_event.at - self.at)
 
 
 class NullStream:
@@ -105,9 +113,11 @@ class NullStream:
     def synchronize(self) -> None:
         """Does nothing."""
 
-    def record_event(self, event: NullEvent | None = None) -> NullEvent:
-        """The event, already complete."""
-        return event or NullEvent()
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        """The event, recorded."""
+        event = event or HostEvent()
+        event.record()
+        return event
 
     def query(self) -> bool:
         """True: nothing is pending."""
@@ -284,7 +294,7 @@ def cuda_patches() -> Iterator[Patch]:
         # one function each: torch.compile keeps one rule per function, and has different ones for these names
         yield cuda, name, lambda *args, **kwargs: None
     yield cuda, "Stream", NullStream
-    yield cuda, "Event", NullEvent
+    yield cuda, "Event", HostEvent
     for name in ("current_stream", "default_stream"):
         yield cuda, name, lambda *args, **kwargs: NullStream()
     yield cuda, "stream", lambda stream: nullcontext()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import Refused
+from mpbridge.precision.megatron_spec import versions
 
 
 def parts(optimizer: Any) -> list[Any]:
@@ -39,7 +40,6 @@ def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 _FLAG = "HAVE_EMERGING_OPTIMIZERS"
-_OLD = "triton absl-py 'git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0' (not on the package index; its folder on PYTHONPATH will do)"
 
 
 def emerging(config: Any, chunks: list[Any]) -> Any:
@@ -51,11 +51,7 @@ def emerging(config: Any, chunks: list[Any]) -> Any:
     # the flag moved in 0.18, and with it the release that it asks for
     apart = hasattr(muon, _FLAG)
     if not getattr(muon if apart else optimizer, _FLAG):
-        what = _OLD if apart else "'emerging-optimizers>=0.2' (Python 3.12 or later)"
-        torchs = "; torch's Muon needs nothing: engine=fsdp2 with fp32_params_bf16_compute" if "muon" in name else ""
-        raise Refused(
-            f"optimizer.optimizer={name}: megatron-core's needs Emerging-Optimizers: pip install {what}{torchs}"
-        )
+        raise Refused(versions.emerging(name, versions.current()))
     try:
         return muon.get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=name == "dist_muon")
     finally:

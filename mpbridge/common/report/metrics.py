@@ -51,7 +51,7 @@ class MetricsLog:
         self._trackers = opened(names, TrackedRun(folder, section, recipe=recipe, after=after))
 
     def write(self, values: Mapping[str, Any], *, board: bool = True) -> None:
-        """Writes one line. 'iteration' is the trackers' step; board=False skips trackers that do not take every step. Non-finite numbers become 'nan', 'inf', '-inf'.
+        """Writes one line. 'iteration' is the trackers' step; board=False skips the trackers. Non-finite numbers become 'nan', 'inf', '-inf'.
 
         A write error calls `trouble` once; the lines that could not be written are printed on stderr.
         """
@@ -61,15 +61,13 @@ class MetricsLog:
         if why := _appended(self._file.fileno(), text.encode() + b"\n"):
             warn(f"{self.path} cannot be written ({why}); the missing line: {text}")
             self.trouble(f"{self.path} cannot be written ({why})")
-        self._track(values, [one for one in self._trackers if board or one.each_step])
+        if board:
+            self.track(values)
 
     def track(self, values: Mapping[str, Any]) -> None:
         """Writes to the trackers only; 'iteration' is the step."""
-        self._track(values, self._trackers)
-
-    def _track(self, values: Mapping[str, Any], trackers: list[Any]) -> None:
-        if trackers and (plain := numbers(values)):
-            for tracker in trackers:
+        if self._trackers and (plain := numbers(values)):
+            for tracker in self._trackers:
                 tracker.log(int(values["iteration"]), plain)
 
     def close(self) -> None:

@@ -56,9 +56,11 @@ def stacked_bars(path: Path, panels: Sequence[Panel]) -> None:
     if matplotlib is missing, BadValue if the file cannot be written."""
     plt = pyplot()
     height = sum(2.2 + 0.6 * len(panel.bars) for panel in panels)
-    figure, places = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False, layout="constrained")
-    for panel, axes in zip(panels, places[:, 0], strict=True):
-        _draw(axes, panel, plt.get_cmap("tab20"))
+    figure = plt.figure(figsize=(10, height), layout="constrained")
+    for panel, part in zip(panels, figure.subfigures(len(panels), 1, squeeze=False)[:, 0], strict=True):
+        _draw(part.subplots(), panel, plt.get_cmap("tab20"))
+        # the layout makes room for a part's legend, and none for one that hangs below its axes
+        part.legend(fontsize=7, ncol=4, loc="outside lower center")
     save(figure, path)
 
 
@@ -82,4 +84,3 @@ def _draw(axes: Any, panel: Panel, colours: Any) -> None:
         axes.barh(list(panel.bars), width, left=left, label=part, color=colours(index % 20))
     axes.set(xlabel=panel.unit, title=panel.title)
     axes.invert_yaxis()
-    axes.legend(fontsize=7, ncol=4, loc="upper center", bbox_to_anchor=(0.5, -0.3))

@@ -1,4 +1,4 @@
-"""Trackers that receive a run's numbers in addition to metrics.jsonl: CSV, TensorBoard, Weights & Biases, MLflow, with one interface.
+"""Trackers that receive a run's numbers in addition to metrics.jsonl: TensorBoard, Weights & Biases, MLflow, with one interface.
 
 Trackers are optional: one that is not installed, fails or cannot be reached is reported once on stderr, and the run continues without it.
 """
@@ -6,12 +6,10 @@ Trackers are optional: one that is not installed, fails or cannot be reached is 
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import math
 import os
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpbridge.common.errors import UnknownName
-from mpbridge.common.files import folder_inside, lines_of, opened_to_write, text_of, write
+from mpbridge.common.files import folder_inside, text_of, write
 from mpbridge.common.report.console import warn
 from mpbridge.common.shipped import install
 
@@ -69,83 +67,6 @@ class TrackedRun:
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
-
-
-class Csv:
-    """metrics.csv: a row for every step, a column for every number ever seen; the file is rewritten when a column is new.
-
-    A row is written when the next one begins, since a step's measurements arrive after its other numbers.
-    """
-
-    EACH_STEP = True
-
-    def __init__(self, place: TrackedRun) -> None:
-        self.path = place.folder / "metrics.csv"
-        self.columns = ["iteration"]
-        self._row: dict[str, str] = {}
-        rows = self._rows() if place.after and self.path.is_file() else []
-        kept = {_step(row): row for row in rows if _step(row) <= place.after}
-        if place.after:
-            self._fill(kept, place)
-        self._rewrite([kept[step] for step in sorted(kept)])
-
-    def _fill(self, rows: dict[int, dict[str, str]], place: TrackedRun) -> None:
-        """Adds steps that are missing here (the process was killed, the disk was full) from metrics.jsonl."""
-        path, known = place.folder / "metrics.jsonl", frozenset(rows)
-        for line in lines_of(path) if path.is_file() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                values = json.loads(line)
-                step = int(values["iteration"])
-                if step <= place.after and step not in known:
-                    found = {name: repr(value) for name, value in numbers(values).items()}
-                    rows[step] = {"iteration": str(step), **rows.get(step, {}), **found}
-                    self.columns += [name for name in found if name not in self.columns]
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See Tracker. Numbers of the same step share one row."""
-        if self._row and self._row["iteration"] != str(step):
-            self._flush()
-        self._row |= {"iteration": str(step), **{name: repr(value) for name, value in values.items()}}
-
-    def close(self) -> None:
-        """See Tracker."""
-        if self._row:
-            self._flush()
-
-    def _flush(self) -> None:
-        row, self._row = self._row, {}
-        if new := [name for name in row if name not in self.columns]:
-            rows = self._rows()
-            self.columns += new
-            self._rewrite([*rows, row])
-            return
-        with opened_to_write(self.path, append=True) as stream:
-            csv.DictWriter(stream, self.columns).writerow(row)
-
-    def _rows(self) -> list[dict[str, str]]:
-        """The file's rows; its columns become the table's."""
-        with self.path.open(newline="", encoding="utf-8") as stream:
-            found = csv.DictReader(stream, restkey="")
-            self.columns = list(found.fieldnames or self.columns)
-            return [{name: row.get(name) or "" for name in self.columns} for row in found]
-
-    def _rewrite(self, rows: Iterable[Mapping[str, str]]) -> None:
-        beside = self.path.with_name(f".csv-{secrets.token_hex(4)}")
-        try:
-            with beside.open("x", newline="", encoding="utf-8") as stream:
-                table = csv.DictWriter(stream, self.columns)
-                table.writeheader()
-                table.writerows(rows)
-            beside.replace(self.path)
-        finally:
-            beside.unlink(missing_ok=True)
-
-
-def _step(row: Mapping[str, str | None]) -> int:
-    try:
-        return int(row.get("iteration") or 0)
-    except ValueError:
-        return 0
 
 
 class TensorBoard:
@@ -263,7 +184,6 @@ class Mlflow:
 
 
 TRACKERS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str]] = {
-    "csv": (Csv, ""),
     "tensorboard": (TensorBoard, "tensorboard"),
     "wandb": (Wandb, "wandb"),
     "mlflow": (Mlflow, "mlflow"),
@@ -294,8 +214,6 @@ class TrackerThread:
         self.name, self._place, self._say, self._wait = name, place, say, wait
         self._lines: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
         self._gone = False
-        self.each_step = bool(getattr(TRACKERS[name][0], "EACH_STEP", False))
-        """Whether it takes the numbers of every step; others take only those of printed steps."""
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 

@@ -39,10 +39,11 @@ def crowded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *
 
 
 def record(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """A row as lines of at most `width` characters: its first cell, then 'column: text; column: text' below it; empty cells are omitted."""
+    """A row as lines of at most `width` characters: its first cell, then 'column: text; column: text', further in where it goes on; empty cells are omitted."""
     named = zip(columns[1:], row[1:], strict=True)
     rest = "; ".join(f"{column}: {cell}" if column else cell for column, cell in named if cell)
-    return wrapped(row[0], width) + (wrapped(rest, width, indent="    ") if rest else [])
+    first, *more = wrapped(f"{row[0]}  {rest}", width, indent="  ")
+    return [first.strip(), *more]
 
 
 def prose(text: str, width: int | None, *, indent: str = "") -> str:

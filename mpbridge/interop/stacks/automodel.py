@@ -92,7 +92,7 @@ def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, 
 
 def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, Any]:
     storage = {"torch_dtype": SPELL[theirs.storage]}
-    sections: dict[str, Any] = {"model": storage, "optimizer": _optimizer_section(theirs)}
+    sections: dict[str, Any] = {"model": storage, "optimizer": _optimizer_section(request, theirs)}
     if request.main_weights == "wrapper":
         reduces = theirs.wire is DType.FP32
         sections["distributed"] = {
@@ -117,7 +117,9 @@ def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, A
     return sections
 
 
-def _optimizer_section(theirs: Meaning) -> dict[str, Any]:
+def _optimizer_section(request: Request, theirs: Meaning) -> dict[str, Any]:
+    if request.optimizer == "sgd":
+        return {"_target_": "torch.optim.SGD", "momentum": request.updates["sgd_momentum"]}
     if theirs.main is None:
         return {"_target_": "torch.optim.AdamW"}
     return {

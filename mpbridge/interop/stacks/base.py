@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.common.errors import cut
+from mpbridge.common.facts import ADAMS, OPTIMIZERS
+from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, MainWeights, engine_names, traits
 from mpbridge.interop.stacks.costs import cost
 from mpbridge.interop.stacks.meaning import (
@@ -21,9 +23,10 @@ from mpbridge.interop.stacks.meaning import (
     of_policy,
     stored,
 )
-from mpbridge.interop.stacks.optimizers import ADAM, NOT_SAID, optimizer_named
+from mpbridge.interop.stacks.optimizers import ADAM, MOMENTS, NOT_SAID, optimizer_named
 from mpbridge.interop.stacks.reasons import reasons
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 from mpbridge.precision.wording import quant_text, region_rule, region_text
@@ -82,7 +85,21 @@ class Request:
         whole = (
             self.run is not None and self.main_weights == "megatron_core" and not self.run.facts.optimizer.distributed
         )
-        return of_policy(self.policy, engine=self.engine, sharded="nothing" if whole else None)
+        meaning = of_policy(self.policy, engine=self.engine, sharded="nothing" if whole else None)
+        return dataclasses.replace(
+            meaning, optimizer=optimizer_named(self.optimizer, momentum=bool(self.updates.get("sgd_momentum")))
+        )
+
+    @property
+    def optimizer(self) -> str:
+        """The value of optimizer.optimizer that trains the run; "adam" for its kin, and for a recipe alone."""
+        name = "adam" if self.run is None else self.run.facts.optimizer.name
+        return "adam" if name in ADAMS else str(name)
+
+    @property
+    def updates(self) -> Mapping[str, Any]:
+        """The settings that this optimizer alone reads."""
+        return {} if self.run is None else self.run.facts.optimizer.own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +123,15 @@ class Export:
 
 
 def exported(
-    request: Request, stack: str, theirs: Meaning, pieces: Iterable[Fragment], lines: Iterable[Line] = (), more: Mapping[str, str] = MappingProxyType({})
+    request: Request, stack: str, theirs: Meaning, pieces: Iterable[Fragment], lines: Iterable[Line] = (), more: Mapping[str, str] = MappingProxyType({}),
+    said: Collection[str] = ("sgd_momentum",),
 ) -> Export:  # fmt: skip
-    """The export of a request in a stack where the pieces mean `theirs`. lines: beside those of `compared`. more: see there."""
-    found = (*lines, *compared(request.ours, theirs, stack, more))
+    """The export of a request in a stack where the pieces mean `theirs`. lines: beside those of `compared`. more: see there. said: which of the optimizer's
+    own settings are written, if the optimizer is."""
+    ours, usual = request.ours, records("optimizer")
+    lost = [name for name, value in request.updates.items() if name not in said and value != usual[name]["default"]]
+    silent = [Line(fidelity="impossible", fact=name, text=f"{say(request.updates[name])} here, no word for it there") for name in lost if ours.optimizer == theirs.optimizer]  # fmt: skip
+    found = (*lines, *silent, *compared(ours, theirs, stack, more))
     return Export(stack=stack, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=found)
 
 
@@ -154,6 +176,11 @@ def updated_by(found: Imported, name: Any, where: str = "", *, momentum: Any = N
     optimizer = optimizer_named(str(name), momentum=momentum not in _NONE)
     lines = (f"{where}={cut(name)}: {optimizer.note}",) if optimizer.note else ()
     meaning = dataclasses.replace(found.meaning, optimizer=optimizer)
+    if optimizer.ours and found.stack.startswith("megatron"):  # the same code trains here
+        text = f"{where}={cut(name)}: the run's, not the recipe's: optimizer.optimizer={str(name) if name in OPTIMIZERS else optimizer.ours} here"
+        return dataclasses.replace(
+            found, meaning=meaning, assumed=(*assumed, "; ".join(filter(None, (text, optimizer.note))))
+        )
     return dataclasses.replace(found, meaning=meaning, assumed=assumed, cannot_express=(*found.cannot_express, *lines))
 
 
@@ -173,6 +200,10 @@ def compared(
     # what mpbridge leaves to the model is not a promise that another stack could break
     ignore = [name for name in OPEN if getattr(ours, name) is None]
     found = list(_regions_lost(ours, theirs, costs))
+    if ours.optimizer.name != theirs.optimizer.name:
+        text = f"{ours.optimizer.name} here, {theirs.optimizer.name} there: {costs['optimizer']}"
+        found.append(Line(fidelity="impossible", fact="optimizer", text=text))
+        ignore += MOMENTS
     for row, (mine, there) in differences(ours, theirs).items():
         if row not in ("bytes", "quantization", "stored", *ignore):
             price, why = cost(row, ours, theirs), costs.get(row)

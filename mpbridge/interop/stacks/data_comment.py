@@ -22,8 +22,8 @@ _COMMENT = re.compile(r"[ \t]*# mpbridge export --to (\S+): (\{.*\})[ \t]*")
 _DTYPES = tuple(one.name for one in dataclasses.fields(Meaning) if str(one.type).startswith("DType"))
 _AS_THEY_ARE = ("remainders", "sharded", "note")
 _DEFAULTS = {one.name: one.default for one in dataclasses.fields(Meaning)}
-_ADAM = re.compile(r"\b(AdamW|FusedAdam|adamw_torch)\b")
-"""The optimizers that exports write."""
+_OPTIMIZER = re.compile(r"\b(AdamW|FusedAdam|adamw_torch|SGD|sgd)\b(?:.*\bmomentum=([\d.]+))?")
+"""The optimizers that exports write, and the momentum of those that have it."""
 
 
 def commented(stack: str, meaning: Meaning, code: str) -> str:
@@ -93,8 +93,8 @@ def read(text: str, *, name: str, stack: str | None) -> Imported:
         stack=comment[1], version="", fields=fields, meaning=meaning, cannot_express=tuple(known.notes["cannot_express"]), undecided=tuple(undecided),
         engine=engine_with("optimizer") if meaning.sharded == "everything" else DEFAULT,
     )  # fmt: skip
-    optimizer = _ADAM.search("\n".join(code))
-    return updated_by(made, optimizer and optimizer[0], "optimizer")
+    optimizer = _OPTIMIZER.search("\n".join(code))
+    return updated_by(made, optimizer and optimizer[1], "optimizer", momentum=optimizer and float(optimizer[2] or 0))
 
 
 def _meaning(data: dict[str, Any]) -> Meaning:

@@ -33,6 +33,8 @@ def export(request: Request) -> Export:
     """The JSON on ZeRO 1, whose accumulator can be FP32."""
     policy = request.policy.settled()
     config = _config(policy)
+    if request.optimizer == "sgd":
+        config["optimizer"] = {"type": "SGD", "params": {"momentum": request.updates["sgd_momentum"]}}
     theirs = read_data(config, version=request.version).meaning
     low = {policy.exp_avg, policy.exp_avg_sq} - {None, DType.FP32}
     skips = policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None

@@ -65,7 +65,7 @@ def export(
     others = _other_stages(run, stage)
     experts, dense = _experts(module, request, made)
     return dataclasses.replace(
-        made, lines=(*others, *experts, *_without_words(policy), *made.lines), assumed=(*assumed, *dense)
+        made, lines=(*others, *experts, *_without_words(policy), *made.lines), assumed=(*made.assumed, *assumed, *dense)
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
@@ -36,12 +38,15 @@ def export(request: Request) -> Export:
         policy, fused_adam=True, autocast=policy.autocast is not None, hands_on=True, scaler=torch_scaler(policy.loss_scale, policy),
         regions=regions_there(policy, _QUANTS, edges=True),
     )  # fmt: skip
+    momentum = request.updates.get("sgd_momentum", 0.0)
+    if request.optimizer == "sgd":
+        theirs = dataclasses.replace(theirs, optimizer=request.ours.optimizer)
     held = Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only")
-    piece = Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs)))
+    piece = Fragment(name="python", text=commented(NAME, theirs, _python(policy, theirs, momentum)))
     return exported(request, NAME, theirs, [piece], [held] if theirs.main is not None else ())
 
 
-def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
+def _python(policy: PrecisionPolicy, theirs: Meaning, momentum: float) -> str:
     quant, cast, scale = theirs.regions[-1].quant, theirs.autocast, theirs.loss_scale
     lines = [
         "import torch", "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard", "", f"model.to(torch.{SPELL[theirs.storage]})",
@@ -52,7 +57,7 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
     ]  # fmt: skip
     if cast is not None:
         lines.append(f'model.forward = torch.autocast("cuda", dtype=torch.{SPELL[cast]})(model.forward)')
-    lines += _optimizer(theirs)
+    lines += _optimizer(theirs, momentum)
     if scale is not None:
         lines.append("from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler")
         lines.append(f"scaler = ShardedGradScaler({scaler_arguments(scale)})")
@@ -76,7 +81,9 @@ def _quantized(quant: Quant, policy: PrecisionPolicy) -> list[str]:
     return [*filter_lines(policy, "len(model.layers)"), *code]
 
 
-def _optimizer(theirs: Meaning) -> list[str]:
+def _optimizer(theirs: Meaning, momentum: float) -> list[str]:
+    if theirs.optimizer.name == "SGD":
+        return [f"optimizer = torch.optim.SGD(model.parameters(), momentum={momentum})"]
     if theirs.main is None:
         return ["optimizer = torch.optim.AdamW(model.parameters(), fused=True)"]
     return [

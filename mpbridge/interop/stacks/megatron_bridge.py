@@ -9,13 +9,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.megatron_bridge_fields import CORE, FIELDS, NAME, TARGET
 from mpbridge.interop.stacks.megatron_bridge_import import read_data
-from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of
+from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of, spellings
 from mpbridge.interop.stacks.sharded_torch import environment
-from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 
@@ -28,18 +29,26 @@ def export(request: Request) -> Export:
     import yaml
 
     policy, fsdp = request.policy, request.main_weights == "wrapper"
+    fields = records("optimizer", version=CORE)
+    names = {name: next((one for one in spellings(name) if one in fields), None) for name in request.updates}
+    updates = {word: request.updates[name] for name, word in names.items() if word is not None}
+    updates |= {"optimizer": request.optimizer} if request.optimizer != "adam" else {}
     sections = {
-        "mixed_precision": _section(request.config, policy), "optimizer": _optimizer(policy), "ddp": _ddp(policy, fsdp),
+        "mixed_precision": _section(request), "optimizer": _optimizer(policy) | updates,
+        "ddp": _ddp(policy, fsdp) | ({"use_distributed_optimizer": False} if request.optimizer in BESIDE_ADAM else {}),
         "model": _model(policy, softmax_of(request, core=CORE)),
     }  # fmt: skip
     text = yaml.safe_dump({name: values for name, values in sections.items() if values}, sort_keys=False)
     # its meaning, with the options that only the environment tells, and the softmax that is its default too
-    quant = in_core(policy.quant)
+    quant = in_core(policy.quant, request, CORE)
     regions = (*(region for region in policy.regions[:-1] if region.ends and quant), Region(quant=quant))
     found = read_data(sections, version=request.version).meaning
     theirs = dataclasses.replace(found, regions=regions, softmax_fp32=policy.softmax_fp32)
     pieces = [Fragment(name="run_config.yaml", text=text.rstrip()), *environment(policy.quants)]
-    return exported(request, NAME, theirs, pieces, _unsayable(request), {**reasons(request), **_moved(policy)})
+    why = {**reasons(request, CORE), **_moved(policy)}
+    return exported(
+        request, NAME, theirs, pieces, _unsayable(request), why, said=[name for name in names if names[name]]
+    )
 
 
 def torch_dtype(dtype: DType) -> dict[str, Any]:
@@ -47,9 +56,10 @@ def torch_dtype(dtype: DType) -> dict[str, Any]:
     return {"_target_": f"torch.{dtype.value}", "_call_": False}
 
 
-def _section(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> dict[str, Any]:
+def _section(request: Request) -> dict[str, Any]:
+    config, policy = request.config, request.policy
     values: dict[str, Any] = {"_target_": TARGET}
-    said, quant = config.stored(), in_core(policy.quant)
+    said, quant = config.stored(), in_core(policy.quant, request, CORE)
     # effective fields whose defaults differ between stacks are always written
     always = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} if policy.loss_scale else set()
     if quant is not None and config.first_last_layers_bf16:

@@ -18,6 +18,7 @@ from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import imported, unknown_of
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.interop.stacks.megatron_bridge_fields import CORE, DIFFERS, FIELDS, NAME, TARGET
+from mpbridge.interop.stacks.optimizers import newton_schulz
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, is_known, known_fields
 from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -94,6 +95,10 @@ def read_data(data: Any, *, version: str) -> Imported:
         read_.default("ddp.use_distributed_optimizer", distributed)
     sharded: Sharded = "everything" if fsdp else "optimizer" if distributed else "nothing"
     kind, momentum = read_.text("optimizer.optimizer", "adam"), read_.at("optimizer.sgd_momentum", 0.9)
+    word = read_.at("optimizer.muon_fp32_matmul_prec")
+    read_.note_rows(
+        *newton_schulz(kind, str(word or "medium"), "optimizer.muon_fp32_matmul_prec", said=word is not None)
+    )
     raise_faults(read_.faults, "this run_config.yaml")
     meaning = described(fields, read_.notes["contradicts"], engine=engine, sharded=sharded)
     return imported(

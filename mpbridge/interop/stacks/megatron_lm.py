@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from mpbridge.common.facts import BESIDE_ADAM, EMERGING
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.megatron_lm_import import read
-from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME
+from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME, options
 from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as DEFAULT_VERSION
 from mpbridge.interop.stacks.megatron_lm_options import VERSIONS as VERSIONS
 from mpbridge.interop.stacks.sharded_torch import environment, process_wide
-from mpbridge.precision.megatron_spec.versions import SINCE_017
+from mpbridge.precision.megatron_spec.versions import BEFORE_017, BEFORE_018, SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 
 Flags = Iterator[str]
@@ -36,7 +37,13 @@ def export(request: Request) -> Export:
     theirs = read(shlex.split(" ".join(words)), version=request.version).meaning
     regions = tuple(megatron_modules.regions_said(request, core=core))
     theirs = dataclasses.replace(theirs, regions=regions, softmax_fp32=policy.softmax_fp32)
-    return exported(request, NAME, theirs, [*pieces, *environment(policy.quants)], lines, megatron_modules.reasons(request))  # fmt: skip
+    pieces += environment(policy.quants)
+    made = exported(
+        request, NAME, theirs, pieces, lines, megatron_modules.reasons(request, core), said=[*_updates(request)]
+    )
+    unknown = request.run is None and BEFORE_017.holds(core) and any(quant.bits == 4 for quant in policy.quants)
+    text = f"a model without Mamba layers: a hybrid of megatron-core {core} never enters the FP4 context (--config FILE: judged for that model)"
+    return dataclasses.replace(made, assumed=(text,)) if unknown else made
 
 
 def _has_dtypes(request: Request) -> bool:
@@ -65,7 +72,7 @@ def _flags(request: Request, core: str) -> Flags:
         yield f"--min-loss-scale {number(scale.minimum)}"
         yield f"--loss-scale-window {number(scale.window)}"
         yield f"--hysteresis {scale.hysteresis}"
-    quant = megatron_modules.in_core(policy.quant)
+    quant = megatron_modules.in_core(policy.quant, request, core)
     if quant is not None:
         yield from _quantization(quant)
         if policy.reuse_grad_buffer:
@@ -106,7 +113,7 @@ def _model(request: Request, core: str) -> Flags:
 def _optimizer(request: Request) -> Flags:
     policy, wrapper = request.policy, request.main_weights == "wrapper"
     needed = policy.precision_aware or policy.stored or request.main_weights == "optimizer"
-    if not wrapper and (needed or request.ours.sharded != "nothing"):
+    if not wrapper and request.optimizer not in BESIDE_ADAM and (needed or request.ours.sharded != "nothing"):
         yield "--use-distributed-optimizer"
     if policy.precision_aware:
         yield "--use-precision-aware-optimizer"
@@ -116,10 +123,32 @@ def _optimizer(request: Request) -> Flags:
     if wrapper:
         yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
         yield "--ckpt-format fsdp_dtensor"
+    if _optimizer_there(request, CORE[request.version]):
+        yield f"--optimizer {request.optimizer}"
+        yield from filter(None, _updates(request).values())
     if _has_dtypes(request):
         reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
         yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
         yield f"--megatron-fsdp-main-grads-dtype {add} --megatron-fsdp-grad-comm-dtype {reduce}"
+
+
+def _optimizer_there(request: Request, core: str) -> bool:
+    """Whether the run's optimizer has to be named, and can be."""
+    return request.optimizer != "adam" and not (request.optimizer in EMERGING and BEFORE_018.holds(core))
+
+
+def _updates(request: Request) -> Mapping[str, str]:
+    """The optimizer's own settings -> the flags that say them, '' where none has to: the parser's defaults are not those of megatron-core's class."""
+    known, found = options(request.version), {}
+    for name, value in request.updates.items():
+        off = f"--muon-no-{name.removeprefix('muon_').replace('_', '-')}"
+        flags = [*(f"--{one.replace('_', '-')}" for one in megatron_modules.spellings(name)), off]
+        word = next((one for one in flags if one in known), None)
+        if word is not None and isinstance(value, bool):
+            found[name] = word if value is (word != off) else ""
+        elif word is not None:
+            found[name] = f"{word} {value}"
+    return found
 
 
 def _state(dtype: DType | None) -> str:

@@ -20,9 +20,10 @@ from mpbridge.interop.stacks.known_keys import PRECISION, imported
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME, options
 from mpbridge.interop.stacks.megatron_modules import rules_of
+from mpbridge.interop.stacks.optimizers import newton_schulz
 from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, raise_faults, stray
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.megatron_spec.versions import SINCE_017
+from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.scalings import SCALINGS
 
 MODULES_FILE = "--te-precision-config-file"
@@ -41,6 +42,7 @@ _VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType({
     "--megatron-fsdp-grad-comm-dtype": ("fsdp_grad_comm", "auto"), "--data-parallel-sharding-strategy": ("strategy", None),
     "--moe-router-dtype": ("router", None), "--output-logit-dtype": ("logits", None), "--transformer-impl": ("transformer_impl", "transformer_engine"),
     "--optimizer": ("optimizer", "adam"), "--sgd-momentum": ("sgd_momentum", 0.9), "--yaml-cfg": ("yaml", None),
+    "--muon-fp32-matmul-prec": ("muon_matmul", "medium"), "--hybrid-override-pattern": ("pattern", None), "--hybrid-layer-pattern": ("pattern", None),
 })  # fmt: skip
 _SWITCHES: Mapping[str, str] = MappingProxyType({
     "--bf16": "bf16", "--fp16": "fp16", "--accumulate-allreduce-grads-in-fp32": "accumulate", "--grad-reduce-in-bf16": "reduce_bf16",
@@ -49,7 +51,7 @@ _SWITCHES: Mapping[str, str] = MappingProxyType({
     "--use-precision-aware-optimizer": "aware", "--use-distributed-optimizer": "distributed",
     "--use-megatron-fsdp": "megatron_fsdp", "--use-custom-fsdp": "megatron_fsdp", "--use-torch-fsdp2": "fsdp2",
     "--fp32-residual-connection": "residual", "--attention-softmax-in-fp32": "softmax", "--apply-query-key-layer-scaling": "scaled_by_layer",
-    "--fp16-lm-cross-entropy": "fp16_loss",
+    "--fp16-lm-cross-entropy": "fp16_loss", "--is-hybrid-model": "hybrid",
 })  # fmt: skip
 _STRATEGIES: Mapping[str, Sharded] = MappingProxyType(
     {"no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "everything"}
@@ -88,6 +90,11 @@ class _Arguments:
     def dtypes(self) -> bool:
         """Whether Megatron-FSDP has its own dtype flags in that version."""
         return SINCE_017.holds(CORE[self.version])
+
+    @property
+    def never_fp4(self) -> bool:
+        """Whether --fp4-format has no effect: a hybrid of a megatron-core whose stack does not open its context."""
+        return BEFORE_017.holds(CORE[self.version]) and bool(self.on("hybrid") or self["pattern"])
 
     @property
     def strategy(self) -> str:
@@ -220,7 +227,12 @@ def _store(given: _Arguments, option: str, values: list[str]) -> None:
 
 def _meaning(given: _Arguments, rules: Any) -> Imported:
     read_ = given.read
-    read_.note_rows(*_notes(given))
+    read_.note_rows(
+        *_notes(given),
+        *newton_schulz(
+            given["optimizer"], given["muon_matmul"], "--muon-fp32-matmul-prec", said="muon_matmul" in given.said
+        ),
+    )
     fields = _fields(given) | _modules(given, rules)
     engine = DEFAULT
     if given.on("megatron_fsdp", "fsdp2"):
@@ -304,7 +316,7 @@ def _reduces_in_fp32(given: _Arguments) -> bool:
 def _quantized(given: _Arguments) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for low in ("fp8", "fp4"):
-        if given[low] is not None:
+        if given[low] is not None and not (low == "fp4" and given.never_fp4):
             fields |= {low: given[low], f"{low}_recipe": given[f"{low}_recipe"], f"{low}_param": given.on(f"{low}_stored")}  # fmt: skip
             factory = f"{low}_quantizer_factory"
             fields |= {factory: given[factory]} if given[factory] else {}
@@ -329,6 +341,7 @@ def _notes(given: _Arguments) -> Iterator[tuple[str, Any, str]]:
     yield from (
         ("inert", alone and not moves, "--fp8-recipe without --fp8-format: nothing is quantized"),
         ("inert", alone and moves, f"--fp8-recipe {recipe} without --fp8-format quantizes nothing, but moves the main weights from FusedAdam to megatron-core"),
+        ("inert", fp4 and given.never_fp4, f"--fp4-format with Mamba layers: every linear runs in {given.base.upper()}, since a hybrid of megatron-core before 0.17 never enters the FP4 context"),
         ("inert", {*_DELAYED} & said and (fp8 is None or recipe != "delayed"), "--fp8-amax-* and --fp8-margin have an effect only under delayed scaling"),
         ("inert", "fp8_interval" in said, "--fp8-interval: Transformer Engine no longer reads it"),
         ("inert", {"first", "last"} & said and not edges, "--num-layers-at-*-in-bf16 without --first-last-layers-bf16"),

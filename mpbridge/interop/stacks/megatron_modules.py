@@ -9,11 +9,12 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue, cut
 from mpbridge.interop.stacks.base import Line, Request
+from mpbridge.planning.memory.limitations import hybrid
 from mpbridge.planning.memory.names import any_gpt, listed
 from mpbridge.precision.megatron_spec.module_rules import as_dict, params
 from mpbridge.precision.megatron_spec.precision_field import ModuleRules
 from mpbridge.precision.megatron_spec.schema import records
-from mpbridge.precision.megatron_spec.versions import SINCE_017
+from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.regions import Quant, Region
 from mpbridge.precision.scalings import SCALINGS
 
@@ -27,6 +28,12 @@ def softmax_of(request: Request, *, core: str) -> bool:
     return bool(records("model", version=core)["attention_softmax_in_fp32"]["default"] if stated is None else stated)
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """An optimizer's setting as releases of megatron-core call it: 0.16's muon_use_nesterov is muon_nesterov in 0.20."""
+    stem = name.replace("_use_nesterov", "_nesterov")
+    return name, stem, stem.replace("_nesterov", "_use_nesterov")
+
+
 def regions_said(request: Request, *, core: str) -> Iterator[Region]:
     """The policy's regions as flags and file express them: attention in 16 bits, and a rule of the file is a scaling and a format."""
     new, depth = SINCE_017.holds(core), _depth(request)
@@ -35,27 +42,34 @@ def regions_said(request: Request, *, core: str) -> Iterator[Region]:
             # the switch needs a format; if the depth is known, the file itself excludes those layers
             if request.policy.quant is not None or depth is not None:
                 yield region
-        elif _sayable(request, region):
+        elif _sayable(request, region, core):
             yield dataclasses.replace(region, quant=region.quant and _of_the_file(region.quant, new=new))
-    quant = in_core(request.policy.quant)
+    quant = in_core(request.policy.quant, request, core)
     yield Region(quant=quant and dataclasses.replace(quant, attention="none"))
 
 
-def in_core(quant: Quant | None) -> Quant | None:
-    """The rule if megatron-core can express it, else None."""
-    return quant if quant is not None and quant.row.core else None
+def in_core(quant: Quant | None, request: Request, core: str) -> Quant | None:
+    """The rule if megatron-core can express it and would follow it, else None."""
+    return (
+        quant if quant is not None and quant.row.core and not (quant.bits == 4 and never_fp4(request, core)) else None
+    )
+
+
+def never_fp4(request: Request, core: str) -> bool:
+    """Whether the run is a hybrid of a megatron-core whose stack never enters the FP4 context."""
+    return request.run is not None and hybrid(request.run.facts.model) and BEFORE_017.holds(core)
 
 
 def _depth(request: Request) -> int | None:
     return None if request.run is None else int(request.run.facts.shape.num_layers)
 
 
-def _sayable(request: Request, region: Region) -> bool:
+def _sayable(request: Request, region: Region, core: str) -> bool:
     """Whether the file can express a rule: one for all three GEMMs, with existing linears and known layer numbers."""
     if region in request.unnamed:
         return False
     depth = _depth(request)
-    known = region.quant is None or in_core(region.quant) is not None
+    known = region.quant is None or in_core(region.quant, request, core) is not None
     return known and region.gemms is None and (depth is not None or all(min(span) >= 0 for span in region.layers or ()))
 
 
@@ -69,8 +83,11 @@ def rules_there(request: Request) -> bool:
     return any(region not in request.unnamed for region in request.policy.module_regions)
 
 
-def reasons(request: Request) -> Mapping[str, str]:
-    """Row -> the reason on a Megatron where rules name the linears of another model."""
+def reasons(request: Request, core: str) -> Mapping[str, str]:
+    """Row -> the reason on a Megatron where rules name the linears of another model, or where a hybrid does not follow them."""
+    if never_fp4(request, core) and any(quant.bits == 4 for quant in request.policy.quants):
+        text = f"--stack-version 0.20; a hybrid of megatron-core {core} never enters the FP4 context"
+        return {"quantization": text, "modules": text}
     if not request.unnamed:
         return {}
     named = ", ".join(dict.fromkeys(region.modules for region in request.unnamed))
@@ -84,12 +101,12 @@ def rules_file(request: Request, *, core: str) -> str:
 
     depth, regions = _depth(request), request.policy.regions
     if depth is not None:
-        kept = tuple(region for region in regions if region.ends or _sayable(request, region))
+        kept = tuple(region for region in regions if region.ends or _sayable(request, region, core))
         return yaml.safe_dump(as_dict(ModuleRules(regions=kept), range(depth), depth, core=core), sort_keys=False)
     configs: dict[str, Any] = {}
     matchers: dict[str, Any] = {}
     for index, region in enumerate(request.policy.module_regions):
-        if not _sayable(request, region):
+        if not _sayable(request, region, core):
             continue
         name = f"rule_{index}"
         configs[name] = params(region.quant, outside=request.policy.quant is None, core=core)

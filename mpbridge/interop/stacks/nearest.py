@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import MpbridgeError
-from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
+from mpbridge.common.facts import BESIDE_ADAM, ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.interop.stacks.meaning import OPEN, Meaning, differences, of_policy
@@ -143,17 +143,20 @@ _VERSIONS = dataclasses.replace(ASSUMED, megatron_core=RELEASES[-1].version)
 """The newest megatron-core that is supported: what it lacks, none has."""
 
 
-def refusals(told: Answer) -> tuple[str, ...]:
-    """What forbids the answer on its engine, each with its cure, and then which engines of mpbridge allow it. Empty if nothing does."""
+def refusals(told: Answer, optimizer: str = "") -> tuple[str, ...]:
+    """What forbids the answer on its engine, each with its cure and source, and then which engines of mpbridge allow it. Empty if nothing does.
+
+    optimizer: the value of optimizer.optimizer; '': Adam.
+    """
     if told.recipe is None:
         return ()
     config = get_mixed_precision_config(told.recipe).derive(**told.overrides)
     own = told.engine or describe(told.recipe).engine or DEFAULT
-    errors = _errors(config, own)
+    errors = _errors(config, own, optimizer)
     if not errors:
         return ()
-    others = [name for name in engine_names() if name != own and not _errors(config, name)]
-    lines = [f"{error.found}: {error.rule}; cure: {error.cure}" for error in errors]
+    others = [name for name in engine_names() if name != own and not _errors(config, name, optimizer)]
+    lines = [f"{error.found}: {error.rule}; cure: {error.cure} [{error.source}]" for error in errors]
     named = (
         f"engine={' or '.join(others)} allows it (megatron-core {_VERSIONS.megatron_core})"
         if others
@@ -162,11 +165,14 @@ def refusals(told: Answer) -> tuple[str, ...]:
     return (*lines, named)
 
 
-def _errors(config: MixedPrecisionConfig, engine: str) -> tuple[Violation, ...]:
+def _errors(config: MixedPrecisionConfig, engine: str, trains: str) -> tuple[Violation, ...]:
     """The errors of a recipe on an engine, with the optimizer states divided where its parameters allow it."""
     policy = resolve(config)
     divides = traits(engine).main_weights != "optimizer" and (policy.stored or not policy.narrow_alone)
-    optimizer = OptimizerFacts(distributed=divides, name=updater("adam", policy.settled(), traits(engine)))
+    alone = trains in BESIDE_ADAM and not policy.stored
+    optimizer = OptimizerFacts(
+        distributed=divides and not alone, name=updater(trains or "adam", policy.settled(), traits(engine))
+    )
     run = RunFacts(
         shape=_SHAPE, parallel=Parallel(world_size=8), engine=engine, optimizer=optimizer, versions=_VERSIONS, global_batch_size=8,
         ddp={"reuse_grad_buf_for_mxfp8_param_ag": policy.reuse_grad_buffer},

@@ -78,6 +78,13 @@ REASONS: Mapping[str, Mapping[str, str]] = MappingProxyType({
     },
     "residual_fp32": {"": "the blocks' inputs are cast to the compute dtype", "transformers deepspeed": _ONE_DTYPE},
     "softmax_fp32": {"": "the attention kernel decides"},
+    "optimizer": {
+        "": "it is not written: the script makes the optimizer, and bytes are those of Adam",
+        "fsdp2": "torch's own takes whole matrices, not the shards of fully_shard",
+        "automodel torchtitan": "no class of that arithmetic is known to be there",
+        "deepspeed": "its own of that name, where it has one, multiplies and scales otherwise",
+        "megatron-lm": "--optimizer knows it from core 0.18 on",
+    },
     "quantization": {
         "megatron-lm": "--fp8-recipe tensorwise",
         "megatron-bridge": "fp8_recipe: tensorwise",

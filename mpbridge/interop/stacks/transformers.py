@@ -44,9 +44,13 @@ def export(request: Request) -> Export:
     full = torch_meaning(request.policy)
     mixed = full.storage is DType.FP32 and full.compute is not DType.FP32
     cast = full.compute if mixed else request.policy.settled().autocast
-    said = {"dtype": SPELL[full.storage], "optim": "adamw_torch"} | ({} if cast is None else {cast.short: True})
+    sgd = {"optim": "sgd", "optim_args": f"momentum={request.updates.get('sgd_momentum')}"}
+    optim = sgd if request.optimizer == "sgd" else {"optim": "adamw_torch"}
+    said = {"dtype": SPELL[full.storage], **optim} | ({} if cast is None else {cast.short: True})
     theirs = read_data(said, version=request.version).meaning
-    flag = "" if cast is None else f", {cast.short}=True"
+    flag = "".join(f', {name}="{value}"' for name, value in optim.items()) + (
+        "" if cast is None else f", {cast.short}=True"
+    )
     code = "\n".join(
         [
             "import torch",
@@ -54,7 +58,7 @@ def export(request: Request) -> Export:
             "",
             "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
             f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
-            f'arguments = TrainingArguments(output_dir="out", optim="{said["optim"]}"{flag})',
+            f'arguments = TrainingArguments(output_dir="out"{flag})',
         ]
     )
     return exported(request, NAME, theirs, [Fragment(name="python", text=commented(NAME, theirs, code))])

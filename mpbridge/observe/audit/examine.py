@@ -104,7 +104,12 @@ def _matrices(engine: Engine) -> frozenset[str]:
     if getattr(engine, "foreign", False):
         return frozenset(held.name for held in holdings(engine) if trains(held.inner) != "adam")
     named = engine.named_parameters()
-    return frozenset(name for name, p in named if trained_by(BESIDE_ADAM[0], name, p.dim()) != "adam")
+    facts = engine.run.facts
+    return frozenset(
+        name
+        for name, p in named
+        if trained_by(facts.optimizer.name, name, p.dim(), core=facts.versions.megatron_core) != "adam"
+    )
 
 
 def audit(

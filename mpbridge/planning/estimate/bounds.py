@@ -96,7 +96,7 @@ class Bounds:
         copies = 0
         for one, times in counted(policy, alone, Coordinates.of(0, alone.parallel), (_chunk(part),)):
             weight, (stored, quant) = one.weight, rests(one)
-            trained = trained_by(name, one.name, len(weight.shape), policy)
+            trained = trained_by(name, one.name, len(weight.shape), policy, alone.versions.megatron_core)
             matrix = weight.shape if name in BESIDE_ADAM else None
             kind = (weight.expert, stored, trained, is_frozen(policy, one.name), whole_gradient(one), matrix)
             first, elements = found.get(kind, (one, 0))

@@ -123,7 +123,9 @@ def update(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> flo
     sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for parameter, elements in held:
         ranks = run.parallel.replicas(expert=parameter.weight.expert)
-        trained = trained_by(run.optimizer.name, parameter.name, len(parameter.weight.shape), policy)
+        trained = trained_by(
+            run.optimizer.name, parameter.name, len(parameter.weight.shape), policy, run.versions.megatron_core
+        )
         one, factors = each(trained)
         beside = elements_of("factors", parameter.weight.shape, 0) * factors if factors else 0
         found += elements * (one + beside / parameter.weight.elements) / (ranks if sharded else 1)

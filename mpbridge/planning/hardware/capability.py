@@ -10,7 +10,8 @@ from typing import Literal
 from mpbridge.common.errors import MpbridgeError, Refused
 from mpbridge.common.facts import Versions
 from mpbridge.common.formats import DType
-from mpbridge.common.machines import Machine
+from mpbridge.common.machines import Machine, machines
+from mpbridge.common.probe import is_played
 from mpbridge.common.versions import at_least
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.registry import recipe
@@ -97,6 +98,10 @@ def refuse_unless_native(policy: PrecisionPolicy, machine: Machine, versions: Ve
     if answer.native:
         return answer
     ways = []
+    if is_played() and (
+        other := next((name for name, row in machines.items() if can_run(policy, row, versions).native), None)
+    ):
+        ways.append(f"--target {other} plays a machine that does")
     if answer.nearest:
         ways.append(f"--recipe {answer.nearest} runs here")
     if answer.how == "emulated":

@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mpbridge.common.facts import ADAMS, BESIDE_ADAM, FACTORS, OPTIMIZERS, STATE_ROLES, OptimizerFacts, RunFacts
+from mpbridge.common.facts import ADAMS, BESIDE_ADAM, FACTORS, MUONS, OPTIMIZERS, STATE_ROLES, OptimizerFacts, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import EngineTraits, Sharding, attribute
 from mpbridge.precision.globs import ADAPTERS, is_adapter
+from mpbridge.precision.megatron_spec.versions import SINCE_020
 from mpbridge.precision.policy import PrecisionPolicy, own_main
 
 Owner = Literal["model", "wrapper", "engine", "optimizer"]
@@ -80,8 +81,12 @@ def is_frozen(policy: PrecisionPolicy, parameter: str) -> bool:
     return any(fnmatchcase(parameter, pattern) for pattern in policy.frozen) and not is_adapter(parameter)
 
 
-def trained_by(optimizer: str, parameter: str, dimensions: int, policy: PrecisionPolicy | None = None) -> str:
+def trained_by(
+    optimizer: str, parameter: str, dimensions: int, policy: PrecisionPolicy | None = None, core: str | None = None
+) -> str:
     """OptimizerFacts.name of what trains a parameter with that global name: beside Muon and its like, which take hidden matrices, Adam trains the rest; FROZEN: nothing.
+
+    core: megatron-core's version.
 
     Source: megatron-core 0.16.1 optimizer/muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim.Muon takes matrices only.
     """
@@ -89,6 +94,9 @@ def trained_by(optimizer: str, parameter: str, dimensions: int, policy: Precisio
         return FROZEN
     # megatron-core marks these two alone, so learned positions are a hidden matrix to it
     outside = parameter.startswith(("embedding.word_embeddings.", "output_layer."))
+    # ssm/mamba_mixer.py use_muon: several matrices in one, of which Muon would make one
+    packed = optimizer in MUONS and parameter.endswith(".mixer.in_proj.weight")
+    outside |= packed and core is not None and SINCE_020.holds(core)
     return "adam" if optimizer in BESIDE_ADAM and (dimensions != 2 or outside) else optimizer
 
 

@@ -60,6 +60,9 @@ LIMITATIONS = (
     Limitation(asked=lambda run: run.optimizer.name in (*MUONS, "soap"), what="the products of Muon's and SOAP's steps",
                instead="not counted, nor the matrices in them", time="slower",
                memory="larger by a few copies of the largest matrix while the optimizer steps"),
+    Limitation(asked=lambda run: run.realization == "emulated" and run.machine is not None and run.machine.gpu, what="emulation (emulate: true)",
+               instead="weights and operands counted as it keeps them, in high precision (emulate=false counts the GPU's own)",
+               memory="smaller natively, where they are stored in low precision"),
     Limitation(asked=_no_network, what="traffic between hosts", instead="", time="slower"),
 )  # fmt: skip
 

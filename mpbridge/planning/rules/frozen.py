@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, warning
-from mpbridge.precision.globs import is_adapter
+from mpbridge.precision.globs import ADAPTERS, is_adapter
 from mpbridge.precision.scalings.row import needs_transpose
 
 
@@ -16,7 +16,8 @@ def _names(case: Case) -> tuple[str, ...]:
 
 
 def _nothing_trains(case: Case) -> bool:
-    return bool(case.policy.frozen) and all(is_frozen(case.policy, name) for name in _names(case))
+    lost = case.run.shape.lora_rank and not any(map(is_adapter, _names(case)))  # which has a rule of its own
+    return bool(case.policy.frozen) and not lost and all(is_frozen(case.policy, name) for name in _names(case))
 
 
 def _unfollowed(case: Case) -> str:
@@ -59,6 +60,14 @@ RULES: tuple[Rule, ...] = (
         source="mpbridge/backend/models/adapters.py",
     ),
     Rule(
+        id="adapters-dtype-without-adapters",
+        when=lambda c: set(ADAPTERS) & set(c.policy.keep_fp32) and not c.run.shape.lora_rank,
+        found="lora_dtype=fp32 on a model without adapters",
+        expected="adapters, whose dtype it is",
+        cure="model.lora_rank=8, or mixed_precision.lora_dtype=null",
+        source="mpbridge/precision/globs.py ADAPTERS",
+    ),
+    Rule(
         id="frozen-tied-embedding-on-two-stages",
         when=lambda c: (
             c.run.shape.tied and c.run.parallel.pipeline > 1 and len({is_frozen(c.policy, one) for one in _TIED}) > 1
@@ -91,7 +100,7 @@ RULES: tuple[Rule, ...] = (
     ),
     warning(
         id="adapters-beside-a-trained-base",
-        when=lambda c: c.run.shape.lora_rank and not c.policy.frozen,
+        when=lambda c: c.run.shape.lora_rank and not any(is_frozen(c.policy, name) for name in _names(c)),
         found="model.lora_rank={c.run.shape.lora_rank}, and every weight trains too",
         expected="a frozen base: adapters save the gradients, main weights and moments of what does not train",
         cure="mixed_precision.frozen=['*']",

@@ -175,9 +175,7 @@ def _judge(gemm: LinearShape, run: RunFacts) -> Iterator[Misfit]:
             yield from finding("fast", dimension, value, FAST, f"a multiple of {FAST} fills the tiles", _FAST_SOURCE)  # type: ignore[arg-type]
     small = need.gains_above
     if small is not None and gemm.inner <= small[0] and gemm.outer <= small[1]:
-        cure = (
-            f"{gemm.outer} x {gemm.inner} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)"
-        )
+        cure = f"at most {small[0]} x {small[1]} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)"
         yield gemm.misfit("fast", "size", gemm.outer, 1, cure, _SMALL_SOURCE)
 
 
@@ -238,6 +236,8 @@ def _field(module: str, side: str) -> str:
             return "model.moe_shared_expert_intermediate_size"
         return "model.moe_ffn_hidden_size" if "experts" in module else "model.ffn_hidden_size"
     fields = {
+        ("in_proj", "out"): "model.mamba_num_heads, mamba_num_groups or mamba_state_dim (its rows)",
+        ("out_proj", "in"): "model.mamba_num_heads x mamba_head_dim",
         ("linear_qkv", "out"): "model.kv_channels or num_query_groups",
         ("linear_q_down_proj", "out"): "model.q_lora_rank",
         ("linear_q_up_proj", "in"): "model.q_lora_rank",

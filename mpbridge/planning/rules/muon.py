@@ -5,11 +5,14 @@ from __future__ import annotations
 from mpbridge.common.facts import BESIDE_ADAM, EMERGING, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, warning
+from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import BEFORE_018
 
 NEWTON_SCHULZ = {"medium": "BF16", "high": "TF32 on a GPU", "highest": "FP32"}
 """Value of muon_fp32_matmul_prec -> in what Muon's Newton-Schulz iteration multiplies its FP32 matrices."""
 
+_SCALES = ("spectral", "shape_scaling", "unit_rms_norm")
+_MODES = ("blockwise", "duplicated", "distributed")
 _LION_BETAS = {"lion_beta1": 0.95, "lion_beta2": 0.98}
 """megatron-core 0.20's defaults."""
 
@@ -27,6 +30,28 @@ def _muon_cannot(case: Case) -> str:
         ("the distributed optimizer", case.run.optimizer.distributed),
         ("16-bit parameters as their own main weights", case.own_copy),
     )
+
+
+def _impossible(case: Case) -> str:
+    """Settings of Muon's own that its code knows no meaning for."""
+    scale, mode = case.opt("muon_scale_mode", "spectral"), _mode(case)
+    steps, momentum = case.opt("muon_num_ns_steps", 5), case.opt("muon_momentum", 0.95)
+    return faults(
+        "",
+        (f"muon_scale_mode={say(scale)} ({', '.join(_SCALES)})", scale not in _SCALES),
+        (f"muon_tp_mode={say(mode)} ({', '.join(_MODES)})", mode not in _MODES),
+        (f"muon_num_ns_steps={steps} (1 or more)", steps < 1),
+        (f"muon_momentum={momentum} (0 to below 1)", not 0 <= momentum < 1),
+    )
+
+
+def _mode(case: Case) -> str:
+    """muon_tp_mode; where it is the installed release's default, that of the release that is asked about."""
+    own, there = (
+        records("optimizer", version=one)["muon_tp_mode"]["default"] for one in (None, case.run.versions.megatron_core)
+    )
+    said = case.opt("muon_tp_mode", own)
+    return str(there if said == own else said)
 
 
 def _apart_in_a_gather(case: Case) -> str:
@@ -70,6 +95,26 @@ RULES: tuple[Rule, ...] = (
         cure="optimizer.muon_fp32_matmul_prec=medium, or high, or highest",
         source="torch.set_float32_matmul_precision; Megatron-LM training/arguments.py --muon-fp32-matmul-prec (0.16.1 and d98e8a64)",
     ),
+    Rule(
+        id="muon-settings-unknown",
+        when=lambda c: c.run.optimizer.name in MUONS,
+        found=_impossible,
+        expected="what stands in parentheses: megatron-core raises for other words and steps in its first update, and a momentum of 1 or more never forgets a gradient",
+        cure="optimizer.muon_scale_mode=spectral optimizer.muon_tp_mode=duplicated optimizer.muon_num_ns_steps=5 optimizer.muon_momentum=0.95",
+        source="Emerging-Optimizers v0.1.0 orthogonalized_optimizers/muon.py; megatron-core 0.16.1 optimizer/muon.py",
+    ),
+    warning(
+        id="weight-decay-of-two-kinds",
+        when=lambda c: (
+            c.run.optimizer.name in BESIDE_ADAM
+            and not c.opt("decoupled_weight_decay", True)
+            and c.opt("weight_decay", 0.01)
+        ),
+        found="decoupled_weight_decay=false with {c.run.optimizer.name}",
+        expected="true: only the Adam beside it reads it; hidden matrices decay decoupled from their gradients regardless",
+        cure="optimizer.decoupled_weight_decay=true, or optimizer.optimizer=adam",
+        source="megatron-core 0.16.1 optimizer/muon.py muon_kwargs, 0.20 optimizer/emerging_optimizers.py: use_decoupled_weight_decay is not passed; torch 2.13 optim/_muon.py",
+    ),
     warning(
         id="muon-from-stored-weights",
         about="stored",
@@ -81,9 +126,7 @@ RULES: tuple[Rule, ...] = (
     ),
     warning(
         id="muon-by-tensor-parallel-blocks",
-        when=lambda c: (
-            _muon(c, *MUONS) and c.run.parallel.tensor > 1 and c.opt("muon_tp_mode", "blockwise") == "blockwise"
-        ),
+        when=lambda c: _muon(c, *MUONS) and c.run.parallel.tensor > 1 and _mode(c) == "blockwise",
         found="muon_tp_mode=blockwise with {c.run.parallel.tensor} tensor-parallel ranks",
         expected="a mode that orthogonalizes whole matrices: each rank's block by itself gives updates that depend on the number of ranks",
         cure="optimizer.muon_tp_mode=duplicated, or distributed",

@@ -154,7 +154,7 @@ RULES: tuple[Rule, ...] = (
         id="module-rule-of-another-model",
         when=lambda c: not _beyond_the_model(c),
         found=lambda c: "; ".join(foreign(c.policy, c.run.shape)),
-        expected="rules on linears that the model has: these match only linears of a hybrid, and change nothing here",
+        expected="rules on linears that the model has: these match only Mamba layers, latent experts or multi-token prediction, which it lacks, and change nothing",
         cure="drop them, or a recipe for this kind of model",
         source="mpbridge/planning/memory/names.py any_gpt",
     ),

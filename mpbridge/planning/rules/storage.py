@@ -8,7 +8,7 @@ from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, warning
-from mpbridge.precision.globs import dead_patterns
+from mpbridge.precision.globs import ADAPTERS, dead_patterns, is_adapter
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
 
 
@@ -35,11 +35,14 @@ def _gathers_wide(case: Case) -> bool:
 def _dead_names(case: Case) -> str | None:
     from mpbridge.planning.memory.layers import model_names
 
-    asked = {"keep_fp32": case.policy.keep_fp32, "frozen": case.policy.frozen}
+    wide = tuple(glob for glob in case.policy.keep_fp32 if glob not in ADAPTERS)
+    asked = {"keep_fp32": wide, "frozen": case.policy.frozen}
     names = model_names(case.run) if any(asked.values()) else ()
-    dead = {field: dead_patterns(globs, names) for field, globs in asked.items()}
+    base = [name for name in names if not is_adapter(name)]
+    dead = {field: dead_patterns(globs, base if field == "frozen" else names) for field, globs in asked.items()}
+    but = " (adapters always train)" if len(base) < len(names) and dead["frozen"] else ""
     found = (f"{field} {', '.join(map(repr, globs))} match no parameter" for field, globs in dead.items() if globs)
-    return ", ".join(found) or None
+    return ", ".join(found) + but or None
 
 
 def _misplaced(case: Case) -> str:

@@ -7,12 +7,14 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpbridge.common.facts import MUONS
 from mpbridge.common.probe import installed
 from mpbridge.common.versions import Window, at_least, release
 
 FOLDER = Path(__file__).with_name("schema")
 """One file per version: <version>.json, written by scripts/generate/make_schema.py."""
 
+SINCE_020 = Window(package="megatron_core", since="0.20")
 BEFORE_017 = Window(package="megatron_core", until="0.17")
 SINCE_017 = Window(package="megatron_core", since="0.17")
 BEFORE_018 = Window(package="megatron_core", until="0.18")
@@ -63,6 +65,16 @@ def missing(version: str | None) -> tuple[str, ...]:
     """The packages that that version needs to be imported at all and that are not installed."""
     wanted = [package for window, package in _IMPORTED if version is not None and window.holds(version)]
     return tuple(package for package in wanted if importlib.util.find_spec(package) is None)
+
+
+def emerging(name: str, version: str | None) -> str:
+    """The optimizer `name` of megatron-core needs Emerging-Optimizers, in words, and how that is installed."""
+    what = _OLD if BEFORE_018.holds(version) else "'emerging-optimizers>=0.2' (Python 3.12 or later)"
+    torchs = "; torch's Muon needs nothing: engine=fsdp2 with fp32_params_bf16_compute" if name in MUONS else ""
+    return f"optimizer.optimizer={name}: megatron-core's needs Emerging-Optimizers: pip install {what}{torchs}"
+
+
+_OLD = "triton absl-py 'git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0' (not on the package index; its folder on PYTHONPATH will do)"
 
 
 @functools.cache

@@ -11,17 +11,27 @@ from typing import Any
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import text_of
 from mpbridge.settings.huggingface.folder import CONFIG, PREFIX, read_json_file
-from mpbridge.settings.huggingface.vocabulary import ENDS, TokenizerKind, Vocabulary, is_ranks, trained, vocabulary
 
 BYTE = "byte"
 """The built-in tokenizer."""
-LIBRARY: Mapping[TokenizerKind, str] = {
-    "json": "tokenizers",
-    "parts": "transformers",
-    "sentencepiece": "sentencepiece",
-    "tiktoken": "tiktoken",
-}
-"""The package that encodes with such a tokenizer."""
+FILE = "tokenizer.json"
+LIBRARY = "tokenizers"
+"""The package that encodes."""
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+"""Usual end-of-text tokens of the common families, used if none is stated; ambiguous if a vocabulary has two of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The tokens of one file."""
+
+    size: int
+    """The largest id plus one."""
+    tokens: Mapping[str, int]
+    special: frozenset[int]
+    """Ids that no text is encoded to."""
+    padding: str
+    """The padding token that the file names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +40,8 @@ class TokenizerFiles:
 
     name: str
     """As given."""
-    kind: TokenizerKind
     file: Path
-    """Its main file."""
+    """Its tokenizer.json."""
     size: int
     """Number of tokens: the largest id plus one."""
     end: int | None
@@ -71,20 +80,22 @@ def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:
     end: the end-of-text token or its id, instead of the files' own. Raises BadValue with the cure.
     """
     path = _located(name)
-    kind, file = _main_file(path, name)
-    words = vocabulary(kind, file)
-    size, tokens = words.size, words.tokens
+    file = path / FILE if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        raise BadValue(
+            f"data.tokenizer={name!r}: {path} is or contains no {FILE}; the library transformers makes one of any other form: "
+            "transformers.AutoTokenizer.from_pretrained('FOLDER').save_pretrained('NEW')"
+        )
+    words = vocabulary(file)
     number: int | None
     if end is not None:
-        number, who = _given(name, tokens, size, end), "data.end_of_text"
+        number, who = _given(name, words, end), "data.end_of_text"
     else:
-        number, who = _end(file, kind, tokens, size)
-    # tiktoken's ranks do not include special tokens: the end-of-text token may come after the last rank
-    size = max(size, (number or 0) + 1)
-    token = next((text for text, place in tokens.items() if place == number), "")
-    pad, pad_by = _pad(file, kind, words, end=number)
+        number, who = _end(file, words)
+    token = next((text for text, place in words.tokens.items() if place == number), "")
+    pad, pad_by = _pad(file, words, end=number)
     return TokenizerFiles(
-        name=name, kind=kind, file=file, size=size, end=number, ends_by=who, end_token=token, pad=pad, pad_by=pad_by
+        name=name, file=file, size=words.size, end=number, ends_by=who, end_token=token, pad=pad, pad_by=pad_by
     )
 
 
@@ -101,7 +112,7 @@ def _located(name: str) -> Path:
             f"If the hub is reachable: mpbridge data inspect --tokenizer {name} (downloads it once; needs the extra hf). Otherwise give a local folder"
         )
     raise BadValue(
-        f"data.tokenizer={name!r}: expected 'byte', a folder with tokenizer.json, a tokenizer file, a repository's id, or package.module:function"
+        f"data.tokenizer={name!r}: expected 'byte', a tokenizer.json or a folder with one, a repository's id, or package.module:function"
     )
 
 
@@ -131,38 +142,22 @@ def cached(name: str) -> Path | None:
     return place if place.is_dir() else None
 
 
-def _main_file(path: Path, name: str) -> tuple[TokenizerKind, Path]:
-    if path.is_file():
-        if path.name == "vocab.json":
-            return "parts", path
-        if path.name.endswith(".json"):
-            return "json", path
-        return ("tiktoken", path) if is_ranks(path) else ("sentencepiece", path)
-    for file, kind in (("tokenizer.json", "json"), ("tokenizer.model", ""), ("vocab.json", "parts")):
-        found = path / file
-        if found.is_file():
-            return (kind or ("tiktoken" if is_ranks(found) else "sentencepiece")), found  # type: ignore[return-value]
-    ranks = sorted(path.glob("*.tiktoken"))
-    if ranks:
-        return "tiktoken", ranks[0]
-    raise BadValue(
-        f"data.tokenizer={name!r}: {path} contains none of tokenizer.json, tokenizer.model, *.tiktoken, vocab.json with merges.txt"
-    )
-
-
-def _given(name: str, tokens: Mapping[str, int], size: int, given: str | int) -> int:
-    number = tokens.get(given) if isinstance(given, str) else given
-    if number is None or not 0 <= number < size:
-        raise BadValue(f"data.end_of_text={given!r}: the tokenizer {name!r} has no such token (it has {size:,} tokens)")
+def _given(name: str, words: Vocabulary, given: str | int) -> int:
+    number = words.tokens.get(given) if isinstance(given, str) else given
+    if number is None or not 0 <= number < words.size:
+        raise BadValue(
+            f"data.end_of_text={given!r}: the tokenizer {name!r} has no such token (it has {words.size:,} tokens)"
+        )
     return number
 
 
-def _end(file: Path, kind: TokenizerKind, tokens: Mapping[str, int], size: int) -> tuple[int | None, str]:
+def _end(file: Path, words: Vocabulary) -> tuple[int | None, str]:
     """(the id of the end-of-text token, where it is stated), or None and why: it is not stated, or two statements differ."""
-    said = [(who, tokens[text]) for who, text in _said(file, kind) if text in tokens]
+    tokens = words.tokens
+    said = [(who, tokens[text]) for who, text in _spelled(file, "eos_token") if text in tokens]
     if len({number for _, number in said}) > 1:
         return None, " and ".join(f"{who} says {number}" for who, number in said)
-    numbers = _eos_numbers(file.parent, size if kind != "tiktoken" else 2 * size)
+    numbers = _eos_numbers(file.parent, words.size)
     if said:
         who, number = said[0]
         if numbers and number not in numbers:
@@ -171,41 +166,28 @@ def _end(file: Path, kind: TokenizerKind, tokens: Mapping[str, int], size: int) 
     if numbers:
         listed = f"eos_token_id of {CONFIG}"
         return (numbers[0], listed) if len(numbers) == 1 else (None, f"{listed} lists {', '.join(map(str, numbers))}")
-    if kind == "tiktoken":
-        return size - 1, "its file names no such token, so its id is the one after the last rank"
     usual = [text for text in ENDS if text in tokens]
     if len(usual) == 1:
         return tokens[usual[0]], "by its name only, since the files do not state it (data.end_of_text sets another)"
     return None, f"{' and '.join(map(repr, usual))} are both possible" if usual else ""
 
 
-def _pad(file: Path, kind: TokenizerKind, words: Vocabulary, *, end: int | None) -> tuple[int | None, str]:
+def _pad(file: Path, words: Vocabulary, *, end: int | None) -> tuple[int | None, str]:
     """(the id of the padding token, where it is stated), or None and why: the first statement decides, and a text token or the end-of-text token cannot be padding."""
     named = [(who, words.tokens[text]) for who, text in _spelled(file, "pad_token") if text in words.tokens]
     if words.padding in words.tokens:
-        inside = "pad_piece of the model" if kind == "sentencepiece" else f"padding of {file.name}"
-        named.append((inside, words.tokens[words.padding]))
+        named.append((f"padding of {file.name}", words.tokens[words.padding]))
     number = _optional(file.parent / CONFIG).get("pad_token_id")
-    if type(number) is int and words.special is not None:  # (a number alone may be any token's)
+    if type(number) is int:
         named.append((f"pad_token_id of {CONFIG}", number))
     if not named:
         return None, ""
     who, number = named[0]
     if number == end:
         return None, f"{who} says {number}, which ends a text"
-    if words.special is not None and number not in words.special:
+    if number not in words.special:
         return None, f"{who} says {number}, which is not a special token"
     return number, who
-
-
-def _said(file: Path, kind: TokenizerKind) -> Iterator[tuple[str, str]]:
-    """(where, eos_token) from SentencePiece's own model, else from tokenizer_config.json and special_tokens_map.json."""
-    found = False
-    for who, text in _spelled(file, "eos_token"):
-        found = True
-        yield who, text
-    if kind == "sentencepiece" and not found:
-        yield "eos_piece of the model", trained(file, 47, "</s>")
 
 
 def _spelled(file: Path, field: str) -> Iterator[tuple[str, str]]:
@@ -228,3 +210,38 @@ def _eos_numbers(folder: Path, size: int) -> list[int]:
 def _optional(file: Path) -> Mapping[str, Any]:
     data = read_json_file(file) if file.is_file() else {}
     return data if isinstance(data, dict) else {}
+
+
+def vocabulary(file: Path) -> Vocabulary:
+    """The tokens of a tokenizer.json. Raises BadValue."""
+    data = read_json_file(file, kind="vocabulary")
+    model = data.get("model") if isinstance(data, dict) else None
+    listed = model.get("vocab") if isinstance(model, dict) else None
+    tokens: dict[Any, Any]
+    if isinstance(listed, list):  # Unigram: [piece, score]
+        tokens = {
+            entry[0]: number
+            for number, entry in enumerate(listed)
+            if isinstance(entry, list) and entry and isinstance(entry[0], str)
+        }
+    elif isinstance(listed, dict):
+        tokens = dict(listed)
+    else:
+        raise BadValue(f"{file}: expected a tokenizer of the library tokenizers, with model.vocab")
+    added = [entry for entry in _listed(data.get("added_tokens")) if isinstance(entry.get("content"), str)]
+    tokens |= {entry["content"]: entry.get("id") for entry in added}
+    special = {entry["id"] for entry in added if entry.get("special") is True and type(entry.get("id")) is int}
+    filled = data.get("padding")
+    padding = filled.get("pad_token") if isinstance(filled, dict) else None
+    if not tokens or any(type(number) is not int or not 0 <= number < 1 << 31 for number in tokens.values()):
+        raise BadValue(f"{file}: expected tokens with numbers from 0")
+    return Vocabulary(
+        size=max(tokens.values()) + 1,
+        tokens=tokens,
+        special=frozenset(special),
+        padding=padding if isinstance(padding, str) else "",
+    )
+
+
+def _listed(value: Any) -> list[Mapping[str, Any]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []

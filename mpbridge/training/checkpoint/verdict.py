@@ -63,7 +63,7 @@ class Fingerprint:
     shape: Mapping[str, Any]
     versions: Mapping[str, Any]
     optimizer_section: Mapping[str, Any]
-    """The optimizer section's settings for states, to resolve another recipe as this run would have."""
+    """The optimizer section's settings for states, to resolve another recipe as this run would have, and those that its optimizer alone reads."""
     random: bool
     """Whether dropout is on or rounding is stochastic, so that the random states matter for resuming."""
     function: Mapping[str, Any] = field(default_factory=dict)
@@ -181,7 +181,7 @@ def fingerprint(
         parallel=dataclasses.asdict(facts.parallel),
         shape=plain(dataclasses.asdict(facts.shape)),
         versions=dataclasses.asdict(facts.versions),
-        optimizer_section=section,
+        optimizer_section=section | plain(facts.optimizer.own),
         random=dropout or _stochastic(settled),
         function={name: _plain_or_text(facts.model[name]) for name in _FUNCTION if name in facts.model},
         stored=dict(stored or {}),
@@ -281,6 +281,13 @@ def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         if name in wanted.function:
             gets = wanted.function[name]
             notes.append(f"the same weights in another model: {name} {saved.function[name]} -> {gets}")
+    if saved.optimizer == wanted.optimizer:
+        had, gets = (one.optimizer_section for one in (saved, wanted))
+        notes += [
+            f"other updates: {name} {had[name]} -> {gets.get(name)}"
+            for name in _changed(had, gets)
+            if name not in _OPTIMIZER_FIELDS
+        ]
     before, now = (one.shape.get("seq_length") for one in (saved, wanted))
     return notes + ([f"sequence length {before} -> {now}"] if before != now else [])
 

@@ -182,7 +182,6 @@ def _prepared(
         tokenizer_name=str(data.get("tokenizer") or "byte"),
         end=data.get("end_of_text"),
         keys=keys,
-        workers=data.get("workers"),
         told=told,
     )
     return done.prefixes, (done,)

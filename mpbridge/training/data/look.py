@@ -13,8 +13,8 @@ from mpbridge.common.errors import BadValue, DataError, MpbridgeError
 from mpbridge.settings.corpus import SPLITS, entries_of, split_shares
 from mpbridge.settings.huggingface.tokenizers import BYTE, LIBRARY, is_factory, tokenizer_files
 from mpbridge.training.data.pairs import pair_index
-from mpbridge.training.data.records import Skip, records, units
-from mpbridge.training.data.sources import DATA_SET, EXTRA, NO_DATASETS, NO_PYARROW, READ, TABLES, Sources, located
+from mpbridge.training.data.records import Skip, records
+from mpbridge.training.data.sources import EXTRA, JSON_LINES, READ, Sources, located
 
 MOST_RECORDS, MOST_BYTES = 10_000, 1 << 24
 """Maximum records and bytes searched for a usable text; a corpus without one among them is still packed, and judged as a whole."""
@@ -33,9 +33,8 @@ def tokenizer_faults(data: Mapping[str, Any], rows: int) -> tuple[list[str], lis
     wrong = [too_small(rows, files.size)] if rows < files.size else []
     if files.end is None:
         wrong.append(files.without_end())
-    package = LIBRARY[files.kind]
-    lacking = find_spec(package) is None
-    return wrong, [f"data.tokenizer={name!r} needs the package {package}: {EXTRA}"] if lacking else []
+    lacking = find_spec(LIBRARY) is None
+    return wrong, [f"data.tokenizer={name!r} needs the package {LIBRARY}: {EXTRA}"] if lacking else []
 
 
 def too_small(rows: int, size: int) -> str:
@@ -60,12 +59,9 @@ def corpus_faults(data: Mapping[str, Any], *, evaluates: bool) -> list[str]:
 
 
 def _faults_of(entries: Sequence[str], data: Mapping[str, Any], parts: Sequence[str]) -> list[str]:
-    local = [entry for entry in entries if not entry.startswith(DATA_SET)]
-    if len(local) < len(entries) and find_spec("datasets") is None:
-        return [NO_DATASETS]
-    if local == ["stdlib"] or (not local and entries):
+    if list(entries) == ["stdlib"]:
         return []
-    sources, faults = located(local)
+    sources, faults = located(entries)
     if faults:
         return faults
     try:
@@ -98,8 +94,6 @@ def _texts(files: Sequence[Path], data: Mapping[str, Any]) -> list[str]:
     closed = [path for path in files if not os.access(path, os.R_OK)]
     if closed:
         return [f"{closed[0]} cannot be read: no permission"]
-    if any(path.suffix in TABLES for path in files) and find_spec("pyarrow") is None:
-        return [NO_PYARROW]
     skipped = _first_text(files, [data["json_key"] or "text"])
     return [] if skipped is None else [no_text(skipped, [data["json_key"] or "text"])]
 
@@ -107,18 +101,13 @@ def _texts(files: Sequence[Path], data: Mapping[str, Any]) -> list[str]:
 def _first_text(files: Sequence[Path], keys: Sequence[str]) -> Counter[str] | None:
     """None if a usable text was found or enough was searched; otherwise why there is none."""
     skipped: Counter[str] = Counter()
-    seen = 0
     for path in files:
-        if path.stat().st_size > MOST_BYTES and path.suffix not in READ[-5:]:
+        if path.stat().st_size > MOST_BYTES and path.suffix not in JSON_LINES:
             return None  # a text of that length
-        for unit in units([path]):
-            for found in records(unit, keys):
-                if not isinstance(found, Skip):
-                    return None
-                skipped[found.reason] += 1
-            seen += unit.size
-            if seen > MOST_BYTES or skipped.total() > MOST_RECORDS:
+        for found in records(path, keys):
+            if not isinstance(found, Skip) or found.read > MOST_BYTES or skipped.total() > MOST_RECORDS:
                 return None
+            skipped[found.reason] += 1
     return skipped
 
 

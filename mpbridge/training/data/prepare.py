@@ -1,7 +1,4 @@
-"""Converts files to .bin/.idx once: cached under a key of the content, finished atomically, with as many workers as are worthwhile.
-
-A long preparation is divided into shares, each finished separately: after an interruption it continues with the remaining ones.
-"""
+"""Packs files into .bin/.idx once: cached under a key of the content, finished atomically, in one process."""
 
 from __future__ import annotations
 
@@ -11,32 +8,29 @@ import json
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpbridge.common.chatter import without_chatter
+import numpy as np
+
 from mpbridge.common.errors import DataError
 from mpbridge.common.files import ProgressCallback, folder_for, text_of
-from mpbridge.common.locks import lock
 from mpbridge.settings.huggingface.tokenizers import BYTE
-from mpbridge.training.data.encode import RecordCounts, encode, merge
 from mpbridge.training.data.look import no_text
-from mpbridge.training.data.records import RecordRange, units
-from mpbridge.training.data.sources import JSON_LINES, TABLES
+from mpbridge.training.data.records import Skip, records
+from mpbridge.training.data.sources import JSON_LINES
 from mpbridge.training.data.tokenizer import identity, tokenizer
 
 FORMAT = "2"
 """Part of every key: increase it when the same files would be written differently."""
 PIECE = 32 << 10
-"""Approximate characters in a sequence; see `encode.pieces` and `encode.cut`."""
-ONE_WORKER = 64 << 20
-"""Bytes of input up to which starting processes (which import torch) costs more than it saves; also the size of a share."""
+"""Approximate characters in a sequence; see `pieces` and `cut`."""
+LONGEST = 64 << 20
+"""Maximum characters of a document that is tokenized whole: its tokens, and a library's data about each, are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,22 +70,24 @@ def prepare(
     tokenizer_name: str = "byte",
     end: str | int | None = None,
     keys: Sequence[str] = ("text",),
-    workers: int | None = None,
     told: ProgressCallback = lambda done, total: None,
 ) -> Prepared:
     """The pairs for `files`, from the cache if the same content was prepared before.
 
-    end: as for `tokenizer`. workers: processes; None: one for little input, else one per core up to 8. The output does not depend on it.
-    Raises DataError when a file cannot be read, a worker fails, or no record is usable; leaves no half-written pair behind, only finished shares.
+    end: as for `tokenizer`. Raises DataError when a file cannot be read, the tokenizer fails, or no record is usable; leaves nothing half-written behind.
     """
     tok = tokenizer(tokenizer_name, end)
     home = cache / _key(files, tok, keys)
     if (home / "prepared.json").is_file():
         return _read(home, cached=True)
-    with suppress(_Finished), _finished_or_nothing(home) as folder:
-        work = _Work(name=tokenizer_name, end=end, keys=tuple(keys))
-        tally = _encode_all(files, tok, work, folder, home, workers, told)
-        (folder / "prepared.json").write_text(json.dumps(tally.as_data() | {"keys": list(keys)}, indent=2) + "\n")
+    with _finished_or_nothing(home) as folder:
+        try:
+            facts = _encode(files, tok, keys, folder, told, whole=tokenizer_name != BYTE)
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"packing failed: {type(error).__name__}: {error}") from error
+        (folder / "prepared.json").write_text(json.dumps(facts, indent=2) + "\n")
     return _read(home, cached=False)
 
 
@@ -116,7 +112,7 @@ def _key(files: Sequence[Path], tok: Any, keys: Sequence[str]) -> str:
                 content = hashlib.file_digest(file, "sha256").digest()
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
-        kind = b"lines" if path.suffix in JSON_LINES else path.suffix.encode() if path.suffix in TABLES else b"text"
+        kind = b"lines" if path.suffix in JSON_LINES else b"text"
         digest.update(content + kind)
     return digest.hexdigest()[:24]
 
@@ -154,130 +150,86 @@ def _finished_or_nothing(home: Path) -> Iterator[Path]:
                 raise
 
 
-class _Finished(Exception):
-    """Another process has prepared the same content in the meantime."""
+def _encode(
+    files: Sequence[Path], tok: Any, keys: Sequence[str], folder: Path, told: ProgressCallback, *, whole: bool
+) -> dict[str, Any]:
+    """Writes `folder`/<key>.bin and .idx for every key, empty ones too; returns what prepared.json says.
 
+    whole: a document is tokenized in one go, as required by all tokenizers but bytes; one above `LONGEST` is a DataError.
+    """
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """The instructions for each worker besides its share."""
-
-    name: str
-    end: str | int | None
-    keys: tuple[str, ...]
-    piece: int = PIECE
-
-    @property
-    def whole(self) -> bool:
-        """Whether the tokens may depend on where a text is cut."""
-        return self.name != BYTE
-
-
-def _encode_all(
-    files: Sequence[Path], tok: Any, work: _Work, folder: Path, home: Path, workers: int | None, told: ProgressCallback
-) -> RecordCounts:
-    todo = units(files)
-    size = sum(unit.size for unit in todo)
+    total, done = sum(path.stat().st_size for path in files), 0
     # a small corpus is cut finer, so that a split of one percent is not empty
-    work = replace(work, piece=min(PIECE, max(1024, size // 200)))
-    if workers is None:
-        workers = 1 if size <= ONE_WORKER else min(8, os.cpu_count() or 1)
-    # a long preparation is always divided the same way, so that any process can continue it
-    most = ONE_WORKER if size > ONE_WORKER else max(1, size // max(1, 4 * workers))
-    shares = list(_shares(todo, most))
-    if len(shares) == 1 or (workers <= 1 and size <= ONE_WORKER):
-        try:
-            tally = encode(todo, tok, work.keys, folder, work.piece, whole=work.whole)
-        except Exception as error:
-            raise _failed("preprocessing failed", error) from error
-        told(size, size)
-        return tally
-    parts = home.with_name(f".{home.name}.shares-{most}")
-    with lock(parts / ".lock", wait=True):
-        if (home / "prepared.json").is_file():
-            raise _Finished  # by the process that was waited for
-        try:
-            tally = _encode_shares(shares, work, parts, workers, told)
-        except BaseException:
-            if not any(_done(parts / _share_name(number)) for number in range(len(shares))):
-                shutil.rmtree(parts, ignore_errors=True)
-            raise
-        merge([parts / _share_name(number) for number in range(len(shares))], tok, work.keys, folder)
-    shutil.rmtree(parts, ignore_errors=True)
-    return tally
-
-
-def _encode_shares(
-    shares: Sequence[Sequence[RecordRange]], work: _Work, parts: Path, workers: int, told: ProgressCallback
-) -> RecordCounts:
-    """Every share in its own folder under `parts`; shares finished by an earlier attempt are reused."""
-    sizes = [sum(unit.size for unit in share) for share in shares]
-    done = [_done(parts / _share_name(number)) for number in range(len(shares))]
-    ready = sum(size for size, tally in zip(sizes, done, strict=True) if tally is not None)
-    told(ready, sum(sizes))
-    left = [number for number, tally in enumerate(done) if tally is None]
-    # spawn: a fork would inherit torch's threads and the process group's sockets
-    processes = max(1, min(workers, len(left) or 1))
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=without_chatter) as pool:
-        jobs = {pool.submit(_work, shares[number], work, parts / _share_name(number)): number for number in left}
-        try:
-            for job in as_completed(jobs):
-                done[jobs[job]] = job.result()
-                ready += sizes[jobs[job]]
-                told(ready, sum(sizes))
-        except BrokenProcessPool as error:
-            raise DataError("a preprocessing worker died (killed, or out of memory); try fewer workers") from error
-        except BaseException as error:
-            pool.shutdown(cancel_futures=True)
-            if isinstance(error, Exception):
-                raise _failed("a preprocessing worker failed", error) from error
-            raise
-    total = RecordCounts()
-    for tally in done:
-        assert tally is not None
-        total += tally
-    return total
-
-
-def _failed(what: str, error: Exception) -> DataError:
-    return error if isinstance(error, DataError) else DataError(f"{what}: {type(error).__name__}: {error}")
-
-
-def _shares(work: Sequence[RecordRange], most: int) -> Iterator[list[RecordRange]]:
-    """`work` in contiguous parts of about `most` bytes; at least one."""
-    share: list[RecordRange] = []
-    size = 0
-    for unit in work:
-        share.append(unit)
-        size += unit.size
-        if size >= most:
-            yield share
-            share, size = [], 0
-    if share or not work:
-        yield share
-
-
-def _share_name(number: int) -> str:
-    return f"share{number:06}"
-
-
-def _done(share: Path) -> RecordCounts | None:
-    """The tally of a share that was finished before."""
+    piece = min(PIECE, max(1024, total // 200))
+    dtype = DType.optimal_dtype(tok.vocab_size)  # uint16 up to 65,536 tokens, else int32
+    writers = {key: IndexedDatasetBuilder(str(folder / f"{key}.bin"), dtype=dtype) for key in keys}
+    documents, tokens, skipped = 0, 0, Counter[str]()
     try:
-        return RecordCounts.of(json.loads(text_of(share / "done.json")))
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _work(share: Sequence[RecordRange], work: _Work, target: Path) -> RecordCounts:
-    """Encodes one worker's share, which gets its final name once it is finished."""
-    folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    folder.mkdir()
-    try:
-        tally = encode(share, tokenizer(work.name, work.end), work.keys, folder, work.piece, whole=work.whole)
-        (folder / "done.json").write_text(json.dumps(tally.as_data()))
-        shutil.rmtree(target, ignore_errors=True)
-        folder.rename(target)
+        line_end = tok.tokenize("\n")[-1:] if whole else None
+        for path in files:
+            for found in records(path, keys):
+                told(done + found.read, total)
+                if isinstance(found, Skip):
+                    skipped[found.reason] += 1
+                    continue
+                if whole and len(found.text) > LONGEST:
+                    raise DataError(
+                        f"{path}: a document of {len(found.text):,} characters; a tokenizer reads a document whole, and {LONGEST:,} is the maximum: "
+                        "divide it (split -C 32M --additional-suffix=.txt FILE part-), or convert it to JSON lines"
+                    )
+                parts = _tokens(found.text, tok, piece, line_end)
+                if found.text and not any(len(part) for part in parts):
+                    skipped["no token for any of it"] += 1
+                    continue
+                parts = parts or [[]]
+                parts[-1] = [*parts[-1], tok.eod]
+                documents += 1
+                tokens += sum(map(len, parts))
+                writers[found.key].add_document(
+                    np.concatenate([np.asarray(part, dtype=dtype) for part in parts]), list(map(len, parts))
+                )
+            done += path.stat().st_size
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return tally
+        for key, writer in writers.items():
+            writer.finalize(str(folder / f"{key}.idx"))
+    told(total, total)
+    return {"documents": documents, "tokens": tokens, "skipped": dict(skipped), "keys": list(keys)}
+
+
+def pieces(text: str, size: int) -> Iterator[str]:
+    """`text` in pieces of about `size` characters, cut after line ends if there are any.
+
+    GPTDataset splits into train and validation by whole sequences: one long file must not be a single one.
+    """
+    start = 0
+    while start < len(text):
+        end = start + size
+        if end < len(text):
+            end = text.rfind("\n", start + size // 2, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def cut(tokens: Sequence[int], most: int, line_end: Sequence[int]) -> Iterator[Sequence[int]]:
+    """`tokens` in parts of at most `most`, cut after a token of `line_end` if the second half of a part has one.
+
+    A text is tokenized whole and its tokens are cut: SentencePiece's dummy prefix, or a whitespace rule, would produce other tokens where the text is cut.
+    """
+    start = 0
+    while start < len(tokens):
+        end = start + most
+        if end < len(tokens):
+            ends = (place for place in range(end, start + most // 2, -1) if tokens[place - 1] in line_end)
+            end = next(ends, end)
+        yield tokens[start:end]
+        start = end
+
+
+def _tokens(text: str, tok: Any, piece: int, line_end: Sequence[int] | None) -> list[Sequence[int]]:
+    """The tokens of a document, in sequences of about `piece` characters. line_end: None for bytes, which are the same wherever the text is cut."""
+    if line_end is None:
+        return [tok.tokenize(part) for part in pieces(text, piece)]
+    found = tok.tokenize(text)
+    most = max(1, -(-len(found) * piece // len(text)))
+    return list(cut(found, most, line_end))

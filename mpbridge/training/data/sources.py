@@ -1,4 +1,4 @@
-"""Which files a corpus consists of: the built-in one, the user's text, JSON lines and tables, a data set by its id, or finished .bin/.idx pairs."""
+"""Which files a corpus consists of: the built-in one, the user's text and JSON lines, or finished .bin/.idx pairs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ from mpbridge.common.shipped import install
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TEXT = (".txt", ".md", ".rst", ".py")
-TABLES = (".parquet", ".arrow")
-READ = (*TEXT, *JSON_LINES, *TABLES)
-DATA_SET = "hf:"
-"""Prefix of a data set's id: hf:owner/name, hf:owner/name:configuration or hf:owner/name:configuration:split."""
+READ = (*TEXT, *JSON_LINES)
 EXTRA = install("hf")
-NO_DATASETS = f"a data set by its id needs the package datasets: {EXTRA}"
-NO_PYARROW = f"Parquet and Arrow files need the package pyarrow, which is installed with datasets: {EXTRA}"
 _NOT_PROSE = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "__pycache__"})
 """Parts of the standard library that are test data, generated tables or tools; some distributions omit them."""
 
@@ -60,7 +55,7 @@ def stdlib_files() -> tuple[Path, ...]:
 def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Sources:
     """The files or prefixes that `corpus` refers to.
 
-    'stdlib'; text, JSON lines, Parquet and Arrow files; folders of them; globs; data sets ('hf:owner/name'); prefixes of .bin/.idx pairs.
+    'stdlib'; text and JSON lines; folders and globs of them; prefixes of .bin/.idx pairs.
     Raises DataError that names every other entry.
     """
     sources, faults = located(corpus)
@@ -95,6 +90,10 @@ def located(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -
 def _files(item: str) -> list[Path]:
     """The files of one entry. Raises DataError."""
     path = Path(item).expanduser()
+    if path.suffix in (".parquet", ".arrow") or item.startswith("hf:"):
+        raise DataError(
+            f"{item}: tables and data sets are not read; make JSON lines of it once: datasets.load_dataset(...).to_json('text.jsonl')"
+        )
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -102,36 +101,11 @@ def _files(item: str) -> list[Path]:
         if not inside:
             raise DataError(f"{item}: a folder without {', '.join(READ)} files")
         return inside
-    if item.startswith(DATA_SET):
-        return data_set(item)
     found = sorted(Path(name) for name in glob.glob(str(path), recursive=True)) if glob.has_magic(item) else []
     files = [child for child in found if child.is_file()]
     if not files:
-        raise DataError(f"{item}: no such file, folder, glob, data set (hf:owner/name) or .bin/.idx prefix")
+        raise DataError(f"{item}: no such file, folder, glob or .bin/.idx prefix")
     return files
-
-
-def data_set(item: str) -> list[Path]:
-    """The Arrow files of a data set in the cache of the library datasets, which downloads it if possible. Raises DataError."""
-    name, _, rest = item.removeprefix(DATA_SET).partition(":")
-    configuration, _, split = rest.partition(":")
-    if "[" in split:
-        # the library ignores the slice: its files have the whole split
-        raise DataError(
-            f"{item}: a slice of a split is not supported; write it to a file: datasets.load_dataset(...).to_parquet('part.parquet')"
-        )
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"{item}: {NO_DATASETS}") from None
-    try:
-        found = datasets.load_dataset(name, configuration or None, split=split or "train")
-    except Exception as error:
-        said = " ".join(str(error).split())
-        raise DataError(
-            f"{item}: this data set is not on this machine and cannot be downloaded ({type(error).__name__}: {said[:300]})"
-        ) from None
-    return [Path(entry["filename"]) for entry in found.cache_files]
 
 
 def _prefix(item: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Tokenizers by name: megatron-core's 'byte', one from a folder or file through the library that wrote it, or a user's function."""
+"""Tokenizers by name: megatron-core's 'byte', a tokenizer.json through the library tokenizers, or a user's function."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mpbridge.common.errors import DataError, MpbridgeError
-from mpbridge.common.files import bytes_of
 from mpbridge.settings.huggingface.tokenizers import (
     BYTE,
+    FILE,
     LIBRARY,
     TokenizerFiles,
     is_factory,
@@ -21,24 +21,14 @@ from mpbridge.training.data.sources import EXTRA
 
 BYTE_VOCABULARY = 259
 """256 bytes, then end of document (256), padding (257) and begin of sequence (258)."""
-FETCHED = [
-    "tokenizer*",
-    "*.tiktoken",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "config.json",
-    "generation_config.json",
-]
+FETCHED = [FILE, "tokenizer_config.json", "special_tokens_map.json", "config.json"]
 """Files of a repository that make up a tokenizer; none of them is code."""
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How text is split before tiktoken's ranks apply, which the file of ranks does not state: the pattern of cl100k_base, and of Llama 3."""
 
 
 class FileTokenizer:
     """A tokenizer from files with the interface of megatron-core's GPTDataset. Special tokens that appear in a text are treated as text."""
 
-    def __init__(self, files: TokenizerFiles, encode: Callable[[str], list[int]], library: str) -> None:
+    def __init__(self, files: TokenizerFiles, encode: Callable[[str], list[int]]) -> None:
         if files.end is None:
             raise DataError(files.without_end())
         self.end_line = files.end_line()
@@ -48,7 +38,7 @@ class FileTokenizer:
             self.pad = files.pad
         with files.file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        self.unique_identifiers = {"library": library, "sha256": digest}
+        self.unique_identifiers = {"library": LIBRARY, "sha256": digest}
 
 
 def tokenizer(name: str = BYTE, end: str | int | None = None, *, code: bool = True) -> Any:
@@ -73,14 +63,13 @@ def tokenizer(name: str = BYTE, end: str | int | None = None, *, code: bool = Tr
         files = tokenizer_files(name, end)
     except MpbridgeError as error:
         raise DataError(str(error)) from None
-    library = LIBRARY[files.kind]
     try:
-        encode = _ENCODERS[files.kind](files)
+        encode = _encoder(files)
     except ImportError:
-        raise DataError(f"data.tokenizer={name!r} needs the package {library}: {EXTRA}") from None
+        raise DataError(f"data.tokenizer={name!r} needs the package {LIBRARY}: {EXTRA}") from None
     except Exception as error:
-        raise DataError(f"data.tokenizer={name!r}: {library} cannot use {files.file}: {error}") from error
-    return FileTokenizer(files, encode, library)
+        raise DataError(f"data.tokenizer={name!r}: {LIBRARY} cannot use {files.file}: {error}") from error
+    return FileTokenizer(files, encode)
 
 
 def _bytes(end: str | int | None) -> Any:
@@ -95,32 +84,11 @@ def _bytes(end: str | int | None) -> Any:
     )
 
 
-def _json(files: TokenizerFiles) -> Callable[[str], list[int]]:
+def _encoder(files: TokenizerFiles) -> Callable[[str], list[int]]:
+    """Encoding by the library: nothing added, truncated or padded, and no special tokens recognised in a text."""
     from tokenizers import Tokenizer
 
-    return _plain(Tokenizer.from_file(str(files.file)))
-
-
-def _parts(files: TokenizerFiles) -> Callable[[str], list[int]]:
-    folder = files.file.parent
-    if not any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json")):
-        # with only these two files, assume GPT-2's form: byte-level, without a leading space
-        from tokenizers import Tokenizer, models, pre_tokenizers
-
-        made = Tokenizer(models.BPE.from_file(str(files.file), str(folder / "merges.txt")))
-        if missing := set(pre_tokenizers.ByteLevel.alphabet()) - made.get_vocab().keys():
-            raise ValueError(
-                f"read as GPT-2's byte-level form, it lacks {len(missing)} of the 256 bytes, and text with them would be lost: put tokenizer_config.json or tokenizer.json next to it"
-            )
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return _plain(made)
-    from transformers import AutoTokenizer
-
-    return _plain(AutoTokenizer.from_pretrained(files.file.parent, trust_remote_code=False).backend_tokenizer)
-
-
-def _plain(made: Any) -> Callable[[str], list[int]]:
-    """Encoding by the library tokenizers: nothing added, truncated or padded, and no special tokens recognised in a text."""
+    made = Tokenizer.from_file(str(files.file))
     made.no_truncation()
     made.no_padding()
     made.encode_special_tokens = True
@@ -130,29 +98,6 @@ def _plain(made: Any) -> Callable[[str], list[int]]:
         return found
 
     return encode
-
-
-def _sentencepiece(files: TokenizerFiles) -> Callable[[str], list[int]]:
-    from sentencepiece import SentencePieceProcessor
-
-    encode: Callable[[str], list[int]] = SentencePieceProcessor(model_file=str(files.file)).encode
-    return encode
-
-
-def _tiktoken(files: TokenizerFiles) -> Callable[[str], list[int]]:
-    import base64
-
-    from tiktoken import Encoding
-
-    lines = (line.split() for line in bytes_of(files.file, kind="vocabulary").splitlines() if line.strip())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    encode: Callable[[str], list[int]] = Encoding(
-        files.file.name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={}
-    ).encode_ordinary
-    return encode
-
-
-_ENCODERS = {"json": _json, "parts": _parts, "sentencepiece": _sentencepiece, "tiktoken": _tiktoken}
 
 
 def fetch(name: str) -> None:

@@ -11,11 +11,12 @@ import torch
 
 from mpbridge.common.formats import E4M3
 from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1
+from mpbridge.numerics.rules import release_of
 from mpbridge.numerics.stored import StoredWeight
 from mpbridge.precision.regions import Quant
 from mpbridge.settings.huggingface.served import ranks
 from mpbridge.settings.huggingface.tensors import Mapped
-from mpbridge.training.serving.cast import Part, Quantize, ServedWeights, values
+from mpbridge.training.serving.cast import Part, Quantize, ServedWeights, TrainedWith, values
 from mpbridge.training.weights.source import apart
 
 F8 = torch.float8_e4m3fn
@@ -172,24 +173,29 @@ ARITHMETIC = (
 compressed-tensors 0.20 (FP8); ModelOpt; compressed-tensors (NVFP4); vLLM's online/lm_head.py; torchao 0.18 FLOOR and EVEN; compressed-tensors."""
 
 _FP32_SCALES = "FP32 scales instead of powers of two"
-_TURNED = {
-    "square_weights": ("blocks of 16 x 16 instead of 16", "1-D blocks of 16 instead of 16 x 16"),
-    "power_of_two": ("powers of two instead of FP32 scales", _FP32_SCALES),
-}
-"""Option of a scaling -> the cause where it was off in training, and on."""
 
 
-def _turned(quant: Quant) -> Iterator[tuple[str, Quant]]:
-    """(cause, the rule with another shape of blocks or another kind of scales)."""
-    for name, words in _TURNED.items():
-        if quant.row.has(name):
-            now = bool(quant.option(name))
-            yield words[now], replace(quant, options=tuple(sorted({**dict(quant.options), name: not now}.items())))
+def _turned(quant: Quant, release: tuple[int, int]) -> Iterator[tuple[str, Quant]]:
+    """(cause, the rule with another shape of blocks or another kind of scales), of those that the release has."""
+    flat, square = quant.row.block(weight=True, square=False), quant.row.block(weight=True)
+    words: dict[str, tuple[str, str]] = {"power_of_two": ("powers of two instead of FP32 scales", _FP32_SCALES)}
+    if flat is not None and square is not None:
+        size = f"{square.across} x {square.along}"
+        words["square_weights"] = (
+            f"blocks of {size} instead of {flat.along}",
+            f"1-D blocks of {flat.along} instead of {size}",
+        )
+    for option in quant.row.options:
+        if option.name in words and release_of(option.since) <= release:
+            now = bool(quant.option(option.name))
+            turned = {**dict(quant.options), option.name: not now}
+            yield words[option.name][now], replace(quant, options=tuple(sorted(turned.items())))
 
 
-def ways(training: Quantize, quant: Quant) -> Iterator[tuple[str, Callable[[torch.Tensor], StoredWeight]]]:
-    """(cause, rule for a weight [rows, columns]) of other quantizers' rules, in the order of likelihood. training: the rule of a Quant."""
-    for words, rule in (("", quant), *_turned(quant)):
+def ways(trained: TrainedWith, quant: Quant) -> Iterator[tuple[str, Callable[[torch.Tensor], StoredWeight]]]:
+    """(cause, rule for a weight [rows, columns]) of other quantizers' rules, in the order of likelihood."""
+    training = trained.stored
+    for words, rule in (("", quant), *_turned(quant, trained.release)):
         if words:
             yield words, partial(training, rule)
         if words and rule.row.has("power_of_two"):
@@ -206,7 +212,6 @@ def ways(training: Quantize, quant: Quant) -> Iterator[tuple[str, Callable[[torc
 def explanations(served: ServedWeights, one: Mapped, sources: list[Source]) -> Iterator[tuple[str, Mapping[str, Part]]]:
     """(cause, the parts that it would give): another source, another rule, and both, in the order of likelihood. sources: training's first."""
     quant = served.rules[one.name]
-    training = served.training.stored
     for number, source in enumerate(sources):
         where = f"cast from {source.words} instead of {sources[0].words}" if number else ""
         if number:
@@ -218,7 +223,7 @@ def explanations(served: ServedWeights, one: Mapped, sources: list[Source]) -> I
                 _both(where, "one scale for the tensor instead of one for each rank"),
                 served.parts(one, source.tensor, split=1),
             )
-        for words, rule in ways(training, quant):
+        for words, rule in ways(served.training, quant):
             yield _both(where, words), served.parts(one, source.tensor, _any(rule))
             if len(one.parts) > 1:
                 apart_too = _each(served, one, source.tensor, _any(rule))

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from mpbridge.training.weights.export import Export
 
 
+_ROUNDED = {8: 0.125, 4: 0.5}
+"""Bits of a stored weight -> more than rounding changes of a tensor's norm: twice the half spacing of E4M3 and E2M1, 2**-4 and 2**-2."""
+
+
 class Merge(ExitStack):
     """Weights with their adapters added: base + alpha / rank x B A. A context manager.
 
@@ -88,13 +92,23 @@ class Merge(ExitStack):
                 raise Refused(f"--adapters merged-after: {error}: merged-before needs none") from None
             quantized = source.float()
         self._trained[one.name] = quantized + change, float(change.double().square().sum())
-        return (quantized if self.how == "merged-after" else self._high(one, source)) + change
+        return (quantized if self.how == "merged-after" else self._high(one, source, quantized)) + change
 
-    def _high(self, one: Mapped, source: torch.Tensor) -> torch.Tensor:
+    def _high(self, one: Mapped, source: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
         if self._like is None or one.name not in self._narrow:
             return source.float()
         parts = [self._like.tensor(name, wide=True) for name, _ in one.parts]
-        return joined(parts, one.layout, self.export.shape).float()
+        high = joined(parts, one.layout, self.export.shape).float()
+        apart, most = (
+            float((high - quantized).norm() / quantized.norm().clamp_min(1e-30)),
+            _ROUNDED[self.served.rules[one.name].bits],
+        )
+        if apart > most:
+            raise BadValue(
+                f"--like hf:{self._like.folder}: not the base of this run: its {one.name} differs from the quantized one that was trained beside by {apart:.2g} of its norm, "
+                f"expected at most {most:g}, which quantization rounds: give the folder that the run began with"
+            )
+        return high
 
     def count(self, one: Mapped, parts: Sequence[torch.Tensor]) -> None:
         """Compares what is written of a parameter with what training computed with."""

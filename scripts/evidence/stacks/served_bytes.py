@@ -295,7 +295,7 @@ def compare(
         second = all(bool((second_of(ours[n], made[n].divides) == made[n].second).all()) for n in given)
     shares = [float(torch.cat([one.flatten() for one in part]).double().mean()) for part in (wrong, scales)]
     cause = "" if all(same(ours[name], made[name]) for name in given) else "not explained"
-    rules: Iterator[Any] = iter(()) if not cause else ways(training.stored, quant)
+    rules: Iterator[Any] = iter(()) if not cause else ways(training, quant)
     for words, rule in rules:
         if all(same(rule(given[name]), made[name]) for name in given):
             cause = words

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from mpbridge import ConfigContainer, recipes
 from mpbridge.cli.main import main
-from mpbridge.interop.stacks.importers import read_file, read_python
+from mpbridge.interop.stacks.exporters import export
+from mpbridge.interop.stacks.importers import read_args, read_file, read_python, read_text
+from mpbridge.interop.stacks.meaning import rows
 from mpbridge.interop.stacks.optimizers import optimizer_named
+from mpbridge.settings.container import Run
 
 MADE = [
     ("Adam", {}), ("AdamW", {}), ("NAdam", {}), ("RAdam", {}), ("Adamax", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}), ("RMSprop", {}),
@@ -78,3 +83,97 @@ def test_import_and_compare_print_the_optimizer(tmp_path: Path, capsys: pytest.C
     assert "bytes per parameter (dense, Adam and Lion)" in printed
     assert "none: Lion" in printed
     assert "They compute differently" in printed
+
+
+EXPORTED: list[tuple[str, str, str, tuple[str, ...], str]] = [
+    # (optimizer section of a run, stack and version, bytes per parameter there, what the pieces say, facts that are impossible there)
+    ("muon", "megatron-lm", "14", ("--optimizer muon", "--muon-momentum 0.95", "--muon-fp32-matmul-prec medium", "--muon-num-ns-steps 5", "--muon-tp-mode "), ""),
+    ("muon", "megatron-bridge", "14", ("optimizer: muon", "muon_scale_mode: spectral", "muon_nesterov: false", "use_distributed_optimizer: false"), ""),
+    ("sgd", "megatron-lm", "14", ("--optimizer sgd", "--sgd-momentum 0.9"), ""),
+    ("sgd", "fsdp2", "12/N", ("torch.optim.SGD(model.parameters(), momentum=0.9)",), ""),
+    ("sgd", "automodel", "12/N", ("_target_: torch.optim.SGD", "momentum: 0.9"), ""),
+    ("sgd", "deepspeed", "6 + 8/N", ('"type": "SGD"', '"momentum": 0.9'), ""),
+    ("sgd", "transformers", "12", ('optim="sgd"', 'optim_args="momentum=0.9"'), ""),
+    *(("muon", stack, size, (), "optimizer")
+      for stack, size in (("fsdp2", "16/N"), ("automodel", "16/N"), ("deepspeed", "6 + 12/N"), ("torchtitan", "16/N"), ("accelerate", "16/N"), ("transformers", "16"))),
+    ("sgd", "lightning", "16/N", (), "optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "stack", "size", "texts", "lost"), EXPORTED)
+def test_a_runs_optimizer_is_written_or_named_as_lost(name: str, stack: str, size: str, texts: tuple[str, ...], lost: str) -> None:  # fmt: skip
+    made = export("bf16_mixed", stack, run=trained_by(name))
+    text = "\n".join(piece.text for piece in made.pieces)
+    assert [word for word in texts if word not in text] == []
+    assert ", ".join(line.fact for line in made.lines if line.fidelity == "impossible") == lost
+    assert made.meaning.bytes_text == size
+    assert not any(line.text.startswith("18 here") for line in made.lines)
+
+
+@pytest.mark.parametrize(("name", "version", "lost"), [("soap", "0.16", True), ("soap", "0.20", False), ("lion", "0.16", True), ("lion", "0.20", False)])  # fmt: skip
+def test_an_optimizer_is_written_for_the_parsers_that_know_it(name: str, version: str, lost: bool) -> None:
+    made = export("bf16_mixed", "megatron-lm", version=version, run=trained_by(name))
+    assert (f"--optimizer {name}" in made.pieces[0].text) is not lost
+    assert [line.fact for line in made.lines if line.fidelity == "impossible"] == ["optimizer"] * lost
+
+
+def test_a_muon_of_torchs_fsdp2_is_exported_without_the_distributed_optimizer_that_megatron_lm_refuses() -> None:
+    run = trained_by("muon", "fp32_params_bf16_compute")
+    assert run.facts.engine == "fsdp2"
+    text = export("fp32_params_bf16_compute", "megatron-lm", version="0.16", run=run).pieces[0].text
+    assert "--optimizer muon" in text
+    assert "--use-distributed-optimizer" not in text
+
+
+def trained_by(name: str, recipe: str = "bf16_mixed", **model: object) -> Run:
+    given = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, **model}
+    return ConfigContainer(
+        mixed_precision={"recipe": recipe}, engine=recipes[recipe].engine or "mcore", model=given, optimizer={"lr": 1e-3, "optimizer": name}, data={"seq_length": 32}
+    ).resolved(1, training=False)  # fmt: skip
+
+
+MAMBA = {"hybrid_override_pattern": "M-M*", "mamba_num_heads": 4, "mamba_head_dim": 32, "mamba_num_groups": 1, "mamba_state_dim": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize(("version", "followed"), [("0.16", False), ("0.20", True)])
+def test_fp4_on_a_hybrid_is_said_to_run_only_where_its_stack_enters_the_context(version: str, followed: bool) -> None:
+    made = export(
+        "bf16_with_nvfp4_mixed",
+        "megatron-lm",
+        version=version,
+        run=trained_by("adam", "bf16_with_nvfp4_mixed", **MAMBA),
+    )
+    assert ("--fp4-format" in made.pieces[0].text) is followed
+    assert (made.fidelity != "impossible") is followed
+    found = read_args("--bf16 --fp4-format e2m1 --is-hybrid-model", version=version)
+    assert (rows(found.meaning)["quantization"] != "none") is followed
+    assert any("never enters the FP4 context" in line for line in found.inert) is not followed
+    alone = export("bf16_with_nvfp4_mixed", "megatron-lm", version=version)
+    assert any("without Mamba layers" in line for line in alone.assumed) is not followed
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "wanted"),
+    [
+        ("--bf16 --optimizer muon --muon-fp32-matmul-prec low", "contradicts", "low: torch knows only medium"),
+        ("--bf16 --optimizer muon --muon-fp32-matmul-prec high", "assumed", "optimizer.muon_fp32_matmul_prec=high here"),
+        ("--bf16 --muon-fp32-matmul-prec high", "inert", "only Muon reads it"),
+        ("--bf16 --optimizer dist_muon", "assumed", "optimizer.optimizer=dist_muon here"),
+        ("--bf16 --optimizer sgd", "assumed", "optimizer.optimizer=sgd here"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_of_megatron_core_is_the_runs_and_no_loss(text: str, kind: str, wanted: str) -> None:
+    flags = read_args(text)
+    name, word = (re.search(rf"--{one} (\S+)", text) for one in ("optimizer", "muon-fp32-matmul-prec"))
+    section = {"optimizer": name and name[1], "muon_fp32_matmul_prec": word and word[1]}
+    settings = {"mixed_precision": "bf16_mixed", "optimizer": {key: value for key, value in section.items() if value}}
+    bridge = read_text(json.dumps(settings), stack="megatron-bridge", name="x.yaml")
+    for found in (flags, bridge):
+        assert any(wanted in line for line in getattr(found, kind)), found
+        assert not found.cannot_express
+
+
+def test_muon_under_mxfp8_is_refused_with_the_bugs_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "--args", "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --optimizer dist_muon"]) == 0
+    assert "muon-under-mxfp8" in (printed := capsys.readouterr().out)
+    assert "#5707" in printed

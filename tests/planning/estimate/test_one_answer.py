@@ -14,9 +14,17 @@ WORLDS = {
     "qwen3_235b_a22b": (256, "h100"), "qwen3_30b_a3b": (64, "h100"), "nemotron_3_nano": (32, "h100"), "nemotron_3_super": (64, "b200"),
 }  # fmt: skip
 """Of the others a small world."""
+KINDS = ("gpt_tiny", "llama3_8b", "llama3_70b", "gpt_oss_120b", "nemotron_3_nano", "deepseek_v3_671b")
+"""One of each kind of model; the rest of the configurations are slow."""
 
 
-@pytest.mark.parametrize("config", sorted(path.stem for path in pathlib.Path("configs").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(name, marks=() if name in KINDS else pytest.mark.slow)
+        for name in sorted(path.stem for path in pathlib.Path("configs").glob("*.yaml"))
+    ],
+)
 def test_check_offers_the_layout_that_layouts_lists_first(config, capsys):
     world, target = WORLDS.get(config, (8, "h100"))
     where = ["--config", config, "--world-size", str(world), "--target", target, "--json"]

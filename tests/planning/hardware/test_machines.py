@@ -136,6 +136,15 @@ def test_refusal_is_one_paragraph_with_the_way_out():
     assert refuse_unless_native(policy("bf16"), machine("cpu"), Versions()).native
 
 
+def test_a_played_machine_that_cannot_run_a_recipe_names_one_that_can():
+    for name, target in (("mxfp8", "b200"), ("nvfp4", "b200")):
+        with (
+            probe.playing(machine("h100"), ASSUMED),
+            pytest.raises(Refused, match=f"--target {target} plays a machine that does"),
+        ):
+            refuse_unless_native(policy(name), machine("h100"), ASSUMED)
+
+
 @pytest.mark.parametrize(
     ("product", "name"),
     [

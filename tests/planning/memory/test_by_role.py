@@ -10,6 +10,7 @@ from mpbridge.common.machines import machine
 from mpbridge.planning.memory.activations import activations
 from mpbridge.planning.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.planning.memory.compare import against_bf16
+from mpbridge.planning.memory.keeps import trained_by
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.limitations import left_out_of_memory
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
@@ -445,6 +446,38 @@ def test_dist_muon_deals_whole_parameters_to_two_ranks(rank, kept):
     held = memory(policy("bf16"), facts(**parts), rank=rank)
     found = {"main": held.roles["main_params"], "first": held.roles["exp_avg"], "second": held.roles["exp_avg_sq"]}
     assert found == kept
+
+
+def test_dist_muon_deals_nothing_where_one_rank_has_a_dense_weight():
+    """megatron-core 0.16.1 optimizer/layer_wise_optimizer.py shard_params returns where the data-parallel group is one rank, whatever replicas experts have."""
+    sizes = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, "num_query_groups": 4, "kv_channels": 16, "vocab_size": 64, "seq_length": 32,
+        "experts": 4, "expert_ffn_hidden_size": 64, "expert_layers": (True,) * 2, "expert_topk": 2,
+    }  # fmt: skip
+    parallel = Parallel(world_size=4, tensor=4, expert=2, expert_tensor=1)
+    assert (parallel.data, parallel.expert_data) == (1, 2)
+    for rank in range(4):
+        runs = (
+            facts(1, parallel=parallel, shape=ModelShape(**sizes), optimizer=OptimizerFacts(name=name))
+            for name in ("dist_muon", "muon")
+        )
+        sharded, whole = (memory(policy("bf16"), run, rank=rank).roles for run in runs)
+        assert sharded["exp_avg"] == whole["exp_avg"] > 0
+
+
+@pytest.mark.parametrize(
+    ("core", "name", "trainer"), [("0.16.1", "muon", "muon"), ("0.20.0", "muon", "adam"), ("0.20.0", "soap", "soap")]
+)
+def test_a_mixers_first_projection_is_adams_where_its_core_keeps_it_from_muon(core, name, trainer):
+    """megatron-core 0.20 ssm/mamba_mixer.py sets use_muon=False on in_proj, which its Muon alone asks for."""
+    assert trained_by(name, "decoder.layers.0.mixer.in_proj.weight", 2, core=core) == trainer
+    assert trained_by(name, "decoder.layers.0.mixer.out_proj.weight", 2, core=core) == name
+
+
+def test_memory_of_a_gpu_says_that_it_was_counted_as_emulated():
+    for realization, said in (("emulated", True), ("native", False)):
+        run = facts(1, realization=realization, machine=machine("b200"))
+        assert any("emulate: true" in words for words in left_out_of_memory(run)) is said
 
 
 def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):

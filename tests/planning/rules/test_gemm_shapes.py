@@ -6,7 +6,7 @@ import pytest
 
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
 from mpbridge.common.machines import machine
-from mpbridge.planning.rules.gemm_shapes import gemms, lint, spans, token_multiple, vocabulary_multiple
+from mpbridge.planning.rules.gemm_shapes import _field, gemms, lint, spans, token_multiple, vocabulary_multiple
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.scalings import SCALINGS
@@ -97,6 +97,12 @@ def test_a_cure_speaks_of_ranks_where_they_split_the_size(change, module, side, 
     )
     assert found.cure.split(": ", 1)[1].startswith(cure)
     assert ("ranks" in found.cure) == ("ranks" in cure)
+
+
+def test_a_mixers_projections_name_their_own_sizes():
+    assert "mamba_state_dim" in _field("mixer.in_proj", "out")
+    assert "mamba_num_heads" in _field("mixer.out_proj", "in")
+    assert _field("mixer.in_proj", "in") == _field("mixer.out_proj", "out") == "model.hidden_size"
 
 
 def test_packed_sequences_with_sequence_parallelism_need_a_multiple_per_rank():

@@ -11,6 +11,7 @@ from mpbridge.common.facts import OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import machine
 from mpbridge.planning.rules.table import broken, require, rules
+from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import Region
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
@@ -246,7 +247,8 @@ TABLE = {
     "fp32-parameters-in-a-reused-buffer": (
         {**MX, "config": {"frozen": ["*"], "lora_dtype": "fp32"}, "shape": LORA}, {**MX, "config": {"frozen": ["*"]}, "shape": LORA},
     ),
-    "adapters-beside-a-trained-base": ({"shape": LORA}, {"config": {"frozen": ["*"]}, "shape": LORA}),
+    "adapters-dtype-without-adapters": ({"config": {"lora_dtype": "fp32"}}, {"config": {"lora_dtype": "fp32"}, "shape": LORA}),
+    "adapters-beside-a-trained-base": ({"config": {"frozen": ["*.adapter.*"]}, "shape": LORA}, {"config": {"frozen": ["*"]}, "shape": LORA}),
     "stored-base-is-kept-twice": (
         {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}}, {"recipe": "fp8_cs", "config": {"frozen": ["embedding.*"]}, **B200},
     ),
@@ -267,10 +269,17 @@ TABLE = {
     "newton-schulz-precision-unknown": (
         {"optimizer": OptimizerFacts(name="muon", settings={"muon_fp32_matmul_prec": "low"})}, {"optimizer": OptimizerFacts(name="muon", settings={"muon_fp32_matmul_prec": "highest"})},
     ),
+    "weight-decay-of-two-kinds": (
+        {"optimizer": OptimizerFacts(name="muon", settings={"decoupled_weight_decay": False})},
+        {"optimizer": OptimizerFacts(name="adam", settings={"decoupled_weight_decay": False})},
+    ),
+    "muon-settings-unknown": (
+        {"optimizer": OptimizerFacts(name="muon", settings={"muon_momentum": 1.5})}, {"optimizer": OptimizerFacts(name="muon", settings={"muon_momentum": 0.0})},
+    ),
     "muon-from-stored-weights": ({"recipe": "fp8_cs", "optimizer": OptimizerFacts(name="muon")}, {"recipe": "fp8_cs", "config": {"fp8_param_gather": False}, "optimizer": OptimizerFacts(name="muon")}),
     "muon-by-tensor-parallel-blocks": (
         {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon")},
-        {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon", settings={"muon_tp_mode": "duplicated"})},
+        {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="muon", settings={"muon_tp_mode": "distributed"})},
     ),
     "second-moment-in-fp8": ({"config": AWARE | {"exp_avg_sq_dtype": "fp8"}}, {"config": AWARE | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16"}}),
     # dt_bias, A_log and D of 16 heads: 16 elements each, in a buffer aligned to 64
@@ -384,6 +393,39 @@ def test_rule_fires_on_its_case_and_not_on_the_neighbour(name):
     assert len(found) == 1
     assert found[0].found
     assert name not in ids(broken(*holds))
+
+
+def test_globs_that_freeze_adapters_alone_freeze_nothing():
+    found = broken(*case(config={"frozen": ["*", "*.adapter.*"]}, shape=LORA))
+    assert [one.found for one in found if one.rule == "keep-fp32-matches-nothing"] == [
+        "frozen '*.adapter.*' match no parameter (adapters always train)"
+    ]
+
+
+def test_targets_that_match_no_linear_are_one_fault():
+    none = dataclasses.replace(LORA, lora_targets=("mpl.*",))
+    found = broken(*case(config={"frozen": ["*"], "lora_dtype": "fp32"}, shape=none))
+    assert [one.rule for one in found if one.severity == "error"] == ["adapters-do-not-follow"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("muon_scale_mode", "foo"), ("muon_tp_mode", "foo"), ("muon_num_ns_steps", 0), ("muon_momentum", 1.0)]
+)  # fmt: skip
+def test_each_setting_of_muon_that_its_code_does_not_know_is_named(name, value):
+    found = broken(*case(optimizer=OptimizerFacts(name="muon", settings={name: value})))
+    assert next(one.found for one in found if one.rule == "muon-settings-unknown").startswith(f"{name}={value} (")
+
+
+def test_muons_default_is_that_of_the_core_that_is_asked_about():
+    own = records("optimizer")["muon_tp_mode"]["default"]  # which a run that says nothing has
+    for core, fires in (("0.16.1", True), ("0.20.0", False)):
+        versions = dataclasses.replace(NOW, megatron_core=core)
+        run = case(
+            optimizer=OptimizerFacts(name="muon", settings={"muon_tp_mode": own}),
+            parallel=Parallel(world_size=2, tensor=2),
+            versions=versions,
+        )
+        assert ("muon-by-tensor-parallel-blocks" in ids(broken(*run))) is fires
 
 
 RETIRING = [rule for rule in rules() if rule.holds]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+import time
 
 import pytest
 import torch
@@ -205,3 +206,16 @@ def test_what_scripts_ask_of_a_gpu_is_answered(tmp_path) -> None:
     assert torch.cuda.cudart().cudaProfilerStart() == 0
     with pytest.raises(Refused, match=r"cudaMemGetInfo runs on a GPU only"):
         torch.cuda.cudart().cudaMemGetInfo(0)
+
+
+def test_events_have_the_times_of_the_host_and_are_as_strict_as_a_gpus() -> None:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with pytest.raises(ValueError, match="must be recorded"):
+        start.elapsed_time(end)
+    start.record()
+    time.sleep(0.02)
+    end.record()
+    assert 20 <= start.elapsed_time(end) == -end.elapsed_time(start)
+    with pytest.raises(ValueError, match="enable_timing=True"):
+        torch.cuda.current_stream().record_event().elapsed_time(end)
+    assert torch.Event("cuda", enable_timing=True).timed

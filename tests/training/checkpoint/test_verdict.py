@@ -85,8 +85,8 @@ def rotary(base: int) -> dict[str, Any]:
     return FACTS.model | {"rotary_base": base, "activation_func": "gelu"}
 
 
-def updated_by(name: str) -> OptimizerFacts:
-    return OptimizerFacts(name=name)
+def updated_by(name: str, **settings: Any) -> OptimizerFacts:
+    return OptimizerFacts(name=name, settings=settings)
 
 
 BF16 = side()
@@ -120,6 +120,10 @@ COSTS: dict[str, tuple[Side, Side, str, str]] = {
     "history between emulation and Transformer Engine": (side(DELAYED, realization="emulated"), side(DELAYED), "lossy", ""),
     "the same weights in another model": (side(model=rotary(10000)), side(model=rotary(500000)), "safe", "the same weights in another model: rotary_base 10000 -> 500000"),
     "the same adapters with another factor": (side(model=FACTS.model | {"lora_alpha": 16.0}), side(model=FACTS.model | {"lora_alpha": 320.0}), "safe", "the same weights in another model: lora_alpha 16.0 -> 320.0"),
+    "another scale of Muon's updates": (
+        side(optimizer=updated_by("muon", muon_scale_mode="spectral")), side(optimizer=updated_by("muon", muon_scale_mode="shape_scaling")),
+        "safe", "other updates: muon_scale_mode spectral -> shape_scaling",
+    ),
     "narrower moments between two Adams": (
         side(engine="fsdp2", optimizer=updated_by("torch_adamw")), side(engine="fsdp2", optimizer=updated_by("adam"), aware=True), "lossy", "lost: bits of the first moments: fp32 -> bf16",
     ),

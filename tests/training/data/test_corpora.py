@@ -1,20 +1,16 @@
-"""Tables, globs, weighted blends, held-out text of its own, preparations that go on where they were interrupted, and the verb."""
+"""Globs, weighted blends, held-out text of its own, and the verb."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
-from mpbridge.training.data import prepare as prepare_module
 from mpbridge.training.data.datasets import open_corpus
-from mpbridge.training.data.prepare import prepare
 from mpbridge.training.data.sources import find
-from tests import forked
 
 ROWS = [{"text": f"row {n} " + "x" * n, "title": f"t{n}"} for n in range(40)]
 
@@ -29,55 +25,11 @@ def expected(key: str = "text") -> list[list[int]]:
     return [[*row[key].encode(), 256] for row in ROWS]
 
 
-def table(path: Path, *, stream: bool = True) -> Path:
-    arrow = pytest.importorskip("pyarrow", reason="datasets brings it (pip install -e '.[hf]')")
-    import pyarrow.parquet as parquet
-
-    made = arrow.Table.from_pylist(ROWS)
-    if path.suffix == ".parquet":
-        parquet.write_table(made, path, row_group_size=7)
-        return path
-    with (arrow.ipc.new_stream if stream else arrow.ipc.new_file)(str(path), made.schema) as sink:
-        sink.write_table(made, max_chunksize=7)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "stream"), [("a.parquet", True), ("a.arrow", True), ("a.arrow", False)], ids=["parquet", "stream", "file"]
-)
-def test_a_table_is_read_row_by_row(tmp_path: Path, name: str, stream: bool) -> None:
-    file = table(tmp_path / name, stream=stream)
-    done = prepare([file], cache=tmp_path / "cache", keys=["text", "title", "none"])
-    assert (tokens(done.prefixes[0]), tokens(done.prefixes[1])) == (expected(), expected("title"))
-    assert done.skipped == {"key missing": 40}
-
-
-@pytest.mark.filterwarnings("ignore")  # the library's own, of what it pickles
-def test_a_data_set_of_the_library_is_its_arrow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = pytest.importorskip("datasets", reason="pip install -e '.[hf]'")
-    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    # what load_dataset takes as an id: a repository's, or a folder's
-    files = find(f"hf:{tmp_path / 'rows'}").files
-    assert {path.suffix for path in files} == {".arrow"}
-    done = prepare(files, cache=tmp_path / "cache", keys=["text"])
-    assert tokens(done.prefixes[0]) == expected()
-    with pytest.raises(DataError, match="this data set is not on this machine and cannot be downloaded"):
-        find(f"hf:{tmp_path / 'none'}")
-
-
-def test_a_slice_of_a_split_is_refused_with_the_way_to_a_file() -> None:
-    with pytest.raises(DataError, match="a slice of a split is not supported"):
-        find("hf:owner/name::train[:10%]")
-
-
-def test_a_damaged_table_is_refused_by_name(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow", reason="datasets brings it (pip install -e '.[hf]')")
-    for name in ("a.parquet", "a.arrow"):
-        (tmp_path / name).write_bytes(b"no table at all")
-        with pytest.raises(DataError, match=f"{name} cannot be read"):
-            prepare([tmp_path / name], cache=tmp_path / "cache")
+def test_tables_and_data_sets_are_refused_with_the_way_to_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for item in (str(tmp_path / "a.parquet"), "hf:owner/name"):
+        with pytest.raises(DataError, match=r"load_dataset\(...\)\.to_json\('text.jsonl'\)"):
+            find(item)
 
 
 def test_globs_and_folders_find_files(tmp_path: Path) -> None:
@@ -85,7 +37,7 @@ def test_globs_and_folders_find_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text("text")
     assert [path.name for path in find(f"{tmp_path}/*.txt").files] == ["a.txt", "b.txt"]
     assert [path.name for path in find(str(tmp_path)).files] == ["a.txt", "b.txt", "c.md"]
-    with pytest.raises(DataError, match="no such file, folder, glob, data set"):
+    with pytest.raises(DataError, match="no such file, folder, glob"):
         find(f"{tmp_path}/*.rst")
 
 
@@ -117,51 +69,6 @@ def test_held_out_text_of_its_own_is_not_trained_on(tmp_path: Path) -> None:
     assert {int(valid[n]["tokens"][1]) for n in range(20)} <= set(b"v\n") | {256}
 
 
-FUSSY = '''
-from pathlib import Path
-
-class Fussy:
-    """Bytes; fails on a word while a file is there."""
-    eod, vocab_size, unique_identifiers = 256, 300, {"class": "Fussy"}
-
-    def tokenize(self, text):
-        if text.startswith("poison") and Path(__file__).with_name("switch").exists():
-            raise RuntimeError("poisoned")
-        return list(text.encode())
-'''
-
-
-def test_a_preparation_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "ONE_WORKER", 1000)
-    monkeypatch.setattr(prepare_module, "get_context", lambda _: forked._context())
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "fussy_for_a_while.py").write_text(FUSSY)
-    files = []
-    for number, start in enumerate(["fine", "fine", "fine", "poison"]):
-        files.append(tmp_path / f"{number}.txt")
-        files[-1].write_text(f"{start} {number} " + "x" * 1000)
-    (tmp_path / "switch").write_text("")
-    settings: dict[str, Any] = {
-        "cache": tmp_path / "cache",
-        "tokenizer_name": "fussy_for_a_while:Fussy",
-        "workers": 1,
-    }
-    with pytest.raises(DataError, match="poisoned"):
-        prepare(files, **settings)
-    (tmp_path / "switch").unlink()
-    told: list[tuple[int, int]] = []
-    done = prepare(files, **settings, told=lambda ready, total: told.append((ready, total)))
-    sizes = [path.stat().st_size for path in files]
-    assert told == [(sum(sizes[:3]), sum(sizes)), (sum(sizes), sum(sizes))]
-    assert [bytes(sequence[:6]) for sequence in tokens(done.prefixes[0]) if sequence[0] in b"fp"] == [
-        b"fine 0",
-        b"fine 1",
-        b"fine 2",
-        b"poison",
-    ]
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [done.folder.name]
-
-
 def test_the_verb_packs_and_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -187,7 +94,6 @@ def test_the_verb_packs_and_looks(tmp_path: Path, capsys: pytest.CaptureFixture[
     for words, wanted in (
         (["prepare"], "no SOURCE"),
         (["inspect"], "nothing to inspect"),
-        (["prepare", str(source), "--workers", "0"], "expected at least 1"),
     ):
         assert main(["data", *words]) == 2
         assert wanted in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Preprocessing: dirty records, several keys, the cache, workers."""
+"""Preprocessing: dirty records, several keys, the cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
 from mpbridge.training.data import prepare as prepare_module
-from mpbridge.training.data.encode import pieces
-from mpbridge.training.data.prepare import prepare
-from mpbridge.training.data.records import RecordRange, Skip, Text, records
+from mpbridge.training.data.prepare import pieces, prepare
+from mpbridge.training.data.records import Skip, Text, records
 from mpbridge.training.data.sources import find, stdlib_files
 from mpbridge.training.data.tokenizer import tokenizer
-from tests import forked
 
 DIRTY = [
     '{"text": "good"}',
@@ -30,7 +28,7 @@ DIRTY = [
 
 
 def _broken() -> object:
-    """A tokenizer factory for the workers: fails on the first text."""
+    """A tokenizer factory that fails on the first text."""
 
     class Broken:
         eod, vocab_size, unique_identifiers = 1, 300, {"class": "Broken"}
@@ -73,8 +71,12 @@ def test_dirty_records_are_skipped_and_counted(tmp_path: Path) -> None:
 def test_each_malformed_record_has_its_reason(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
-    found = list(records(RecordRange(path=path, end=path.stat().st_size, size=1), ["text"]))
-    assert found == [Text("text", "one"), Skip("text", reason), Text("text", "two")]
+    ends = [16, 17 + len(line), 33 + len(line)]
+    assert list(records(path, ["text"])) == [
+        Text("text", "one", ends[0]),
+        Skip("text", reason, ends[1]),
+        Text("text", "two", ends[2]),
+    ]
 
 
 def test_every_key_gets_its_pair_even_without_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,26 +107,13 @@ def test_same_content_is_prepared_once_and_other_content_again(tmp_path: Path) -
     assert prepare([moved], cache=cache).prefixes != first.prefixes
 
 
-def test_workers_do_not_change_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpbridge.training.data.records.CHUNK", 64)
-    monkeypatch.setattr(prepare_module, "get_context", lambda _: forked._context())
-    rows = [json.dumps({"text": f"record {n} " + "x" * (n % 50)}) for n in range(60)]
-    source = _lines(tmp_path / "a.jsonl", [*rows, *DIRTY])
-    one = prepare([source], cache=tmp_path / "one", workers=1)
-    two = prepare([source], cache=tmp_path / "two", workers=2)
-    assert _tokens(one.prefixes[0]) == _tokens(two.prefixes[0])
-    # and cutting the file among them loses, doubles and breaks no record
-    expected = {"null": 2, "not text": 1, "empty": 2, "key missing": 1}
-    assert (one.documents, one.skipped) == (two.documents, two.skipped) == (62, expected)
-
-
-def test_a_failing_worker_ends_with_an_error_and_leaves_nothing(
+def test_a_failing_tokenizer_ends_with_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     files = [_lines(tmp_path / name, ["text"]) for name in ("a.txt", "b.txt")]
-    command = ["data", "prepare", *map(str, files), "--workers", "2", "--cache", str(tmp_path / "cache")]
+    command = ["data", "prepare", *map(str, files), "--cache", str(tmp_path / "cache")]
     assert main([*command, "--tokenizer", f"{Path(__file__).stem}:_broken"]) == 2
     assert "no tokens today" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
@@ -133,7 +122,7 @@ def test_a_failing_worker_ends_with_an_error_and_leaves_nothing(
 def test_a_failure_while_writing_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.txt"
     source.write_text("text")
-    monkeypatch.setattr(prepare_module, "encode", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(prepare_module, "_encode", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(DataError, match="disk full"):
         prepare([source], cache=tmp_path / "new" / "cache")
     assert not (tmp_path / "new").exists()
@@ -195,7 +184,7 @@ def test_a_document_is_packed_with_the_tokens_that_it_has_as_a_whole(
     # and it is still not one sequence, which a split could not divide
     assert len(found) > 8
     assert all(sequence[-1] == 10 and len(sequence) <= 1025 for sequence in found[:-1])
-    monkeypatch.setattr("mpbridge.training.data.encode.LONGEST", 1000)
+    monkeypatch.setattr("mpbridge.training.data.prepare.LONGEST", 1000)
     (tmp_path / "b.txt").write_text(text + "more")
     with pytest.raises(DataError, match=r"b\.txt: a document of .* characters.*split -C"):
         prepare([tmp_path / "b.txt"], **own)

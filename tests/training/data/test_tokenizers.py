@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -88,43 +87,22 @@ def test_the_token_that_ends_a_text_can_be_given(tmp_path: Path) -> None:
         tokenizer("byte", 0)
 
 
-def test_sentencepiece_encodes_as_its_library_does(tmp_path: Path) -> None:
-    library = pytest.importorskip("sentencepiece", reason="pip install -e '.[hf]'")
-    library.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT), model_prefix=str(tmp_path / "tokenizer"), vocab_size=70, minloglevel=2, hard_vocab_limit=False
-    )  # fmt: skip
-    own = library.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    made = tokenizer(str(tmp_path))
-    assert (made.vocab_size, made.eod) == (own.vocab_size(), own.eos_id())
-    assert made.tokenize(TEXT[0]) == own.encode(TEXT[0])
-
-
-def ranks(path: Path) -> Path:
-    tokens = [bytes([n]) for n in range(256)] + [b"th", b"the", b" the"]
-    path.write_text("".join(f"{base64.b64encode(token).decode()} {n}\n" for n, token in enumerate(tokens)))
-    return path
-
-
-def test_tiktokens_ranks_encode_as_its_library_does(tmp_path: Path) -> None:
-    library = pytest.importorskip("tiktoken", reason="pip install -e '.[hf]'")
-    made = tokenizer(str(ranks(tmp_path / "own.tiktoken")))
-    assert (made.vocab_size, made.eod) == (260, 259)
-    assert made.tokenize("the the") == [257, 258]
-    assert library.Encoding(
-        "x", pat_str=r"\S+|\s+", mergeable_ranks={bytes([n]): n for n in range(256)}, special_tokens={}
-    ).encode_ordinary("é") == made.tokenize("é")
-
-
 def test_files_alone_say_the_size(tmp_path: Path) -> None:
-    found = tokenizer_files(str(ranks(tmp_path / "tokenizer.model")))  # as Llama 3 calls its own
-    assert (found.kind, found.size, found.end) == ("tiktoken", 260, 259)
     unigram = {
         "model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["a", -1.0]]},
         "added_tokens": [{"id": 7, "content": "</s>"}],
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
     found = tokenizer_files(str(tmp_path))
-    assert (found.kind, found.size, found.end) == ("json", 8, 7)
+    assert (found.size, found.end) == (8, 7)
+
+
+def test_another_form_is_refused_with_the_line_that_makes_tokenizer_json(tmp_path: Path) -> None:
+    for name in ("tokenizer.model", "vocab.json"):
+        (tmp_path / name).write_text("{}")
+    for place in (tmp_path, tmp_path / "tokenizer.model"):
+        with pytest.raises(BadValue, match=r"no tokenizer.json; .*from_pretrained\('FOLDER'\).save_pretrained"):
+            tokenizer_files(str(place))
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -141,9 +119,6 @@ def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, content: str, sa
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(BadValue, match=said):
         tokenizer_files(str(tmp_path))
-    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
-    with pytest.raises(BadValue, match="a SentencePiece model, or lines of tiktoken"):
-        tokenizer_files(str(tmp_path / "tokenizer.model"))
 
 
 def test_a_name_that_is_nothing_says_what_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,23 +133,15 @@ def test_a_name_that_is_nothing_says_what_would_be(tmp_path: Path, monkeypatch: 
     copy = tmp_path / "hub" / "models--gpt2"
     (copy / "refs").mkdir(parents=True)
     (copy / "refs" / "main").write_text("abc")
-    (copy / "snapshots" / "abc").mkdir(parents=True)
-    ranks(copy / "snapshots" / "abc" / "tokenizer.model")
-    assert tokenizer_files("gpt2").size == 260
+    (copy / "snapshots").mkdir(parents=True)
+    vocabulary(copy / "snapshots" / "abc", "</s>")
+    assert tokenizer_files("gpt2").size == 2
     for name, said in (
-        ("./none", "expected 'byte', a folder with tokenizer.json"),
-        (str(tmp_path), "contains none of tokenizer.json"),
+        ("./none", "expected 'byte', a tokenizer.json or a folder with one"),
+        (str(tmp_path), "contains no tokenizer.json"),
     ):
         with pytest.raises(BadValue, match=said):
             tokenizer_files(name)
-
-
-def test_a_vocabulary_with_merges_is_named_by_folder_or_file(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}')
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    for name in (tmp_path, tmp_path / "vocab.json"):
-        found = tokenizer_files(str(name))
-        assert (found.kind, found.size, found.end) == ("parts", 4, 3)
 
 
 def test_text_that_a_tokenizer_has_no_tokens_for_is_not_lost_in_silence(tmp_path: Path) -> None:
@@ -188,10 +155,6 @@ def test_text_that_a_tokenizer_has_no_tokens_for_is_not_lost_in_silence(tmp_path
     (tmp_path / "a.jsonl").write_text('{"text": "aa"}\n{"text": "ccc"}\n')
     done = prepare([tmp_path / "a.jsonl"], cache=tmp_path / "cache", tokenizer_name=str(place))
     assert (done.documents, done.skipped) == (1, {"no token for any of it": 1})
-    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "</s>": 3}')
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    with pytest.raises(DataError, match="lacks 254 of the 256 bytes"):
-        tokenizer(str(tmp_path))
 
 
 def test_two_tokenizers_have_two_identities(tmp_path: Path) -> None:

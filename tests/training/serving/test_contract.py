@@ -239,7 +239,7 @@ GOOD = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "w
 INDEX = "model.safetensors.index.json"
 DAMAGED: list[tuple[str, dict[str, bytes | str | Any], str]] = [
     ("no weights", {"config.json": {}}, "has no weights"),
-    ("no config", {"model.safetensors": entry()}, "config.json cannot be read"),
+    ("no config", {"model.safetensors": entry()}, "no config.json in it"),
     ("empty shard", {"model.safetensors": b""}, "not a safetensors file, or is truncated"),
     ("truncated header", {"model.safetensors": header(500, b"{")}, "truncated"),
     ("huge header", {"model.safetensors": header(1 << 62)}, "truncated"),

@@ -69,7 +69,6 @@ def test_a_budget_of_bytes_counts_the_fullest_rank(tmp_path: Path, corpus: list[
         (["--levels", "delayed"], "cannot be chosen per module"),
         (["--target", "h100"], "does not run on H100"),
         (["--out", "nowhere/tuned.yaml"], "in an existing folder"),
-        (["--hf", "model"], "--text FILE belong together"),
         (["--checkpoint", "nowhere"], "no such folder"),
     ],
 )

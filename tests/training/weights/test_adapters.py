@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mpbridge.cli.main import main
 from mpbridge.training.checkpoint.reader import Contents
@@ -163,6 +164,10 @@ def test_merging_before_and_after_quantization_are_named_and_their_errors_said(
     assert export(run, tmp_path / "taken", "--adapters", "merged-before", "--like", f"hf:{base}") == 0
     taken, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("taken", "merged-before"))
     assert all(torch.equal(taken[name], tensor) for name, tensor in wanted.items())
+    wrong = Path(shutil.copytree(base, tmp_path / "wrong"))
+    save_file({name: -tensor for name, tensor in given.items()}, wrong / "model.safetensors", metadata={"format": "pt"})
+    assert export(run, tmp_path / "never", "--adapters", "merged-before", "--like", f"hf:{wrong}") == 2
+    assert "not the base of this run" in capsys.readouterr().err
 
 
 def test_what_an_export_would_leave_open_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
