@@ -62,7 +62,7 @@ ANSWERS = [
     (["show", "fp8_ds", "--layers", "1e1"], 0, "of 10 in"),
     (["diff", "bf16_mixed"], 2, "required: B"),
     (["plan", "--config", "README.md"], 2, "README.md"),
-    (["check", "--config", ""], 2, "no configuration named ''"),
+    (["check", "--config", ""], 2, "--config '': an empty argument"),
     (["memory", "--world-size", "8e0"], 0, "on 8 GPUs"),
     (["plan", "--recipe", "nope.py:f"], 2, "no such file"),
     (["plan", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "to keep it"),
