@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.options import arg, resolved
+from mpbridge.cli.options import arg, container, resolved
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.facts import Parallel, RunFacts, Versions
 from mpbridge.common.machines import Machine, machine
@@ -22,6 +22,7 @@ from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.planning.memory.compare import REFERENCE
 from mpbridge.planning.memory.limitations import left_out_of_memory, left_out_of_time
 from mpbridge.planning.outlook import Outlook
+from mpbridge.settings.realized import emulation_faults, is_played, played
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
@@ -78,8 +79,13 @@ class TargetMachine:
 
 
 def asked(args: argparse.Namespace, **more: Any) -> tuple[TargetMachine, Run]:
-    """The machine in question and the run on it, from the shared arguments. more: see `resolved`. Raises Contradiction with every fault."""
+    """The machine in question, for emulate=te the one that it plays, and the run on it, from the shared arguments. more: see `resolved`. Raises Contradiction with every fault."""
     where = target(args)
+    if where.here:
+        box = container(args)
+        if is_played(box.emulate) and not [*emulation_faults(box.emulate, box.target, box.te)]:
+            machine_, versions = played(box.target, box.te)
+            where = dataclasses.replace(where, machine=machine_, versions=versions)
     return where, resolved(args, machine=where.machine, versions=where.versions, **more)
 
 

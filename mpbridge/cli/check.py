@@ -95,7 +95,8 @@ def _assumed(args: argparse.Namespace, made: Run, where: TargetMachine) -> list[
     if args.config is None:
         found.append(("configuration", DEFAULT_CONFIG, "--config FILE"))
     if args.target is None and args.machine_file is None:
-        found.append(("machine", f"this one, {where.machine.label}", "--target GPU"))
+        which = "this one" if made.played is None else "played"
+        found.append(("machine", f"{which}, {where.machine.label}", "--target GPU"))
     if args.world_size is None:
         fewest = f"{made.world_size}, as few as the parallel sizes allow"
         found.append(("processes", fewest, f"--world-size {2 * made.world_size}"))

@@ -84,14 +84,13 @@ def _trained(made: Run) -> list[tuple[str, str]]:
     frozen = sum(size for name, size in sizes.items() if is_frozen(policy, name))
     adapters = {name: size for name, size in sizes.items() if is_adapter(name)}
     kinds = sorted({DType.FP32.short if kept_fp32(policy, name) else policy.params.short for name in adapters})
+    rank, total = made.facts.shape.lora_rank, sum(sizes.values())
     of = (
-        f", {sum(adapters.values()):,} of them in adapters of rank {made.facts.shape.lora_rank}, in {' and '.join(kinds)}"
-        if adapters
-        else ""
+        f", {sum(adapters.values()):,} of them in adapters of rank {rank}, in {' and '.join(kinds)}" if adapters else ""
     )
-    total = sum(sizes.values())
+    globs = ", ".join(policy.frozen) or "none"
     return [
-        ("frozen", f"{frozen:,} of {total:,} parameters ({', '.join(policy.frozen) or 'none'})"),
+        ("frozen", f"{frozen:,} of {total:,} parameters ({globs})"),
         ("trained", f"{total - frozen:,} parameters{of}"),
     ]
 

@@ -69,11 +69,9 @@ class Admission:
 
 def _packages(sections: Sections) -> list[str]:
     """What the run's optimizer is made of and is not installed: to train, its engine says so."""
-    name, core = (
-        sections["optimizer"].get("optimizer"),
-        traits(sections["engine"]["name"]).main_weights == "megatron_core",
-    )
-    lacks = core and name in BESIDE_ADAM and importlib.util.find_spec("emerging_optimizers") is None
+    name, engine = sections["optimizer"].get("optimizer"), traits(sections["engine"]["name"])
+    needs = name in BESIDE_ADAM and engine.main_weights == "megatron_core"
+    lacks = needs and importlib.util.find_spec("emerging_optimizers") is None
     return [versions.emerging(str(name), versions.current())] if lacks else []
 
 

@@ -19,7 +19,9 @@ from mpbridge.cli import text
 from mpbridge.cli.main import main
 from mpbridge.common.chatter import UPSTREAM
 from mpbridge.common.errors import Refused
+from mpbridge.common.machines import machine
 from mpbridge.common.tables.units import count
+from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
 
@@ -470,3 +472,27 @@ def test_check_says_that_an_optimizers_package_is_not_here(engine, needs, capsys
         any(note.startswith("to train: optimizer.optimizer=muon") and "Emerging-Optimizers" in note for note in notes)
         is needs
     )
+
+
+def test_check_judges_the_machine_that_a_run_plays(capsys, monkeypatch):
+    for module in ("cli._target", "settings.draft"):
+        monkeypatch.setattr(f"mpbridge.{module}.played", lambda target, te: (machine(target or "h100"), ASSUMED))
+    said = {}
+    for target in ("h100", "b200"):
+        main(
+            [
+                "check",
+                "--config",
+                "gpt_tiny",
+                "--recipe",
+                "bf16_with_nvfp4_mixed",
+                "--json",
+                "emulate=te",
+                f"target={target}",
+            ]
+        )
+        said[target] = json.loads(capsys.readouterr().out)
+    assert {target: "machine-cannot-run-it" in str(found) for target, found in said.items()} == {
+        "h100": True,
+        "b200": False,
+    }

@@ -149,5 +149,8 @@ def _is_near(whole: torch.Tensor, stored: Any, main: torch.Tensor, begin: int) -
     else:
         # the largest element was itself rounded, by at most 2**-4
         step = 2.0 * (1.0 + 2.0**-3) * float(whole.abs().amax() if whole.numel() else 0.0) / E4M3.largest
+    # the optimizer's cast goes by way of the model's dtype: a subnormal of FP16 loses up to half of the smallest before it is quantized
+    between = torch.finfo(stored.dtype)
     bound = wanted.abs() * 2.0 ** -(E4M3.mantissa + 1) + E4M3.smallest / 2 * step
+    bound += between.smallest_normal * between.eps / 2
     return not bool((~((found - wanted).abs() <= bound * _ROOM)).any())  # NaN is not near

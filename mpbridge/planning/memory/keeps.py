@@ -95,12 +95,8 @@ def trained_by(
     # megatron-core marks these two alone, so learned positions are a hidden matrix to it
     outside = parameter.startswith(("embedding.word_embeddings.", "output_layer."))
     # ssm/mamba_mixer.py use_muon: several matrices in one, of which Muon would make one
-    outside |= (
-        optimizer in MUONS
-        and parameter.endswith(".mixer.in_proj.weight")
-        and SINCE_020.holds(core)
-        and core is not None
-    )
+    packed = optimizer in MUONS and parameter.endswith(".mixer.in_proj.weight")
+    outside |= packed and core is not None and SINCE_020.holds(core)
     return "adam" if optimizer in BESIDE_ADAM and (dimensions != 2 or outside) else optimizer
 
 

@@ -35,10 +35,8 @@ def _gathers_wide(case: Case) -> bool:
 def _dead_names(case: Case) -> str | None:
     from mpbridge.planning.memory.layers import model_names
 
-    asked = {
-        "keep_fp32": tuple(glob for glob in case.policy.keep_fp32 if glob not in ADAPTERS),
-        "frozen": case.policy.frozen,
-    }
+    wide = tuple(glob for glob in case.policy.keep_fp32 if glob not in ADAPTERS)
+    asked = {"keep_fp32": wide, "frozen": case.policy.frozen}
     names = model_names(case.run) if any(asked.values()) else ()
     base = [name for name in names if not is_adapter(name)]
     dead = {field: dead_patterns(globs, base if field == "frozen" else names) for field, globs in asked.items()}

@@ -282,11 +282,12 @@ def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
             gets = wanted.function[name]
             notes.append(f"the same weights in another model: {name} {saved.function[name]} -> {gets}")
     if saved.optimizer == wanted.optimizer:
-        had, gets = (
-            {name: value for name, value in one.optimizer_section.items() if name not in _OPTIMIZER_FIELDS}
-            for one in (saved, wanted)
-        )
-        notes += [f"other updates: {name} {had[name]} -> {gets.get(name)}" for name in _changed(had, gets)]
+        had, gets = (one.optimizer_section for one in (saved, wanted))
+        notes += [
+            f"other updates: {name} {had[name]} -> {gets.get(name)}"
+            for name in _changed(had, gets)
+            if name not in _OPTIMIZER_FIELDS
+        ]
     before, now = (one.shape.get("seq_length") for one in (saved, wanted))
     return notes + ([f"sequence length {before} -> {now}"] if before != now else [])
 

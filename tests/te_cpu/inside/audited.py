@@ -6,9 +6,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from transformer_engine.pytorch import Float8CurrentScalingQuantizer
+from transformer_engine_torch import DType
 
 from mpbridge import pretrain
 from mpbridge.common.errors import AuditFailed
+from mpbridge.observe.audit.library import is_rounded
 from mpbridge.training.base import Hook
 
 from .training import BLACKWELL, OVERLAP, tiny
@@ -366,3 +369,12 @@ def test_a_lost_remainder_is_named() -> None:
     said = found("bf16_mixed", "optimizer.use_precision_aware_optimizer=true", hooks=(Plant(built=lose),))
     assert "bits of states" in said
     assert "(main weights)" in said
+
+
+@on_hopper
+def test_a_weight_that_passes_through_fp16s_subnormals_is_its_main_weight() -> None:
+    main = torch.linspace(-1.1e-4, 1.1e-4, 4096).view(64, 64)
+    quantizer = Float8CurrentScalingQuantizer(fp8_dtype=DType.kFloat8E4M3, device=torch.device("cuda"))
+    stored = quantizer(main.half())
+    assert is_rounded(stored, main.flatten(), 0)
+    assert not is_rounded(stored, (main + 2.0**-21).flatten(), 0)
