@@ -190,10 +190,8 @@ def _figures(one: Outlook) -> dict[str, Any]:
 
 def _print(answer: _Answer) -> None:
     made, one, sizes = answer.made, answer.outlook, answer.made.facts.parallel
-    print_line(
-        f"recipe {made.recipe}, engine {made.engine}, {processes(made.world_size)} on {answer.where.machine.label}"
-    )
-    print_line(sizes_of(sizes))
+    where = f"{processes(made.world_size)} on {answer.where.machine.label}"
+    print_line(f"recipe {made.recipe}, engine {made.engine}, {where}", sizes_of(sizes))
     if made.played is not None:
         print_line(f"here   played {on_cpu(made)}")
     print_line()
@@ -297,9 +295,7 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def _list(args: argparse.Namespace) -> int:
-    rows = [
-        (rule.severity, rule.id, rule.expected, " and ".join(map(str, rule.holds)), rule.source) for rule in rules()
-    ]
+    rows = [(one.severity, one.id, one.expected, " and ".join(map(str, one.holds)), one.source) for one in rules()]
     names = ("severity", "id", "expected", "holds", "source")
     columns = ("severity", "rule", "what it expects", "applies to", "source")
     data = {"rules": [dict(zip(names, row, strict=True)) for row in rows]}
