@@ -13,7 +13,7 @@ from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, leaves_b
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
-from mpbridge.cli.text import print_json, print_line, print_table, record
+from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables.table import Column
 from mpbridge.common.tables.units import GIB, processes
@@ -25,7 +25,6 @@ from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, spans, token_multiple
 from mpbridge.planning.rules.table import rules
-from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipes
 from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface.served import served_as
@@ -74,18 +73,9 @@ def run(args: argparse.Namespace) -> int:
     outlook = where.outlook(made)
     lost = sentence(made.policy, training_of(made))
     notes = [*admission.notes, *admission.trackers, *([f"{lost} (mpbridge certify)"] if lost else [])]
-    answer = _Answer(
-        made=made,
-        where=where,
-        outlook=outlook,
-        assumed=_assumed(args, made, where),
-        others=_others(made, where, outlook),
-        notes=notes,
-    )
-    if args.json:
-        print_json(as_data(answer))
-    else:
-        _print(answer)
+    assumed, others = _assumed(args, made, where), _others(made, where, outlook)
+    answer = _Answer(made=made, where=where, outlook=outlook, assumed=assumed, others=others, notes=notes)
+    print_answer(args, as_data(answer) if args.json else {}, lambda: _print(answer))
     return 0 if outlook.ok else 1
 
 
@@ -180,7 +170,7 @@ def as_data(answer: _Answer) -> dict[str, Any]:
         "others": [
             {"settings": other.settings, "gains": other.gains, **_figures(other.outlook)} for other in answer.others
         ],
-        "bf16_layers": _edges(made.policy, made.facts.shape.num_layers),
+        "bf16_layers": list(made.policy.bf16_layers(made.facts.shape.num_layers)) if made.policy.quantized else [],
         "steps_that_the_first_loss_scale_may_cost": made.policy.loss_scale.skips() if made.policy.loss_scale else 0,
         "scale": scale_warmup(made.policy.loss_scale, made.train["train_iters"]),
         "token_multiple": token_multiple(made.policy, one.facts),
@@ -198,16 +188,10 @@ def _figures(one: Outlook) -> dict[str, Any]:
     }
 
 
-def _edges(policy: PrecisionPolicy, depth: int) -> list[int]:
-    return list(policy.bf16_layers(depth)) if policy.quantized else []
-
-
 def _print(answer: _Answer) -> None:
     made, one, sizes = answer.made, answer.outlook, answer.made.facts.parallel
-    print_line(
-        f"recipe {made.recipe}, engine {made.engine}, {processes(made.world_size)} on {answer.where.machine.label}"
-    )
-    print_line(sizes_of(sizes))
+    where = f"{processes(made.world_size)} on {answer.where.machine.label}"
+    print_line(f"recipe {made.recipe}, engine {made.engine}, {where}", sizes_of(sizes))
     if made.played is not None:
         print_line(f"here   played {on_cpu(made)}")
     print_line()
@@ -233,7 +217,11 @@ def _print(answer: _Answer) -> None:
         print_line()
     if answer.others:
         first = answer.others[0].settings
-        rows = [(other.gains, _short(other.outlook), _beside(other.settings, first)) for other in answer.others]
+        rows = []
+        for other in answer.others:
+            step = "" if other.outlook.no_time else f"{other.outlook.time.seconds:.3g} s, "
+            size = f"{step}{other.outlook.memory.needed / GIB.size:.1f} GiB"
+            rows.append((other.gains, size, _beside(other.settings, first)))
         print_table(("instead", "step and memory", Column(name="to change", number=False, whole=True)), rows)
         print_line()
     elif one.answer and one.capability.native:
@@ -276,11 +264,6 @@ def _time(one: Outlook) -> str:
     )
 
 
-def _short(one: Outlook) -> str:
-    step = "" if one.no_time else f"{one.time.seconds:.3g} s, "
-    return f"{step}{one.memory.needed / GIB.size:.1f} GiB"
-
-
 def _print_violations(violations: Sequence[Violation]) -> None:
     for v in violations:
         print_line(f"{v.severity}: {v.rule}")
@@ -297,15 +280,9 @@ def _print_sizes(findings: Sequence[Misfit]) -> None:
         alike.setdefault((f.level, f.multiple, f.cure), []).append(f)
     rows = []
     for (level, multiple, cure), found in alike.items():
-        modules, layers, dimensions = (
-            ", ".join(filter(None, dict.fromkeys(texts)))
-            for texts in (
-                (f"{one.module} {one.value or ''}".strip() for one in found),
-                (_layers(one.layers) for one in found),
-                (one.dimension for one in found),
-            )
-        )
-        rows.append((level, modules, layers, dimensions, multiple if multiple != 1 else "", cure))
+        each = [(f"{f.module} {f.value or ''}".strip(), _layers(f.layers), f.dimension) for f in found]
+        texts = (", ".join(filter(None, dict.fromkeys(column))) for column in zip(*each, strict=True))
+        rows.append((level, *texts, multiple if multiple != 1 else "", cure))
     if rows:
         print_table(("size", "module", "layers", "dimension", "multiple of", "what to do"), rows, title="sizes")
         print_line()
@@ -318,9 +295,7 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def _list(args: argparse.Namespace) -> int:
-    rows = [
-        (rule.severity, rule.id, rule.expected, " and ".join(map(str, rule.holds)), rule.source) for rule in rules()
-    ]
+    rows = [(one.severity, one.id, one.expected, " and ".join(map(str, one.holds)), one.source) for one in rules()]
     names = ("severity", "id", "expected", "holds", "source")
     columns = ("severity", "rule", "what it expects", "applies to", "source")
     data = {"rules": [dict(zip(names, row, strict=True)) for row in rows]}

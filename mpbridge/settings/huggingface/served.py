@@ -249,10 +249,8 @@ def served_as(policy: PrecisionPolicy, facts: RunFacts, model: Mapping[str, Any]
         alike = facts.shape.experts and not any("expert" in region.modules for region in policy.regions)
         shape = dataclasses.replace(facts.shape, experts=1) if alike else facts.shape
         found = casts(policy, facts, list(mapped(family_for(model), shape, model)))
-    except KeyError as error:
-        return f"not decided: no Hugging Face family that mpbridge writes has {error.args[0]}"
-    except MpbridgeError as error:
-        return f"not decided: {error}"
+    except (KeyError, MpbridgeError) as error:
+        return f"not decided: {'no family of Hugging Face models that is written here has ' * isinstance(error, KeyError)}{error}"
     scalings = {cast.quant.scaling for cast in found if cast.quant is not None}
     if not scalings:
         return "high precision: no weight of this model is quantized"

@@ -120,3 +120,15 @@ def test_a_run_that_skips_every_step_is_no_success(tmp_path: Path, capsys: Any) 
     summary = pretrain(run)
     assert (summary.iterations, summary.applied) == (4, 0)
     assert "0 of 4 steps were applied" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("recipe", "steps", "code"), [("bf16_mixed", 0, 0), ("fp16_mixed", 4, 1)])
+def test_no_step_that_was_asked_for_is_done_and_steps_that_were_all_skipped_are_not(tmp_path: Path, recipe: str, steps: int, code: int) -> None:  # fmt: skip
+    """A run of no steps, like a resume at its end, has nothing left to do."""
+    (tmp_path / "run.yaml").write_text(
+        "model: {num_layers: 1, hidden_size: 64, num_attention_heads: 4, vocab_size: 384}\n"
+        "data: {seq_length: 32}\nlogger: {progress: false}\noptimizer: {lr: 0.001}\n"
+        "train: {micro_batch_size: 1, global_batch_size: 2, eval_iters: 0}\n"
+    )
+    words = ["train", "--recipe", recipe, "--config", str(tmp_path / "run.yaml"), f"train.train_iters={steps}"]
+    assert main(words) == code
