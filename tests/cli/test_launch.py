@@ -231,7 +231,7 @@ def test_all_that_is_wrong_with_a_job_is_said_at_once(capsys: pytest.CaptureFixt
 
 def test_a_run_that_begins_with_weights_repeats_its_command(printed) -> None:
     (begin := Path.cwd() / "begin" / "step_00000000").mkdir(parents=True)
-    (begin / "manifest.json").write_text("{}")
+    (begin / "manifest.json").write_text('{"schema": 2, "files": {}}')
     text = printed(command=[*TRAIN, "checkpoint.pretrained_checkpoint=begin"])
     assert "checkpoint.pretrained_checkpoint=begin checkpoint.load=runs/a" in text
 

@@ -20,7 +20,6 @@ ROOT = Path(mpbridge.__file__).parent
 OTHERS = {
     "common/pages/document.py": "this package's own files",
     "common/probe.py": "installed packages' own files",
-    "common/report/trackers.py": "the table that this run wrote, row by row",
     "interop/stacks/known_keys.py": "this package's own files",
     "interop/stacks/megatron_lm_options.py": "this package's own files",
     "observe/audit/record.py": "what this run's audits wrote",
