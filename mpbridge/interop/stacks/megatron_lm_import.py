@@ -150,10 +150,9 @@ def read_values(given: Mapping[str, Any], *, version: str) -> Imported:
 
 def _spelled(value: Any) -> str:
     """A value in its option's spelling: dtypes are fp32, bf16, fp16 and, for moments, fp8."""
-    text = str(value)
-    if not text.startswith("torch."):
-        return text
-    found = dtype(text)
+    if not str(value).startswith("torch."):
+        return str(value)
+    found = dtype(str(value))
     return "fp8" if found is DType.UINT8 else found.short
 
 
@@ -172,12 +171,8 @@ def _parse(words: list[str], version: str) -> _Arguments:
         name, equals, attached = word.partition("=")
         if word.startswith("--") and name in known:
             values, arity = [attached] if equals else list[str](), known[name]
-            while (
-                not equals
-                and words
-                and not _is_option(words[0])
-                and not (isinstance(arity, int) and len(values) >= arity)
-            ):
+            most = 0 if equals else arity if isinstance(arity, int) else len(words)
+            while words and not _is_option(words[0]) and most > len(values):
                 values.append(words.pop(0))
             _store(given, name, values)
         elif word.startswith("--") or (word.strip() and not word.endswith(".py")):
