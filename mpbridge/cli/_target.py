@@ -103,9 +103,8 @@ def leaves_batch(made: Run) -> bool:
 
 def reference(made: Run, where: TargetMachine) -> Run:
     """bf16_mixed in the same layout on the target. Raises MpbridgeError if it is not valid there."""
-    return on_target(
-        made.container, made.world_size, where, mixed_precision=REFERENCE, engine=made.engine, emulate=False
-    )
+    alone = {"emulate": False, "target": None, "te": None}
+    return on_target(made.container, made.world_size, where, mixed_precision=REFERENCE, engine=made.engine, **alone)
 
 
 def sizes_of(sizes: Parallel) -> str:

@@ -24,6 +24,7 @@ from mpbridge.common.tables.units import count
 from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
+from tests.te_cpu.wheels import FOLDERS, release_or_skip
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -418,3 +419,10 @@ def test_check_judges_the_machine_that_a_run_plays(capsys, monkeypatch):
         "h100": True,
         "b200": False,
     }
+
+
+def test_memory_of_a_played_machine_is_beside_bf16s(monkeypatch, capsys) -> None:
+    release_or_skip("2.11")
+    monkeypatch.setenv("MPBRIDGE_TE_PATH", os.pathsep.join(map(str, FOLDERS)))
+    played = ["--emulate", "te", "--target", "b200", "--recipe", "bf16_with_fp8_current_scaling_mixed"]
+    assert main(["memory", "--config", "gpt_tiny", *played]) in (0, 1), capsys.readouterr().err
