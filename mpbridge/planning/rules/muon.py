@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from mpbridge.common.facts import BESIDE_ADAM, EMERGING, MUONS
 from mpbridge.common.formats import DType, say
 from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, warning
@@ -11,8 +14,11 @@ from mpbridge.precision.megatron_spec.versions import BEFORE_018
 NEWTON_SCHULZ = {"medium": "BF16", "high": "TF32 on a GPU", "highest": "FP32"}
 """Value of muon_fp32_matmul_prec -> in what Muon's Newton-Schulz iteration multiplies its FP32 matrices."""
 
-_SCALES = ("spectral", "shape_scaling", "unit_rms_norm")
-_MODES = ("blockwise", "duplicated", "distributed")
+WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "muon_scale_mode": ("spectral", "shape_scaling", "unit_rms_norm"), "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+    "muon_scalar_optimizer": ("adam", "lion"),
+})  # fmt: skip
+"""Setting of Muon's -> the words for which megatron-core has a meaning."""
 _LION_BETAS = {"lion_beta1": 0.95, "lion_beta2": 0.98}
 """megatron-core 0.20's defaults."""
 
@@ -34,14 +40,18 @@ def _muon_cannot(case: Case) -> str:
 
 def _impossible(case: Case) -> str:
     """Settings of Muon's own that its code knows no meaning for."""
-    scale, mode = case.opt("muon_scale_mode", "spectral"), _mode(case)
+    words = {name: case.opt(name, known[0]) for name, known in WORDS.items()} | {"muon_tp_mode": _mode(case)}
     steps, momentum = case.opt("muon_num_ns_steps", 5), case.opt("muon_momentum", 0.95)
+    extra = case.opt("muon_extra_scale_factor", 1.0)
     return faults(
         "",
-        (f"muon_scale_mode={say(scale)} ({', '.join(_SCALES)})", scale not in _SCALES),
-        (f"muon_tp_mode={say(mode)} ({', '.join(_MODES)})", mode not in _MODES),
+        *(
+            (f"{name}={say(words[name])} ({', '.join(known)})", words[name] not in known)
+            for name, known in WORDS.items()
+        ),
         (f"muon_num_ns_steps={steps} (1 or more)", steps < 1),
         (f"muon_momentum={momentum} (0 to below 1)", not 0 <= momentum < 1),
+        (f"muon_extra_scale_factor={say(extra)} (above 0)", not extra > 0),
     )
 
 
