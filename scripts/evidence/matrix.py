@@ -119,9 +119,8 @@ def run(python: Path, part: str, report: Path) -> None:
 def ran_on(python: Path) -> dict[str, str]:
     """The commit of this checkout, with a plus where files differ from it, the day, and the releases of an environment."""
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: E731
-    commit = git("rev-parse", "--short=8", "HEAD").strip() + (
-        "+" if git("status", "--porcelain", "-uno").strip() else ""
-    )
+    changed = git("status", "--porcelain", "-uno", "--", ".", f":!{PAGE.relative_to(ROOT)}").strip()
+    commit = git("rev-parse", "--short=8", "HEAD").strip() + ("+" if changed else "")
     ask = f"import importlib.metadata as m, platform; print(platform.python_version(), *(m.version(n) for n in {SHOWN!r}))"
     have = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     return {"commit": commit, "day": str(datetime.date.today()), **dict(zip(("Python", *SHOWN), have, strict=True))}
