@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.facts import Versions
 from mpbridge.common.incomplete_te import has_libraries
+from mpbridge.common.records import dataclass
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import release as numbers
 
@@ -77,6 +76,8 @@ def folders() -> list[Path]:
 
 def packages(where: Iterable[os.PathLike[str] | str] = ()) -> list[Package]:
     """Every Transformer Engine in `where`, in MPBRIDGE_TE_PATH and on the import path, in that order."""
+    import importlib.metadata  # slow, and few verbs ask
+
     found: list[Package] = []
     for place in [*map(Path, where), *folders(), None]:
         path: dict[str, Any] = {"path": [str(place)]} if place is not None else {}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType, dtype
+from mpbridge.common.records import dataclass
 from mpbridge.precision.globs import DECODER, is_adapter, place
 from mpbridge.precision.regions import Gemms, Quant, Region, as_plain, region_from, uses_later_fields
 
@@ -236,6 +235,8 @@ class PrecisionPolicy:
 
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON of `as_data`."""
+        import hashlib  # slow to import
+
         text = json.dumps(self.as_data(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

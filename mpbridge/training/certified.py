@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import BadValue, Contradiction
+from mpbridge.common.records import dataclass
 from mpbridge.planning.certificates.optimizer import Training
 from mpbridge.planning.certificates.row import Row
 from mpbridge.settings.huggingface.folder import header
@@ -93,6 +92,8 @@ def own_tensors(given: Path) -> OwnTensors:
         )
     linears = tensors_of(given / FILE) if (given / FILE).is_file() else {}
     beside = tuple(row for name in linears for row in _measured(measured[-1], name))
+    import statistics  # slow to import
+
     return OwnTensors(linears=linears, sigma=float(statistics.median(sizes)), rows=beside)
 
 

@@ -6,8 +6,10 @@ Sizes are per rank. `simulate --step` records the real megatron-core's products 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
+
+from mpbridge.common.records import dataclass
 
 Pass = Literal["forward", "dgrad", "wgrad", "recompute"]
 

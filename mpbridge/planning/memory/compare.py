@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
+from mpbridge.common.records import dataclass
 from mpbridge.common.tables.units import unit_for
 from mpbridge.planning.memory.by_role import Memory, memory
 from mpbridge.planning.memory.keeps import MOMENTS, keeps_of

@@ -6,11 +6,12 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
+from mpbridge.common.records import dataclass
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, has_final_norm
 from mpbridge.precision.globs import matches, place
