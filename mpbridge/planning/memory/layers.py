@@ -6,12 +6,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
-from mpbridge.common.records import dataclass
 from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, has_final_norm
 from mpbridge.precision.globs import matches, place
