@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-from mpbridge.common.facts import BESIDE_ADAM, EMERGING, MUONS
+from mpbridge.common.facts import BESIDE_ADAM, EMERGING, MUONS, OWN_SETTINGS, reads
 from mpbridge.common.formats import DType, say
 from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, warning
 from mpbridge.precision.megatron_spec.schema import records
@@ -19,8 +20,6 @@ WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "muon_scalar_optimizer": ("adam", "lion"),
 })  # fmt: skip
 """Setting of Muon's -> the words for which megatron-core has a meaning."""
-_LION_BETAS = {"lion_beta1": 0.95, "lion_beta2": 0.98}
-"""megatron-core 0.20's defaults."""
 
 
 def _muon(case: Case, *names: str) -> bool:
@@ -58,10 +57,30 @@ def _impossible(case: Case) -> str:
 def _mode(case: Case) -> str:
     """muon_tp_mode; where it is the installed release's default, that of the release that is asked about."""
     own, there = (
-        records("optimizer", version=one)["muon_tp_mode"]["default"] for one in (None, case.run.versions.megatron_core)
+        _own("muon_tp_mode"),
+        records("optimizer", version=case.run.versions.megatron_core)["muon_tp_mode"]["default"],
     )
     said = case.opt("muon_tp_mode", own)
     return str(there if said == own else said)
+
+
+def _unread(case: Case) -> str:
+    """Settings of another optimizer that are not at their defaults, and so were given."""
+    name, section = case.run.optimizer.name, case.run.optimizer.settings
+    usual = records("optimizer", version=case.run.versions.megatron_core)
+    given = [one for one in section if one.startswith(OWN_SETTINGS) and not reads(name, one, section)]
+    return faults(
+        f"optimizer={name} with ",
+        *(
+            (f"{one}={say(section[one])}", one in usual and section[one] not in (usual[one]["default"], _own(one)))
+            for one in given
+        ),
+    )
+
+
+def _own(name: str) -> Any:
+    """The default of a setting in the installed megatron-core, which a run that says nothing has."""
+    return records("optimizer").get(name, {}).get("default")
 
 
 def _apart_in_a_gather(case: Case) -> str:
@@ -85,7 +104,7 @@ RULES: tuple[Rule, ...] = (
         when=_muon,
         found=_muon_cannot,
         expected="BF16 or FP32 parameters with FP32 main weights, and a Muon without the distributed optimizer (dist_muon shards by itself)",
-        cure="a bf16 recipe with ddp.use_distributed_optimizer=false, or optimizer.optimizer=adam",
+        cure="a bf16 recipe with ddp.use_distributed_optimizer=false (optimizer.optimizer=dist_muon divides Muon's states), or optimizer.optimizer=adam",
         source="megatron-core 0.16.1 optimizer/muon.py get_megatron_muon_optimizer",
     ),
     Rule(
@@ -160,14 +179,10 @@ RULES: tuple[Rule, ...] = (
         holds=(BEFORE_018,),
     ),
     warning(
-        id="lion-betas-unread",
-        when=lambda c: _muon(c, "lion"),
-        found=lambda c: faults(
-            "optimizer=lion with ",
-            *((f"{name}={say(c.opt(name))}", c.opt(name, value) != value) for name, value in _LION_BETAS.items()),
-        ),
-        expected="adam_beta1 and adam_beta2: megatron-core gives this Lion Adam's betas, and reads these for the one beside Muon only",
-        cure="optimizer.adam_beta1 and optimizer.adam_beta2",
-        source="megatron-core 0.20 optimizer/emerging_optimizers.py _default_adam_based_eopt_config_to_kwargs",
+        id="optimizer-settings-unread",
+        found=_unread,
+        expected="the settings that this optimizer reads: muon_* are Muon's, soap_* SOAP's, sgd_momentum SGD's; lion_beta1 and lion_beta2 are read for the Lion beside Muon (muon_scalar_optimizer=lion), while optimizer=lion gets Adam's betas",
+        cure="drop them, or the optimizer that reads them (for optimizer=lion: optimizer.adam_beta1 and optimizer.adam_beta2)",
+        source="megatron-core 0.16.1 optimizer/__init__.py and muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim",
     ),
 )
