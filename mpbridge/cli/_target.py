@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.facts import Parallel, RunFacts, Versions
 from mpbridge.common.machines import Machine, machine
 from mpbridge.common.probe import installed, this_machine
-from mpbridge.common.records import dataclass
 from mpbridge.common.transformer_engine import RELEASES
 from mpbridge.common.versions import release
 from mpbridge.planning.estimate.constants import Constants

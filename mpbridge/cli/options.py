@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.records import dataclass
 from mpbridge.common.shipped import configuration
 from mpbridge.common.traits import DEFAULT, engine_names
 from mpbridge.settings.huggingface.folder import is_reference

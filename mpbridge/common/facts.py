@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.records import dataclass
 from mpbridge.common.traits import DEFAULT, EngineTraits, traits
 
 Realization = Literal["native", "emulated"]

@@ -8,11 +8,11 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.records import dataclass
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""

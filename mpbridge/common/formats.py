@@ -7,11 +7,11 @@ import enum
 import importlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from mpbridge.common.errors import BadValue, brief
-from mpbridge.common.records import dataclass
 
 if TYPE_CHECKING:
     import torch

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from mpbridge.common.errors import UnknownName
-from mpbridge.common.records import dataclass
 
 Arch = tuple[int, int]
 """CUDA compute capability."""

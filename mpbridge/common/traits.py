@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpbridge.common.distributions import entry_points
 from mpbridge.common.errors import BadValue, DuplicateName, UnknownName
-from mpbridge.common.records import dataclass
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.facts import Versions
 from mpbridge.common.incomplete_te import has_libraries
-from mpbridge.common.records import dataclass
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import release as numbers
 

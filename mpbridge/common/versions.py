@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.records import dataclass
 
 if TYPE_CHECKING:
     from packaging.version import Version

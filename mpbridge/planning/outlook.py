@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from dataclasses import dataclass
 from functools import cached_property
 
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
-from mpbridge.common.records import dataclass
 from mpbridge.common.tables.units import GIB
 from mpbridge.planning.estimate.bounds import Bounds, FamilyBounds
 from mpbridge.planning.estimate.constants import Constants, constants

@@ -6,10 +6,10 @@ resolve, the checks of values, `inert`, show, tune and the docs read the rows; n
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.formats import DType
-from mpbridge.common.records import dataclass
 
 USUAL = (DType.FP32, DType.BF16, DType.FP16)
 """Legal values of a dtype field that names no others."""

@@ -7,11 +7,11 @@ import functools
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType, dtype
-from mpbridge.common.records import dataclass
 from mpbridge.precision.globs import DECODER, is_adapter, place
 from mpbridge.precision.regions import Gemms, Quant, Region, as_plain, region_from, uses_later_fields
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.common.errors import MpbridgeError
-from mpbridge.common.records import dataclass
 from mpbridge.precision import requirements
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import DType
-from mpbridge.common.records import dataclass
 from mpbridge.precision.globs import matches
 from mpbridge.precision.scalings import ELEMENTS, Scaling, bits_of, scaling
 

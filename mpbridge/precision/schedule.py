@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.common.records import dataclass
 
 MarkUnit = Literal["percent", "steps", "tokens"]
 

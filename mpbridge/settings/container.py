@@ -7,14 +7,13 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mpbridge.common.errors import BadValue, Contradiction, UnknownName
 from mpbridge.common.files import why, write
 from mpbridge.common.formats import say
-from mpbridge.common.records import dataclass
 from mpbridge.common.shipped import label
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.precision.config import MixedPrecisionConfig

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mpbridge.common.facts import OPTIMIZERS
-from mpbridge.common.records import dataclass
 from mpbridge.settings.sections import Parallelism
 
 

@@ -8,11 +8,11 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from mpbridge.common.errors import MOST_NAMED, BadValue, UnknownName
 from mpbridge.common.formats import DType, dtype
-from mpbridge.common.records import dataclass
 from mpbridge.precision.field_values import yaml_kind
 from mpbridge.precision.megatron_spec.schema import CLASSES, records
 from mpbridge.precision.megatron_spec.versions import current, nearest

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, UnknownName
 from mpbridge.common.facts import BESIDE_ADAM, OPTIMIZERS
 from mpbridge.common.formats import DType, plain
-from mpbridge.common.records import dataclass
 from mpbridge.common.traits import DEFAULT, known
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
 from mpbridge.precision.policy import PrecisionPolicy

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.common.records import dataclass
 from mpbridge.planning.certificates.optimizer import Training
 from mpbridge.planning.certificates.row import Row
 from mpbridge.settings.huggingface.folder import header

@@ -6,9 +6,9 @@ import dataclasses
 import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mpbridge.common.records import dataclass
 from mpbridge.common.tables.prose import crowded, printable, record, wrapped
 from mpbridge.common.tables.units import size
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from mpbridge.common.facts import ADAMS
 from mpbridge.common.formats import DType
-from mpbridge.common.records import dataclass
 from mpbridge.planning.certificates import states
 from mpbridge.planning.certificates.row import Row
 from mpbridge.precision.policy import PrecisionPolicy

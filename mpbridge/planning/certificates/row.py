@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
-
-from mpbridge.common.records import dataclass
 
 Part = Literal["operand", "gemm", "second pass", "optimizer", "attention"]
 Derivation = Literal["exact", "closed form", "bound", "measured"]

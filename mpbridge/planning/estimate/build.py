@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import RunFacts
-from mpbridge.common.records import dataclass
 from mpbridge.planning.estimate.collectives import (
     Share,
     context_collectives,

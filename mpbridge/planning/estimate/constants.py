@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-
-from mpbridge.common.records import dataclass
 
 DATA = Path(__file__).with_name("data") / "step_time.json"
 

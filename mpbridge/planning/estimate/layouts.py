@@ -9,12 +9,12 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
-from mpbridge.common.records import dataclass
 from mpbridge.planning.estimate.bounds import Bounds, FamilyBounds
 from mpbridge.planning.estimate.build import Standing
 from mpbridge.planning.estimate.candidates import (

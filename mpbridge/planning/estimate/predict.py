@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine, key, machines
-from mpbridge.common.records import dataclass
 from mpbridge.common.versions import release
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.flops import model_flops_per_token

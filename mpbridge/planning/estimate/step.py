@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
-from mpbridge.common.records import dataclass
 from mpbridge.planning.estimate.build import Standing, standing, work
 from mpbridge.planning.estimate.constants import Constants
 from mpbridge.planning.estimate.price import host_units, micro_seconds, step_seconds

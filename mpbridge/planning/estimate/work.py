@@ -6,10 +6,8 @@ Sizes are per rank. `simulate --step` records the real megatron-core's products 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
-
-from mpbridge.common.records import dataclass
 
 Pass = Literal["forward", "dgrad", "wgrad", "recompute"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
@@ -11,7 +12,6 @@ from mpbridge.common.facts import Versions
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine, machines
 from mpbridge.common.probe import is_played
-from mpbridge.common.records import dataclass
 from mpbridge.common.versions import at_least
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.registry import recipe

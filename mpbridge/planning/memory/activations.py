@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.common.records import dataclass
 from mpbridge.planning.memory.identical_layers import layer_kinds
 from mpbridge.planning.memory.layers import te_layers
 from mpbridge.planning.memory.mixers import MIXERS

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
-from mpbridge.common.records import dataclass
 from mpbridge.common.tables.units import size as as_text
 from mpbridge.planning.memory.activations import Known, activations, uncertainty
 from mpbridge.planning.memory.identical_layers import distinct_stages

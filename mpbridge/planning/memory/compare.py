@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.common.records import dataclass
 from mpbridge.common.tables.units import unit_for
 from mpbridge.planning.memory.by_role import Memory, memory
 from mpbridge.planning.memory.keeps import MOMENTS, keeps_of

@@ -4,14 +4,13 @@ tables."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.common.facts import ADAMS, BESIDE_ADAM, FACTORS, MUONS, OPTIMIZERS, STATE_ROLES, OptimizerFacts, RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.common.records import dataclass
 from mpbridge.common.traits import EngineTraits, Sharding, attribute
 from mpbridge.precision.globs import ADAPTERS, is_adapter
 from mpbridge.precision.megatron_spec.versions import SINCE_020

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.common.facts import MUONS, RunFacts
-from mpbridge.common.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
-from mpbridge.common.records import dataclass
 from mpbridge.planning.memory.buckets import bucket_size
 from mpbridge.planning.memory.layers import rank_parameters
 from mpbridge.planning.memory.ranks import Coordinates, in_flight

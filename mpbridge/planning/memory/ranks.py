@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
-from mpbridge.common.records import dataclass
 
 _KINDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 

@@ -4,12 +4,12 @@ and how rows are written."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.common.records import dataclass
 from mpbridge.common.traits import EngineTraits
 from mpbridge.common.versions import Window, at_least
 from mpbridge.planning.memory.keeps import Holding, keeps

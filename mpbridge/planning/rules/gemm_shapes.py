@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.common.facts import RunFacts
-from mpbridge.common.records import dataclass
 from mpbridge.planning.memory.layers import Weight, layer_weights
 from mpbridge.precision.globs import MTP
 from mpbridge.precision.modules import layers_text

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from mpbridge.common.records import dataclass
 from mpbridge.common.versions import Window
 from mpbridge.precision.megatron_spec.versions import SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpbridge.common.facts import MUONS
 from mpbridge.common.probe import installed
-from mpbridge.common.records import dataclass
 from mpbridge.common.versions import Window, at_least, release
 
 FOLDER = Path(__file__).with_name("schema")

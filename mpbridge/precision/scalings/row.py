@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.formats import FORMATS, DType, say
 from mpbridge.common.machines import Arch
-from mpbridge.common.records import dataclass
 from mpbridge.common.versions import at_least
 
 Library = Literal["transformer_engine", "torchao"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -14,7 +14,6 @@ from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.facts import Realization
 from mpbridge.common.formats import DType, dtype, say
 from mpbridge.common.formats import plain as plain_data
-from mpbridge.common.records import dataclass
 from mpbridge.common.tables.table import Table, table
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.classes import PROCESS_WIDE, USERS_OWN

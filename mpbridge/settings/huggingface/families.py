@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
-
-from mpbridge.common.records import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

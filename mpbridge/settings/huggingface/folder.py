@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.common.files import LIMITS, bytes_of, regular, why
-from mpbridge.common.records import dataclass
 
 PREFIX = "hf:"
 """How such a folder is named where a file is also accepted: hf:models/llama."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.facts import RunFacts
-from mpbridge.common.records import dataclass
 from mpbridge.planning.memory.layers import te_layers
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant

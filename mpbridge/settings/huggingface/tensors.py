@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from mpbridge.common.facts import ModelShape
-from mpbridge.common.records import dataclass
 from mpbridge.planning.memory.layers import Split, Weight, layer_weights
 from mpbridge.precision.globs import DECODER, MTP
 from mpbridge.settings.huggingface.families import Family

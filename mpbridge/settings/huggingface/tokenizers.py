@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import text_of
-from mpbridge.common.records import dataclass
 from mpbridge.settings.huggingface.folder import CONFIG, PREFIX, read_json_file
 
 BYTE = "byte"

@@ -6,10 +6,10 @@ import glob
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpbridge.common.errors import DataError
-from mpbridge.common.records import dataclass
 from mpbridge.common.shipped import install
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
