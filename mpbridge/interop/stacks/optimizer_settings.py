@@ -17,7 +17,7 @@ from mpbridge.common.formats import say
 from mpbridge.interop.stacks.megatron_lm_options import options
 from mpbridge.planning.rules.muon import NEWTON_SCHULZ, WORDS
 from mpbridge.precision.megatron_spec.schema import records
-from mpbridge.precision.megatron_spec.versions import BEFORE_018, current
+from mpbridge.precision.megatron_spec.versions import BEFORE_018, described
 
 _PARSERS = {"muon_momentum": 0.9}
 """Defaults of Megatron-LM's parser that are not those of megatron-core's class (training/arguments.py, core_v0.16.1 and d98e8a64)."""
@@ -58,9 +58,11 @@ class Setting:
 
     @property
     def ours(self) -> str:
-        """Its name in the megatron-core that is installed here; '' if that has none."""
-        known = records("optimizer")
-        return next((one for one in spellings(self.name) if one in known), "")
+        """Its name in the megatron-core that is installed here; '' if that has none, or if rules, memory and audit know no other value than its default
+        (rule settings-not-known-here)."""
+        known, old = records("optimizer"), records("optimizer", version=described()[0])
+        judged = any(one in old for one in spellings(self.name))
+        return next((one for one in spellings(self.name) if judged and one in known), "")
 
     @property
     def usual(self) -> Any:
@@ -157,7 +159,7 @@ class Trained:
             yield ("contradicts", not one.takes(value), refused) if one in read else ("inert", True, unread)
         for one in read:
             value = self[one.name]
-            lacks = f"{one.told(cut(value))}: optimizer.{one.name} of megatron-core {self.core}: {current()}, which is installed, has none"
+            lacks = f"{one.told(cut(value))}: rules, memory and audit here know {say(one.default)} only"
             yield "cannot_express", not one.ours and value != one.default, lacks
             if one.name == "muon_fp32_matmul_prec" and value in NEWTON_SCHULZ:
                 text = f"Newton-Schulz multiplies in {NEWTON_SCHULZ[value]}: optimizer.{one.name}={value} here"
