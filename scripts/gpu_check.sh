@@ -48,12 +48,12 @@ step() {
   "$python" scripts/evidence/gpu_report.py "$out" >"$out/report.md"
 }
 script() { "$python" "$@"; }
-tests() { "$python" -m pytest tests/gpu -q -rs --timeout 560 -p no:cacheprovider "$@"; }
+tests() { "$python" -m pytest tests/gpu -v --tb short -rs --timeout 560 -p no:cacheprovider "$@"; }
 emulate="" shapes="1.2b" more="1.2b 8b" sizes="train.train_iters=8"
 if [ -n "$dry" ]; then
   export MPBRIDGE_TE_PATH="${MPBRIDGE_TE_PATH:-.te/2.11}"
   script() { "$python" -m mpbridge on-cpu --target h100 "$@"; }
-  tests() { "$python" -m pytest -p mpbridge.te_cpu.pytest_plugin --played h100 tests/gpu -q -rs --timeout 560 -p no:cacheprovider "$@"; }
+  tests() { "$python" -m pytest -p mpbridge.te_cpu.pytest_plugin --played h100 tests/gpu -v --tb short -rs --timeout 560 -p no:cacheprovider "$@"; }
   emulate="--emulate te" shapes="smoke" more="smoke"
   sizes="train.train_iters=3 model.num_layers=6 model.hidden_size=128 model.ffn_hidden_size=256 model.num_attention_heads=2 data.seq_length=64 train.global_batch_size=2"
 fi

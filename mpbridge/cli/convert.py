@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, record
 from mpbridge.common.errors import BadValue
 from mpbridge.common.formats import dtype
-from mpbridge.settings.huggingface.folder import PREFIX, folder_of, is_reference
+from mpbridge.settings.huggingface.folder import PREFIX, folder_of, is_reference, tensors
 from mpbridge.settings.huggingface.served import METHODS
 from mpbridge.settings.huggingface.tensors import ADAPTERS
 
@@ -110,7 +110,7 @@ def _give(args: argparse.Namespace, target: Path) -> None:
     from mpbridge.training.checkpoint.store import locate
     from mpbridge.training.serving.cast import Served
     from mpbridge.training.serving.merge import Merge
-    from mpbridge.training.weights.to_folder import to_folder
+    from mpbridge.training.weights.to_folder import opened, to_folder
 
     like = folder_of(args.like) if args.like else None
     if args.like and not is_reference(args.like):
@@ -126,10 +126,18 @@ def _give(args: argparse.Namespace, target: Path) -> None:
     merge = partial(Merge, how=args.adapters, like=like)
     adapters: Any = merge if args.adapters and args.adapters != "alone" else args.adapters
     wanted = dtype(args.dtype).value if args.dtype else None
+    compared = args.adapters == "alone" and like is not None and bool(tensors(like))
+    if compared:
+        with opened(path, like=like, adapters=merge) as export:
+            cast(Merge, export.merge).verify()
     with bar("written", quiet=args.json) as told:
         given = to_folder(path, target, like=like, dtype=wanted, casting=casting, adapters=adapters, told=told)
     padding = [f"{given.left_out} padding rows of the embedding are omitted"] if given.left_out else []
-    notes = padding + given.notes
+    named = args.adapters == "alone" and like is not None and not compared
+    unseen = (
+        [f"{like} has no weights: whether it is the base that was trained beside was not compared"] if named else []
+    )
+    notes = padding + given.notes + unseen
     facts = record(given, "family", "tensors", "elements", "dtypes", notes=notes)
     facts |= {} if given.merged is None else {"merged": given.merged}
     lines = (

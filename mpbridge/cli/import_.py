@@ -106,7 +106,7 @@ def _hazards(found: Imported) -> tuple[str, ...]:
 
 def _trains(found: Imported) -> str:
     """The optimizer for which the answer is judged: megatron-core's own are the same there."""
-    return found.meaning.optimizer.ours if found.stack.startswith("megatron") else ""
+    return str(found.run.get("optimizer", ""))
 
 
 def _print(found: Imported, told: Answer) -> None:
@@ -147,6 +147,7 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
         "overrides": {name: str(value) for name, value in told.overrides.items()},
         "engine": found.engine,
         "optimizer": found.meaning.optimizer.name,
+        "run": {f"optimizer.{name}": plain(value) for name, value in found.run.items()},
         "meaning": rows(found.meaning),
         "differs_here": {name: list(pair) for name, pair in apart(told, found.meaning, engine=found.engine).items()},
         "refused_here": list(refusals(told, _trains(found))),

@@ -34,8 +34,19 @@ STATE_ROLES: Mapping[str, str] = types.MappingProxyType(
     | dict.fromkeys(FACTORS, "factors")
 )
 """Key of a tensor in an optimizer's state -> its role."""
-_OWN = {"sgd": "sgd_", "soap": "soap_"} | dict.fromkeys(MUONS, "muon_")
-"""Value of optimizer.optimizer -> how the settings begin that no other reads."""
+_READ: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {"sgd": ("sgd_",), "soap": ("soap_",), "adaptive_muon": ("muon_", "adaptive_muon_")}
+    | dict.fromkeys(MUONS, ("muon_",))
+)
+"""Value of optimizer.optimizer -> how the settings begin that it reads and Adam does not. Lion itself gets Adam's betas."""
+OWN_SETTINGS = ("sgd_", "muon_", "soap_", "lion_", "adaptive_muon_")
+"""How settings of megatron-core's optimizer section begin that only some optimizers read."""
+
+
+def reads(optimizer: str, setting: str, settings: Mapping[str, Any]) -> bool:
+    """Whether that optimizer reads one of OWN_SETTINGS. settings: the section, of which muon_scalar_optimizer decides whether Muon reads Lion's."""
+    lion = "muon" in optimizer and settings.get("muon_scalar_optimizer") == "lion"
+    return setting.startswith((*_READ.get(optimizer, ()), *(("lion_",) if lion else ())))
 
 
 def least_left(beta2: float, steps: int = 1) -> float:
@@ -207,8 +218,7 @@ class OptimizerFacts:
     @property
     def own(self) -> dict[str, Any]:
         """The settings that no other optimizer reads, which decide what an update is."""
-        stem = _OWN.get(self.name)
-        return {name: value for name, value in self.settings.items() if stem and name.startswith(stem)}
+        return {name: value for name, value in self.settings.items() if reads(self.name, name, self.settings)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

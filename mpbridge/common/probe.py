@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
 import shutil
-import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mpbridge.common.distributions import version
 from mpbridge.common.facts import Versions
 from mpbridge.common.incomplete_te import has_libraries
 from mpbridge.common.machines import Machine, like, machine
@@ -64,18 +63,20 @@ def this_machine() -> Machine:
 def _installed() -> Versions:
     cuda = _torch_cuda()
     return Versions(
-        torch=_version("torch"),
+        torch=version("torch"),
         megatron_core=_megatron_core(),
         transformer_engine=_transformer_engine(),
-        torchao=_version("torchao"),
+        torchao=version("torchao"),
         cuda=cuda,
         cublaslt=_cublas(cuda),
-        python=platform.python_version(),
+        python=sys.version.split()[0],
     )
 
 
 @functools.cache
 def _this_machine() -> Machine:
+    import platform  # slow to import
+
     versions, found = _installed(), gpus()
     usable = found and (versions.torch is None or versions.cuda is not None)
     return (
@@ -138,18 +139,13 @@ def _nvidia_smi(*arguments: str) -> str:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
+    import subprocess  # slow to import
+
     try:
         done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _megatron_core() -> str | None:
@@ -167,17 +163,19 @@ def _megatron_core() -> str | None:
         if all(numbers):
             ahead = re.search(r"^PRE_RELEASE\s*=\s*['\"](\w*)['\"]", text, re.MULTILINE)
             return ".".join(found[1] for found in numbers if found) + (ahead[1] if ahead else "")
-    return _version("megatron-core")
+    return version("megatron-core")
 
 
 def _transformer_engine() -> str | None:
-    found = _version("transformer-engine")
+    found = version("transformer-engine")
     if found is None:
         return None
     # as wheels it is a meta package, a library (_cu12, _cu13) and a torch extension; only a source build has everything in one package
-    library = any(_version(f"transformer-engine-{cuda}") for cuda in ("cu12", "cu13"))
+    library = any(version(f"transformer-engine-{cuda}") for cuda in ("cu12", "cu13"))
     if library:
-        return found if _version("transformer-engine-torch") is not None else None
+        return found if version("transformer-engine-torch") is not None else None
+    import importlib.metadata
+
     folder = importlib.metadata.distribution("transformer-engine").locate_file("")
     return found if has_libraries(Path(str(folder))) else None
 
@@ -202,7 +200,7 @@ def _cublas(cuda: str | None) -> str | None:
     if cuda is None:
         return None
     major = release(cuda)[0]
-    return _version(f"nvidia-cublas-cu{major}") or _version("nvidia-cublas")
+    return version(f"nvidia-cublas-cu{major}") or version("nvidia-cublas")
 
 
 def _host_memory() -> int:

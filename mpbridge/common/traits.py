@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from mpbridge.common.distributions import entry_points
 from mpbridge.common.errors import BadValue, DuplicateName, UnknownName
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "mpbridge.engines"
 """Entry point group through which other packages provide engines: name -> an EngineTraits with that name."""
@@ -137,8 +140,8 @@ def _places() -> dict[str, str]:
 
 
 @functools.cache
-def _installed() -> tuple[importlib.metadata.EntryPoint, ...]:
-    return tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
+def _installed() -> tuple[EntryPoint, ...]:
+    return entry_points(ENTRY_POINTS)
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -77,6 +76,8 @@ def folders() -> list[Path]:
 
 def packages(where: Iterable[os.PathLike[str] | str] = ()) -> list[Package]:
     """Every Transformer Engine in `where`, in MPBRIDGE_TE_PATH and on the import path, in that order."""
+    import importlib.metadata  # slow, and few verbs ask
+
     found: list[Package] = []
     for place in [*map(Path, where), *folders(), None]:
         path: dict[str, Any] = {"path": [str(place)]} if place is not None else {}

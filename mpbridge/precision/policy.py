@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -236,6 +235,8 @@ class PrecisionPolicy:
 
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON of `as_data`."""
+        import hashlib  # slow to import
+
         text = json.dumps(self.as_data(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

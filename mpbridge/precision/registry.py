@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, overload
 
+from mpbridge.common.distributions import entry_points
 from mpbridge.common.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName, cut
 from mpbridge.common.shipped import recipe_file, recipe_files
 from mpbridge.common.traits import traits
@@ -93,7 +93,7 @@ def _fill() -> None:
     _filled = True
     for entry in BUILT_IN:
         _store(entry)
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+    for point in entry_points(ENTRY_POINTS):
         name = key(point.name)
         if name in _by_name or name in _alias_of:
             raise DuplicateName(f"entry point {point.value!r} provides a recipe named {name!r}, which already exists")

@@ -16,8 +16,6 @@ from mpbridge.common.report.trackers import absent, names_of
 from mpbridge.common.traits import traits
 from mpbridge.precision.megatron_spec import versions
 from mpbridge.settings.training import training_faults
-from mpbridge.training.checkpoint import continuation, store
-from mpbridge.training.checkpoint.index import METADATA
 from mpbridge.training.data.look import corpus_faults, tokenizer_faults
 from mpbridge.training.lr import schedule
 
@@ -88,7 +86,11 @@ def require_admission(run: Run, *, own_data: bool = False) -> list[str]:
 def resume_faults(run: Run) -> list[str]:
     """What a resume of `run` would change without its author's word (`continuation.faults`); empty for a run that starts."""
     place = resume_point(run.checkpoint)
-    return continuation.faults(run, place) if place is not None else []
+    if place is None:
+        return []
+    from mpbridge.training.checkpoint import continuation  # slow, and few runs resume
+
+    return continuation.faults(run, place)
 
 
 def resume_point(section: Mapping[str, Any]) -> Path | None:
@@ -98,7 +100,11 @@ def resume_point(section: Mapping[str, Any]) -> Path | None:
     Raises CheckpointError if it names a missing checkpoint.
     """
     load, save = section.get("load"), section.get("save")
-    if not load or (save and _same(load, save) and not store.saved(Path(save))):
+    if not load:
+        return None
+    from mpbridge.training.checkpoint import store
+
+    if save and _same(load, save) and not store.saved(Path(save)):
         return None
     return store.locate(Path(load))
 
@@ -108,13 +114,16 @@ def beginning(section: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
 
     Raises CheckpointError if a named one is not a checkpoint, or if checkpoint.save already has another run.
     """
-    place, save = resume_point(section), section.get("save")
+    place, save, weights = resume_point(section), section.get("save"), section.get("pretrained_checkpoint")
+    if not save and not weights:
+        return place, None
+    from mpbridge.training.checkpoint import store
+
     if save and (place is None or not _same(place.parent, save)) and (there := store.saved(Path(save))):
         raise CheckpointError(
             f"{save} already has a run (its newest checkpoint is {there[0].path.name}): resume it (checkpoint.load={save}), "
             "or choose another checkpoint.save"
         )
-    weights = section.get("pretrained_checkpoint")
     return place, store.locate(Path(weights)) if weights and place is None else None
 
 
@@ -124,8 +133,10 @@ def _same(path: Any, other: Any) -> bool:
 
 def _beginning(section: Mapping[str, Any]) -> list[str]:
     try:
-        for place in beginning(section):
-            if place is not None and not (place / METADATA).exists():  # megatron-core's own has no manifest
+        for place in filter(None, beginning(section)):
+            from mpbridge.training.checkpoint import index, store
+
+            if not (place / index.METADATA).exists():  # megatron-core's own has no manifest
                 store.read_manifest(place)
     except CheckpointError as error:
         return [f"checkpoint: {error}"]

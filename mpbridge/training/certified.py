@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +92,8 @@ def own_tensors(given: Path) -> OwnTensors:
         )
     linears = tensors_of(given / FILE) if (given / FILE).is_file() else {}
     beside = tuple(row for name in linears for row in _measured(measured[-1], name))
+    import statistics  # slow to import
+
     return OwnTensors(linears=linears, sigma=float(statistics.median(sizes)), rows=beside)
 
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
+
+ENDED = re.compile(r"(tests/\S+::.+) (PASSED|FAILED|ERROR|SKIPPED)\b")
+"""A line of `pytest -v`: the test and how it ended."""
 
 
 def tests(log: str) -> str:
-    """pytest's closing line, and every skip with its reason."""
-    closing = [line.strip("= ") for line in log.splitlines() if re.search(r"\d+ (passed|failed|skipped|error)", line)]
-    skips = [f"- {line}" for line in log.splitlines() if line.startswith(("SKIPPED", "FAILED", "ERROR"))]
-    return "\n".join([closing[-1] if closing else "no test ran", "", *skips])
+    """pytest's closing line, and every skip with its reason; of a run that was stopped, what had ended by then."""
+    lines = log.splitlines()
+    closing = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|failed|skipped|error)", line)]
+    skips = [f"- {line}" for line in lines if line.startswith(("SKIPPED", "FAILED", "ERROR"))]
+    if closing or not (ended := [found for line in lines if (found := ENDED.match(line))]):
+        return "\n".join([closing[-1] if closing else "no test ran", "", *skips])
+    counts = Counter(found[2].lower() for found in ended)
+    stopped = f"stopped; by then {', '.join(f'{count} {word}' for word, count in counts.items())}"
+    return "\n".join([stopped, "", *(f"- {found[2]} {found[1]}" for found in ended if found[2] in ("FAILED", "ERROR"))])
 
 
 def speeds(bench: dict) -> str:

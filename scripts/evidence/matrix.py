@@ -1,28 +1,33 @@
 """Runs a chosen part of the suite in environments with other Pythons and other releases, and writes the table of docs/reference/compatibility.md.
 
-    python scripts/evidence/matrix.py [--only NAME ...] [--folder FOLDER] [--again] [--table]
+    python scripts/evidence/matrix.py [--only NAME ...] [--parts NUMBER ...] [--folder FOLDER] [--again] [--table]
 
-Each environment is a virtual environment in FOLDER (several GB each, installed from the package index) with mpbridge from this checkout. A run that was
-interrupted continues: environments that were completed and parts that have a report are kept; --again runs the parts once more, and --table runs none: it writes what there are reports of. Exit code 1 if a test failed.
+Each environment is a virtual environment in FOLDER (several GB each, installed from the package index; it can be deleted when its parts ran) with mpbridge
+from this checkout. A run that was interrupted continues: environments that were completed and parts that have a report are kept. What failed in a part runs
+once more alone, so that a time limit that was missed beside other work is told from a fault. The page has one row for each environment and part, with the
+commit that it ran on; rows of earlier runs, here or on another machine, stay until their part runs again. --again runs parts that have a report once more,
+and --table runs none: it writes what there are reports of. Exit code 1 if a test failed alone as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reference/compatibility.md"
 MARKS = ("<!-- matrix -->", "<!-- end of matrix -->")
+WRONG = ("failure", "error")
 SHOWN = ("torch", "megatron-core", "numpy", "torchao", "pytest")
 
 
@@ -93,88 +98,118 @@ def make(one: Environment, home: Path) -> Path:
 
 
 def run(python: Path, part: str, report: Path) -> None:
-    """One part of the suite; its report is complete or absent."""
-    partial = report.with_suffix(".partial")
+    """One part of the suite, then alone what failed in it; its report is complete or absent."""
+    partial, alone, cache = report.with_suffix(".partial"), report.with_suffix(".alone"), report.with_suffix(".cache")
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    command = [
-        str(python),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
-        *("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0"),
-        f"--junitxml={partial}",
-        *part.split(),
-    ]
-    subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)
-    if partial.exists():
-        partial.rename(report)
+    shutil.rmtree(cache, ignore_errors=True)
+    alone.unlink(missing_ok=True)
+    command = [str(python), "-m", "pytest", "-q", "-o", f"cache_dir={cache}", "--continue-on-collection-errors"]
+    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0"]
+    began = ran_on(python)
+    subprocess.run([*command, *workers, f"--junitxml={partial}", *part.split()], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)  # fmt: skip
+    if not partial.exists():
+        return
+    if any(kind in WRONG for kind, _ in read(partial).values()):
+        again = ["--last-failed", "--last-failed-no-failures=none", f"--junitxml={alone}"]
+        subprocess.run([*command, *again, *part.split()], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)  # fmt: skip
+    report.with_suffix(".json").write_text(json.dumps(began), encoding="utf-8")
+    partial.rename(report)
 
 
-def read(report: Path) -> list[tuple[str, str, str]]:
-    """(test, passed, failure, error or skipped; the first line of why)."""
-    cases = []
+def ran_on(python: Path) -> dict[str, str]:
+    """The commit of this checkout, with a plus where files differ from it, the day, and the releases of an environment."""
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: E731
+    changed = git("status", "--porcelain", "-uno", "--", ".", f":!{PAGE.relative_to(ROOT)}").strip()
+    commit = git("rev-parse", "--short=8", "HEAD").strip() + ("+" if changed else "")
+    ask = f"import importlib.metadata as m, platform; print(platform.python_version(), *(m.version(n) for n in {SHOWN!r}))"
+    have = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    return {"commit": commit, "day": str(datetime.date.today()), **dict(zip(("Python", *SHOWN), have, strict=True))}
+
+
+def read(report: Path) -> dict[str, tuple[str, str]]:
+    """Test: (passed, failure, error or skipped; the first line of why)."""
+    cases = {}
     for case in ET.parse(report).iter("testcase"):
-        kind = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        kind = next((child for child in case if child.tag in (*WRONG, "skipped")), None)
         why = "" if kind is None else (kind.get("message") or "").strip().partition("\n")[0]
         why = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", why)  # folders of the machine that ran it
-        cases.append((f"{case.get('classname', '')}::{case.get('name')}", "passed" if kind is None else kind.tag, why))
+        cases[f"{case.get('classname', '')}::{case.get('name')}"] = "passed" if kind is None else kind.tag, why
     return cases
 
 
-def row(one: Environment, python: Path, reports: list[Path]) -> tuple[str, list[str]]:
-    """The environment's line of the table, and a line for each test that failed."""
-    ask = f"import importlib.metadata as m, platform; print(platform.python_version(), *(m.version(n) for n in {SHOWN!r}))"
-    have = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
-    cases = [case for report in reports for case in read(report)]
-    counted = Counter(kind for _, kind, _ in cases)
-    wrong = [(test, why) for test, kind, why in cases if kind in ("failure", "error")]
-    done = f"{len(reports)} of {len(PARTS)}"
-    cells = [one.why, *have[: len(SHOWN)], done, str(counted["passed"]), str(counted["skipped"]), str(len(wrong))]
-    lines = [f"* `{one.name}`: `{test}`: {re.sub(r'[`|<>]', '', why)[:200]}" for test, why in wrong]
+def rows(name: str, part: str, report: Path) -> tuple[str, list[str]]:
+    """The table's row for a part in an environment, and a line for each test that failed."""
+    ran = json.loads(report.with_suffix(".json").read_text(encoding="utf-8"))
+    cases, alone = read(report), report.with_suffix(".alone")
+    later = read(alone) if alone.exists() else {}
+    wrong = {test: why for test, (kind, why) in cases.items() if kind in WRONG}
+    passed_alone = {test for test in wrong if later.get(test, ("", ""))[0] == "passed"}
+    kinds = [kind for kind, _ in cases.values()]
+    counts = (kinds.count("passed"), kinds.count("skipped"), len(passed_alone), len(wrong) - len(passed_alone))
+    cells = [name, f"`{part}`", *(ran[key] for key in ("Python", *SHOWN, "commit", "day")), *map(str, counts)]
+    lines = [
+        f"* {name}, `{part}`: `{test}`{' (passed alone)' if test in passed_alone else ''}: {re.sub(r'[`|<>*]', '', why)[:200]}"
+        for test, why in wrong.items()
+    ]
     return f"| {' | '.join(cells)} |", lines
 
 
-def write(rows: list[str], wrong: list[str]) -> None:
-    """The table between the page's marks."""
-    head = ["environment", "Python", *SHOWN[:-1], "parts run", "passed", "skipped", "failed"]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
-    text = [f"Commit {commit}, {datetime.date.today()}.", "", f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    text += [*rows, "", *(["What failed, with the first line of why:", "", *wrong] if wrong else ["Nothing failed."])]
+def write(folder: Path) -> tuple[list[str], list[str]]:
+    """The table between the page's marks: what there are reports of in the folder, and the page's own rows of what there are none of."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
+    old, _, after = rest.partition(MARKS[1])
+    table, wrong = [], []
+    for name, (number, part) in itertools.product([one.name for one in ENVIRONMENTS], enumerate(PARTS)):
+        report = folder / "results" / name / f"{number}.xml"
+        if report.exists():
+            line, failures = rows(name, part, report)
+            table.append(line)
+            wrong += failures
+        else:
+            table += [line for line in old.splitlines() if line.startswith(f"| {name} | `{part}` |")]
+            wrong += [line for line in old.splitlines() if line.startswith(f"* {name}, `{part}`:")]
+    head = [
+        "environment",
+        "part",
+        "Python",
+        *SHOWN,
+        "commit",
+        "day",
+        "passed",
+        "skipped",
+        "failed, passed alone",
+        "failed",
+    ]
+    text = ["", f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *table]
+    text += ["", *(["What failed, with the first line of why:", "", *wrong] if wrong else ["Nothing failed."]), ""]
     PAGE.write_text("\n".join([before + MARKS[0], *text, MARKS[1]]) + after, encoding="utf-8")
+    return table, wrong
 
 
 def main() -> int:
-    """Every environment in turn; the page is written after each."""
+    """Every environment in turn; the page is written after each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache/matrix")
     parser.add_argument("--only", nargs="+", choices=[one.name for one in ENVIRONMENTS])
+    parser.add_argument("--parts", nargs="+", type=int, choices=range(len(PARTS)), help="numbers, in the order to run")
     parser.add_argument("--again", action="store_true", help="run parts that have a report")
     parser.add_argument("--table", action="store_true", help="only write the page, from the reports that there are")
     args = parser.parse_args()
-    rows, wrong = [], []
-    for one in ENVIRONMENTS:
-        home, results = args.folder.resolve() / one.name, args.folder.resolve() / "results" / one.name
-        reports = [results / f"{number}.xml" for number in range(len(PARTS))]
-        if not args.table and (not args.only or one.name in args.only):
-            python = make(one, home)
-            results.mkdir(parents=True, exist_ok=True)
-            for part, report in zip(PARTS, reports, strict=True):
-                if args.again or not report.exists():
-                    print(f"{one.name}: {part}", flush=True)
-                    run(python, part, report)
-        reports = [report for report in reports if report.exists()]
-        if reports:
-            line, failures = row(one, home / "bin/python", reports)
-            rows.append(line)
-            wrong += failures
-            write(rows, wrong)
-    print("\n".join([*rows, *wrong]))
-    return int(bool(wrong))
+    folder = args.folder.resolve()
+    for one in () if args.table else ENVIRONMENTS:
+        if args.only and one.name not in args.only:
+            continue
+        python, results = make(one, folder / one.name), folder / "results" / one.name
+        results.mkdir(parents=True, exist_ok=True)
+        for number in args.parts if args.parts is not None else range(len(PARTS)):
+            part, report = list(PARTS)[number], results / f"{number}.xml"
+            if args.again or not report.exists():
+                print(f"{one.name}: {part}", flush=True)
+                run(python, part, report)
+                write(folder)
+    table, wrong = write(folder)
+    print("\n".join([*table, *wrong]))
+    return int(any("(passed alone)" not in line for line in wrong))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,15 @@ def test_benchmark_and_report_run_from_end_to_end(tmp_path):
     assert "by kind of kernel" in report
 
 
+def test_of_tests_that_were_stopped_the_report_says_how_those_before_ended(tmp_path):
+    (tmp_path / "tests.log").write_text(
+        "tests/gpu/test_a.py::test_b[MXFP8 of 4 x 8] PASSED [  1%]\ntests/gpu/test_a.py::test_c FAILED [  2%]\ntests/gpu/test_a.py::test_d "
+    )
+    command = [sys.executable, "scripts/evidence/gpu_report.py", str(tmp_path)]
+    report = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True).stdout
+    assert "stopped; by then 1 passed, 1 failed\n\n- FAILED tests/gpu/test_a.py::test_c" in report
+
+
 def test_without_a_device_it_says_so_and_fails(tmp_path):
     environment = os.environ | {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
     if any((Path(folder) / "nvidia-smi").exists() for folder in ("/usr/bin", "/bin")):

@@ -11,7 +11,7 @@ import pytest
 
 from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.precision.megatron_spec.schema import CLASSES
-from mpbridge.precision.megatron_spec.versions import described
+from mpbridge.precision.megatron_spec.versions import described, nearest
 from mpbridge.settings import schema
 from mpbridge.settings.schema import Setting, checked, fit, settings
 
@@ -27,7 +27,11 @@ def generator():
 
 
 def test_schema_file_is_what_the_installed_megatron_core_gives(generator):
-    assert generator.PLACE.read_text(encoding="utf-8") == generator.text(), "run scripts/generate/make_schema.py"
+    """Or that of the release that represents it: 0.16.0 has the classes of 0.16.1."""
+    here = generator.PLACE.stem
+    place = generator.PLACE.with_name(f"{nearest(here)}.json")
+    made = generator.text().replace(f'"megatron_core": "{here}"', f'"megatron_core": "{place.stem}"')
+    assert place.read_text(encoding="utf-8") == made, "run scripts/generate/make_schema.py"
 
 
 def test_every_default_of_a_described_version_is_legal_in_its_own_schema():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def wheel(folder: Path, version: str) -> Path:
 def nowhere(monkeypatch):
     """No Transformer Engine anywhere."""
     monkeypatch.delenv(packages.VARIABLE, raising=False)
-    monkeypatch.setattr(packages.importlib.metadata, "distributions", lambda **given: [])
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **given: [])
 
 
 def test_no_transformer_engine_names_the_line_that_installs_it(nowhere) -> None:

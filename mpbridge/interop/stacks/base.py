@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.common.errors import cut
-from mpbridge.common.facts import ADAMS, OPTIMIZERS
+from mpbridge.common.facts import ADAMS
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, MainWeights, engine_names, traits
 from mpbridge.interop.stacks.costs import cost
@@ -23,6 +23,7 @@ from mpbridge.interop.stacks.meaning import (
     of_policy,
     stored,
 )
+from mpbridge.interop.stacks.optimizer_settings import Trained
 from mpbridge.interop.stacks.optimizers import ADAM, MOMENTS, NOT_SAID, optimizer_named
 from mpbridge.interop.stacks.reasons import reasons
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -82,9 +83,8 @@ class Request:
     @property
     def ours(self) -> Meaning:
         """The meaning to express: the policy on its engine, with states sharded as in the run."""
-        whole = (
-            self.run is not None and self.main_weights == "megatron_core" and not self.run.facts.optimizer.distributed
-        )
+        apart = self.run is not None and self.main_weights == "megatron_core"
+        whole = apart and not (self.run.facts.optimizer.distributed or self.optimizer == "dist_muon")
         meaning = of_policy(self.policy, engine=self.engine, sharded="nothing" if whole else None)
         return dataclasses.replace(
             meaning, optimizer=optimizer_named(self.optimizer, momentum=bool(self.updates.get("sgd_momentum")))
@@ -144,6 +144,8 @@ class Imported:
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """The equivalent values of MixedPrecisionConfig; empty if it cannot be expressed."""
     engine: str = DEFAULT
+    run: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Settings of a run's optimizer section that train as a Megatron's optimizer beside Adam does; empty for Adam, and where mpbridge has none."""
     meaning: Meaning
     inert: tuple[str, ...] = ()
     """Settings that are accepted there and have no effect."""
@@ -164,10 +166,13 @@ class Imported:
 _NONE = (None, "", 0, "0", "0.0")
 
 
-def updated_by(found: Imported, name: Any, where: str = "", *, momentum: Any = None) -> Imported:
+def updated_by(
+    found: Imported, name: Any, where: str = "", *, momentum: Any = None, trained: Trained | None = None
+) -> Imported:
     """`found` with the states of the optimizer that its source names; Adam's, which is said, where it names none.
 
     name: as its setting has it, or None. where: that setting. momentum: of optimizers that keep none where it is 0 or not said.
+    trained: a Megatron's, whose code trains here too.
     """
     assumed = tuple(line for line in found.assumed if line != NOT_SAID)
     if not name:
@@ -175,12 +180,12 @@ def updated_by(found: Imported, name: Any, where: str = "", *, momentum: Any = N
         return dataclasses.replace(found, assumed=(*assumed, *more))
     optimizer = optimizer_named(str(name), momentum=momentum not in _NONE)
     lines = (f"{where}={cut(name)}: {optimizer.note}",) if optimizer.note else ()
+    here = {} if trained is None else trained.here
     meaning = dataclasses.replace(found.meaning, optimizer=optimizer)
-    if optimizer.ours and found.stack.startswith("megatron"):  # the same code trains here
-        text = f"{where}={cut(name)}: the run's, not the recipe's: optimizer.optimizer={str(name) if name in OPTIMIZERS else optimizer.ours} here"
-        return dataclasses.replace(
-            found, meaning=meaning, assumed=(*assumed, "; ".join(filter(None, (text, optimizer.note))))
-        )
+    if here:
+        text = f"{where}={cut(name)}: the run's, not the recipe's: optimizer.optimizer={here['optimizer']} here"
+        text = "; ".join(filter(None, (text, optimizer.note)))
+        return dataclasses.replace(found, meaning=meaning, assumed=(*assumed, text), run=here)
     return dataclasses.replace(found, meaning=meaning, assumed=assumed, cannot_express=(*found.cannot_express, *lines))
 
 

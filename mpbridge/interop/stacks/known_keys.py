@@ -18,6 +18,7 @@ from mpbridge.common.errors import cut, nearest
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, updated_by
 from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.interop.stacks.optimizer_settings import Trained
 from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, in_force, raise_faults
 
 PRECISION = re.compile(
@@ -41,13 +42,15 @@ def known(stack: str) -> Mapping[str, frozenset[str]]:
 
 def imported(
     read: Reader, stack: str, version: str, meaning: Meaning, fields: Mapping[str, Any], *, engine: str = DEFAULT, optimizer: Any = None,
-    where: str = "optimizer", momentum: Any = None, under: str = "", own: str = "",
+    where: str = "optimizer", momentum: Any = None, trained: Trained | None = None, under: str = "", own: str = "",
 ) -> Imported:  # fmt: skip
     """What was read: its meaning, the reader's notes and the rest of its data. optimizer: as the setting `where` names it. Raises BadValue for its faults."""
     raise_faults(read.faults, f"this configuration of {stack}")
     notes: dict[str, Any] = {kind: tuple(lines) for kind, lines in read.notes.items()}
     found = Imported(stack=stack, version=version, fields=fields, engine=engine, meaning=meaning, **notes)
-    return with_rest(updated_by(found, optimizer, where, momentum=momentum), read, under=under, own=own)
+    return with_rest(
+        updated_by(found, optimizer, where, momentum=momentum, trained=trained), read, under=under, own=own
+    )
 
 
 def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") -> Imported:

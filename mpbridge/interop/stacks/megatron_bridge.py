@@ -14,9 +14,9 @@ from mpbridge.common.formats import DType
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
 from mpbridge.interop.stacks.megatron_bridge_fields import CORE, FIELDS, NAME, TARGET
 from mpbridge.interop.stacks.megatron_bridge_import import read_data
-from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of, spellings
+from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of
+from mpbridge.interop.stacks.optimizer_settings import at_ours, settings
 from mpbridge.interop.stacks.sharded_torch import environment
-from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 
@@ -29,9 +29,8 @@ def export(request: Request) -> Export:
     import yaml
 
     policy, fsdp = request.policy, request.main_weights == "wrapper"
-    fields = records("optimizer", version=CORE)
-    names = {name: next((one for one in spellings(name) if one in fields), None) for name in request.updates}
-    updates = {word: request.updates[name] for name, word in names.items() if word is not None}
+    there = {name: at_ours(settings(CORE), name) for name in request.updates}
+    updates = {one.name: request.updates[name] for name, one in there.items() if one is not None}
     updates |= {"optimizer": request.optimizer} if request.optimizer != "adam" else {}
     sections = {
         "mixed_precision": _section(request), "optimizer": _optimizer(policy) | updates,
@@ -47,7 +46,7 @@ def export(request: Request) -> Export:
     pieces = [Fragment(name="run_config.yaml", text=text.rstrip()), *environment(policy.quants)]
     why = {**reasons(request, CORE), **_moved(policy)}
     return exported(
-        request, NAME, theirs, pieces, _unsayable(request), why, said=[name for name in names if names[name]]
+        request, NAME, theirs, pieces, _unsayable(request), why, said=[name for name in there if there[name]]
     )
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import BadValue, DataError, UnknownName, brief, cut, nearest
+from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with
@@ -18,7 +19,7 @@ from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import imported, unknown_of
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.interop.stacks.megatron_bridge_fields import CORE, DIFFERS, FIELDS, NAME, TARGET
-from mpbridge.interop.stacks.optimizers import newton_schulz
+from mpbridge.interop.stacks.optimizer_settings import Trained, settings
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, is_known, known_fields
 from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -93,24 +94,44 @@ def read_data(data: Any, *, version: str) -> Imported:
     if distributed is None and not fsdp:
         distributed = True
         read_.default("ddp.use_distributed_optimizer", distributed)
-    sharded: Sharded = "everything" if fsdp else "optimizer" if distributed else "nothing"
-    kind, momentum = read_.text("optimizer.optimizer", "adam"), read_.at("optimizer.sgd_momentum", 0.9)
-    word = read_.at("optimizer.muon_fp32_matmul_prec")
-    read_.note_rows(
-        *newton_schulz(kind, str(word or "medium"), "optimizer.muon_fp32_matmul_prec", said=word is not None)
-    )
+    trained = _trained(read_, bool(distributed))
+    sharded: Sharded = "everything" if fsdp else "optimizer" if trained.divided else "nothing"
     raise_faults(read_.faults, "this run_config.yaml")
     meaning = described(fields, read_.notes["contradicts"], engine=engine, sharded=sharded)
     return imported(
-        read_, NAME, version, meaning, fields, engine=engine, optimizer=kind, where="optimizer.optimizer", momentum=momentum
+        read_, NAME, version, meaning, fields, engine=engine, optimizer=trained.name, where="optimizer.optimizer", momentum=trained["sgd_momentum"],
+        trained=trained,
     )  # fmt: skip
+
+
+def _trained(read_: Reader, distributed: bool) -> Trained:
+    """What trains the run, with its settings as they stand; those that it reads and does not say are noted as in force."""
+    there, name = settings(CORE), read_.text("optimizer.optimizer", "adam")
+    paths = {field: f"optimizer.{field}" for field in there}
+    given: dict[str, Any] = {}
+    for field in (one for one, path in paths.items() if read_.at(path) is not None):
+        usual = there[field].default
+        of = read_.flag if isinstance(usual, bool) else read_.text if isinstance(usual, str) else read_.number
+        given[field] = of(paths[field], usual)
+    switch = "optimizer.use_layer_wise_distributed_optimizer"
+    layered = (read_.at(switch) is not None and read_.flag(switch)) or name.startswith("dist_")
+    alone = name.removeprefix("dist_") in BESIDE_ADAM
+    text = f"ddp.use_distributed_optimizer=true with optimizer={cut(name)}: that divides Adam's states; these are divided by layer (dist_{cut(name)})"
+    said = "ddp.use_distributed_optimizer" not in read_.silent
+    read_.note("contradicts", text, alone and distributed and said and not layered)
+    asked = layered if alone else distributed
+    trained = Trained(name=name, core=CORE, distributed=asked, there=there, given=given)
+    read_.note_rows(*trained.notes("optimizer.optimizer"))
+    for one in (one for one in trained.read if one.name not in given):
+        read_.default(paths[one.name], one.default)
+    return trained
 
 
 OPAQUE = frozenset({"get_mixed_precision_config"})
 """Functions of which the arguments are read, not the body."""
 _SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType({
     "mixed_precision": frozenset(FIELDS),
-    "optimizer": frozenset({*_OPTIMIZER, "use_distributed_optimizer", "optimizer", "sgd_momentum"}),
+    "optimizer": frozenset({*_OPTIMIZER, "use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "optimizer", *settings(CORE)}),
     "ddp": frozenset({
         "grad_reduce_in_fp32", "use_distributed_optimizer", "use_megatron_fsdp", "megatron_fsdp_main_params_dtype",
         "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype",

@@ -13,10 +13,12 @@ from mpbridge.common.facts import BESIDE_ADAM, EMERGING
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
+from mpbridge.interop.stacks.megatron_lm_arguments import own_settings
 from mpbridge.interop.stacks.megatron_lm_import import read
-from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME, options
+from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME
 from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as DEFAULT_VERSION
 from mpbridge.interop.stacks.megatron_lm_options import VERSIONS as VERSIONS
+from mpbridge.interop.stacks.optimizer_settings import at_ours
 from mpbridge.interop.stacks.sharded_torch import environment, process_wide
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, BEFORE_018, SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant
@@ -124,7 +126,9 @@ def _optimizer(request: Request) -> Flags:
         yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
         yield "--ckpt-format fsdp_dtensor"
     if _optimizer_there(request, CORE[request.version]):
-        yield f"--optimizer {request.optimizer}"
+        # since 0.18 the distributed optimizer of what is not Adam is the layer-wise one
+        layered = request.optimizer == "dist_muon" and not BEFORE_018.holds(CORE[request.version])
+        yield f"--optimizer {'muon --use-distributed-optimizer' if layered else request.optimizer}"
         yield from filter(None, _updates(request).values())
     if _has_dtypes(request):
         reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
@@ -138,17 +142,10 @@ def _optimizer_there(request: Request, core: str) -> bool:
 
 
 def _updates(request: Request) -> Mapping[str, str]:
-    """The optimizer's own settings -> the flags that say them, '' where none has to: the parser's defaults are not those of megatron-core's class."""
-    known, found = options(request.version), {}
-    for name, value in request.updates.items():
-        off = f"--muon-no-{name.removeprefix('muon_').replace('_', '-')}"
-        flags = [*(f"--{one.replace('_', '-')}" for one in megatron_modules.spellings(name)), off]
-        word = next((one for one in flags if one in known), None)
-        if word is not None and isinstance(value, bool):
-            found[name] = word if value is (word != off) else ""
-        elif word is not None:
-            found[name] = f"{word} {value}"
-    return found
+    """The optimizer's own settings that can be said -> the flags that say them, '' where none has to."""
+    there = own_settings(request.version)
+    said = ((name, at_ours(there, name), value) for name, value in request.updates.items())
+    return {name: one.flags(value) for name, one, value in said if one and one.option and one.takes(value)}
 
 
 def _state(dtype: DType | None) -> str:

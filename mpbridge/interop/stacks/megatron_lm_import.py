@@ -7,104 +7,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
-from mpbridge.common.errors import BadValue, DataError, cut, nearest
-from mpbridge.common.formats import DType, dtype, say
+from mpbridge.common.errors import BadValue, DataError, cut
+from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with
 from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import PRECISION, imported
 from mpbridge.interop.stacks.meaning import Sharded
-from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME, options
+from mpbridge.interop.stacks.megatron_lm_arguments import (
+    MODULES_FILE,
+    STRATEGIES,
+    SWITCHES,
+    VALUES,
+    Arguments,
+    by_dest,
+    own_settings,
+    parse,
+    spelled,
+)
+from mpbridge.interop.stacks.megatron_lm_options import NAME
 from mpbridge.interop.stacks.megatron_modules import rules_of
-from mpbridge.interop.stacks.optimizers import newton_schulz
-from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, raise_faults, stray
+from mpbridge.interop.stacks.optimizer_settings import at_ours
+from mpbridge.interop.stacks.reading import raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.scalings import SCALINGS
 
-MODULES_FILE = "--te-precision-config-file"
-_VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType({
-    # option -> (name, its default, whose type it takes), by subject
-    "--loss-scale": ("loss_scale", None), "--initial-loss-scale": ("initial_loss_scale", 2.0**32), "--min-loss-scale": ("min_loss_scale", 1.0),
-    "--loss-scale-window": ("loss_scale_window", 1000.0), "--hysteresis": ("hysteresis", 2),
-    "--fp8-format": ("fp8", None), "--fp8-recipe": ("fp8_recipe", "delayed"), "--fp8-margin": ("fp8_margin", 0), "--fp8-interval": ("fp8_interval", 1),
-    "--fp8-amax-history-len": ("fp8_amax_history_len", 1), "--fp8-amax-compute-algo": ("fp8_amax_compute_algo", "most_recent"),
-    "--fp8-quantizer-factory": ("fp8_quantizer_factory", None), "--fp4-format": ("fp4", None), "--fp4-recipe": ("fp4_recipe", "nvfp4"),
-    "--fp4-quantizer-factory": ("fp4_quantizer_factory", None),
-    "--num-layers-at-start-in-bf16": ("first", 1), "--num-layers-at-end-in-bf16": ("last", 1), MODULES_FILE: ("modules_file", None),
-    "--main-grads-dtype": ("main_grads", "fp32"), "--main-params-dtype": ("main_params", "fp32"), "--exp-avg-dtype": ("exp_avg", "fp32"),
-    "--exp-avg-sq-dtype": ("exp_avg_sq", "fp32"),
-    "--megatron-fsdp-main-params-dtype": ("fsdp_main_params", "fp32"), "--megatron-fsdp-main-grads-dtype": ("fsdp_main_grads", "auto"),
-    "--megatron-fsdp-grad-comm-dtype": ("fsdp_grad_comm", "auto"), "--data-parallel-sharding-strategy": ("strategy", None),
-    "--moe-router-dtype": ("router", None), "--output-logit-dtype": ("logits", None), "--transformer-impl": ("transformer_impl", "transformer_engine"),
-    "--optimizer": ("optimizer", "adam"), "--sgd-momentum": ("sgd_momentum", 0.9), "--yaml-cfg": ("yaml", None),
-    "--muon-fp32-matmul-prec": ("muon_matmul", "medium"), "--hybrid-override-pattern": ("pattern", None), "--hybrid-layer-pattern": ("pattern", None),
-})  # fmt: skip
-_SWITCHES: Mapping[str, str] = MappingProxyType({
-    "--bf16": "bf16", "--fp16": "fp16", "--accumulate-allreduce-grads-in-fp32": "accumulate", "--grad-reduce-in-bf16": "reduce_bf16",
-    "--no-fp8-wgrad": "no_wgrad", "--disable-fp8-wgrad": "no_wgrad", "--fp8-param-gather": "fp8_stored", "--fp4-param-gather": "fp4_stored",
-    "--first-last-layers-bf16": "edges", "--reuse-grad-buf-for-mxfp8-param-ag": "reuse", "--fp8-output-proj": "fp8_output_proj",
-    "--use-precision-aware-optimizer": "aware", "--use-distributed-optimizer": "distributed",
-    "--use-megatron-fsdp": "megatron_fsdp", "--use-custom-fsdp": "megatron_fsdp", "--use-torch-fsdp2": "fsdp2",
-    "--fp32-residual-connection": "residual", "--attention-softmax-in-fp32": "softmax", "--apply-query-key-layer-scaling": "scaled_by_layer",
-    "--fp16-lm-cross-entropy": "fp16_loss", "--is-hybrid-model": "hybrid",
-})  # fmt: skip
-_STRATEGIES: Mapping[str, Sharded] = MappingProxyType(
-    {"no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "everything"}
-)
-"""Megatron-FSDP's --data-parallel-sharding-strategy -> what is divided."""
 _SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _STATES = ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
 _WRAPPED = ("fsdp_main_params", "fsdp_main_grads", "fsdp_grad_comm")
 
 
-@dataclass
-class _Arguments:
-    """A parsed command line, with the parser's defaults."""
-
-    version: str
-    values: dict[str, Any] = field(default_factory=lambda: dict(_VALUES.values()))
-    said: set[str] = field(default_factory=set)
-    other: list[str] = field(default_factory=list)
-    read: Reader = field(default_factory=lambda: Reader({}))
-    """What is to be said of it."""
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name]
-
-    def on(self, *names: str) -> bool:
-        """Whether one of the switches was given."""
-        return any(name in self.said for name in names)
-
-    @property
-    def base(self) -> str:
-        """The compute dtype."""
-        return "bf16" if self.on("bf16") else "fp16" if self.on("fp16") else "fp32"
-
-    @property
-    def dtypes(self) -> bool:
-        """Whether Megatron-FSDP has its own dtype flags in that version."""
-        return SINCE_017.holds(CORE[self.version])
-
-    @property
-    def never_fp4(self) -> bool:
-        """Whether --fp4-format has no effect: a hybrid of a megatron-core whose stack does not open its context."""
-        return BEFORE_017.holds(CORE[self.version]) and bool(self.on("hybrid") or self["pattern"])
-
-    @property
-    def strategy(self) -> str:
-        """Megatron-FSDP's; its default divides everything since its flags for dtypes, nothing before."""
-        return self["strategy"] or ("optim_grads_params" if self.dtypes else "no_shard")
-
-
 def read(words: Iterable[str], *, version: str, rules: Any = None) -> Imported:
     """The meaning of a command line. rules: the data of --te-precision-config-file. Raises BadValue naming every option whose value cannot be read."""
-    given = _parse(list(words), version)
+    given = parse(list(words), version)
     raise_faults(given.read.faults, "these arguments")
     given.values["loss_scale"] = given["loss_scale"] or None  # 0 is a dynamic scale there
     return _meaning(given, rules)
@@ -129,18 +67,24 @@ def read_data(data: Any, *, version: str) -> Imported:
 
 def read_values(given: Mapping[str, Any], *, version: str) -> Imported:
     """The meaning of a checkpoint's namespace: Megatron-LM's `args`, by its own names, after validate_args."""
-    by_dest, words, faults = _by_dest(), list[str](), list[str]()
-    stated = {option for name, option in by_dest.items() if name in given}
+    names, words, faults = by_dest(), list[str](), list[str]()
+    stated = {option for name, option in names.items() if name in given}
+    own = own_settings(version)
     for name, value in given.items():
-        option = by_dest.get(name)
+        option, setting = names.get(name), at_ours(own, name)
+        if setting is not None and setting.option and value is not None:
+            stated.add(setting.option)
+            words += setting.flags(value).split(maxsplit=1) if value != setting.default else []
         if option is None or value is None or value is False:
             continue
-        if option in _SWITCHES and value is not True:
+        if option in SWITCHES and value is not True:
             faults.append(f"{name}={cut(repr(value))}: expected True or False")
             continue
-        text = _spelled(value)
-        if value is True or text != str(_VALUES[option][1]):
+        text = spelled(value)
+        if value is True or text != str(VALUES[option][1]):
             words += [option] if value is True else [option, text]
+    if given.get("use_layer_wise_distributed_optimizer") is True:  # what validate_args makes of the option
+        words += ["--use-distributed-optimizer"]
     raise_faults(faults, "these arguments")
     found = read(words, version=version)
     # what a namespace holds is said, also where it is the parser's own value
@@ -148,106 +92,30 @@ def read_values(given: Mapping[str, Any], *, version: str) -> Imported:
     return dataclasses.replace(found, in_force=rest)
 
 
-def _spelled(value: Any) -> str:
-    """A value in its option's spelling: dtypes are fp32, bf16, fp16 and, for moments, fp8."""
-    if not str(value).startswith("torch."):
-        return str(value)
-    found = dtype(str(value))
-    return "fp8" if found is DType.UINT8 else found.short
-
-
-def _by_dest() -> Mapping[str, str]:
-    """Attribute of args -> the option that sets it."""
-    known = {option: option[2:].replace("-", "_") for option in (*_VALUES, *_SWITCHES)}
-    special = {"--fp8-format": "fp8", "--fp4-format": "fp4", "--output-logit-dtype": "logit_dtype"}
-    dropped = ("--disable-fp8-wgrad", "--no-fp8-wgrad", "--use-custom-fsdp")
-    return {name: option for option, name in (known | special).items() if option not in dropped}
-
-
-def _parse(words: list[str], version: str) -> _Arguments:
-    given, known, unknown = _Arguments(version), options(version), 0
-    while words:
-        word = words.pop(0)
-        name, equals, attached = word.partition("=")
-        if word.startswith("--") and name in known:
-            values, arity = [attached] if equals else list[str](), known[name]
-            most = 0 if equals else arity if isinstance(arity, int) else len(words)
-            while words and not _is_option(words[0]) and most > len(values):
-                values.append(words.pop(0))
-            _store(given, name, values)
-        elif word.startswith("--") or (word.strip() and not word.endswith(".py")):
-            given.read.note("unknown", _unknown(word, known if unknown < MOST_SUGGESTED else ()))
-            unknown += 1
-    return given
-
-
-def _unknown(word: str, known: Iterable[str]) -> str:
-    """The note about a word that is no option of the parser. known: those that may be meant."""
-    name = word.partition("=")[0]
-    if not word.startswith("--"):
-        return stray(word, known)
-    if " " in name:
-        return (
-            f"{cut(name)} (quoted as one word: its parser needs {cut(name.split()[0])} and its value as separate words)"
-        )
-    near = nearest(name, known, most=1)
-    return cut(name) + (f" (nearest: {near[0]})" if near else "")
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("-") and not word[1:2].isdigit() and len(word) > 1 and word[1] != "."
-
-
-def _store(given: _Arguments, option: str, values: list[str]) -> None:
-    name, default = _VALUES.get(option, (_SWITCHES.get(option, ""), None))
-    faults = given.read.faults
-    if not name:
-        given.other.append(option)
-        return
-    if option in _SWITCHES:
-        faults += [f"{option}={cut(values[0])}: it takes no value"] if values else []
-    elif not values or values[0] == "":
-        faults.append(f"{option} has no value: pass the script's variables with --env NAME=VALUE")
-        return
-    else:
-        convert = float if name == "loss_scale" else str if default is None else type(default)
-        try:
-            given.values[name] = convert(values[0])
-        except ValueError:
-            faults.append(f"{option} {cut(values[0])}: expected a {'whole ' if convert is int else ''}number")
-        if name == "strategy" and values[0] not in _STRATEGIES:
-            faults.append(f"{option} {cut(values[0])}: expected {', '.join(_STRATEGIES)}")
-    given.said.add(name)
-
-
-def _meaning(given: _Arguments, rules: Any) -> Imported:
-    read_ = given.read
-    read_.note_rows(
-        *_notes(given),
-        *newton_schulz(
-            given["optimizer"], given["muon_matmul"], "--muon-fp32-matmul-prec", said="muon_matmul" in given.said
-        ),
-    )
+def _meaning(given: Arguments, rules: Any) -> Imported:
+    read_, trained = given.read, given.trained
+    read_.note_rows(*_notes(given), *trained.notes("--optimizer"))
     fields = _fields(given) | _modules(given, rules)
     engine = DEFAULT
     if given.on("megatron_fsdp", "fsdp2"):
         engine = engine_with("wrapper" if given.on("megatron_fsdp") else "optimizer")
-    sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if given.on("distributed") else "nothing"
+    sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if trained.divided else "nothing"
     if given.on("megatron_fsdp"):
-        sharded = _STRATEGIES[given.strategy]
+        sharded = STRATEGIES[given.strategy]
     # under torch's FSDP2 it keeps its layout: 16-bit parameters and FP32 main weights
     kind = engine if given.on("megatron_fsdp") else DEFAULT
     meaning = described(fields, read_.notes["contradicts"], engine=kind, sharded=sharded)
     precise = [one for one in given.other if PRECISION.search(one.replace("-", "_"))]
     read_.notes["assumed"] += [f"{one}: concerns precision, but decides nothing that is read here" for one in precise]
     found = imported(
-        read_, NAME, given.version, meaning, fields, engine=engine, optimizer=given["optimizer"], where="--optimizer", momentum=given["sgd_momentum"]
+        read_, NAME, given.version, meaning, fields, engine=engine, optimizer=given["optimizer"], where="--optimizer", momentum=trained["sgd_momentum"],
+        trained=trained,
     )  # fmt: skip
     other = tuple(one for one in given.other if one not in precise)
     return dataclasses.replace(found, other=other, in_force=tuple(_in_force(given)))
 
 
-def _modules(given: _Arguments, rules: Any) -> dict[str, Any]:
+def _modules(given: Arguments, rules: Any) -> dict[str, Any]:
     """`modules` by the file that the arguments name; what is undecided is noted."""
     told = f"{MODULES_FILE} {cut(given['modules_file'])}"
     if given["modules_file"] is not None and rules is None:
@@ -263,7 +131,7 @@ def _modules(given: _Arguments, rules: Any) -> dict[str, Any]:
     return {"modules": made} if made else {}
 
 
-def _fields(given: _Arguments) -> dict[str, Any]:
+def _fields(given: Arguments) -> dict[str, Any]:
     fields: dict[str, Any] = {given.base: True, "grad_reduce_in_fp32": _reduces_in_fp32(given)}
     fields |= _quantized(given)
     if given.on("fp16") or given["loss_scale"] is not None:
@@ -282,7 +150,7 @@ def _fields(given: _Arguments) -> dict[str, Any]:
     return fields | {name: value for name, value in model.items() if value is not None}
 
 
-def _states(given: _Arguments) -> dict[str, Any]:
+def _states(given: Arguments) -> dict[str, Any]:
     """The states that the optimizer or the sharding wrapper keeps."""
     fields: dict[str, Any] = {}
     if given.on("aware"):
@@ -296,7 +164,7 @@ def _states(given: _Arguments) -> dict[str, Any]:
     return fields
 
 
-def _reduces_in_fp32(given: _Arguments) -> bool:
+def _reduces_in_fp32(given: Arguments) -> bool:
     """ddp.grad_reduce_in_fp32 after validate_args, or what the sharding engine does instead."""
     if given.on("megatron_fsdp") and given.dtypes:
         main, wire = given["fsdp_main_grads"], given["fsdp_grad_comm"]
@@ -308,7 +176,7 @@ def _reduces_in_fp32(given: _Arguments) -> bool:
     return given.on("accumulate")
 
 
-def _quantized(given: _Arguments) -> dict[str, Any]:
+def _quantized(given: Arguments) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for low in ("fp8", "fp4"):
         if given[low] is not None and not (low == "fp4" and given.never_fp4):
@@ -325,7 +193,7 @@ def _quantized(given: _Arguments) -> dict[str, Any]:
     return fields
 
 
-def _notes(given: _Arguments) -> Iterator[tuple[str, Any, str]]:
+def _notes(given: Arguments) -> Iterator[tuple[str, Any, str]]:
     """(kind, whether it applies, text): what the parser refuses, accepts without effect, or leaves to a file; and what mpbridge cannot express."""
     said, on, fp8, fp4, recipe = given.said, given.on, given["fp8"], given["fp4"], given["fp8_recipe"]
     aware, wide, low, edges = on("aware"), on("accumulate"), on("reduce_bf16"), on("edges")
@@ -373,20 +241,23 @@ def _notes(given: _Arguments) -> Iterator[tuple[str, Any, str]]:
     )  # fmt: skip
 
 
-def _in_force(given: _Arguments) -> Iterator[str]:
+def _in_force(given: Arguments) -> Iterator[str]:
     """'--option value' of each option that is read beside what is said, then what validate_args or an engine settles where no flag of its own is given."""
     said, on, fp8 = given.said, given.on, given["fp8"] is not None
     engine = on("megatron_fsdp", "fsdp2")
     read_beside = (
-        (("optimizer", "transformer_impl"), True), (("sgd_momentum",), given["optimizer"] == "sgd"), (_SCALE, on("fp16") and given["loss_scale"] is None),
+        (("optimizer", "transformer_impl"), True), (_SCALE, on("fp16") and given["loss_scale"] is None),
         (("fp8_recipe",), fp8), (_DELAYED, fp8 and given["fp8_recipe"] == "delayed"), (("fp4_recipe",), given["fp4"] is not None),
         (("first", "last"), (given["fp8"] or given["fp4"]) and on("edges")), (_STATES, on("aware")), (_WRAPPED, on("megatron_fsdp") and given.dtypes),
     )  # fmt: skip
     asked = {name for names, applies in read_beside if applies for name in names} - said
-    for option, (name, _) in _VALUES.items():
+    for option, (name, _) in VALUES.items():
         value = given[name]
         if name in asked:  # whole numbers as they are typed
             yield f"{option} {say(int(value) if isinstance(value, float) and value.is_integer() else value)}"
+    for one in given.trained.read:
+        if one.name not in given.own and one.option and not isinstance(one.default, bool):
+            yield one.told(one.default)
     reduction = not engine and not on("accumulate", "reduce_bf16")
     if reduction and on("bf16") and given["main_grads"] == "fp32":
         yield "--accumulate-allreduce-grads-in-fp32 (its parser switches it on under --bf16)"
@@ -396,5 +267,5 @@ def _in_force(given: _Arguments) -> Iterator[str]:
         yield "no --use-precision-aware-optimizer: main weights and moments are FP32"
     if on("megatron_fsdp") and "strategy" not in said:
         yield f"--data-parallel-sharding-strategy {given.strategy}"
-    if not engine and not on("distributed"):
+    if not engine and not given.trained.divided:
         yield "no --use-distributed-optimizer: every rank keeps all states"

@@ -28,12 +28,6 @@ def softmax_of(request: Request, *, core: str) -> bool:
     return bool(records("model", version=core)["attention_softmax_in_fp32"]["default"] if stated is None else stated)
 
 
-def spellings(name: str) -> tuple[str, ...]:
-    """An optimizer's setting as releases of megatron-core call it: 0.16's muon_use_nesterov is muon_nesterov in 0.20."""
-    stem = name.replace("_use_nesterov", "_nesterov")
-    return name, stem, stem.replace("_nesterov", "_use_nesterov")
-
-
 def regions_said(request: Request, *, core: str) -> Iterator[Region]:
     """The policy's regions as flags and file express them: attention in 16 bits, and a rule of the file is a scaling and a format."""
     new, depth = SINCE_017.holds(core), _depth(request)

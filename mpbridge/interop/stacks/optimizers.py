@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from mpbridge.common.errors import cut
-from mpbridge.common.facts import MUONS
-from mpbridge.planning.rules.muon import NEWTON_SCHULZ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +21,6 @@ class Optimizer:
     """A momentum for every element."""
     exp_avg_sq: bool = True
     """A mean or sum of squares for every element."""
-    ours: str = ""
-    """The value of optimizer.optimizer that trains so; '' for Adam, which is the default, and where mpbridge has none."""
     note: str = ""
     """What these two don't tell; '' where they tell all."""
 
@@ -42,18 +37,18 @@ _KNOWN: Mapping[str, Optimizer] = MappingProxyType({
     # the name without '_', '.', digits of its states' bits and words for how it runs -> its states
     r"(mu|cpu|fused|deepspeedcpu)?(adam|adamw|nadam|radam|adamax)|adamwtorch|adamwbnb|adamwanyprecision|onebitadam|zerooneadam": ADAM,
     r"(onebit|fused)?lamb": Optimizer(name="LAMB"),
-    r"(mu|fused)?sgd": Optimizer(name="SGD", ours="sgd", exp_avg_sq=False),
-    r"(fused|cpu|deepspeedcpu)?lion": Optimizer(name="Lion", ours="lion", exp_avg_sq=False),
+    r"(mu|fused)?sgd": Optimizer(name="SGD", exp_avg_sq=False),
+    r"(fused|cpu|deepspeedcpu)?lion": Optimizer(name="Lion", exp_avg_sq=False),
     r"(cpu|deepspeedcpu)?adagrad": Optimizer(name="Adagrad", exp_avg=False),
     r"rmsprop(bnb)?": Optimizer(name="RMSprop", exp_avg=False),
     r"adafactor": Optimizer(
         name="Adafactor", exp_avg=False, exp_avg_sq=False, note="squares are kept as one row and one column of each matrix, which the bytes leave out"
     ),
     r"(dist|tensorparallel)?muon": Optimizer(
-        name="Muon", ours="muon", exp_avg_sq=False, note="matrices keep one momentum, which is shown; embeddings, norms and biases have the moments of the optimizer beside it"
+        name="Muon", exp_avg_sq=False, note="matrices keep one momentum, which is shown; embeddings, norms and biases have the moments of the optimizer beside it"
     ),
     r"adaptivemuon": Optimizer(name="adaptive Muon", note="squares are kept by element (adamuon) or by row (normuon): the former are shown"),
-    r"soap": Optimizer(name="SOAP", ours="soap", note="Shampoo's matrices beside the two moments are left out of the bytes"),
+    r"soap": Optimizer(name="SOAP", note="Shampoo's matrices beside the two moments are left out of the bytes"),
     r"ademamix": Optimizer(name="AdEMAMix", note="a second, slow momentum is left out of the bytes"),
     r"schedulefree(adamw|radam)": Optimizer(name="schedule-free AdamW", note="in the place of the first moment stands a second copy of the weights"),
     r"schedulefreesgd": Optimizer(name="schedule-free SGD", exp_avg_sq=False, note="in the place of the momentum stands a second copy of the weights"),
@@ -63,22 +58,6 @@ _KNOWN: Mapping[str, Optimizer] = MappingProxyType({
 _WITH_MOMENTUM = ("SGD", "RMSprop")
 """Optimizers that keep a momentum where it is not 0."""
 _HOW = re.compile(r"^paged|(fused|xla|npu|layerwise)(?=$|fused$)|(4|8|32)bit$")
-
-
-def newton_schulz(name: str, word: str, setting: str, *, said: bool) -> Iterator[tuple[str, Any, str]]:
-    """(kind of note, whether it applies, text) about the word by which an optimizer of megatron-core multiplies. said: it stands in the source."""
-    muon, there = name in MUONS, f"{setting} {cut(word)}"
-    yield "inert", said and not muon, f"{there}: only Muon reads it, and the optimizer is {cut(name)}"
-    yield (
-        "contradicts",
-        muon and word not in NEWTON_SCHULZ,
-        f"{there}: torch knows only {', '.join(NEWTON_SCHULZ)}, warns, and Newton-Schulz multiplies in FP32",
-    )
-    yield (
-        "assumed",
-        muon and word in NEWTON_SCHULZ,
-        f"Newton-Schulz multiplies in {NEWTON_SCHULZ.get(word)}: optimizer.muon_fp32_matmul_prec={word} here",
-    )
 
 
 def optimizer_named(name: str, *, momentum: bool = False) -> Optimizer:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
-from mpbridge.planning.memory.layers import Parameter, ShapeKey, chunk_parameters, layer_weights
+from mpbridge.planning.memory.layers import Parameter, Same, chunk_parameters, layer_weights
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, has_final_norm, stage_chunks
 from mpbridge.precision.globs import DECODER
 from mpbridge.precision.policy import PrecisionPolicy
@@ -21,14 +21,14 @@ def layer_kinds(policy: PrecisionPolicy, run: RunFacts) -> tuple[int, ...]:
     skip = run.model.get("window_attn_skip_freq")
     return _kinds(
         policy,
-        ShapeKey(run.shape),
+        Same(run.shape),
         bool(run.model.get("window_size")),
         tuple(skip) if isinstance(skip, (list, tuple)) else skip,
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _kinds(policy: PrecisionPolicy, key: ShapeKey, windows: bool, skip: Any) -> tuple[int, ...]:
+def _kinds(policy: PrecisionPolicy, key: Same[ModelShape], windows: bool, skip: Any) -> tuple[int, ...]:
     rules, seen = _rules(policy, key), dict[object, int]()
     model = {"window_size": windows, "window_attn_skip_freq": skip}
     return tuple(seen.setdefault((rules[layer], windowed(model, layer)), layer) for layer in range(len(rules)))
@@ -77,9 +77,9 @@ def windowed(model: Mapping[str, Any], layer: int) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _rules(policy: PrecisionPolicy, key: ShapeKey) -> tuple[object, ...]:
+def _rules(policy: PrecisionPolicy, key: Same[ModelShape]) -> tuple[object, ...]:
     """A policy's rules per layer: equal for layers that it treats the same."""
-    shape, experts = key.shape, _names_experts(policy)
+    shape, experts = key.one, _names_experts(policy)
     kinds = {shape.parts(layer) for layer in range(shape.num_layers)}
     modules = {parts: _modules(shape, parts, experts) for parts in kinds}
     known: dict[object, object] = {}

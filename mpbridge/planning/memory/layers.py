@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from mpbridge.common.facts import ModelShape, Parallel, RunFacts
 from mpbridge.planning.memory.keeps import is_frozen
@@ -58,7 +58,12 @@ class Parameter:
 
 def parameters(run: RunFacts, at: Coordinates) -> tuple[tuple[Parameter, ...], ...]:
     """The parameters of each model chunk of the rank at these coordinates, in the order of named_parameters()."""
-    return tuple(tuple(chunk_parameters(run, at, chunk)) for chunk in at.chunks(run))
+    return _parameters(Same(run), at)
+
+
+@functools.lru_cache(maxsize=32)  # a search asks for a layout's states, buffers and sums in turn
+def _parameters(same: Same[RunFacts], at: Coordinates) -> tuple[tuple[Parameter, ...], ...]:
+    return tuple(tuple(chunk_parameters(same.one, at, chunk)) for chunk in at.chunks(same.one))
 
 
 def rank_parameters(run: RunFacts, at: Coordinates) -> Iterator[Parameter]:
@@ -194,7 +199,7 @@ def _parts(shape: ModelShape) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=512)
 def _layer_weights(
-    shape_key: ShapeKey,
+    same: Same[ModelShape],
     tensor: int,
     expert_tensor: int,
     local_experts: int,
@@ -204,7 +209,7 @@ def _layer_weights(
     first_expert: int,
     grouped: bool,
 ) -> tuple[Weight, ...]:
-    shape, found = shape_key.shape, list[Weight]()
+    shape, found = same.one, list[Weight]()
     for part in parts:
         if part in OWN:
             found += OWN[part](shape, tensor)
@@ -258,19 +263,22 @@ CONVOLVED = 4
 """Tokens that a Mamba layer's convolution reads: MambaMixer's d_conv, which no setting changes."""
 
 
-class ShapeKey:
-    """A shape as a cache key, compared by identity: it contains a mapping, so it is not hashable."""
+T = TypeVar("T")
 
-    __slots__ = ("shape",)
 
-    def __init__(self, shape: ModelShape) -> None:
-        self.shape = shape
+class Same(Generic[T]):
+    """A shape or a run as a cache key, compared by identity: they contain mappings, so they are not hashable."""
+
+    __slots__ = ("one",)
+
+    def __init__(self, one: T) -> None:
+        self.one = one
 
     def __hash__(self) -> int:
-        return id(self.shape)
+        return id(self.one)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShapeKey) and other.shape is self.shape
+        return isinstance(other, Same) and other.one is self.one
 
 
 def layer_weights(
@@ -292,7 +300,7 @@ def layer_weights(
     """
     here = (shape.experts or 0) if local_experts is None else local_experts
     return _layer_weights(
-        ShapeKey(shape), tensor, expert_tensor, here, parts, shared_gate, whole_down, first_expert, grouped
+        Same(shape), tensor, expert_tensor, here, parts, shared_gate, whole_down, first_expert, grouped
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.facts import ModelShape
+from mpbridge.planning.memory.coverage import Coverage, Stack, coverage, deciders
 from mpbridge.planning.memory.layers import layer_weights
-from mpbridge.precision.coverage import Coverage, Stack, coverage, deciders
 from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, names
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.policy import PrecisionPolicy

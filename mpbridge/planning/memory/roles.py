@@ -12,7 +12,7 @@ from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
 from mpbridge.planning.memory.buckets import Buffer, buffers
 from mpbridge.planning.memory.keeps import STATES, Holding, elements_of, is_frozen, keeps, kept_fp32, trained_by
-from mpbridge.planning.memory.layers import Parameter, parameters
+from mpbridge.planning.memory.layers import Parameter, Same, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.weight_copies import weight_copies
 from mpbridge.precision.policy import PrecisionPolicy, Quant
@@ -193,8 +193,16 @@ def chunk_buffers(
     policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
 ) -> list[Buffer]:
     """The contiguous buffers of the rank's index-th model chunk, under megatron-core's DDP."""
+    return _chunk_buffers(policy, Same(run), at, Same(chunk), index)
+
+
+@functools.lru_cache(maxsize=128)  # states and the step's collectives ask for the same ones
+def _chunk_buffers(
+    policy: PrecisionPolicy, same: Same[RunFacts], at: Coordinates, chunk: Same[tuple[Parameter, ...]], index: int
+) -> list[Buffer]:
+    run = same.one
     of, rests = holdings(policy, run), resting(policy, run)
-    at_rest = [(parameter, rests(parameter)[0]) for parameter in chunk if not is_frozen(policy, parameter.name)]
+    at_rest = [(parameter, rests(parameter)[0]) for parameter in chunk.one if not is_frozen(policy, parameter.name)]
     rows = [(parameter, dtype, of(dtype)["grads"].dtype) for parameter, dtype in at_rest]
     return buffers(run, rows, stage=at.stage, index=index)
 

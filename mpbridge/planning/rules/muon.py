@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from mpbridge.common.facts import BESIDE_ADAM, EMERGING, MUONS
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge.common.facts import BESIDE_ADAM, EMERGING, MUONS, OWN_SETTINGS, reads
 from mpbridge.common.formats import DType, say
 from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, warning
 from mpbridge.precision.megatron_spec.schema import records
@@ -11,10 +15,11 @@ from mpbridge.precision.megatron_spec.versions import BEFORE_018
 NEWTON_SCHULZ = {"medium": "BF16", "high": "TF32 on a GPU", "highest": "FP32"}
 """Value of muon_fp32_matmul_prec -> in what Muon's Newton-Schulz iteration multiplies its FP32 matrices."""
 
-_SCALES = ("spectral", "shape_scaling", "unit_rms_norm")
-_MODES = ("blockwise", "duplicated", "distributed")
-_LION_BETAS = {"lion_beta1": 0.95, "lion_beta2": 0.98}
-"""megatron-core 0.20's defaults."""
+WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "muon_scale_mode": ("spectral", "shape_scaling", "unit_rms_norm"), "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+    "muon_scalar_optimizer": ("adam", "lion"),
+})  # fmt: skip
+"""Setting of Muon's -> the words for which megatron-core has a meaning."""
 
 
 def _muon(case: Case, *names: str) -> bool:
@@ -34,24 +39,48 @@ def _muon_cannot(case: Case) -> str:
 
 def _impossible(case: Case) -> str:
     """Settings of Muon's own that its code knows no meaning for."""
-    scale, mode = case.opt("muon_scale_mode", "spectral"), _mode(case)
+    words = {name: case.opt(name, known[0]) for name, known in WORDS.items()} | {"muon_tp_mode": _mode(case)}
     steps, momentum = case.opt("muon_num_ns_steps", 5), case.opt("muon_momentum", 0.95)
+    extra = case.opt("muon_extra_scale_factor", 1.0)
     return faults(
         "",
-        (f"muon_scale_mode={say(scale)} ({', '.join(_SCALES)})", scale not in _SCALES),
-        (f"muon_tp_mode={say(mode)} ({', '.join(_MODES)})", mode not in _MODES),
+        *(
+            (f"{name}={say(words[name])} ({', '.join(known)})", words[name] not in known)
+            for name, known in WORDS.items()
+        ),
         (f"muon_num_ns_steps={steps} (1 or more)", steps < 1),
         (f"muon_momentum={momentum} (0 to below 1)", not 0 <= momentum < 1),
+        (f"muon_extra_scale_factor={say(extra)} (above 0)", not extra > 0),
     )
 
 
 def _mode(case: Case) -> str:
     """muon_tp_mode; where it is the installed release's default, that of the release that is asked about."""
     own, there = (
-        records("optimizer", version=one)["muon_tp_mode"]["default"] for one in (None, case.run.versions.megatron_core)
+        _own("muon_tp_mode"),
+        records("optimizer", version=case.run.versions.megatron_core)["muon_tp_mode"]["default"],
     )
     said = case.opt("muon_tp_mode", own)
     return str(there if said == own else said)
+
+
+def _unread(case: Case) -> str:
+    """Settings of another optimizer that are not at their defaults, and so were given."""
+    name, section = case.run.optimizer.name, case.run.optimizer.settings
+    usual = records("optimizer", version=case.run.versions.megatron_core)
+    given = [one for one in section if one.startswith(OWN_SETTINGS) and not reads(name, one, section)]
+    return faults(
+        f"optimizer={name} with ",
+        *(
+            (f"{one}={say(section[one])}", one in usual and section[one] not in (usual[one]["default"], _own(one)))
+            for one in given
+        ),
+    )
+
+
+def _own(name: str) -> Any:
+    """The default of a setting in the installed megatron-core, which a run that says nothing has."""
+    return records("optimizer").get(name, {}).get("default")
 
 
 def _apart_in_a_gather(case: Case) -> str:
@@ -75,7 +104,7 @@ RULES: tuple[Rule, ...] = (
         when=_muon,
         found=_muon_cannot,
         expected="BF16 or FP32 parameters with FP32 main weights, and a Muon without the distributed optimizer (dist_muon shards by itself)",
-        cure="a bf16 recipe with ddp.use_distributed_optimizer=false, or optimizer.optimizer=adam",
+        cure="a bf16 recipe with ddp.use_distributed_optimizer=false (optimizer.optimizer=dist_muon divides Muon's states), or optimizer.optimizer=adam",
         source="megatron-core 0.16.1 optimizer/muon.py get_megatron_muon_optimizer",
     ),
     Rule(
@@ -150,14 +179,10 @@ RULES: tuple[Rule, ...] = (
         holds=(BEFORE_018,),
     ),
     warning(
-        id="lion-betas-unread",
-        when=lambda c: _muon(c, "lion"),
-        found=lambda c: faults(
-            "optimizer=lion with ",
-            *((f"{name}={say(c.opt(name))}", c.opt(name, value) != value) for name, value in _LION_BETAS.items()),
-        ),
-        expected="adam_beta1 and adam_beta2: megatron-core gives this Lion Adam's betas, and reads these for the one beside Muon only",
-        cure="optimizer.adam_beta1 and optimizer.adam_beta2",
-        source="megatron-core 0.20 optimizer/emerging_optimizers.py _default_adam_based_eopt_config_to_kwargs",
+        id="optimizer-settings-unread",
+        found=_unread,
+        expected="the settings that this optimizer reads: muon_* are Muon's, soap_* SOAP's, sgd_momentum SGD's; lion_beta1 and lion_beta2 are read for the Lion beside Muon (muon_scalar_optimizer=lion), while optimizer=lion gets Adam's betas",
+        cure="drop them, or the optimizer that reads them (for optimizer=lion: optimizer.adam_beta1 and optimizer.adam_beta2)",
+        source="megatron-core 0.16.1 optimizer/__init__.py and muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim",
     ),
 )

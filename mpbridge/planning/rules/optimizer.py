@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpbridge.common.facts import ADAMS
+from mpbridge.common.facts import ADAMS, BESIDE_ADAM
 from mpbridge.common.formats import DType, say
 from mpbridge.common.shipped import install
 from mpbridge.common.versions import Window
@@ -250,7 +250,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="distributed-optimizer-is-adam-only",
-        when=lambda c: c.core and c.run.optimizer.distributed and c.run.optimizer.name != "adam",
+        # what is beside Adam has a rule of its own: muon-cannot
+        when=lambda c: c.core and c.run.optimizer.distributed and c.run.optimizer.name not in ("adam", *BESIDE_ADAM),
         found="optimizer={c.run.optimizer.name} with the distributed optimizer",
         expected="adam",
         cure="ddp.use_distributed_optimizer=false, or optimizer.optimizer=adam",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.planning.memory.buckets import ALIGN
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
@@ -103,6 +104,12 @@ RULES: tuple[Rule, ...] = (
         found="fp8_param_gather=true with plain DDP",
         expected="a distributed optimizer, which keeps the high-precision copy",
         cure=f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}",
+        # it is Adam's alone
+        cure_here=lambda c: (
+            PLAIN_WEIGHTS
+            if c.run.optimizer.name in BESIDE_ADAM
+            else f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}"
+        ),
         source=f"{ARGUMENTS}; megatron-core 0.16.1 accepts it silently",
         emulated="warning",
     ),

@@ -12,8 +12,6 @@ from typing import Any
 from mpbridge.common.errors import BadValue, DataError, MpbridgeError
 from mpbridge.settings.corpus import SPLITS, entries_of, split_shares
 from mpbridge.settings.huggingface.tokenizers import BYTE, LIBRARY, is_factory, tokenizer_files
-from mpbridge.training.data.pairs import pair_index
-from mpbridge.training.data.records import Skip, records
 from mpbridge.training.data.sources import EXTRA, JSON_LINES, READ, Sources, located
 
 MOST_RECORDS, MOST_BYTES = 10_000, 1 << 24
@@ -71,6 +69,8 @@ def _faults_of(entries: Sequence[str], data: Mapping[str, Any], parts: Sequence[
 
 
 def _pairs(sources: Sources, data: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
+    from mpbridge.training.data.pairs import pair_index
+
     indices = [pair_index(prefix) for prefix in sources.prefixes]
     try:
         shares = split_shares(data["split"])
@@ -100,6 +100,8 @@ def _texts(files: Sequence[Path], data: Mapping[str, Any]) -> list[str]:
 
 def _first_text(files: Sequence[Path], keys: Sequence[str]) -> Counter[str] | None:
     """None if a usable text was found or enough was searched; otherwise why there is none."""
+    from mpbridge.training.data.records import Skip, records
+
     skipped: Counter[str] = Counter()
     for path in files:
         if path.stat().st_size > MOST_BYTES and path.suffix not in JSON_LINES:

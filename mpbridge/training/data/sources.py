@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +33,9 @@ def stdlib_files() -> tuple[Path, ...]:
 
     The files are ordered by the hashes of their names, so that a split by position holds out a fair sample instead of the end of the alphabet.
     """
+    import hashlib
+    import sysconfig
+
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for name in sys.stdlib_module_names:

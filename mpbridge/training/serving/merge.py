@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from mpbridge.training.weights.export import Export
 
 
-_ROUNDED = {8: 0.125, 4: 0.5}
-"""Bits of a stored weight -> more than rounding changes of a tensor's norm: twice the half spacing of E4M3 and E2M1, 2**-4 and 2**-2."""
+_LAST_BITS = 2.0**-14
+"""Share of a tensor's elements whose code may be another than that of the base: where a GPU's scale differs in its last bit from this one, values within 2**-16 of a tie do."""
+_HALF_E4M3, _HALF_BF16 = 2.0**-4, 2.0**-9
+"""Half the distance of two codes, and of two values in which a checkpoint has them, per value."""
 
 
 class Merge(ExitStack):
     """Weights with their adapters added: base + alpha / rank x B A. A context manager.
 
-    how: of `ADAPTERS`. like: the base's folder, for a base that the checkpoint has in a low format alone. Raises Refused for a choice that leaves open
+    how: of `ADAPTERS`; "alone": only `verify` is called. like: the base's folder, for a base that the checkpoint has in a low format alone. Raises Refused for a choice that leaves open
     which base is meant, BadValue for a missing base, Contradiction for one of another model.
     """
 
@@ -51,7 +53,8 @@ class Merge(ExitStack):
             for name in low
             if training.stores and self.served.rules[name].stored and is_frozen(training.run.policy, name)
         }
-        self._like = self._open(like) if how == "merged-before" and self._narrow else None
+        taken = bool(self._narrow) if how == "merged-before" else how == "alone" and like is not None
+        self._like = self._open(like) if taken else None
 
     def _open(self, like: Path | None) -> FolderReader:
         held = tensors(like) if like is not None else {}
@@ -94,21 +97,51 @@ class Merge(ExitStack):
         self._trained[one.name] = quantized + change, float(change.double().square().sum())
         return (quantized if self.how == "merged-after" else self._high(one, source, quantized)) + change
 
+    def verify(self) -> None:
+        """Compares the frozen weights beside adapters with those of `like`. Raises BadValue for another base than the run's."""
+        for one in targets(self.export):
+            source = self.export.found(one)
+            if source is not None and is_frozen(self.served.training.run.policy, one.name):
+                try:
+                    quantized = self.served.values(one, source)
+                except Refused:
+                    quantized = source.float()
+                self._given(one, source, quantized)
+
     def _high(self, one: Mapped, source: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
         if self._like is None or one.name not in self._narrow:
             return source.float()
+        return self._given(one, source, quantized)
+
+    def _given(self, one: Mapped, source: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+        """The weight that `like` has, if it is the one that the run began with."""
+        assert self._like is not None
         parts = [self._like.tensor(name, wide=True) for name, _ in one.parts]
         high = joined(parts, one.layout, self.export.shape).float()
-        apart, most = (
-            float((high - quantized).norm() / quantized.norm().clamp_min(1e-30)),
-            _ROUNDED[self.served.rules[one.name].bits],
-        )
-        if apart > most:
+        count = self._apart(one, high.to(source.dtype), source, quantized)
+        if count > high.numel() * _LAST_BITS:
+            rule = f"quantized by {self.served.rules[one.name].scaling}" if one.name in self._narrow else "as it is"
             raise BadValue(
-                f"--like hf:{self._like.folder}: not the base of this run: its {one.name} differs from the quantized one that was trained beside by {apart:.2g} of its norm, "
-                f"expected at most {most:g}, which quantization rounds: give the folder that the run began with"
+                f"--like hf:{self._like.folder}: not the base of this run: {count:,} of {high.numel():,} elements of its {one.name}, {rule}, "
+                "are not those that were trained beside, expected none: give the folder that the run began with"
             )
         return high
+
+    def _apart(self, one: Mapped, held: torch.Tensor, source: torch.Tensor, quantized: torch.Tensor) -> int:
+        """How many elements of the run's weight are not those of a base, `held` as the run's parameter was.
+
+        A rule that the weight determines is applied to it and has to give the same values. Under delayed scaling the scale is not known: each value has
+        to lie within half a code of E4M3, or of the smallest value, below which codes are equally far apart.
+        """
+        if one.name not in self._narrow:
+            return int((held != source).sum())
+        try:
+            return int((self.served.values(one, held).to(source.dtype) != quantized.to(source.dtype)).sum())
+        except Refused:
+            stored = quantized.abs()
+            least = stored[stored > 0].min() / 2 if stored.any() else stored.new_zeros(())
+            bound = torch.maximum(stored * _HALF_E4M3, least) + stored * _HALF_BF16
+            return int(((held.float() - quantized).abs() > bound).sum())
 
     def count(self, one: Mapped, parts: Sequence[torch.Tensor]) -> None:
         """Compares what is written of a parameter with what training computed with."""

@@ -2,13 +2,14 @@
 
     python scripts/evidence/stacks/automodel.py CHECKOUT
 
-Its distributed section parser, dtype words and FSDP2/Megatron-FSDP/DDP configs are real; no model is loaded. Every example YAML is imported
+Its distributed section parser, its diffusion recipe's use of the sections fsdp and ddp, dtype words and FSDP2/Megatron-FSDP/DDP configs are real; no model is loaded. Every example YAML is imported
 and compared with the configs that result there, and every export is parsed there. Exit code 0 if all are equal. Needs torch and PyYAML.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import logging
 import sys
@@ -19,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 
-def prepare(checkout: Path) -> Any:
-    """(parse, dtype): its parser of the distributed section and its reader of dtype words."""
+def prepare(checkout: Path) -> tuple[Any, Any]:
+    """(strategy_of, dtype): a file's strategy as its recipe's parser has it, and its reader of dtype words."""
     logging.disable(logging.WARNING)
     sys.path.insert(0, str(checkout))
     from nemo_automodel.shared.utils import dtype_from_str
@@ -31,16 +32,46 @@ def prepare(checkout: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.parse_distributed_section, dtype_from_str
+    diffusion = diffusion_arguments(checkout, module.parse_distributed_section, dtype_from_str)
+
+    def strategy_of(data: dict[str, Any]) -> Any:
+        if "distributed" in data or not {"fsdp", "ddp", "flow_matching"} & data.keys():
+            return getattr(
+                module.parse_distributed_section(dict(data.get("distributed") or {}))["strategy_config"],
+                "mp_policy",
+                None,
+            )
+        model = data.get("model") or {}
+        made = diffusion(
+            fsdp_cfg=data.get("fsdp"), ddp_cfg=data.get("ddp"), world_size=8, lora_enabled="peft" in data,
+            dtype=dtype_from_str(model.get("torch_dtype")), compute_dtype=dtype_from_str(model.get("compute_dtype")),
+        )  # fmt: skip
+        return made.get("mp_policy")
+
+    return strategy_of, dtype_from_str
 
 
-def theirs(data: dict[str, Any], parse: Any, dtype: Any) -> dict[str, str | None]:
+def diffusion_arguments(checkout: Path, parse: Any, dtype: Any) -> Any:
+    """The function by which its diffusion recipe reads the sections fsdp and ddp, without that module's imports (diffusers)."""
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    name = "_build_diffusion_parallel_manager_args"
+    source = (checkout / "nemo_automodel/recipes/diffusion/train.py").read_text(encoding="utf-8")
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    names: dict[str, Any] = {
+        "torch": torch, "Dict": dict, "Any": Any, "CPUOffloadPolicy": CPUOffloadPolicy, "MixedPrecisionPolicy": MixedPrecisionPolicy,
+        "parse_distributed_section": parse, "dtype_from_str": dtype,
+    }  # fmt: skip
+    exec(compile(ast.Module(body=list(found), type_ignores=[]), name, "exec"), names)
+    return names[name]
+
+
+def theirs(data: dict[str, Any], strategy_of: Any, dtype: Any) -> dict[str, str | None]:
     """Storage, compute and reduction according to their classes."""
     model = data.get("model") or {}
     word = model.get("torch_dtype", model.get("dtype"))
-    section = dict(data.get("distributed") or {})
-    found = parse(section)
-    policy = getattr(found["strategy_config"], "mp_policy", None)
+    policy = strategy_of(data)
     facts: dict[str, str | None] = {"storage": None if word in (None, "auto") else str(dtype(word))}
     if policy is not None:
         facts |= {"compute": str(policy.param_dtype), "wire": str(policy.reduce_dtype)}
@@ -64,15 +95,15 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("checkout", type=Path)
     args = arguments.parse_args()
-    parse, dtype = prepare(args.checkout)
-    said, meant = exports_agree(parse, dtype)
+    strategy_of, dtype = prepare(args.checkout)
+    said, meant = exports_agree(strategy_of, dtype)
     print(f"exports parsed there: {said}, as intended: {meant}")
-    imported, compared, alike = examples_agree(args.checkout, parse, dtype)
+    imported, compared, alike = examples_agree(args.checkout, strategy_of, dtype)
     print(f"example files imported: {imported}; compared with the parser: {compared}; read alike: {alike}")
     return 0 if said == meant and compared == alike else 1
 
 
-def exports_agree(parse: Any, dtype: Any) -> tuple[int, int]:
+def exports_agree(strategy_of: Any, dtype: Any) -> tuple[int, int]:
     """Number of recipes exported and parsed there, and of those parsed as intended."""
     import yaml
 
@@ -82,7 +113,7 @@ def exports_agree(parse: Any, dtype: Any) -> tuple[int, int]:
     said = meant = 0
     for name in recipes:
         made = export(name, "automodel")
-        facts = theirs(yaml.safe_load(made.pieces[0].text), parse, dtype)
+        facts = theirs(yaml.safe_load(made.pieces[0].text), strategy_of, dtype)
         bad = {k: v for k, v in facts.items() if v and v != f"torch.{getattr(made.meaning, k).value}"}
         meant, said = meant + (not bad), said + 1
         if bad:
@@ -90,7 +121,7 @@ def exports_agree(parse: Any, dtype: Any) -> tuple[int, int]:
     return said, meant
 
 
-def examples_agree(checkout: Path, parse: Any, dtype: Any) -> tuple[int, int, int]:
+def examples_agree(checkout: Path, strategy_of: Any, dtype: Any) -> tuple[int, int, int]:
     """Number of example files imported, of those that its parser accepts, and of those read alike."""
     import yaml
 
@@ -110,7 +141,7 @@ def examples_agree(checkout: Path, parse: Any, dtype: Any) -> tuple[int, int, in
             print(f"{path.name}: {error}")
             continue
         try:
-            facts = theirs(data, parse, dtype)
+            facts = theirs(data, strategy_of, dtype)
         except Exception as error:  # there is nothing to compare with if their own parser refuses a file
             print(f"{path.name}: its own parser: {type(error).__name__}: {str(error)[:100]}")
             continue

@@ -89,6 +89,14 @@ def parsed(modules: Any, flags: list[str]) -> dict[str, Any]:
         sys.argv = before
 
 
+def parsed_as_exported(modules: Any, exported: Any) -> dict[str, Any]:
+    """What the arguments of an export give, parsed beside the files that they name."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for piece in exported.pieces[1:]:
+            Path(piece.name).write_text(piece.text, encoding="utf-8")
+        return parsed(modules, shlex.split(exported.pieces[0].text.replace("\\\n", " ")))
+
+
 def ddp_config(training: Any, args: Any) -> Any:
     """The DDP config of its training loop; in versions without a function for that, from the statement in get_model that makes one."""
     if hasattr(training, "get_megatron_ddp_config"):
@@ -116,7 +124,7 @@ def recipes_agree(modules: Any, version: str | None = None) -> tuple[int, int]:
         if exported.fidelity == "impossible" or recipes[name].engine == "fsdp2":
             print(f"{name}: {exported.fidelity}: not compared")
             continue
-        got = parsed(modules, shlex.split(exported.pieces[0].text.replace("\\\n", " ")))
+        got = parsed_as_exported(modules, exported)
         if "error" in got:
             print(f"{name}: REFUSED {got['error']}")
             compared += 1
@@ -173,7 +181,7 @@ def rules_alike(name: str, policy: Any, recipe: Any) -> tuple[int, int]:
     for layer in range(LAYERS):
         block = policy.quant if policy.quant is not None and layer not in policy.bf16_layers(LAYERS) else None
         for module in LINEARS:
-            found = recipe.match(MatchContext(f"decoder.layers.{layer}.{module}", None))
+            found = recipe and recipe.match(MatchContext(f"decoder.layers.{layer}.{module}", None))
             there = block and block.row.core
             if found is not None and (
                 block is not None or found.config["training_recipe"].get("override_nonquantized_autocast")
@@ -212,9 +220,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def runs_agree(modules: Any) -> tuple[int, int]:
-    """Number of facts compared and of equal ones, over exports of configured runs with the files that they name."""
-    import tempfile
-
+    """Number of facts compared and of equal ones, over exports of configured runs."""
     from mpbridge import ConfigContainer, recipes
     from mpbridge.interop.stacks.exporters import export
 
@@ -227,10 +233,7 @@ def runs_agree(modules: Any) -> tuple[int, int]:
             container.engine = engine
         run = container.resolved(1, training=False)
         made = export(fields["recipe"], "megatron-lm", run=run)
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            for piece in made.pieces[1:]:
-                Path(piece.name).write_text(piece.text, encoding="utf-8")
-            got = parsed(modules, shlex.split(made.pieces[0].text.replace("\\\n", " ")))
+        got = parsed_as_exported(modules, made)
         if "error" in got:
             print(f"{name}: {made.fidelity}: REFUSED {got['error']}")
             compared += 1

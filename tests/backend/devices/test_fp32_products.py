@@ -14,9 +14,13 @@ import torch
 from mpbridge import get_mixed_precision_config, resolve
 from mpbridge.backend.devices.fp32_products import hold, reduced
 
-if not hasattr(torch.backends.mkldnn, "matmul"):
-    pytest.skip("torch.backends.mkldnn.matmul is newer than this torch", allow_module_level=True)
-MATMULS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+MATMULS = tuple(
+    one
+    for one in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    if hasattr(one, "fp32_precision")
+)
+"""What has a setting by its newer name; none before torch 2.9, where one older switch allows TF32 on GPUs and BF16 on CPUs."""
+newer = pytest.mark.skipif(not MATMULS, reason="torch.backends.mkldnn.matmul is newer than this torch")
 FP32, BF16 = (resolve(get_mixed_precision_config(name)) for name in ("fp32", "full_bf16"))
 
 
@@ -40,6 +44,7 @@ def settings() -> Iterator[None]:
         one.fp32_precision = "none"
 
 
+@newer
 @pytest.mark.parametrize(
     "allow",
     [by_the_older_name("high"), by_the_older_name("medium"), by_the_newer_name],
@@ -60,6 +65,7 @@ def test_fp32_is_ieee_while_it_is_held_and_torch_gets_its_settings_back(
     assert now() == before
 
 
+@newer
 def test_what_promises_no_fp32_product_leaves_torch_alone(caplog: pytest.LogCaptureFixture) -> None:
     torch.set_float32_matmul_precision("high")
     assert hold(BF16) is None
@@ -67,6 +73,7 @@ def test_what_promises_no_fp32_product_leaves_torch_alone(caplog: pytest.LogCapt
     assert not caplog.records
 
 
+@newer
 def test_the_last_of_several_gives_back() -> None:
     torch.set_float32_matmul_precision("high")
     first, second = hold(FP32), hold(FP32)
@@ -76,6 +83,20 @@ def test_the_last_of_several_gives_back() -> None:
     assert now() == ("ieee", "ieee")
     second()
     assert now() == ("tf32", "tf32")
+
+
+def test_the_switch_of_every_torch_is_off_while_fp32_is_held() -> None:
+    torch.set_float32_matmul_precision("highest")
+    for word in ("high", "medium"):
+        torch.set_float32_matmul_precision(word)
+        assert reduced(FP32)["cuda"] == "tf32"
+        give_back = hold(FP32)
+        assert give_back is not None
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert (torch.get_float32_matmul_precision(), reduced(FP32)) == ("highest", {})
+        give_back()
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == word
 
 
 def test_a_container_that_allows_tf32_through_its_environment_is_overruled() -> None:

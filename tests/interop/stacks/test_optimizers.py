@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 
 from mpbridge import ConfigContainer, recipes
 from mpbridge.cli.main import main
@@ -132,6 +134,7 @@ def trained_by(name: str, recipe: str = "bf16_mixed", **model: object) -> Run:
     ).resolved(1, training=False)  # fmt: skip
 
 
+SMALL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
 MAMBA = {"hybrid_override_pattern": "M-M*", "mamba_num_heads": 4, "mamba_head_dim": 32, "mamba_num_groups": 1, "mamba_state_dim": 32}  # fmt: skip
 
 
@@ -171,6 +174,109 @@ def test_an_optimizer_of_megatron_core_is_the_runs_and_no_loss(text: str, kind: 
     for found in (flags, bridge):
         assert any(wanted in line for line in getattr(found, kind)), found
         assert not found.cannot_express
+
+
+SETTINGS: dict[str, object] = {
+    "muon_momentum": 0.7, "muon_split_qkv": False, "muon_use_nesterov": True, "muon_scale_mode": "shape_scaling", "muon_fp32_matmul_prec": "high",
+    "muon_num_ns_steps": 7, "muon_tp_mode": "distributed", "muon_extra_scale_factor": 0.2,
+}  # fmt: skip
+"""Each of Muon's settings in megatron-core's OptimizerConfig with another value than its default."""
+
+
+def test_every_setting_of_muons_in_megatron_cores_config_is_tried_below() -> None:
+    fields = {one.name: one.default for one in dataclasses.fields(OptimizerConfig) if one.name.startswith("muon_")}
+    assert fields.keys() == SETTINGS.keys()
+    assert [name for name, value in fields.items() if value == SETTINGS[name]] == []
+
+
+@pytest.mark.parametrize(("stack", "version"), [("megatron-lm", "0.16"), ("megatron-lm", "0.20"), ("megatron-bridge", "0.6")])  # fmt: skip
+@pytest.mark.parametrize("names", [(), *((name,) for name in SETTINGS), tuple(SETTINGS)], ids=lambda names: names[0] if len(names) == 1 else str(len(names)))  # fmt: skip
+@pytest.mark.parametrize("name", ["muon", "dist_muon"])
+def test_muons_settings_come_back_from_what_was_exported(
+    name: str, names: tuple[str, ...], stack: str, version: str
+) -> None:
+    said = {one: SETTINGS[one] for one in names}
+    run = ConfigContainer(
+        mixed_precision={"recipe": "bf16_mixed"}, engine="mcore", model=SMALL, optimizer={"lr": 1e-3, "optimizer": name, **said}, data={"seq_length": 32}
+    ).resolved(1, training=False)  # fmt: skip
+    made = export("bf16_mixed", stack, version=version, run=run)
+    assert made.fidelity == "exact"
+    text = made.pieces[0].text
+    found = (
+        read_args(text.replace("\\\n", " "), version=version)
+        if stack == "megatron-lm"
+        else read_text(text, stack=stack, name="x.yaml")
+    )
+    assert found.run == {"optimizer": name, **said}
+    assert found.meaning.sharded == ("optimizer" if name == "dist_muon" else "nothing")
+    assert not any("muon" in line for line in (*found.cannot_express, *found.contradicts, *found.inert))
+
+
+def test_a_precision_that_megatron_lms_parser_has_no_word_for_is_named_as_lost() -> None:
+    run = ConfigContainer(
+        mixed_precision={"recipe": "bf16_mixed"}, model=SMALL, optimizer={"lr": 1e-3, "optimizer": "muon", "muon_fp32_matmul_prec": "highest"}, data={"seq_length": 32}
+    ).resolved(1, training=False)  # fmt: skip
+    made = export("bf16_mixed", "megatron-lm", run=run)
+    assert "--muon-fp32-matmul-prec" not in made.pieces[0].text  # its parser offers low, medium and high
+    assert [line.fact for line in made.lines if line.fidelity == "impossible"] == ["muon_fp32_matmul_prec"]
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "run", "size"),
+    [
+        # arguments.py of core_v0.16.1 and d98e8a64: momentum 0.9; muon_tp_mode blockwise, then duplicated
+        ("--optimizer muon", "0.16", {"optimizer": "muon", "muon_momentum": 0.9}, "14"),
+        ("--optimizer muon", "0.20", {"optimizer": "muon", "muon_momentum": 0.9, "muon_tp_mode": "duplicated"}, "14"),
+        ("--optimizer dist_muon", "0.16", {"optimizer": "dist_muon", "muon_momentum": 0.9}, "6 + 8/N"),
+        ("--optimizer dist_muon --muon-momentum 0.95", "0.20", {"optimizer": "dist_muon", "muon_tp_mode": "duplicated"}, "6 + 8/N"),
+        ("--optimizer muon --use-distributed-optimizer --muon-tp-mode blockwise", "0.20", {"optimizer": "dist_muon", "muon_momentum": 0.9}, "6 + 8/N"),
+    ],
+)  # fmt: skip
+def test_the_parsers_defaults_are_those_of_its_version(text: str, version: str, run: dict[str, object], size: str) -> None:  # fmt: skip
+    found = read_args(f"--bf16 {text}", version=version)
+    assert found.run == run
+    assert found.meaning.bytes_text == size
+    unsaid = [f"optimizer.{name}={value}" for name, value in run.items() if name != "optimizer"]
+    assert all(any(one in line and "nothing is said" in line for line in found.assumed) for one in unsaid)
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "kind", "wanted"),
+    [
+        ("--optimizer muon --muon-scale-mode foo", "0.20", "contradicts", "--muon-scale-mode foo: refused there, which takes spectral"),
+        ("--optimizer muon --muon-scalar-optimizer sgd", "0.20", "contradicts", "which takes adam, lion"),
+        ("--optimizer muon --muon-coefficient-type polar_express", "0.20", "cannot_express", "--muon-coefficient-type polar_express"),
+        ("--optimizer muon --muon-scalar-optimizer lion --lion-beta1 0.9", "0.20", "cannot_express", "--lion-beta1 0.9"),
+        ("--optimizer muon --lion-beta1 0.9", "0.20", "inert", "--lion-beta1 0.9: only the Lion beside Muon"),
+        ("--optimizer muon --sgd-momentum 0.8", "0.20", "inert", "--sgd-momentum 0.8: only SGD reads it, and the optimizer is muon"),
+        ("--muon-nesterov", "0.20", "inert", "--muon-nesterov: only Muon reads it, and the optimizer is adam"),
+        ("--optimizer muon --use-distributed-optimizer", "0.16", "contradicts", "refuses both together"),
+        ("--optimizer soap --use-distributed-optimizer", "0.20", "cannot_express", "every rank keeps all states of soap"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_is_not_followed_is_said(text: str, version: str, kind: str, wanted: str) -> None:
+    found = read_args(f"--bf16 {text}", version=version)
+    assert any(wanted in line for line in getattr(found, kind)), found
+
+
+def test_bridges_distributed_optimizer_is_not_muons() -> None:
+    settings = {"mixed_precision": "bf16_mixed", "optimizer": {"optimizer": "muon"}, "ddp": {"use_distributed_optimizer": True}}  # fmt: skip
+    found = read_text(json.dumps(settings), stack="megatron-bridge", name="x.yaml")
+    assert any("divided by layer" in line for line in found.contradicts)
+    settings["optimizer"] = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}
+    found = read_text(json.dumps(settings), stack="megatron-bridge", name="x.yaml")
+    assert not found.contradicts
+    assert found.run["optimizer"] == "dist_muon"
+    assert found.meaning.sharded == "optimizer"
+
+
+def test_a_checkpoints_arguments_are_read_as_validate_args_leaves_them(tmp_path: Path) -> None:
+    said = argparse.Namespace(
+        bf16=True, optimizer="muon", use_layer_wise_distributed_optimizer=True, use_distributed_optimizer=False, muon_split_qkv=False, muon_nesterov=True, muon_momentum=0.95
+    )  # fmt: skip
+    torch.save({"args": said}, tmp_path / "common.pt")
+    found = read_file(tmp_path)
+    assert found.run == {"optimizer": "dist_muon", "muon_split_qkv": False, "muon_use_nesterov": True, "muon_tp_mode": "duplicated"}  # fmt: skip
 
 
 def test_muon_under_mxfp8_is_refused_with_the_bugs_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from tests.observe.audit import compute_faults as c
@@ -120,20 +121,31 @@ def _as_it_is(real: Any, momentum: torch.Tensor) -> torch.Tensor:
     return momentum / momentum.norm() * real(momentum).norm()
 
 
+_to = torch.Tensor.to
+
+
+def _but_for_iterations(one: torch.Tensor, *words: Any, **named: Any) -> torch.Tensor:
+    """Tensor.to, without the cast that torch's iteration begins with."""
+    return _to(one, *words, **(named if named != {"dtype": torch.bfloat16, "copy": True} else {"dtype": torch.float32}))
+
+
+CASTS = {"bfloat16": lambda one: one.float().clone(), "to": _but_for_iterations}
+"""Methods of a tensor that leave torch's Newton-Schulz in FP32: it casts with the first, from torch 2.15 on with the second."""
+
+
 def in_another_format(engine: Any) -> None:
     """The iteration of an FP32 run in BF16, that of a BF16 run in FP32."""
     own = muon(engine)
     if hasattr(own, "fp32_matmul_prec"):
         own.fp32_matmul_prec = "highest" if own.fp32_matmul_prec == "medium" else "medium"
         return
-    step, real = own.step, torch.Tensor.bfloat16
+    step = own.step
 
     def wide() -> None:
-        torch.Tensor.bfloat16 = lambda self: self.float().clone()  # type: ignore[method-assign, assignment]
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, cast in CASTS.items():
+                patch.setattr(torch.Tensor, name, cast)
             step()
-        finally:
-            torch.Tensor.bfloat16 = real  # type: ignore[method-assign]
 
     own.step = wide
 

@@ -12,6 +12,7 @@ import torch
 
 from mpbridge.observe.audit.orthogonal import WORDS, _formats, _is_gathered, distances
 from tests.backend.engines import tiny, two_ranks
+from tests.observe.audit.model_faults import CASTS
 
 CONFIG = SimpleNamespace(muon_num_ns_steps=5, muon_scale_mode="spectral", muon_extra_scale_factor=1.0)
 
@@ -90,9 +91,8 @@ def engine() -> Iterator[Any]:
 
 
 def wide(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
-    monkeypatch.setattr(
-        torch.Tensor, "bfloat16", lambda self: self.float().clone()
-    )  # what torch's iteration casts with
+    for name, cast in CASTS.items():
+        monkeypatch.setattr(torch.Tensor, name, cast)
 
 
 def test_steps_that_nobody_told_of_are_no_change_of_the_momentum(engine: Any) -> None:

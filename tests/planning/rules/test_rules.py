@@ -288,7 +288,7 @@ TABLE = {
         {"parallel": Parallel(world_size=2, tensor=2), "optimizer": OptimizerFacts(name="soap"), "versions": NEWER}, {"optimizer": OptimizerFacts(name="soap"), "versions": NEWER},
     ),
     "optimizer-newer-than-megatron-core": ({"optimizer": OptimizerFacts(name="soap")}, {"optimizer": OptimizerFacts(name="soap"), "versions": NEWER}),
-    "lion-betas-unread": (
+    "optimizer-settings-unread": (
         {"optimizer": OptimizerFacts(name="lion", settings={"lion_beta1": 0.9}), "versions": NEWER},
         {"optimizer": OptimizerFacts(name="lion", settings={"lion_beta1": 0.95}), "versions": NEWER},
     ),
@@ -409,11 +409,31 @@ def test_targets_that_match_no_linear_are_one_fault():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("muon_scale_mode", "foo"), ("muon_tp_mode", "foo"), ("muon_num_ns_steps", 0), ("muon_momentum", 1.0)]
+    ("name", "value"), [("muon_scale_mode", "foo"), ("muon_tp_mode", "foo"), ("muon_scalar_optimizer", "sgd"), ("muon_num_ns_steps", 0), ("muon_momentum", 1.0), ("muon_extra_scale_factor", 0)]
 )  # fmt: skip
 def test_each_setting_of_muon_that_its_code_does_not_know_is_named(name, value):
     found = broken(*case(optimizer=OptimizerFacts(name="muon", settings={name: value})))
     assert next(one.found for one in found if one.rule == "muon-settings-unknown").startswith(f"{name}={value} (")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "unread"),
+    [
+        ("adam", {"muon_momentum": 0.9}, "muon_momentum=0.9"), ("sgd", {"muon_momentum": 0.9, "sgd_momentum": 0.8}, "muon_momentum=0.9"),
+        ("muon", {"sgd_momentum": 0.8}, "sgd_momentum=0.8"), ("muon", {"lion_beta1": 0.9, "muon_scalar_optimizer": "lion"}, ""),
+        ("muon", {"lion_beta1": 0.9}, "lion_beta1=0.9"), ("soap", {"soap_shampoo_beta": 0.9}, ""), ("adam", {"muon_momentum": 0.95}, ""),
+    ],
+)  # fmt: skip
+def test_a_setting_that_the_optimizer_does_not_read_is_named(name, given, unread):
+    run = case(optimizer=OptimizerFacts(name=name, settings=given), versions=NEWER)
+    found = [one.found for one in broken(*run) if one.rule == "optimizer-settings-unread"]
+    assert found == ([f"optimizer={name} with {unread}"] if unread else [])
+
+
+@pytest.mark.parametrize("name", ["muon", "dist_muon", "soap"])
+def test_an_optimizer_beside_adam_with_the_distributed_one_has_one_error(name):
+    run = case(optimizer=opt(name=name), versions=NEWER)
+    assert [one.rule for one in broken(*run) if one.severity == "error"] == ["muon-cannot"]
 
 
 def test_muons_default_is_that_of_the_core_that_is_asked_about():

@@ -164,10 +164,33 @@ def test_merging_before_and_after_quantization_are_named_and_their_errors_said(
     assert export(run, tmp_path / "taken", "--adapters", "merged-before", "--like", f"hf:{base}") == 0
     taken, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("taken", "merged-before"))
     assert all(torch.equal(taken[name], tensor) for name, tensor in wanted.items())
-    wrong = Path(shutil.copytree(base, tmp_path / "wrong"))
-    save_file({name: -tensor for name, tensor in given.items()}, wrong / "model.safetensors", metadata={"format": "pt"})
-    assert export(run, tmp_path / "never", "--adapters", "merged-before", "--like", f"hf:{wrong}") == 2
-    assert "not the base of this run" in capsys.readouterr().err
+    # E4M3 rounds by up to 1/16: another base that is as near as that, and one with a single other row, are not this run's
+    wrong, near = Path(shutil.copytree(base, tmp_path / "wrong")), "model.layers.1.mlp.down_proj.weight"
+    for other in (given[near] * (1 + 0.04 * torch.randn_like(given[near])), torch.cat([given[near][:1] * 1.5, given[near][1:]])):  # fmt: skip
+        save_file(given | {near: other.bfloat16()}, wrong / "model.safetensors", metadata={"format": "pt"})
+        for choice in ("merged-before", "alone"):
+            assert export(run, tmp_path / "never", "--adapters", choice, "--like", f"hf:{wrong}") == 2
+            assert "not the base of this run" in capsys.readouterr().err
+            assert not (tmp_path / "never").exists()
+    assert export(run, tmp_path / "alone", "--adapters", "alone", "--like", f"hf:{base}") == 0
+    (wrong / "model.safetensors").unlink()
+    assert export(run, tmp_path / "named", "--adapters", "alone", "--like", f"hf:{wrong}") == 0
+    assert "was not compared" in capsys.readouterr().out
+
+
+def test_a_base_after_delayed_scaling_is_compared_by_half_a_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = llama(tmp_path)
+    run = trained(tmp_path, base, *FP8, *LORA, FROZEN, "--recipe", "bf16_with_fp8_delayed_scaling_mixed")
+    of = TrainedWith.of
+    monkeypatch.setattr(TrainedWith, "of", lambda *args: dataclasses.replace(of(*args), stores=True))
+    given, name = load_file(base / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    for factor, code in ((1.0, 0), (1 + 1 / 20, 0), (1 + 1 / 12, 2)):
+        folder = Path(shutil.copytree(base, tmp_path / f"by {factor:.2f}"))
+        made = given | {name: (given[name].float() * factor).bfloat16()}
+        save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+        assert export(run, tmp_path / f"out {factor:.2f}", "--adapters", "merged-before", "--like", f"hf:{folder}") == code  # fmt: skip
 
 
 def test_what_an_export_would_leave_open_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
