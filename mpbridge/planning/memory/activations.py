@@ -205,7 +205,7 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     narrow = quant is not None and quant.row.hardware.library == "transformer_engine" and te_layers(run)
     low = quant.bits / 8 if quant is not None and narrow else wide
     # two linears keep their input as it is where another module keeps it too, except under delayed scaling (megatron-core's set_save_original_input)
-    apart = low if narrow and quant.row.history else 0.0
+    apart = low if quant is not None and narrow and quant.row.history else 0.0
     count = run.tokens
     whole = count / parallel.sequence_width
     residual = (DType.FP32 if policy.residual_fp32 else policy.compute).bytes

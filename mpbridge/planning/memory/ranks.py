@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -205,7 +204,8 @@ def in_flight(run: RunFacts, stage: int, each: Sequence[float]) -> float:
     stages, total = run.parallel.pipeline, batches(run)
     if len(each) == 1 or stages == 1:
         return sum(each) * min(stages - stage, total)
-    return max(sum(map(operator.mul, each, held)) for held in _flights(stages, len(each), stages - stage, total))
+    flights = _flights(stages, len(each), stages - stage, total)
+    return max(sum(one * many for one, many in zip(each, held, strict=True)) for held in flights)
 
 
 @functools.lru_cache(maxsize=1024)
