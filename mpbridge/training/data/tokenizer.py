@@ -119,10 +119,19 @@ def fetch(name: str) -> None:
     try:
         snapshot_download(name, allow_patterns=FETCHED)
     except Exception as error:
-        said = " ".join(str(error).split())
+        kind = type(error).__name__
+        said = _REFUSED.get(kind) or f"{kind}: {' '.join(str(error).split())[:120]}"
         raise DataError(
-            f"data.tokenizer={name!r} is not on this machine and could not be downloaded ({type(error).__name__}: {said[:300]}): give a local folder"
+            f"data.tokenizer={name!r} is not on this machine and could not be downloaded ({said}): give a local folder, the id OWNER/NAME of a repository, or {BYTE!r}"
         ) from None
+
+
+_REFUSED = {
+    "RepositoryNotFoundError": "the hub has no such repository, or a private one: HF_TOKEN=...",
+    "GatedRepoError": "its terms must be accepted on the hub: then HF_TOKEN=...",
+    "LocalEntryNotFoundError": "the hub cannot be reached",
+}
+"""What huggingface_hub raises -> what it means; its own words fill a page."""
 
 
 def identity(tok: Any) -> str:

@@ -104,3 +104,11 @@ def test_a_repository_that_does_not_exist_is_named_in_one_line(hub: tuple[str, l
     assert done.stderr.count("\n") == 1
     assert "data.tokenizer='nobody/nothing' is not on this machine and could not be downloaded" in done.stderr
     assert "give a local folder" in done.stderr
+    assert "the hub has no such repository" in done.stderr
+
+
+def test_a_hub_that_cannot_be_reached_is_named_without_its_librarys_page(tmp_path: Path) -> None:
+    done = inspect("nope", tmp_path, "http://127.0.0.1:9")
+    assert done.returncode == 2
+    assert "(the hub cannot be reached): give a local folder" in done.stderr
+    assert len(done.stderr) < 250
