@@ -173,6 +173,7 @@ _PLAIN = {
     "cuda-graph-impl": "cuda_graph_impl", "hidden-dropout": "hidden_dropout", "attention-dropout": "attention_dropout", "tp-comm-overlap": "tp_comm_overlap",
     "moe-router-num-groups": "moe_router_num_groups", "moe-router-group-topk": "moe_router_group_topk", "moe-permute-fusion": "moe_permute_fusion",
     "rotary-percent": "rotary_percent", "mamba-num-heads": "mamba_num_heads", "mamba-head-dim": "mamba_head_dim", "moe-latent-size": "moe_latent_size",
+    "use-fused-weighted-squared-relu": "use_fused_weighted_squared_relu",
 }  # fmt: skip
 
 
@@ -185,6 +186,7 @@ def _model(row: dict[str, Any], args: dict[str, Any], vocabulary: int, pipeline:
         "add_bias_linear": not args.get("disable-bias-linear"),
         "share_embeddings_and_output_weights": not args.get("untie-embeddings-and-output-weights"),
         "activation_func": "silu" if args.get("swiglu") else "squared_relu" if args.get("squared-relu") else "gelu",
+        "bias_activation_fusion": bool(args.get("swiglu")) and not args.get("no-bias-swiglu-fusion"),
         "moe_token_dispatcher_type": args.get("moe-token-dispatcher-type", "allgather"),
         "gradient_accumulation_fusion": not args.get("no-gradient-accumulation-fusion"),
         "deterministic_mode": bool(args.get("deterministic-mode")),

@@ -101,6 +101,7 @@ def run_of(row: dict[str, Any]) -> Run:
         "model.recompute_modules=null",
         "model.num_layers_in_first_pipeline_stage=null",
         "model.num_layers_in_last_pipeline_stage=null",
+        "model.bias_activation_fusion=true",  # the providers of Llama, DeepSeek and GPT-OSS, and the performance recipes of Qwen3
         "ddp.check_for_nan_in_grad=false",  # as every performance recipe has it
         f"model.gradient_accumulation_fusion={_yaml(not fsdp)}",  # Megatron Bridge's default
         f"model.tp_comm_overlap={_yaml(row['tensor'] > 1 and row['precision'] != 'NVFP4')}",

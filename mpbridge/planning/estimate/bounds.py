@@ -198,9 +198,10 @@ class FamilyBounds:
 
     def exceeds(self, run: RunFacts, available: int) -> bool:
         """Whether states and layers of the first stage, which has the most micro-batches in flight, hold too many bytes (0: as many as there are)."""
-        known, first, policy = self._bounds.layers(run), self.stages[0], self._bounds.policy
-        each = sum(many * kept(policy, run, part, known).each for part, many in first.parts if isinstance(part, int))
-        held = sum(self.states[0].roles.values()) + each * in_flight(run, first.at.stage) * (1 - uncertainty(run))
+        known, at, policy = self._bounds.layers(run), self.stages[0].at, self._bounds.policy
+        kinds = layer_kinds(policy, run)
+        each = [sum(kept(policy, run, kinds[layer], known).each for layer in chunk.layers) for chunk in at.chunks(run)]
+        held = sum(self.states[0].roles.values()) + in_flight(run, at.stage, each) * (1 - uncertainty(run))
         return held > (available or math.inf)
 
     def verdict(self, run: RunFacts, available: int) -> str:

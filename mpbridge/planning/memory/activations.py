@@ -27,7 +27,12 @@ class LayerBytes:
 
     entry: float
     """The layer's own input: kept in every mode."""
+    between: float
+    """The residual stream between a layer's parts, the input of its second norm."""
     norms: float
+    """Outputs of norms that are modules of their own: dropped by layernorm."""
+    folded: float
+    """Outputs of norms that are part of the linear after them, and masks of dropout."""
     attention: float
     scores: float
     """Unfused attention: probabilities, and the mask and result of dropout."""
@@ -38,7 +43,7 @@ class LayerBytes:
     mlp: float = 0.0
     """The MLP of a layer without experts; the fields below belong to a layer with experts."""
     activation: float = 0.0
-    """Output of the activation function in experts: dropped by moe_act."""
+    """What the activation function in experts keeps beside its input, and its output: dropped by moe_act."""
     shared: float = 0.0
     permuted: float = 0.0
     """Permuted tokens, the input of the experts' first linear: offload_modules expert_fc1."""
@@ -64,7 +69,7 @@ _RECOMPUTED: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 """recompute_modules -> what a layer no longer keeps."""
 _ON_HOST: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "attn_norm": ("entry",), "mlp_norm": ("norms",), "core_attn": ("attention", "scores", "up_projections"), "expert_fc1": ("permuted",),
+    "attn_norm": ("entry",), "mlp_norm": ("between",), "core_attn": ("attention", "scores", "up_projections"), "expert_fc1": ("permuted",),
     "moe_act": ("gate", "activation"),
 })  # fmt: skip
 """offload_modules of fine_grained_activation_offloading -> what a layer keeps on the host. The inputs of qkv_linear and attn_proj are outputs of other modules."""
@@ -95,10 +100,11 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, known: 
     here = [kept(policy, run, kind, made) for kind in set(layers)]
     full = run.model.get("recompute_granularity") == "full"
     away = _away(run, len(layers))
-    stage = (
-        _recomputed(run, [made[kind] for kind in layers]) if full else sum(made[kind].each for kind in layers[away:])
-    )
-    flying = in_flight(run, at.stage)
+    stage, left = [], away
+    for chunk in chunks:
+        own = [made[kinds[layer]] for layer in chunk.built(run.shape)]
+        stage.append(_recomputed(run, own) if full else sum(layer.each for layer in own[left:]))
+        left = max(0, left - len(own))
     # with full recomputation, the layer being recomputed is also in memory
     extra = max((layer.whole for layer in here), default=0.0) if full else 0.0
     # the gradient of the scores too, in the layer being computed
@@ -106,7 +112,7 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, known: 
     # offloaded layers pass through two buffers, and so do modules offloaded individually
     extra += 2 * max((made[kind].each for kind in layers[:away]), default=0.0)
     extra += 0.0 if full else 2 * max((layer.passing for layer in here), default=0.0)
-    return int(stage * flying + extra + _head(policy, run, chunks))
+    return int(in_flight(run, at.stage, stage) + extra + _head(policy, run, chunks))
 
 
 def kept(policy: PrecisionPolicy, run: RunFacts, kind: int, known: Known) -> Kept:
@@ -126,8 +132,6 @@ def kept(policy: PrecisionPolicy, run: RunFacts, kind: int, known: Known) -> Kep
 
 def uncertainty(run: RunFacts) -> float:
     """Relative error not exceeded in nine of ten measured cases; `scripts/evidence/check_memory_rows.py` prints it (of hybrids `check_hybrids.py`)."""
-    if run.shape.experts and run.shape.hybrid:
-        return 0.25
     if run.shape.experts or run.shape.hybrid:
         return 0.15
     return 0.1 if attention_kernel(run) == "fused" else 0.15
@@ -200,18 +204,22 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     # (torchao keeps the original)
     narrow = quant is not None and quant.row.hardware.library == "transformer_engine" and te_layers(run)
     low = quant.bits / 8 if quant is not None and narrow else wide
+    # two linears keep their input as it is where another module keeps it too, except under delayed scaling (megatron-core's set_save_original_input)
+    apart = low if quant is not None and narrow and quant.row.history else 0.0
     count = run.tokens
     whole = count / parallel.sequence_width
     residual = (DType.FP32 if policy.residual_fp32 else policy.compute).bytes
     dropout = 1 if run.model.get("hidden_dropout") else 0
-    entry = whole * shape.hidden_size * residual
     joints = len(parts)  # each part reads a norm and adds to the residual stream
-    norms = whole * shape.hidden_size * (joints * (low + dropout) + (joints - 1) * residual)
+    width = whole * shape.hidden_size
+    norms, folded = _normed(run, parts, low, wide, apart)
     attends = "attention" in parts
-    attention, ups = _attention(run, count, low, wide) if attends else (0.0, 0.0)
+    attention, ups = _attention(run, count, low, wide, apart) if attends else (0.0, 0.0)
     dense = LayerBytes(
-        entry=entry,
-        norms=norms,
+        entry=width * residual,
+        between=width * (joints - 1) * residual,
+        norms=width * norms,
+        folded=width * (folded + joints * dropout),
         attention=attention,
         scores=_scores(policy, run, count) if attends else 0.0,
         mixer=count * own.kept(shape, low, wide) / parallel.tensor if own else 0.0,
@@ -222,8 +230,34 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
 
 
 def _mlp(run: RunFacts, count: float, width: int, low: float, wide: int) -> float:
-    """Inputs of the activation function and of the second linear, for an MLP that processes every token."""
-    return count * width / run.parallel.tensor * ((2 if run.shape.gated else 1) * wide + low)
+    """Inputs of the activation function and of the second linear, for an MLP that processes every token; a gate that is not fused keeps its factors."""
+    gates = (2 if _fused(run) else 4) if run.shape.gated else 1
+    return count * width / run.parallel.tensor * (gates * wide + low)
+
+
+def _fused(run: RunFacts) -> bool:
+    """Whether the activation function, its gate and in experts the router's weight are one kernel, which keeps its input alone."""
+    model = run.model
+    return bool(model.get("bias_activation_fusion") or model.get("use_fused_weighted_squared_relu"))
+
+
+def _normed(run: RunFacts, parts: tuple[str, ...], low: float, wide: int, apart: float) -> tuple[float, float]:
+    """Bytes an element of the outputs of a layer's norms, as what reads them keeps them: (of norms that are modules of their own, of the others).
+
+    The router keeps the original, a quantized copy is apart from it where the shared expert does not keep it as well; latent attention's two down
+    projections have a copy each.
+    """
+    latent, own, folded = run.shape.latent_attention, 0.0, 0.0
+    for part in parts:
+        if part == "experts":
+            own += wide + (apart if run.shape.shared_expert_size else 0)
+        elif part == "attention" and latent:
+            own += low if low == wide else 2 * low
+        elif te_layers(run):
+            folded += low
+        else:
+            own += low
+    return own, folded
 
 
 def _with_experts(layer: LayerBytes, run: RunFacts, count: float, low: float, wide: int) -> LayerBytes:
@@ -231,30 +265,31 @@ def _with_experts(layer: LayerBytes, run: RunFacts, count: float, low: float, wi
     shape, tensor = run.shape, run.parallel.tensor
     width = run.parallel.expert_width
     routed = count * shape.expert_topk * width / tensor
+    # the function's result, or the factors of a gate and their product, which the router's weight multiplies
+    unfused = 0 if _fused(run) else 3 if shape.gated else 1
     return replace(
         layer,
         permuted=routed * shape.expert_hidden_size * low,
         gate=routed * (2 if shape.gated else 1) * shape.expert_ffn_hidden_size / width * wide,
-        experts=routed * shape.expert_hidden_size * wide
-        + count * ((shape.experts or 0) * 4 + shape.sizes.get("moe_latent_size", 0) * low) / tensor,
-        activation=routed * shape.expert_ffn_hidden_size / width * low,
+        experts=count * ((shape.experts or 0) * 4 + shape.sizes.get("moe_latent_size", 0) * low) / tensor,
+        activation=routed * shape.expert_ffn_hidden_size / width * (low + unfused * wide),
         shared=_mlp(run, count, shape.shared_expert_size, low, wide),
     )
 
 
-def _attention(run: RunFacts, count: float, low: float, wide: int) -> tuple[float, float]:
-    """(queries, keys, values and output; outputs of up-projections) of the attention."""
+def _attention(run: RunFacts, count: float, low: float, wide: int, apart: float) -> tuple[float, float]:
+    """(queries, keys, values and output; outputs of up-projections) of the attention. apart: bytes of the output's copy for the linear after it."""
     shape, tensor = run.shape, run.parallel.tensor
     sums = count * shape.num_attention_heads / tensor * 4  # FP32 log-sum-exp of fused attention
     if shape.latent_attention is None:
         inner = shape.num_attention_heads * shape.kv_channels
         width = inner + 2 * shape.num_query_groups * shape.kv_channels
-        return count * (width + inner) / tensor * wide + (count * inner / tensor * low if low < wide else 0) + sums, 0.0
+        return count * ((width + inner) * wide + inner * apart) / tensor + sums, 0.0
     latent = shape.latent_attention
     keys = shape.num_attention_heads * (latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"])
     values = shape.num_attention_heads * latent["v_head_dim"]
     down = count * (latent["q_lora_rank"] + latent["kv_lora_rank"] + latent["qk_pos_emb_head_dim"]) * (wide + low)
-    return count * values / tensor * (wide + low) + sums + down, count * (2 * keys + values) / tensor * wide
+    return count * values / tensor * (wide + apart) + sums + down, count * (2 * keys + values) / tensor * wide
 
 
 def _scores(policy: PrecisionPolicy, run: RunFacts, count: float) -> float:

@@ -224,12 +224,22 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> Iterator[tuple[str,
         settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         words = " ".join(f"model.{name}={value}" for name, value in settings.items())
         yield words, policy, replace(run, model={**run.model, **settings})
+    if _unfused(run):
+        fused = {"bias_activation_fusion": True}
+        yield "model.bias_activation_fusion=true", policy, replace(run, model={**run.model, **fused})
     if run.micro_batch_size > 1:
         yield "train.micro_batch_size=1", policy, replace(run, micro_batch_size=1)
     for words, sizes in _layouts(run):
         # a placement of layers on stages is valid only for that number of stages
         kept = sizes.pipeline == parallel.pipeline
         yield words, policy, replace(run, parallel=sizes) if kept else unsplit(run, sizes)
+
+
+def _unfused(run: RunFacts) -> bool:
+    """Whether SwiGLU is several kernels, each of which keeps its inputs, and could be one."""
+    kind = getattr(run.model.get("activation_func"), "__name__", run.model.get("activation_func"))
+    held = ("bias_activation_fusion", "use_te_activation_func")
+    return run.shape.gated and kind == "silu" and not any(run.model.get(name) for name in held)
 
 
 def _layouts(run: RunFacts) -> Iterator[tuple[str, Parallel]]:

@@ -24,7 +24,7 @@ class Mixer:
 
 
 def _mamba_kept(shape: ModelShape, low: float, wide: int) -> float:
-    """What the scan's kernel and the gated norm keep; `scripts/evidence/measure_mamba_activations.py` measures megatron-core 0.16.1's layer beside it."""
+    """What the scan's kernel and the gated norm keep; `scripts/evidence/measure_activations.py` measures megatron-core 0.16.1's layer beside it."""
     inner, states, heads = shape.mamba_sizes
     return wide * (2 * (inner + states) + heads + 2 * inner) + low * inner + 4 * shape.sizes["mamba_num_groups"]
 

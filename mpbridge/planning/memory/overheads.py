@@ -185,6 +185,5 @@ def _graph_inputs(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> in
     states = rows * run.micro_batch_size * shape.hidden_size * policy.compute.bytes
     scope = str(model.get("cuda_graph_scope") or "attn")
     mask = run.micro_batch_size * rows * shape.seq_length if "attn" in scope else 0
-    layers = sum(len(chunk.built(shape)) for chunk in at.chunks(run))
-    flying = in_flight(run, at.stage) if parallel.pipeline > 1 else 1.0
-    return int((states // parallel.sequence_width + mask) * layers * flying)
+    layers = [len(chunk.built(shape)) for chunk in at.chunks(run)]
+    return int((states // parallel.sequence_width + mask) * in_flight(run, at.stage, layers))

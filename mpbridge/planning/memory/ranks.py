@@ -195,15 +195,34 @@ def has_final_norm(run: RunFacts, chunk: Chunk) -> bool:
     return run.shape.num_layers - 1 in chunk.layers if run.shape.mtp_layers else chunk.last
 
 
-def in_flight(run: RunFacts, stage: int) -> float:
-    """The maximum number of micro-batches whose activations a stage holds: the depth of 1F1B, more if interleaved (Megatron-LM, arXiv 2104.04473)."""
-    stages, virtual = run.parallel.pipeline, run.parallel.virtual_pipeline or 1
-    total = batches(run)
-    depth = stages - stage
-    if virtual > 1 and stages > 1:
-        # warm-up of the interleaved schedule, in chunks, each 1/virtual of the stage
-        return min(total * 1.0, ((depth - 1) * 2 + (virtual - 1) * stages + 1) / virtual)
-    return float(min(depth, total))
+def in_flight(run: RunFacts, stage: int, each: Sequence[float]) -> float:
+    """The most that a stage holds for micro-batches in flight, from what each of its chunks keeps for one.
+
+    1F1B has as many in flight as there are stages from this one on, the interleaved schedule many of the first chunks and few of the last, whose
+    backward pass follows first (Megatron-LM, arXiv 2104.04473; megatron-core's get_pp_rank_microbatches).
+    """
+    stages, total = run.parallel.pipeline, batches(run)
+    if len(each) == 1 or stages == 1:
+        return sum(each) * min(stages - stage, total)
+    flights = _flights(stages, len(each), stages - stage, total)
+    return max(sum(one * many for one, many in zip(each, held, strict=True)) for held in flights)
+
+
+@functools.lru_cache(maxsize=1024)
+def _flights(stages: int, virtual: int, depth: int, total: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches in flight in each chunk, at the moments between which their number rises or falls at a constant rate. Chunks take turns of `stages`
+    micro-batches, forward from the first chunk, backward from the last. (Under overlap_moe_expert_parallel_comm one more forward pass precedes the first backward pass, and
+    each further one takes the room that its backward pass frees, layer by layer: as many bytes.)"""
+    turns, last = stages * virtual, total * virtual
+    first = min((depth - 1) * 2 + (virtual - 1) * stages + 1, last)
+
+    def passed(count: int, chunk: int) -> int:
+        return count // turns * stages + min(max(count % turns - chunk * stages, 0), stages)
+
+    moments = [n for n in range(first, min(first + turns, last) + 1) if not n % stages or not (n - first) % stages]
+    return tuple(
+        {tuple(passed(n, c) - passed(n - first, virtual - 1 - c) for c in range(virtual)) for n in (*moments, first)}
+    )
 
 
 def undivided(run: RunFacts) -> str:

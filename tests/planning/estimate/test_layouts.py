@@ -342,7 +342,7 @@ def test_recipes_that_the_band_does_not_tell_apart_are_tied(capsys):
     assert most < slower[0]["seconds"] <= slower[-1]["seconds"] <= slower[0]["seconds"] * (1 + slower[0]["band"])
     assert f"tied (==): the predicted steps of {len(slower)} recipes" in said
     least = min((row for row in rows if row["tied"]), key=lambda row: row["bytes"])
-    assert f"memory: least: {least['recipe']}" in said
+    assert least["recipe"] in said.partition("memory: least: ")[2].partition(";")[0]
 
 
 def test_a_machine_of_unknown_memory_refuses_no_layout(tmp_path, capsys):

@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 
+from mpbridge import ConfigContainer
 from mpbridge.cli.main import main
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.machines import machine
+from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.planning.memory.activations import activations
+from mpbridge.planning.memory.activations import kept as kept_of
 from mpbridge.planning.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.planning.memory.compare import against_bf16
 from mpbridge.planning.memory.keeps import trained_by
@@ -207,11 +210,46 @@ def test_a_layer_of_activations_by_the_published_formula():
 
 def test_in_flight_micro_batches():
     run = facts(8, parallel=Parallel(world_size=8, pipeline=4), global_batch_size=64)
-    assert [in_flight(run, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(run, stage, [1.0]) for stage in range(4)] == [4, 3, 2, 1]
     few = dataclasses.replace(run, global_batch_size=2)
-    assert [in_flight(few, stage) for stage in range(4)] == [1, 1, 1, 1]
-    interleaved = dataclasses.replace(run, parallel=Parallel(world_size=8, pipeline=4, virtual_pipeline=2))
-    assert in_flight(interleaved, 0) > 4
+    assert [in_flight(few, stage, [1.0]) for stage in range(4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("each", [[1.0, 1.0], [1.0, 0.0], [0.0, 1.0], [2.0, 1.0]], ids=str)
+def test_an_interleaved_stage_holds_as_much_as_the_schedules_passes_one_by_one(each):
+    """The last of four stages: four passes of its first chunk, one of its second, then a backward pass for each forward pass (schedules.py)."""
+    sizes = Parallel(world_size=8, pipeline=4, virtual_pipeline=2)
+    order = [chunk for _ in range(8) for chunk in (0, 0, 0, 0, 1, 1, 1, 1)]
+    flying, most = [0, 0], 0.0
+    for number, chunk in enumerate(order):
+        flying[chunk] += 1
+        most = max(most, sum(one * many for one, many in zip(each, flying, strict=True)))
+        if number >= 4:
+            flying[1 - order[number - 4]] -= 1
+    assert in_flight(facts(8, parallel=sizes, global_batch_size=64), 3, each) == most
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        # bytes a token that autograd kept of megatron-core's layer (scripts/evidence/measure_activations.py)
+        ({}, 7862.7),
+        ({"bias_activation_fusion": False}, 10166.7),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}, 6706.7),
+    ],
+    ids=str,
+)
+def test_a_layer_of_experts_keeps_what_autograd_kept(changes, kept):
+    tokens, angles = 3 * 320, 4 * 64 * 2 / 3  # four tables of rotary angles, the same for each of three samples
+    model = {
+        "num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 512, "num_moe_experts": 4, "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 160, "moe_shared_expert_intermediate_size": 96, "gated_linear_unit": True, "activation_func": "silu",
+        "add_bias_linear": False, "hidden_dropout": 0.0, "bias_activation_fusion": True, "max_sequence_length": 320, "vocab_size": 64,
+    }  # fmt: skip
+    train = {"micro_batch_size": 3, "global_batch_size": 3, "train_iters": 1}
+    asked = ConfigContainer(mixed_precision="bf16_mixed", model=model | changes, optimizer={"lr": 1e-3}, train=train)
+    run = asked.resolved(1, machine=machine("b200"), versions=ASSUMED, training=False)
+    assert kept_of(run.policy, run.facts, 0, {}).each / tokens == pytest.approx(kept - angles, rel=0.01)
 
 
 def test_a_671b_estimate_is_quick():

@@ -21,7 +21,7 @@ from tests.settings.huggingface import published
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 _HOW = frozenset(
     {
-        "bias_dropout_fusion", "bias_activation_fusion", "recompute_granularity", "recompute_modules", "cross_entropy_loss_fusion",
+        "bias_dropout_fusion", "bias_activation_fusion", "use_fused_weighted_squared_relu", "recompute_granularity", "recompute_modules", "cross_entropy_loss_fusion",
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
         # training's own: the paper's, where config.json says another number or none
         "max_sequence_length", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "init_method_std",
