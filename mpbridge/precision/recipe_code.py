@@ -33,7 +33,11 @@ def function(text: str) -> Any:
     if not colon:
         raise RecipeError(f"recipe {text!r} names a file: say which of its functions, as in {text}:my_recipe")
     module = _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
-    public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+    usable = {known: value for known, value in vars(module).items() if callable(value) and not known.startswith("_")}
+    # what the file defines, rather than what it imports
+    public = [known for known, value in usable.items() if getattr(value, "__module__", "") == module.__name__] or list(
+        usable
+    )
     if not hasattr(module, name):
         raise UnknownName(f"function in {where}", name, public)
     if not callable(found := getattr(module, name)):

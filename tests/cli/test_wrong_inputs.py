@@ -12,6 +12,7 @@ FILES = {
     "ck/step_00000010/state.json": "{}", "bad.json": '{"a": nope', "array/config.json": "[1, 2]", "big/config.json": '{"model_type": "llama", "hidden_size": "big"}',
     "empty.yaml": "", "broken.yaml": "model: [1, 2", "section.yaml": "modle: {num_layers: 2}\n", "base.yaml": "extends: nowhere\n",
     "itself.yaml": "extends: itself.yaml\n", "twice.yaml": "model: {num_layers: 2}\nmodel: {num_layers: 3}\n", "tab.yaml": "model:\n\tnum_layers: 2\n", "hf/config.json": '{"model_type": "llama"}', "both.yaml": "bf16: true\nfp8: hybrid\nfp4: e2m1\n", "text.txt": "not a run", "code.py": "x = 1\n",
+    "own.py": "from mpbridge import *\nfrom pathlib import Path\ndef mine(): return Path\n",
 }  # fmt: skip
 WRONG: dict[str, tuple[int, str, str]] = {
     # command line -> (exit code, what was found, what was expected or the cure)
@@ -69,6 +70,7 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "check --recipe empty.yaml": (2, "empty.yaml: empty", "extends: bf16_mixed"),
     "check --recipe both.yaml": (2, "fp8 and fp4 are both on", "set one of them to null"),
     "check --recipe code.py:nope": (2, "'nope'", "there are none"),
+    "check --recipe own.py:nope": (2, "'nope'", "(known: mine)"),
     "check --recipe code.py:x": (2, "x is of type int", "expected a function that returns a MixedPrecisionConfig"),
     "check --recipe gone.py:fn": (2, "gone.py: no such file", "FILE.py:FUNCTION"),
     "check --recipe bf16 mixed_precision=fp32": (2, "two recipes", "use only one"),
