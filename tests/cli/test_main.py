@@ -70,7 +70,7 @@ ANSWERS = [
     (["plan", "ddp.grad_reduce_in_fp32=false"], 0, "mixed_precision.grad_reduce_in_fp32=false"),
     (["train", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "the recipe overrides"),
     (["recommend", "--recipe", "nope"], 2, "nope"),
-    (["recommend", "--config", "deepseek_v3_671b", "--target", "h100", "--json"], 1, "{"),
+    (["recommend", "--config", "deepseek_v3_671b", "--target", "a100", "--json"], 1, "{"),
     (["recommend", "--config", "gpt_tiny", "--target", "h100"], 0, "the configuration cannot be used: mixed_precision"),
     (["memory", "--config", "gpt_tiny", "--recipe", "bf16_mixed"], 0, "4.36e6 parameters on 1 GPU\n"),
     (["precision", "nope"], 2, "nope: No such file"),

@@ -102,9 +102,29 @@ class McoreEngine(BaseEngine):
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self.configs.optimizer.reuse_grad_buf_for_mxfp8_param_ag and self.configs.ddp.overlap_param_gather:
+        if self._through_gradients:
             # MXFP8 parameters are gathered through the gradient buffer, which has just been zeroed
             gather_mxfp8(self.optimizer)
+
+    @property
+    def _through_gradients(self) -> bool:
+        """Whether the forward pass gathers parameters through the gradient buffer."""
+        return bool(self.configs.optimizer.reuse_grad_buf_for_mxfp8_param_ag and self.configs.ddp.overlap_param_gather)
+
+    def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """As the base class's. Through the gradient buffer, main weights are put there first, or the last gradients would be gathered as weights."""
+        if not self._through_gradients:
+            return super().evaluate(batches, microbatches=microbatches)
+        with self._layer():
+            self._zero_grad()
+        try:
+            return super().evaluate(batches, microbatches=microbatches)
+        finally:
+            for chunk in self.model:
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    group.param_gather_dispatched = (
+                        False  # only a backward pass does: the next forward pass would not gather
+                    )
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Parameters of this rank by their global name (layers counted over all pipeline stages, experts over all expert-parallel ranks)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,19 +23,27 @@ class Fixed:
 
 
 def digests(engine: Any) -> dict[str, int]:
-    """Parameter that needs no gradient -> digest of its bits as stored: of a quantized weight its codes and scales."""
+    """Parameter that needs no gradient -> digest of its bits as stored: of a quantized weight its codes and scales, and those by columns apart, since a library may make them later."""
     found = {}
     for name, parameter in engine.named_parameters():
         if not parameter.requires_grad:
             held = local(parameter.detach())
-            found[name] = hash(tuple(digest(one.reshape(-1)) for one in _stored(held)))
+            found[name] = _digest(_stored(held, _ROWS) or [held])
+            if columns := _stored(held, _COLUMNS):
+                found[f"{name} by columns"] = _digest(columns)
     return found
 
 
-def _stored(held: Any) -> Iterator[torch.Tensor]:
-    codes = [getattr(held, name, None) for name in ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv")]
-    found = [one for one in codes if isinstance(one, torch.Tensor)]
-    yield from found or [held]
+_ROWS = ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv")
+_COLUMNS = ("_columnwise_data", "_columnwise_scale_inv")
+
+
+def _stored(held: Any, names: Sequence[str]) -> list[torch.Tensor]:
+    return [one for name in names if isinstance(one := getattr(held, name, None), torch.Tensor)]
+
+
+def _digest(parts: Sequence[torch.Tensor]) -> int:
+    return hash(tuple(digest(one.reshape(-1)) for one in parts))
 
 
 def fixed(engine: Any, promises: Promises, first: Mapping[str, int]) -> Fixed:

@@ -245,6 +245,11 @@ def stored_base_moves(engine: Any) -> None:
     data.view(-1)[5:6].bitwise_xor_(1)
 
 
+def stored_columns_move(engine: Any) -> None:
+    """Codes of the copy by columns, which the input's gradient is computed from, change their signs."""
+    named(engine, END)._columnwise_data.view(-1)[:4096].bitwise_xor_(128)
+
+
 def base_rescaled(engine: Any) -> None:
     """The codes of a stored weight stay, its scale does not."""
     codes = named(engine, END)
@@ -382,7 +387,8 @@ FAULTS = (
     Fault("adapters' scale halved", scale_times(0.5), (*ADAPTERS, "lora tensorwise", "lora nvfp4"), ("adapters",), "adapter", early=False, quick=True),
     Fault("an adapter's result doubled", result_times(2.0), ADAPTERS, ("adapters",), "adapter", early=False),
     Fault("an adapter's result lost", result_times(0.0), ADAPTERS, ("adapters",), "adapter", early=False, quick=True),
-    Fault("FP32 adapters stored in BF16", cast, ("lora wide", "lora hybrid", "lora mxfp8"), ("params", "invariants"), "adapter", quick=True),
+    Fault("FP32 adapters stored in BF16", cast, ("lora wide",), ("params", "invariants"), "adapter", quick=True),
+    Fault("FP32 adapters stored in BF16 beside emulated linears", cast, ("lora hybrid", "lora mxfp8"), (), "", fatal=True),
     Fault("FP32 adapters multiply in BF16", computed_in_bf16, ("lora wide", "lora hybrid", "lora mxfp8"), ("compute",), "adapter"),
     Fault("an adapter reads E4M3", reads_e4m3, ADAPTERS, ("compute",), "adapter"),
     Fault("an adapter with another's factor", another_linears_adapter, ADAPTERS, ("compute",), "linear_in", quick=True),
@@ -408,6 +414,7 @@ FAULTS = (
     Fault("Mamba's moments zeroed before every step", s.moments_zeroed_before_every_step, ("hybrid", "hybrid sharded"), STEP, "mixer", early=False),
     Fault("a hybrid never refreshed", f.model_never_refreshed, ("hybrid", "hybrid sharded"), ("weights as read",), "mixer"),
     Fault("a code of a stored base moves", stored_base_moves, ("lora stored", "lora stored mxfp8"), ("frozen",), "changed", early=False),
+    Fault("a stored base's codes by columns move", stored_columns_move, ("lora stored mxfp8",), ("frozen",), "by columns (changed)", early=False),
     Fault("a stored base's scale moves", base_rescaled, ("lora stored", "lora stored mxfp8"), ("frozen",), "changed", behind=1, early=False),
     Fault("a stored base's adapters halved", scale_times(0.5), ("lora stored", "lora stored mxfp8"), ("adapters",), "adapter", early=False),
 )  # fmt: skip

@@ -56,7 +56,8 @@ RUNS = (
 )
 def test_a_recipe_trains_on_transformer_engines_modules_and_passes_its_audit(recipe, weights, overrides) -> None:
     seen = Seen()
-    summary = pretrain(tiny(recipe, "train.audit=stop", "audit.every=1", *overrides), hooks=[seen], quiet=True)
+    overrides = ("train.audit=stop", "audit.every=1", "train.eval_interval=2", "train.eval_iters=1", *overrides)
+    summary = pretrain(tiny(recipe, *overrides), hooks=[seen], quiet=True)
     assert summary.last_loss < summary.first_loss
     assert seen.classes["decoder.layers.0.self_attention.linear_qkv.weight"] == weights
     assert seen.classes["embedding.word_embeddings.weight"] == "Parameter"
