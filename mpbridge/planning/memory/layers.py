@@ -94,11 +94,8 @@ _SPLITS = (
 
 def unsplit(run: RunFacts, parallel: Parallel | None = None) -> RunFacts:
     """The run in another layout (default: one process), without the settings that place layers on stages."""
-    return replace(
-        run,
-        parallel=parallel or Parallel(),
-        model={name: value for name, value in run.model.items() if name not in _SPLITS},
-    )
+    model = {name: value for name, value in run.model.items() if name not in _SPLITS}
+    return replace(run, parallel=parallel or Parallel(), model=model)
 
 
 def te_layers(run: RunFacts) -> bool:
@@ -123,7 +120,7 @@ def chunk_parameters(
         found.append(Parameter(name, Weight(name, size, linear=linear, split=split, twin=twin), None))
 
     # multi-token prediction embeds the next tokens on its own stage, with a second copy of the embedding
-    if chunk.first or (chunk.mtp and not chunk.first):
+    if chunk.first or chunk.mtp:
         outside(
             "embedding.word_embeddings.weight",
             rows,
