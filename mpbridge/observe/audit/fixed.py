@@ -34,8 +34,9 @@ def digests(engine: Any) -> dict[str, int]:
     return found
 
 
-_ROWS = ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv")
-_COLUMNS = ("_columnwise_data", "_columnwise_scale_inv")
+_ROWS = ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv", "_amax_rowwise")
+_COLUMNS = ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise")
+"""NVFP4's amaxes are the second factor of its scales."""
 
 
 def _stored(held: Any, names: Sequence[str]) -> list[torch.Tensor]:

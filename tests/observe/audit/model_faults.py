@@ -40,6 +40,7 @@ ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "hybrid nvfp4": ({"recipe": "bf16_with_nvfp4_mixed"}, {"emulate": True, "model": HYBRID | {"mamba_state_dim": 28}}),
     "lora stored": (FP8_BASE | {"fp8_param": True}, TE | {"model": LORA, "ddp": SHARDED}),
     "lora stored mxfp8": (BASE | {"recipe": "bf16_with_mxfp8_mixed", "fp8_param": True}, TE | {"model": LORA, "ddp": SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
+    "lora stored nvfp4": (BASE | {"recipe": "bf16_with_nvfp4_mixed", "fp4_param": True}, TE | {"model": LORA, "ddp": SHARDED}),
 }  # fmt: skip
 TORCHS, CORES = ("muon", "muon bf16"), ("core muon", "core muon fp32")
 MUONS = (*TORCHS, *CORES)
@@ -250,6 +251,15 @@ def stored_columns_move(engine: Any) -> None:
     named(engine, END)._columnwise_data.view(-1)[:4096].bitwise_xor_(128)
 
 
+def stored_factor_moves(copy: str) -> Callable[[Any], None]:
+    """The second factor of an NVFP4 copy's scales, so that each of its values is four times what it was."""
+
+    def plant(engine: Any) -> None:
+        getattr(named(engine, END), f"_amax_{copy}").mul_(4)
+
+    return plant
+
+
 def base_rescaled(engine: Any) -> None:
     """The codes of a stored weight stay, its scale does not."""
     codes = named(engine, END)
@@ -415,6 +425,8 @@ FAULTS = (
     Fault("a hybrid never refreshed", f.model_never_refreshed, ("hybrid", "hybrid sharded"), ("weights as read",), "mixer"),
     Fault("a code of a stored base moves", stored_base_moves, ("lora stored", "lora stored mxfp8"), ("frozen",), "changed", early=False),
     Fault("a stored base's codes by columns move", stored_columns_move, ("lora stored mxfp8",), ("frozen",), "by columns (changed)", early=False),
+    Fault("a stored base's second factor moves", stored_factor_moves("rowwise"), ("lora stored nvfp4",), ("frozen",), "linear_fc1.weight (changed)", early=False),
+    Fault("a stored base's second factor by columns moves", stored_factor_moves("columnwise"), ("lora stored nvfp4",), ("frozen",), "by columns (changed)", early=False),
     Fault("a stored base's scale moves", base_rescaled, ("lora stored", "lora stored mxfp8"), ("frozen",), "changed", behind=1, early=False),
     Fault("a stored base's adapters halved", scale_times(0.5), ("lora stored", "lora stored mxfp8"), ("adapters",), "adapter", early=False),
 )  # fmt: skip

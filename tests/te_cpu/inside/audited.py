@@ -13,6 +13,9 @@ from mpbridge import pretrain
 from mpbridge.common.errors import AuditFailed
 from mpbridge.observe.audit.library import is_rounded
 from mpbridge.training.base import Hook
+from tests.observe.audit import model_faults
+from tests.observe.audit.test_faults import check
+from tests.worlds import one_process
 
 from .training import BLACKWELL, OVERLAP, tiny
 
@@ -300,6 +303,24 @@ def test_column_copies_of_an_earlier_step_are_named() -> None:
     said = found(MXFP8, *OVERLAP, "optimizer.lr=1e-2", hooks=(Plant(built=plant),))
     assert "quantized weights as read" in said
     assert "layers.1.mlp.linear_fc1.weight" in said
+
+
+STORED = [(fault, engine) for fault in model_faults.FAULTS for engine in fault.engines if engine.startswith("lora stored")]  # fmt: skip
+
+
+@on_blackwell
+@pytest.mark.parametrize(("fault", "engine"), STORED, ids=lambda value: getattr(value, "name", value))
+def test_a_fault_of_a_base_stored_in_few_bits_is_named(fault, engine) -> None:
+    from mpbridge.backend.devices import device_layer
+    from mpbridge.backend.engines.registry import build_engine
+    from tests.backend.engines import tiny
+
+    with one_process(), device_layer(True):
+        built = build_engine(tiny.run(model_faults.ENGINES[engine][0], **model_faults.ENGINES[engine][1]))
+        try:
+            check(lambda *kind, **sections: built, fault, engine, 1)
+        finally:
+            built.close()
 
 
 @on_blackwell
