@@ -146,7 +146,9 @@ def target(args: argparse.Namespace) -> TargetMachine:
     if args.target is None:
         return TargetMachine(machine=this_machine(), versions=dataclasses.replace(installed(), **given), here=not given)
     found = machine(args.target)
-    base = ASSUMED if found.gpu else dataclasses.replace(ASSUMED, transformer_engine=None, cuda=None)
+    core = installed().megatron_core or ASSUMED.megatron_core  # its config classes are those that the run is built from
+    base = dataclasses.replace(ASSUMED, megatron_core=core)
+    base = base if found.gpu else dataclasses.replace(base, transformer_engine=None, cuda=None)
     assumed = tuple(
         f"{name.replace('_', ' ')} {value}"
         for name, value in dataclasses.asdict(base).items()
