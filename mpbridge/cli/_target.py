@@ -96,9 +96,11 @@ def on_target(box: ConfigContainer, world: int, where: TargetMachine, **changes:
     )
 
 
-def leaves_batch(made: Run) -> bool:
-    """Whether the global batch is a default, which another layout would not have."""
-    return "train.global_batch_size" not in made.origin
+def left_batches(made: Run) -> list[str]:
+    """The batch sizes that follow from the layout: a global one that is a default, a micro batch that is a rank's whole share."""
+    train = made.container.train
+    left = {"global_batch_size": "train.global_batch_size" not in made.origin, "micro_batch_size": train.get("micro_batch_size", 1) is None}  # fmt: skip
+    return [name for name, follows in left.items() if follows]
 
 
 def reference(made: Run, where: TargetMachine) -> Run:
