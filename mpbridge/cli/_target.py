@@ -96,9 +96,11 @@ def on_target(box: ConfigContainer, world: int, where: TargetMachine, **changes:
     )
 
 
-def leaves_batch(made: Run) -> bool:
-    """Whether the global batch is a default, which another layout would not have."""
-    return "train.global_batch_size" not in made.origin
+def left_batches(made: Run) -> list[str]:
+    """The batch sizes that follow from the layout: a global one that is a default, a micro batch that is a rank's whole share."""
+    train = made.container.train
+    left = {"global_batch_size": "train.global_batch_size" not in made.origin, "micro_batch_size": train.get("micro_batch_size", 1) is None}  # fmt: skip
+    return [name for name, follows in left.items() if follows]
 
 
 def reference(made: Run, where: TargetMachine) -> Run:
@@ -146,7 +148,9 @@ def target(args: argparse.Namespace) -> TargetMachine:
     if args.target is None:
         return TargetMachine(machine=this_machine(), versions=dataclasses.replace(installed(), **given), here=not given)
     found = machine(args.target)
-    base = ASSUMED if found.gpu else dataclasses.replace(ASSUMED, transformer_engine=None, cuda=None)
+    core = installed().megatron_core or ASSUMED.megatron_core  # its config classes are those that the run is built from
+    base = dataclasses.replace(ASSUMED, megatron_core=core)
+    base = base if found.gpu else dataclasses.replace(base, transformer_engine=None, cuda=None)
     assumed = tuple(
         f"{name.replace('_', ' ')} {value}"
         for name, value in dataclasses.asdict(base).items()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, leaves_batch, on_target, sizes_of
+from mpbridge.cli._target import OPTIONS, TARGET, TargetMachine, asked, left_batches, on_target, sizes_of
 from mpbridge.cli.layouts import says_optimizer
 from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
@@ -107,7 +107,7 @@ def _others(made: Run, where: TargetMachine, mine: Outlook) -> list[_Other]:
     for one in mine.layouts(MOST - 1, stated=says_optimizer(made.container)):
         world = one.facts.parallel.world_size
         more = [f"--world-size {world}"] if world != made.world_size else []
-        settings = " ".join([*more, line(one.facts, mine.facts, batch=leaves_batch(made))]).strip()
+        settings = " ".join([*more, line(one.facts, mine.facts, left=left_batches(made))]).strip()
         found.append(_Other(settings=settings, outlook=one, gains=mine.gain(one)))
     return [*found, *_recipes(made, where, mine)]
 

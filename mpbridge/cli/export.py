@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import answer, print_line, print_whole, record
+from mpbridge.cli.text import answer, columns_here, print_line, print_whole, record
 from mpbridge.common.errors import BadValue, cut
+from mpbridge.common.tables.prose import prose
 from mpbridge.interop.stacks.base import Export
 from mpbridge.interop.stacks.exporters import STACKS, export
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -49,12 +50,11 @@ def _print(recipe: str | None, made: Export) -> None:
     }
     on = f"{made.stack}{f' {made.version}' if made.assumed else ''}"
     given = ", given what is assumed below" if made.assumed else ""
-    print_line(f"{recipe or 'the run'} on {on}: {words[made.fidelity]}{given}")
-    for line in made.lines:
-        print_line(str(line), indent="  ")
-    if made.assumed:
-        print_line("\nassumed:")
-        print_line(*made.assumed, indent="  ")
+    said = [f"{recipe or 'the run'} on {on}: {words[made.fidelity]}{given}", *(f"  {line}" for line in made.lines)]
+    said += ["assumed:", *(f"  {line}" for line in made.assumed)] if made.assumed else []
+    width = columns_here()
+    lines = prose("\n".join(said), width and width - 2).split("\n")
+    print_whole("\n".join(f"# {line}" for line in lines))  # comments, so that what is printed can be saved as it is
 
 
 def _made(args: argparse.Namespace) -> Export:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import TARGET, leaves_batch, left_out, on_target, target
+from mpbridge.cli._target import TARGET, left_batches, left_out, on_target, target
 from mpbridge.cli.options import JSON, RUN, arg, container, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
@@ -73,7 +73,7 @@ def _search(
                 (
                     made.recipe,
                     one,
-                    line(one.run, made.facts if valid else None, batch=leaves_batch(made)) or "as configured",
+                    line(one.run, made.facts if valid else None, left=left_batches(made)) or "as configured",
                 )
                 for one in mine
             ]

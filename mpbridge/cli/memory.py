@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mpbridge.cli._target import TARGET, TargetMachine, asked, leaves_batch, reference, sizes_of
+from mpbridge.cli._target import TARGET, TargetMachine, asked, left_batches, reference, sizes_of
 from mpbridge.cli.options import JSON, RUN, arg, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
@@ -140,7 +140,7 @@ def _say_nearest(made: Run, outlook: Outlook) -> None:
             return
     found = nearest(outlook.policy, outlook.facts, outlook.machine, stated=says_optimizer(made.container))
     print_line(
-        f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found, outlook.facts, batch=leaves_batch(made))}"
+        f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found, outlook.facts, left=left_batches(made))}"
         if found is not None
         else f"no layout fits on up to {64 * outlook.facts.parallel.world_size} GPUs"
     )

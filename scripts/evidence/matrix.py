@@ -1,4 +1,4 @@
-"""Runs a chosen part of the suite in environments with other Pythons and other releases, and writes the table of docs/reference/compatibility.md.
+"""Runs a chosen part of the suite in environments with other Pythons, other releases and other kinds of CPU, and writes the table of docs/reference/compatibility.md.
 
     python scripts/evidence/matrix.py [--only NAME ...] [--parts NUMBER ...] [--folder FOLDER] [--again] [--table]
 
@@ -41,6 +41,13 @@ class Environment:
     why: str
     lowest: bool = False
     """Whether every direct dependency is the lowest that pyproject.toml allows."""
+    variables: tuple[str, ...] = ()
+    """What plays another kind of CPU, as NAME=value; the packages are those of the first environment then."""
+
+    @property
+    def parts(self) -> range:
+        """The numbers of the parts that depend on what is other here."""
+        return range(2, len(PARTS)) if self.variables else range(6)
 
 
 ENVIRONMENTS = (
@@ -49,6 +56,13 @@ ENVIRONMENTS = (
     Environment("oldest", "3.11", ("torch==2.6.0", "megatron-core==0.16.1"), "the oldest Python and torch that pyproject.toml allows"),
     Environment("core-0.16.0", "3.12", ("torch==2.11.0", "megatron-core==0.16.0"), "the oldest megatron-core, on the Python in between"),
     Environment("lowest-direct", "3.11", (), "the lowest release of every direct dependency", lowest=True),
+    *(
+        Environment(one, "3.11", (), "another kind of CPU", variables=tuple(one.split()))
+        for one in (
+            "ONEDNN_MAX_CPU_ISA=SSE41", "ONEDNN_MAX_CPU_ISA=AVX2", "ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX", "ATEN_CPU_CAPABILITY=default", "ATEN_CPU_CAPABILITY=avx2", "OMP_NUM_THREADS=2", "OMP_NUM_THREADS=3", "OMP_NUM_THREADS=4",
+        )
+    ),
 )  # fmt: skip
 PARTS = {
     "tests/cli tests/common tests/guide": "the interpreter: processes, signals, closed pipes, files",
@@ -57,9 +71,10 @@ PARTS = {
     "tests/backend": "engines, process groups, torch FSDP2, Megatron-FSDP, torchao",
     "tests/training/checkpoint tests/training/test_survives.py": "torch's checkpoint planner, threads, resume",
     "tests/observe/audit": "the audit of live tensors and of the wire",
+    "tests/te_cpu tests/gpu tests/known_bugs": "Transformer Engine's Python over our kernels, for kinds of CPU: its releases have their own tests there",
+    "tests/training tests/observe/witnessing tests/observe/telemetry tests/observe/diagnose": "trained numbers, for kinds of CPU",
 }
-"""What is run, and what of another release it depends on. Transformer Engine's releases have their own tests (tests/te_cpu), and the rest of planning and
-interop reads no other package."""
+"""What is run, and what it depends on. The rest of planning and interop reads no other package and multiplies nothing."""
 
 
 def interpreter(version: str) -> str | None:
@@ -74,6 +89,8 @@ def interpreter(version: str) -> str | None:
 
 def make(one: Environment, home: Path) -> Path:
     """The environment's Python; installs what it lacks."""
+    if one.variables:
+        return make(ENVIRONMENTS[0], home.parent / ENVIRONMENTS[0].name)
     python, mark = home / "bin/python", home / "complete"
     if mark.exists():
         return python
@@ -97,10 +114,11 @@ def make(one: Environment, home: Path) -> Path:
     return python
 
 
-def run(python: Path, part: str, report: Path) -> None:
+def run(python: Path, part: str, report: Path, variables: tuple[str, ...]) -> None:
     """One part of the suite, then alone what failed in it; its report is complete or absent."""
     partial, alone, cache = report.with_suffix(".partial"), report.with_suffix(".alone"), report.with_suffix(".cache")
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    given = dict(one.split("=") for one in variables)
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | given
     shutil.rmtree(cache, ignore_errors=True)
     alone.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-o", f"cache_dir={cache}", "--continue-on-collection-errors"]
@@ -201,11 +219,11 @@ def main() -> int:
             continue
         python, results = make(one, folder / one.name), folder / "results" / one.name
         results.mkdir(parents=True, exist_ok=True)
-        for number in args.parts if args.parts is not None else range(len(PARTS)):
+        for number in args.parts if args.parts is not None else one.parts:
             part, report = list(PARTS)[number], results / f"{number}.xml"
             if args.again or not report.exists():
                 print(f"{one.name}: {part}", flush=True)
-                run(python, part, report)
+                run(python, part, report, one.variables)
                 write(folder)
     table, wrong = write(folder)
     print("\n".join([*table, *wrong]))

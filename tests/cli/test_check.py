@@ -99,8 +99,10 @@ def test_what_it_would_rather_run_is_what_it_says_once_it_is_taken(ask, case):
             assert other["gains"].startswith(f"{answer['time']['seconds'] / then['time']['seconds']:.2f} times")
 
 
-def test_a_layouts_line_is_what_check_says_of_it(ask):
-    words = ["--config", "llama3_70b", "--recipe", "fp8_cs", "--target", "h100", "--world-size", "32"]
+# the second's file gives each rank its whole share of the batch, which is another one where ranks are split otherwise
+@pytest.mark.parametrize(("config", "recipe", "world"), [("llama3_70b", "fp8_cs", "32"), ("moe_tiny", "fp16", "2")])
+def test_a_layouts_line_is_what_check_says_of_it(ask, config, recipe, world):
+    words = ["--config", config, "--recipe", recipe, "--target", "h100", "--world-size", world]
     found = ask("layouts", *words, "--most", "3")[1]["layouts"]
     assert [one["answer"] for one in found] == sorted(one["answer"] for one in found)  # fits before tight
     for one in found:

@@ -11,6 +11,7 @@ from mpbridge.cli.main import main
 FILES = {
     "ck/step_00000010/state.json": "{}", "bad.json": '{"a": nope', "array/config.json": "[1, 2]", "big/config.json": '{"model_type": "llama", "hidden_size": "big"}',
     "empty.yaml": "", "broken.yaml": "model: [1, 2", "section.yaml": "modle: {num_layers: 2}\n", "base.yaml": "extends: nowhere\n",
+    "heads/config.json": '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 5, "vocab_size": 100, "intermediate_size": 128}',
     "itself.yaml": "extends: itself.yaml\n", "twice.yaml": "model: {num_layers: 2}\nmodel: {num_layers: 3}\n", "tab.yaml": "model:\n\tnum_layers: 2\n", "hf/config.json": '{"model_type": "llama"}', "both.yaml": "bf16: true\nfp8: hybrid\nfp4: e2m1\n", "text.txt": "not a run", "code.py": "x = 1\n",
     "own.py": "from mpbridge import *\nfrom pathlib import Path\ndef mine(): return Path\n",
 }  # fmt: skip
@@ -56,6 +57,7 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "check --config hf:gone": (2, "gone", "config.json"),
     "check --config hf:folder": (2, "no config.json in it (found: nothing)", "Hugging Face's format"),
     "check --config hf:hf": (2, "num_hidden_layers, hidden_size, num_attention_heads", "are missing"),
+    "check --config hf:heads": (2, "hidden_size is not a multiple of num_attention_heads=5", "give head_dim"),
     "check --config wide.yaml": (2, "byte 0xff at 0", "not text in UTF-8"),
     "check --config twice.yaml": (2, "line 2, column 1", "key 'model' appears twice"),
     "check --config tab.yaml": (2, "line 2, column 1", "cannot start any token"),

@@ -201,7 +201,10 @@ def test_three_steps_of_torchaos_emulated_mxfp8_linear_and_ours_give_identical_l
 
 
 # the operands of the other scalings are compiled in test_quantizer.py
-@pytest.mark.parametrize("scaling", ["delayed", "mxfp8", "nvfp4"])
+SLOWLY = [pytest.param(scaling, marks=pytest.mark.slow) for scaling in ("delayed", "mxfp8")]
+
+
+@pytest.mark.parametrize("scaling", [*SLOWLY, "nvfp4"])
 def test_compiled_and_eager_kernels_give_the_same_bits(scaling: str) -> None:
     results = []
     for compiled in (False, True):

@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +33,22 @@ def test_every_table_of_every_page_is_up_to_date(tables: ModuleType) -> None:
     for page in tables.pages():
         text = page.read_text(encoding="utf-8")
         assert tables.filled(text, page.name) == text, f"{page.name}: python scripts/generate/tables.py"
+
+
+def test_what_the_tables_read_of_the_tests_needs_no_more_than_the_docs_extra_brings() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        extra: {Requirement(need).name for need in needs} for extra, needs in project["optional-dependencies"].items()
+    }
+    here = extras["docs"] | {Requirement(need).name for need in project["dependencies"]}
+    absent = {
+        name.replace("-", "_").lower() for extra in ("hf", "plot", "te-needs", "dev") for name in extras[extra] - here
+    }
+    read = set(re.findall(r"from (tests[\w.]+) import", (ROOT / "scripts" / "generate" / "tables.py").read_text()))
+    assert {"pytest", "tokenizers"} <= absent
+    assert read
+    hide = f"import sys; sys.modules.update(dict.fromkeys({absent})); import {', '.join(sorted(read))}"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", hide], cwd=ROOT, check=True)
 
 
 def test_a_stale_table_is_found_and_rewritten(

@@ -56,7 +56,7 @@ class Layout:
     @property
     def line(self) -> str:
         """Settings to paste after a command."""
-        return line(self.run, batch=True)
+        return line(self.run, left=("global_batch_size",))
 
 
 def search(

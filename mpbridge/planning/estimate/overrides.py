@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Collection
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.planning.estimate.candidates import NONE
@@ -15,12 +16,14 @@ PLACES = (
 )
 
 
-def line(run: RunFacts, than: RunFacts | None = None, *, batch: bool = False) -> str:
-    """The run's layout as settings to paste after a command; than: only those in which it differs from this run. batch: the global batch too, which its author left to
-    a default that follows from the layout."""
+def line(run: RunFacts, than: RunFacts | None = None, *, left: Collection[str] = ()) -> str:
+    """The run's layout as settings to paste after a command; than: only those in which it differs from this run. left: the batch sizes that its author left to what
+    follows from the layout, which another layout needs to name."""
     known = set(_settings(than)) if than is not None else set()
+    if "micro_batch_size" in left and run.micro_batch_size * run.parallel.data != run.global_batch_size:
+        known.discard(f"train.micro_batch_size={run.micro_batch_size}")
     made = [setting for setting in _settings(run) if setting not in known]
-    if (batch and made) or (than is not None and run.global_batch_size != than.global_batch_size):
+    if ("global_batch_size" in left and made) or (than is not None and run.global_batch_size != than.global_batch_size):
         made.append(f"train.global_batch_size={run.global_batch_size}")
     return " ".join(made)
 

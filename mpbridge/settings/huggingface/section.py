@@ -124,7 +124,9 @@ def _attention(fields: ConfigFields, family: Family) -> dict[str, Any]:
     if fields.raw("head_dim") is not None:
         out["kv_channels"] = fields.size("head_dim")
     elif fields.size("hidden_size") % heads:
-        fields.fault(f"hidden_size is not a multiple of num_attention_heads={heads}, and head_dim is missing")
+        fields.fault(
+            f"hidden_size is not a multiple of num_attention_heads={heads}: correct one of them, or give head_dim"
+        )
     else:
         out["kv_channels"] = fields.size("hidden_size") // heads
     out |= {"add_qkv_bias": True} if family.qkv_bias else {}

@@ -437,7 +437,10 @@ def test_an_export_without_a_run_says_that_it_is_for_dense_models(
     stack: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "bf16_with_fp8_rowwise_gw_hp", "--to", stack]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    told = printed[printed.index("# bf16_with_fp8_rowwise_gw_hp on ") :].splitlines()
+    assert all(line.startswith("# ") for line in told), "what is printed can be saved as it is"
+    shown = " ".join(printed.split())
     assert ": exact, given what is assumed below" in shown
     assert "a dense model; the experts of a mixture are quantized here, in BF16 there: " in shown
     assert export("bf16_mixed", stack).assumed == ()
