@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     outlook = where.outlook(made)
     mine = outlook.time
     other = _reference(made, where)
-    data = _data(made, mine, args.price) | {"reference": None if other is None else _data(made, other, args.price)}
+    theirs = None if other is None else _data(REFERENCE, other, args.price)
+    data = _data(made.recipe, mine, args.price) | {"reference": theirs}
     data |= record(outlook, "verdict", "objections")
     answer(args, data, lambda: _print(made, where, mine, other, args.price))
     if not args.json:
@@ -98,10 +99,10 @@ def _plain_run(made: Run, where: TargetMachine) -> Run | None:
         return None
 
 
-def _data(made: Run, one: Estimate, price: float | None) -> dict[str, Any]:
+def _data(recipe: str, one: Estimate, price: float | None) -> dict[str, Any]:
     hours = one.gpu_hours_per_billion_tokens
     return {
-        "recipe": made.recipe,
+        "recipe": recipe,
         "predicted": True,
         **record(one, "seconds", "band", "span", "because"),
         "tokens_per_second_per_gpu": one.tokens_per_second,

@@ -13,6 +13,9 @@ from mpbridge.planning.outlook import Outlook
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import Recipe
 
+FITS = ("", "fits", "tight", "does not fit")
+"""What `Advice.fit` can be, in the order in which advice is given."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
@@ -60,11 +63,11 @@ class Advice:
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Sort key: legal, fitting, below 32 bits, validated, faster than 16 bits by the vendor's table, then finer scales and less memory."""
+        """Sort key: legal, fitting before tight, below 32 bits, validated, faster than 16 bits by the vendor's table, then finer scales and less memory."""
         faster = (self.peak or 0.0) > 1.0
         return (
             not self.legal,
-            self.fit == "does not fit",
+            FITS.index(self.fit),
             self.recipe == "fp32",
             self.status != "validated",
             not faster,
@@ -79,7 +82,7 @@ ORDERS = ("status", "time", "memory", "error")
 
 
 def order(advice: Advice, by: str) -> tuple[object, ...]:
-    """Sort key: legal and fitting first, then the requested criterion, then `rank`."""
+    """Sort key: legal first, fitting before tight, then the requested criterion, then `rank`."""
     asked: float = 0.0
     if by == "time":
         asked = advice.seconds if advice.seconds is not None else float("inf")
@@ -87,7 +90,7 @@ def order(advice: Advice, by: str) -> tuple[object, ...]:
         asked = advice.bytes or 0
     elif by == "error":
         asked = advice.error or 0.0
-    return (not advice.legal, not advice.fits, asked, *advice.rank)
+    return (not advice.legal, FITS.index(advice.fit), asked, *advice.rank)
 
 
 def with_ties(made: Sequence[Advice]) -> list[Advice]:

@@ -267,6 +267,15 @@ def test_recommend_sorts_by_what_is_asked_and_prefers_what_was_measured(tmp_path
     assert first["speed_known"].startswith("measured in")
 
 
+@pytest.mark.parametrize("by", ["status", "time"])
+def test_recipes_that_fit_stand_before_those_that_are_tight(by, capsys):
+    main(
+        ["recommend", "--config", "deepseek_v3_671b", "--target", "h100", "--world-size", "2048", "--by", by, "--json"]
+    )
+    found = [row["fit"] for row in json.loads(capsys.readouterr().out)["recipes"] if row["legal"]]
+    assert [kind for kind, _ in itertools.groupby(found)] == ["fits", "tight", "does not fit"]
+
+
 def test_fewer_than_one_layout_is_refused(capsys):
     policy, facts = facts_of("gpt_tiny", 1)
     for most in (0, -1):

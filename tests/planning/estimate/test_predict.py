@@ -167,6 +167,7 @@ def test_the_verb_prints_a_band_and_json(capsys):
     assert data["predicted"]
     assert data["price_per_billion_tokens"] == pytest.approx(2 * data["gpu_hours_per_billion_tokens"])
     assert data["reference"]["seconds"] > data["seconds"]
+    assert (data["recipe"], data["reference"]["recipe"]) == ("bf16_with_fp8_current_scaling_mixed", "bf16_mixed")
 
 
 def test_a_recipe_that_the_machine_cannot_run_is_refused(capsys):
