@@ -140,7 +140,7 @@ RULES: tuple[Rule, ...] = (
         about="mxfp8 stored",
         when=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and _overlaps(c),
         found="evaluation between steps with an overlapped MXFP8 parameter gather",
-        expected="evaluation on saved checkpoints: during the run the gathered weights can be wrong",
+        expected="evaluation on saved checkpoints in other people's scripts: during the run the gathered weights can be wrong. mpbridge's engine stages them first",
         cure=f"train.eval_interval=null, or {PLAIN_WEIGHTS}",
         source="Megatron-Bridge#3727, Megatron-LM#4562",
         emulated="silent",
