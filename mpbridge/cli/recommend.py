@@ -47,13 +47,9 @@ def run(args: argparse.Namespace) -> int:
     for folder in args.runs.split(",") if args.runs else ():
         made = [_measured(advice, Path(folder)) for advice in made]
     ranked = sorted(with_ties(made), key=lambda advice: order(advice, args.by))
+    ties = decides(ranked)
     there = {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)}
-    data = {
-        "target": there,
-        "recipes": [dataclasses.asdict(one) for one in ranked],
-        "left_out": omitted,
-        "ties": decides(ranked),
-    }
+    data = {"target": there, "recipes": [dataclasses.asdict(one) for one in ranked], "left_out": omitted, "ties": ties}
     answer(args, data, lambda: _print(where, ranked, ties, omitted, args.price))
     return 0 if any(advice.legal and advice.fits for advice in ranked) else 1
 
