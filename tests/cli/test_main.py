@@ -283,7 +283,8 @@ def test_so_they_are_in_a_script_that_trains_from_python():
         assert mpbridge.pretrain
         for words in (*UPSTREAM, "yours"):
             warnings.warn(f"{words}: so it is", UserWarning, stacklevel=1)
-    assert [str(one.message).partition(": ")[2] for one in seen] == ["a script of another kind", "so it is"]
+    here = [str(one.message).partition(": ")[2] for one in seen if one.filename == __file__]  # torch has its own
+    assert here == ["a script of another kind", "so it is"]
 
 
 def test_an_answer_that_nobody_read_is_no_success():
