@@ -52,9 +52,9 @@ for _number, _usual in (
 
 LACKED = (
     "engine=fsdp2 needs a torch whose FSDP2", "torch.optim.Muon", "module 'torch.optim' has no attribute 'Muon'", "got an unexpected keyword argument 'no_dist'",
-    "module 'torch.utils._pytree' has no attribute 'register_constant'", "_remote_module_non_scriptable.py",
+    "module 'torch.utils._pytree' has no attribute 'register_constant'",
 )  # fmt: skip
-"""What a torch before 2.7 says of what it lacks (the last: it writes a file when it is imported): there is nothing to test then."""
+"""What a torch before 2.7 says of what it lacks: there is nothing to test then."""
 OLD = tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 7)
 
 
