@@ -47,9 +47,10 @@ def run(args: argparse.Namespace) -> int:
     for folder in args.runs.split(",") if args.runs else ():
         made = [_measured(advice, Path(folder)) for advice in made]
     ranked = sorted(with_ties(made), key=lambda advice: order(advice, args.by))
+    ties = decides(ranked)
     there = {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)}
-    data = {"target": there, "recipes": [dataclasses.asdict(one) for one in ranked], "left_out": omitted}
-    answer(args, data, lambda: _print(where, ranked, omitted, args.price))
+    data = {"target": there, "recipes": [dataclasses.asdict(one) for one in ranked], "left_out": omitted, "ties": ties}
+    answer(args, data, lambda: _print(where, ranked, ties, omitted, args.price))
     return 0 if any(advice.legal and advice.fits for advice in ranked) else 1
 
 
@@ -98,7 +99,7 @@ def _speed(advice: Advice, price: float | None) -> tuple[str, str]:
     return f"{advice.seconds:.3g} s{off}, {advice.speed_known}", f"{advice.hours:,.0f}{cost}"
 
 
-def _print(where: TargetMachine, order: list[Advice], omitted: list[str], price: float | None) -> None:
+def _print(where: TargetMachine, order: list[Advice], ties: list[str], omitted: list[str], price: float | None) -> None:
     print_line(f"target {where.line()}", "")
     legal = [advice for advice in order if advice.legal]
     for fits, title in ((True, "valid and fit, in order"), (False, "valid, but do not fit")):
@@ -124,7 +125,7 @@ def _print(where: TargetMachine, order: list[Advice], omitted: list[str], price:
             columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", *error, "why")
             print_table(columns, rows, title=title)
             print_line()
-    for tie in decides(order):
+    for tie in ties:
         print_line(tie)
     print_line(
         "memory: states and estimated activations of the fullest GPU, compared with bf16_mixed on the megatron-core engine"

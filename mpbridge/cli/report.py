@@ -37,7 +37,7 @@ def as_data(found: Diagnosis) -> dict[str, Any]:
 
     run = found.run
     audits = judged(run.audits)
-    return {
+    data = {
         "ok": found.healthy and audits["ok"] is not False,
         "run": str(run.folder),
         "recipe": run.recipe,
@@ -49,6 +49,18 @@ def as_data(found: Diagnosis) -> dict[str, Any]:
         "diagnosis": found.as_data(),
         "resume": _resume(run),
     }
+    return data | {"verdict": _verdict(found, data)}
+
+
+def _verdict(found: Diagnosis, data: dict[str, Any]) -> str:
+    """The report in one sentence."""
+    parts = {"audits": data["audits"]["ok"] is not False, "diagnosis": found.healthy}
+    bad = [name for name, good in parts.items() if not good]
+    if not bad and not found.run.curves.rows:
+        return "no step was taken, so there is nothing to judge"
+    good = f"{'as promised, ' if data['audits']['ok'] else 'not proved by an audit; '}nothing is out of line"
+    part = f"{data['steps']} of {data['of']} steps so far: " if data["of"] and data["steps"] < data["of"] else ""
+    return f"{part}{'see ' + ' and '.join(bad) if bad else good}"
 
 
 def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
@@ -128,14 +140,7 @@ def _print(found: Diagnosis, data: dict[str, Any]) -> None:
     )
     for gap in run.gaps if run.measured else [gap for gap in run.gaps if "logger.precision_every" not in gap]:
         print_line(f"not known  {gap}")
-    good_parts = {"audits": data["audits"]["ok"] is not False, "diagnosis": found.healthy}
-    bad = [name for name, good in good_parts.items() if not good]
-    if not bad and not run.curves.rows:
-        print_line("verdict    no step was taken, so there is nothing to judge")
-        return
-    good = f"{'as promised, ' if data['audits']['ok'] else 'not proved by an audit; '}nothing is out of line"
-    part = f"{data['steps']} of {of} steps so far: " if of and data["steps"] < of else ""
-    print_line(f"verdict    {part}{'see ' + ' and '.join(bad) if bad else good}")
+    print_line(f"verdict    {data['verdict']}")
 
 
 def _said(precision: dict[str, Any]) -> str:

@@ -99,14 +99,18 @@ def test_what_it_would_rather_run_is_what_it_says_once_it_is_taken(ask, case):
             assert other["gains"].startswith(f"{answer['time']['seconds'] / then['time']['seconds']:.2f} times")
 
 
-# the second's file gives each rank its whole share of the batch, which is another one where ranks are split otherwise
-@pytest.mark.parametrize(("config", "recipe", "world"), [("llama3_70b", "fp8_cs", "32"), ("moe_tiny", "fp16", "2")])
+# moe_tiny gives each rank its whole share of the batch, which is another one where ranks are split otherwise; hybrids have no virtual stages
+@pytest.mark.parametrize(
+    ("config", "recipe", "world"),
+    [("llama3_70b", "fp8_cs", "32"), ("moe_tiny", "fp16", "2"), ("nemotron_3_nano", "bf16", "32")],
+)
 def test_a_layouts_line_is_what_check_says_of_it(ask, config, recipe, world):
     words = ["--config", config, "--recipe", recipe, "--target", "h100", "--world-size", world]
     found = ask("layouts", *words, "--most", "3")[1]["layouts"]
     assert [one["answer"] for one in found] == sorted(one["answer"] for one in found)  # fits before tight
     for one in found:
-        _, then = ask("check", *words, *shlex.split(one["changes"]))
+        code, then = ask("check", *words, *shlex.split(one["changes"]))
+        assert code == 0
         assert (then["fit"]["needed"], then["fit"]["answer"]) == (one["needed"], one["answer"])
         assert then["time"]["seconds"] == pytest.approx(one["seconds"])
 

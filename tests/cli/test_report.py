@@ -52,6 +52,7 @@ def test_its_parts_are_what_the_verbs_of_each_part_say(folder, capsys, run):
     text = capsys.readouterr().out
     for line in ("12 of 20 steps", "curves     loss 5.9 -> ", "audits     ", "precision  nothing was measured", "resume     no: "):  # fmt: skip
         assert line in text, text
+    assert f"verdict    {answer['verdict']}\n" in text
     assert ("see audits" in text) == any(not one["ok"] for one in audits)
     assert ("as promised, nothing is out of line" in text) == (run == RUNS["healthy"])
 

@@ -41,7 +41,6 @@ def _rows(case: Case) -> str | None:
 
 
 _NONE_OF = {
-    "virtual_pipeline_model_parallel_size": "its stack asserts that there are no virtual stages",
     "pipeline_model_parallel_layout": "its stack divides layers by their number",
     "account_for_embedding_in_pipeline_split": "its stack divides layers by their number",
     "account_for_loss_in_pipeline_split": "its stack divides layers by their number",
@@ -56,6 +55,8 @@ _NONE_OF = {
 
 def _unfollowed(case: Case) -> str:
     found = [f"model.{name}={say(case.model(name))} ({why})" for name, why in _NONE_OF.items() if case.model(name)]
+    if virtual := case.run.parallel.virtual_pipeline:
+        found.append(f"parallel.virtual_pipeline_model_parallel_size={virtual} (its stack asserts that there are none)")
     if case.model("position_embedding_type") == "yarn":
         found.append("model.position_embedding_type=yarn (MambaModel does not take it)")
     if case.model("recompute_granularity") == "full":

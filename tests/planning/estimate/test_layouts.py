@@ -339,13 +339,16 @@ def test_the_layout_that_is_replaced_is_no_reason(own, capsys):
 def test_recipes_that_the_band_does_not_tell_apart_are_tied(capsys):
     where = ["recommend", "--config", "llama3_8b", "--target", "h100", "--world-size", "8", "--by", "time"]
     assert main([*where, "--json"]) == 0
-    rows = [row for row in json.loads(capsys.readouterr().out)["recipes"] if row["legal"] and row["seconds"]]
+    answer = json.loads(capsys.readouterr().out)
+    rows = [row for row in answer["recipes"] if row["legal"] and row["seconds"]]
     most = rows[0]["seconds"] * (1 + rows[0]["band"])
     assert {row["tied"] for row in rows} == {True, False}
     assert all(row["tied"] == (row["seconds"] <= most) for row in rows)
     assert main(where) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"{sum(row['tied'] for row in rows)} recipes lie within the error band of the fastest" in said
+    assert answer["ties"]
+    assert all(" ".join(tie.split()) in said for tie in answer["ties"])
     slower = [row for row in rows if row["tie"] == 2]  # than the band allows, and no more apart than it
     assert len(slower) > 1
     assert most < slower[0]["seconds"] <= slower[-1]["seconds"] <= slower[0]["seconds"] * (1 + slower[0]["band"])
