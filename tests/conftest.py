@@ -1,12 +1,14 @@
 """Before any test imports megatron: a Transformer Engine without its CUDA parts must not be in its way."""
 
 import gc
+import importlib.metadata
 import json
 import os
 import pathlib
 import signal
 import sys
 import warnings
+from collections.abc import Generator
 
 import pytest
 
@@ -46,6 +48,36 @@ for _number, _usual in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
+
+
+LACKED = (
+    "engine=fsdp2 needs a torch whose FSDP2", "torch.optim.Muon", "module 'torch.optim' has no attribute 'Muon'", "got an unexpected keyword argument 'no_dist'",
+    "module 'torch.utils._pytree' has no attribute 'register_constant'",
+)  # fmt: skip
+"""What a torch before 2.7 says of what it lacks: there is nothing to test then."""
+OLD = tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 7)
+
+
+def _tried() -> Generator[None, object, object]:
+    """Runs a part of a test; what ends it because the torch is too old is a skip."""
+    try:
+        return (yield)
+    except Exception as error:
+        if OLD and (lacks := next((text for text in LACKED if text in str(error)), "")):
+            pytest.skip(f"this torch lacks it: {lacks}")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    """A fixture's part."""
+    return (yield from _tried())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """The test's own."""
+    return (yield from _tried())
 
 
 LONGEST = (

@@ -257,6 +257,8 @@ class RunFacts:
     versions: Versions = Versions()
     machine: Any = None
     """The hardware.machines.Machine that will run it; None: unknown."""
+    played: bool = False
+    """Whether that machine is played on a CPU, whose processes talk by gloo."""
     inert: tuple[str, ...] = ()
     """Precision settings by the author that nothing reads, as text (`precision.inert`)."""
     environment: Mapping[str, str] = field(default_factory=lambda: types.MappingProxyType({}))

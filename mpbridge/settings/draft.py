@@ -224,6 +224,7 @@ class Draft:
             global_batch_size=train["global_batch_size"],
             versions=versions,
             machine=machine,
+            played=is_played(self.emulate),
             inert=_inert(self.stages),
             environment=environment(),
         )

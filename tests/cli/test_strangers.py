@@ -170,7 +170,8 @@ def watch(event, args):
         return
     if event == "import" and str(args[0]).partition(".")[0] in ("evil", "configuration_evil"):
         seen.append([now[0], event, str(args[0])])
-    elif event in ("exec", "compile") and here in str(getattr(args[0], "co_filename", args[-1])):
+    elif event in ("exec", "compile") and here in (place := str(getattr(args[0], "co_filename", args[-1]))) and not place.endswith("_remote_module_non_scriptable.py"):
+        # torch before 2.7 writes that module of its own into the folder for temporary files
         seen.append([now[0], event, str(args)])
     elif event == "open" and isinstance(args[0], (str, bytes)) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         place = os.path.abspath(os.fsdecode(args[0]))

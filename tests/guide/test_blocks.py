@@ -47,7 +47,7 @@ for number, code in enumerate(json.loads(sys.argv[1])):
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(out):
         if "wrap(" in code:  # a loop on megatron-core has its process groups
             stack.enter_context(device_layer(False, fused_adam=CpuFusedAdam))
-            torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
             stack.callback(torch.distributed.destroy_process_group)
             parallel_state.initialize_model_parallel()
             stack.callback(parallel_state.destroy_model_parallel)

@@ -262,7 +262,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="interleaved-pipeline-on-gloo",
-        when=lambda c: c.gpu is False and (c.run.parallel.virtual_pipeline or 1) > 1 and _batched(c),
+        when=lambda c: (c.gpu is False or c.run.played) and (c.run.parallel.virtual_pipeline or 1) > 1 and _batched(c),
         found="{c.run.parallel.virtual_pipeline} virtual stages with batched point-to-point communication on gloo",
         expected="overlap_p2p_comm=true batch_p2p_comm=false: with batched communication the run diverges silently",
         cure="model.overlap_p2p_comm=true model.batch_p2p_comm=false",

@@ -83,7 +83,12 @@ def write(folder: Path, rank: int, load: Load) -> None:
         out = _Summed(stream)
         for key, shape, offset, data in load.tensors:
             start = out.aligned()
-            torch.save(_own_storage(data), cast("IO[bytes]", out))
+            try:
+                torch.save(_own_storage(data), cast("IO[bytes]", out))
+            except (
+                RuntimeError
+            ) as error:  # behind a write that failed torch 2.6 closes its archive, which fails in other words
+                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
             at = _payload(stream, start, out.tell(), data.numel() * data.element_size())
             entry = part["tensors"].setdefault(key, {"dtype": _name(data.dtype), "shape": list(shape), "pieces": []})
             entry["pieces"].append([at, list(offset), list(data.shape), start, out.tell() - start])

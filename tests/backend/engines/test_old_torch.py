@@ -8,7 +8,8 @@ import sys
 CODE = """
 import torch, torch._dynamo, torch._inductor.cpp_builder  # the newer torch needs these names itself
 for where, name in ((torch, "float8_e8m0fnu"), (torch.optim, "Muon")):
-    delattr(where, name)
+    if hasattr(where, name):
+        delattr(where, name)
 import mpbridge.training.loop, mpbridge.backend.engines.shard_state, mpbridge.observe.witnessing.witness
 from mpbridge.backend.engines.muon import ShardMuon
 from mpbridge.common.errors import Refused

@@ -395,6 +395,11 @@ def test_rule_fires_on_its_case_and_not_on_the_neighbour(name):
     assert name not in ids(broken(*holds))
 
 
+@pytest.mark.parametrize("played", [True, False])
+def test_processes_of_a_played_gpu_talk_by_gloo(played):
+    assert ("interleaved-pipeline-on-gloo" in ids(broken(*case(parallel=VPP, played=played)))) is played
+
+
 def test_globs_that_freeze_adapters_alone_freeze_nothing():
     found = broken(*case(config={"frozen": ["*", "*.adapter.*"]}, shape=LORA))
     assert [one.found for one in found if one.rule == "keep-fp32-matches-nothing"] == [

