@@ -45,9 +45,9 @@ class Environment:
     """What plays another kind of CPU, as NAME=value; the packages are those of the first environment then."""
 
     @property
-    def parts(self) -> range:
+    def parts(self) -> tuple[int, ...]:
         """The numbers of the parts that depend on what is other here."""
-        return range(2, len(PARTS)) if self.variables else range(6)
+        return (2, 3, 5, 6, 7) if self.variables else (0, 1, 2, 3, 4, 5)
 
 
 ENVIRONMENTS = (

@@ -85,9 +85,8 @@ def write(folder: Path, rank: int, load: Load) -> None:
             start = out.aligned()
             try:
                 torch.save(_own_storage(data), cast("IO[bytes]", out))
-            except (
-                RuntimeError
-            ) as error:  # behind a write that failed torch 2.6 closes its archive, which fails in other words
+            except RuntimeError as error:
+                # behind a write that failed torch 2.6 closes its archive, which fails in other words
                 raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
             at = _payload(stream, start, out.tell(), data.numel() * data.element_size())
             entry = part["tensors"].setdefault(key, {"dtype": _name(data.dtype), "shape": list(shape), "pieces": []})
