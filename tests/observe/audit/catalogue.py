@@ -79,6 +79,8 @@ class Fault:
     """False: it means something after the first update only."""
     behind: int = 0
     """Steps until it has an effect: what goes stale is right until the next update."""
+    once: bool = False
+    """It changes a moment a single time, which the audit of the step that follows alone can see (docs/audit.md, limit 6)."""
     fatal: bool = False
     """The first step with it raises: torch multiplies no factors of two dtypes."""
 

@@ -25,7 +25,7 @@ def planted(build: Any, fault: Fault, engine_name: str, at: int, *, plant: bool 
     if importlib.util.find_spec(needs := model_faults.NEEDS.get(engine_name, "torch")) is None:
         pytest.skip(f"{needs} is not installed")
     # a late fault is planted one update ahead of the step of the next repeated audit: all of them on the way there show nothing new
-    every = EVERY if at < EVERY else at + 2
+    every = EVERY if at < EVERY else at + (1 if fault.once else 2)
     engine, hook = build(kind, **sections), AuditHook(mode="warn", every=every, invariants=1)
     engine.undo = []
     training, batches, found = SimpleNamespace(engine=engine), tiny.batches(), []
