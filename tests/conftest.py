@@ -52,10 +52,12 @@ for _number, _usual in (
 
 LACKED = (
     "engine=fsdp2 needs a torch whose FSDP2", "torch.optim.Muon", "module 'torch.optim' has no attribute 'Muon'", "got an unexpected keyword argument 'no_dist'",
-    "module 'torch.utils._pytree' has no attribute 'register_constant'",
+    "module 'torch.utils._pytree' has no attribute 'register_constant'", "needs a torch with FakeWork", "'Stream' object has no attribute 'record_event'",
+    "module 'torch' has no attribute 'float4_e2m1fn_x2'", "AssertionError: libcuda.so cannot found!",
 )  # fmt: skip
-"""What a torch before 2.7 says of what it lacks: there is nothing to test then."""
+"""What a torch before 2.7 says of what it lacks (FSDP2 on a CPU; its Triton, where it is built for CUDA, asks for libcuda): there is nothing to test then."""
 OLD = tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 7)
+collect_ignore = ["training/simulate/test_simulate.py"] if OLD else []  # it records steps with FakeWork
 
 
 def _tried() -> Generator[None, object, object]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import _symmetric_memory, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 
@@ -195,6 +195,7 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield torch, "set_default_device", _default_device(torch.set_default_device)
     yield dist, "is_nccl_available", lambda: True
     yield dist, "ProcessGroupNCCL", _Nccl
+    yield _symmetric_memory, "empty", _no_symmetric_memory
     movers = {name: _bytes_moved(getattr(dist, name)) for name in _MOVERS if hasattr(dist, name)}
     for owner in (dist, distributed_c10d):
         for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
@@ -241,6 +242,11 @@ def _on_gloo(original: Any) -> Any:
         return original(*args, **kwargs)
 
     return make
+
+
+def _no_symmetric_memory(*args: Any, **kwargs: Any) -> Any:
+    """As on GPUs without NVLink between them: libraries catch that error (megatron-core) and go on without."""
+    raise RuntimeError("symmetric memory: simulated GPUs have no NVLink")
 
 
 class _Nccl:

@@ -12,9 +12,9 @@ GRAPHS = "CUDA graphs record the work of a GPU: leave them off (cuda_graph_impl=
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("cuda.CUDAGraph", "cuda.graph", "cuda.make_graphed_callables", "cuda.graph_pool_handle", "accelerator.Graph"), GRAPHS),
+        **dict.fromkeys(("cuda.CUDAGraph", "cuda.graph", "cuda.make_graphed_callables", "cuda.graph_pool_handle", "cuda.export_dot", "cuda.export_graph_data", "accelerator.Graph"), GRAPHS),
         **dict.fromkeys(("cuda.caching_allocator_alloc", "cuda.caching_allocator_delete", "cuda.CUDAPluggableAllocator", "cuda.change_current_allocator"), _MEMORY),
-        **dict.fromkeys(("cuda.MemPool", "cuda.use_mem_pool"), _MEMORY),
+        **dict.fromkeys(("cuda.MemPool", "cuda.MemPoolContext", "cuda.use_mem_pool"), _MEMORY),
         **dict.fromkeys(("cuda.temperature", "cuda.power_draw", "cuda.clock_rate"), _BOARD),
         **dict.fromkeys(("cuda.current_blas_handle", "cuda.current_solver_handle", "cuda.ExternalStream", "cuda.get_stream_from_external"), _POINTER),
         "cuda.GreenContext": "it divides the multiprocessors of a GPU",
@@ -28,7 +28,7 @@ REAL: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("cuda.CudaError", "cuda.DeferredCudaCallError", "cuda.cudaStatus", "cuda.check_error", "cuda.has_half", "cuda.has_magma"), "types and constants"),
         **dict.fromkeys(("cuda.get_gencode_flags", "cuda.memory_stats", "cuda.memory_summary", "cuda.host_memory_stats", "cuda.max_memory_cached", "cuda.memory_cached"), "torch's own, over played names"),
-        **dict.fromkeys((f"cuda.{name}" for name in ("amp", "graphs", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable")), "modules"),
+        **dict.fromkeys((f"cuda.{name}" for name in ("amp", "graphs", "graph_annotations", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable")), "modules"),
     }
 )  # fmt: skip
 """Name below torch -> what it is: torch's own, unchanged."""
@@ -37,7 +37,7 @@ PLAYED_BESIDE = (
     "torch.load(map_location)", "torch.device(index)", "torch.Stream", "torch.Event", "torch.Generator", "torch.profiler.profile", "torch.autocast", "torch.compile (says that nothing is compiled)", "torch.set_default_device",
     "torch.version.cuda", "Tensor.cuda, .to, .is_cuda, .get_device, .pin_memory, .is_pinned, .record_stream, .type", "Module.cuda, .to",
     "UntypedStorage.cuda", "optimizers with capturable=True", "torch.cuda.memory._record_memory_history, ._snapshot, ._dump_snapshot", "torch.cuda.nccl.version",
-    "torch.distributed with nccl (on gloo), ProcessGroupNCCL.Options", "DeviceMesh of CUDA devices", "DistributedDataParallel with device_ids", "FullyShardedDataParallel",
+    "torch.distributed with nccl (on gloo), ProcessGroupNCCL.Options", "symmetric memory (torch's error without NVLink)", "DeviceMesh of CUDA devices", "DistributedDataParallel with device_ids", "FullyShardedDataParallel",
 )  # fmt: skip
 """What is played outside of torch.cuda and torch.accelerator."""
 

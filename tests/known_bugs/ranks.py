@@ -46,6 +46,9 @@ def stepped(reduced_after: int | None) -> str:
     return "\n".join(str(fault) for fault in seen.report.report.faults)
 
 
+MENDED = "this torch no longer has the bug"
+
+
 class Block(torch.nn.Module):
     """A norm whose weights every tensor-parallel rank has, and two linears that are split."""
 
@@ -73,8 +76,11 @@ def over_tensor_parallel_ranks(compute: torch.dtype) -> str:
         model(mine.contiguous()).float().pow(2).mean().backward()
         norm = model.norm.weight.grad.full_tensor()
         # summed in FP32, a gradient has bits that BF16 lacks
-        assert torch.equal(norm, norm.bfloat16().float()) is (compute is torch.bfloat16)
+        narrow = torch.equal(norm, norm.bfloat16().float())
+        assert compute is torch.bfloat16 or not narrow
         optimizer.step()
+    if compute is torch.bfloat16 and not narrow:
+        return MENDED
     return "\n".join(str(fault) for fault in seen.report.report.faults)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.known_bugs.bugs import BUGS, NOT, Bug
+from tests.known_bugs.ranks import MENDED
 from tests.worlds import reported
 
 PLAYED = [bug for bug in BUGS if bug.play]
@@ -26,6 +27,8 @@ def test_a_public_bug_is_named(bug: Bug, request: pytest.FixtureRequest) -> None
     module, _, name = bug.play.partition(":")
     if module == "ranks":
         said = request.getfixturevalue("ranks")[name]
+        if said == MENDED:
+            pytest.skip(MENDED)
     else:
         said = importlib.import_module(f"tests.known_bugs.{module}").PLAYS[name]()
     if bug.says:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -180,9 +182,14 @@ def _load_main(part: Any, shard: torch.nn.Parameter, main: torch.Tensor) -> None
 
 
 def forget_shardings() -> None:
-    """Clears torch's cache of how DTensor operations are sharded: it keeps the meshes, and so the process groups, of closed engines alive."""
-    from torch.distributed.tensor import debug
+    """Clears torch's caches of how DTensors are sharded and sent: they keep the meshes, and so the process groups, of closed engines alive."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)  # older releases lack it and keep the meshes
-    if clear is not None:
-        clear()
+    for owner, clear in (
+        (debug, "_clear_sharding_prop_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (_redistribute, "_gen_transform_infos.cache_clear"),
+        (_collective_utils, "MeshTopoInfo.build_from_mesh.cache_clear"),
+    ):
+        with contextlib.suppress(AttributeError):  # releases lack some of them
+            operator.attrgetter(clear)(owner)()

@@ -206,6 +206,12 @@ def _fsdp2(read: Reader, storage: DType) -> Meaning:
         # a policy that names some of the keys replaces the whole default: the others fall back to the gradient's and the parameter's dtype
         param = read.dtype("distributed.mp_policy.param_dtype", storage) or storage
         reduce = read.dtype("distributed.mp_policy.reduce_dtype", param) or param
+        since = f"no reduce_dtype: gradients are reduced in param_dtype ({param.short}) before torch 2.15, and since then in the parameters' own dtype ({storage.short})"
+        read.note(
+            "assumed",
+            f"distributed.mp_policy: {since}",
+            param is not storage and read.at("distributed.mp_policy.reduce_dtype") is None,
+        )
         read.asked |= {"distributed.mp_policy._target_", "distributed.mp_policy.cast_forward_inputs"}
         output = read.dtype("distributed.mp_policy.output_dtype", param) or param
     handed = None if output is param else output

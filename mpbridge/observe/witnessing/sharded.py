@@ -94,7 +94,9 @@ class Fsdp2Loop(TorchLoop):
     def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
         """As elsewhere, and the sums over tensor-parallel ranks of replicated parameters' gradients: `reduce_dtype` asks for them too."""
         seen = super().audit_traffic(promised, watch, microbatches)
-        if {unit.mp_policy.reduce_dtype for unit in self._units()} == {torch.float32}:
+        # torch 2.13 has the policy at the unit, 2.15 at each of its parameters
+        owners = (one for unit in self._units() for one in ([unit] if hasattr(unit, "mp_policy") else unit.fsdp_params))
+        if {one.mp_policy.reduce_dtype for one in owners} == {torch.float32}:
             mine = set(self.audit_ranks())
             whole: dict[int, list[str]] = {}
             for name, parameter in self.named_parameters():

@@ -204,6 +204,8 @@ ROWS: list[tuple[str, ...]] = [
     # AutoModel
     (AM, f"{{{WIRED}}}}}", "wire=fp32"),
     (AM, f"{{{WIRED}, mp_policy: {{param_dtype: bfloat16}}}}}}", "wire=bf16"),
+    (AM, "{model: {torch_dtype: float32}, distributed: {mp_policy: {param_dtype: bfloat16}}}", "wire=bf16", "assumed: since then in the parameters' own dtype (fp32)"),
+    (AM, "{model: {torch_dtype: float32}, distributed: {mp_policy: {param_dtype: bfloat16, reduce_dtype: bfloat16}}}", "wire=bf16", "!assumed: since then"),
     (AM, "{distributed: {mp_policy: null}}", "wire=fp32"),
     (AM, "{model: {torch_dtype: bfloat16}, optimizer: {_target_: torch.optim.AdamW}}", "main=none", "exp_avg=bf16", "bytes_text=8/N"),
     (AM, "{model: {torch_dtype: bfloat16}, optimizer: {_target_: a.b.FusedAdam, lr: 1}}", "main=none"),

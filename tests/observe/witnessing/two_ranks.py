@@ -181,14 +181,14 @@ CASES: dict[str, Callable[[], Any]] = {
     "FAULT drifted": drifted,
     "FAULT frozen on one": frozen_on_one,
     "FAULT autocast off": lambda: run(ddp(), AUTOCAST_CONFIG()),
-    "FAULT bf16 wire of fsdp2": lambda: run(fsdp2(param_dtype=BF16), "fp32_params_bf16_compute"),
+    "FAULT bf16 wire of fsdp2": lambda: run(fsdp2(param_dtype=BF16, reduce_dtype=BF16), "fp32_params_bf16_compute"),
     "FAULT no main weights": lambda: run(ddp(Tiny().to(BF16)), "bf16_mixed"),
 }  # fmt: skip
 
 WIDE_WIRE = {"param_dtype": BF16, "reduce_dtype": torch.float32}
 FOUR: dict[str, Callable[[], Any]] = {
     "hybrid fsdp2": lambda: run(hybrid2(**WIDE_WIRE), "fp32_params_bf16_compute"),
-    "hybrid fsdp2 bf16 wire": lambda: run(hybrid2(param_dtype=BF16)),
+    "hybrid fsdp2 bf16 wire": lambda: run(hybrid2(param_dtype=BF16, reduce_dtype=BF16)),
     "hybrid fsdp1": lambda: run(hybrid1(**WIDE_WIRE), "fp32_params_bf16_compute"),
     "FAULT copies apart": apart,
 }

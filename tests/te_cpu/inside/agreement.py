@@ -13,6 +13,7 @@ import transformer_engine_torch as tex
 from mpbridge.te_cpu.played import now
 
 from .training import BLACKWELL
+from tests.conftest import OLD
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts/evidence/te_agreement.py"
 HOPPERS = (
@@ -60,6 +61,9 @@ def played() -> dict[str, str]:
     return {"machine": now().machine.name.lower(), "te": ".".join(map(str, now().release[:2]))}
 
 
+@pytest.mark.skipif(
+    OLD, reason="torch 2.6's rms_norm rounds to BF16 before its weight multiplies, Transformer Engine's once behind it"
+)
 @pytest.mark.parametrize("recipe", BLACKWELLS if BLACKWELL else HOPPERS)
 def test_every_linear_is_the_same_but_for_the_order_of_fp32_sums(recipe, script) -> None:
     rows = script.compared(recipe, steps=2, **played())

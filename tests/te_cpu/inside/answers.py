@@ -39,8 +39,9 @@ def test_the_accelerator_is_the_played_gpu() -> None:
     assert (found.device_count(), found.current_device_index()) == (1, 0)
     found.set_device_index(0)
     found.synchronize()
-    with found.device_index(0):
-        assert found.memory_allocated() == 0
+    if hasattr(found, "device_index"):  # newer than torch 2.6
+        with found.device_index(0):
+            assert found.memory_allocated() == 0
     assert isinstance(found.current_stream(), torch.Stream)
     assert torch.Stream("cuda").device.type == "cuda"
 

@@ -10,6 +10,7 @@ import pytest
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import machine
+from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -23,7 +24,7 @@ def asked(recipe: str, *words: str, **changes: Any) -> tuple[dict[str, Any], Mix
     config = get_mixed_precision_config(recipe).derive(**changes)
     box = ConfigContainer.load(TINY, check=False)
     box.mixed_precision = config
-    run = box.resolved(1, machine=machine("b200")).facts
+    run = box.resolved(1, machine=machine("b200"), versions=ASSUMED).facts
     base = base_of(config)
     return levels_of(words, resolve(base)), base, run
 
