@@ -11,9 +11,9 @@ import torch
 import transformer_engine_torch as tex
 
 from mpbridge.te_cpu.played import now
+from tests.conftest import OLD
 
 from .training import BLACKWELL
-from tests.conftest import OLD
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts/evidence/te_agreement.py"
 HOPPERS = (
