@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mpbridge.common.probe import installed
 from tests.forked import python
 from tests.guide.test_docs import FENCE, ROOT
 
@@ -98,6 +99,7 @@ def test_the_new_users_path_says_what_the_page_shows_to_its_end(tmp_path):
     assert script("evidence/first_walk.py").walk(tmp_path) == []
 
 
+@pytest.mark.skipif(installed().megatron_core != "0.16.1", reason="the picture shows which megatron-core is installed")
 def test_the_picture_is_what_check_prints():
     picture = script("generate/picture.py")
     assert picture.OUT.read_text(encoding="utf-8") == picture.drawn(), (
