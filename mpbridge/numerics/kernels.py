@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import shutil
 import types
 import zlib
@@ -228,6 +229,10 @@ def compiler() -> str | None:
     """The reason why nothing is compiled; None if torch.compile has what it needs."""
     if torch.cuda.is_available():
         return None
+    if (
+        "ATEN_CPU_CAPABILITY" in os.environ
+    ):  # seen with 2.13: kernels of another vector width crash, or compute something else
+        return "ATEN_CPU_CAPABILITY is set, and torch's cache of compiled kernels does not ask for it: the quantize kernels run uncompiled, several times slower, with the same results"
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return "no C++ compiler found (g++ or clang++): the quantize kernels run uncompiled, several times slower, with the same results"
     return None

@@ -412,9 +412,13 @@ def test_a_kernel_is_compiled_in_an_observed_step_too_and_uncompiled_where_tenso
     assert call(x).sum() == 4
 
 
-def test_without_a_compiler_it_runs_uncompiled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+@pytest.mark.parametrize("lacks", ["no C++ compiler", "ATEN_CPU_CAPABILITY is set"])
+def test_without_a_compiler_it_runs_uncompiled_and_says_so(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "ATEN" in lacks:
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    else:
+        monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+        monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
     kernels.compiler.cache_clear()
     kernels.kernel.cache_clear()
@@ -422,7 +426,7 @@ def test_without_a_compiler_it_runs_uncompiled_and_says_so(monkeypatch: pytest.M
         net = model()
         emulation = emulate_linears(net, policy("mxfp8"))
         assert net(data()).isfinite().all()
-        assert any("no C++ compiler" in note for note in emulation.notes())
+        assert any(lacks in note for note in emulation.notes())
     finally:
         kernels.compiler.cache_clear()
         kernels.kernel.cache_clear()
