@@ -103,7 +103,7 @@ BUGS = (
         WITNESS, again=True),
     Bug("deepspeedai/DeepSpeed#5154", "BF16 without ZeRO: what is reduced is not what the optimizer reads", "ranks:never reduced", "replicas: promised equal on every rank",
         WITNESS, again=True),
-    Bug("pytorch/pytorch#190626", "FSDP2 sums gradients over tensor-parallel ranks in BF16 although `reduce_dtype` is FP32 (in torch 2.13 too)", "ranks:tensor parallel",
+    Bug("pytorch/pytorch#190626", "FSDP2 sums gradients over tensor-parallel ranks in BF16 although `reduce_dtype` is FP32 (in torch 2.13 too, not in 2.15)", "ranks:tensor parallel",
         "norm.weight: summed over 2 tensor-parallel ranks in bf16, reduce_dtype is fp32", WITNESS, again=True),
     Bug("huggingface/transformers#34191", "the mean of micro-batches' means is not the mean over tokens", "loops:unequal_micro_batches",
         when=NOT + "a loop may weight its micro-batches as it likes; in mpbridge's own loop `model.calculate_per_token_loss` decides"),
