@@ -2,9 +2,9 @@
 
 The checkout is only read. Each file under tests/unit_tests runs in a world of its own under mpbridge's pytest plugin, an H100 played: first with one rank; what fails or
 skips there for want of ranks runs again with 2, then 4 and 8 (--ranks; Megatron-LM's CI has 8, which --ranks 8 gives every file). A case's result is the one of the largest world that it was run in. Every
-result is kept in the store, and the next call runs what is missing there; --again runs some outcomes anew. A file has --minutes in a call; a test that takes --each seconds ends
-its world. `--table` prints the results by folder and by cause; `--docs PAGE` writes them into a page; `--check` names the cases of the store's earlier results that
-passed and no longer do.
+result is kept in the store, which begins with the committed results in data/, and the next call runs what is missing there; --again runs some outcomes anew. A file has --minutes
+in a call; a test that takes --each seconds ends its world. Calls with files of their own may share a store. `--table` prints the results by folder and by cause; `--docs PAGE` writes
+them into a page; `--keep` writes the results to be committed; `--check` names the cases that passed the time before and no longer do.
 
 A case that needs a feature of the list EXCLUDED does not count; neither does one that skips itself.
 """
@@ -15,12 +15,17 @@ import argparse
 import collections
 import dataclasses
 import json
+import lzma
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import te_folders  # noqa: F401  # it says where Transformer Engine lies
 
 from mpbridge.te_cpu.ranks import Merged, Ranks
 
@@ -61,6 +66,7 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"memory_allocated|mem_allocated|max_memory|elapsed_time|memory_reserved", "it measures CUDA memory or the time of kernels"),
 )  # fmt: skip
 """The text of a failure -> the feature that it needs. The list is closed: what is on it cannot be had on a CPU, or cannot be installed."""
+KEPT = Path(__file__).resolve().parent / "data"
 LONGEST = 6000
 """Characters of a reason that the store keeps."""
 
@@ -97,6 +103,14 @@ class Case:
         return (raised[-1] if raised and "::" not in self.test else lines[0])[:400]
 
     @property
+    def brief(self) -> str:
+        """Of the reason, what `error` and `wants_ranks` read."""
+        if self.outcome == "passed":
+            return ""
+        more = MORE_RANKS.search(self.text)
+        return f"{'' if '::' in self.test else 'E '}{self.error}\n{more[0] if more else ''}"
+
+    @property
     def wants_ranks(self) -> bool:
         """Whether it might do otherwise with more ranks."""
         return self.outcome != "passed" and MORE_RANKS.search(self.text) is not None
@@ -108,14 +122,23 @@ class Store:
     def __init__(self, folder: Path, commit: str, te: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{commit[:10]}-te{te}.jsonl"
+        self.kept = KEPT / f"megatron_tests-{commit[:10]}-te{te}.jsonl.xz"
 
     def rows(self) -> list[dict[str, object]]:
         """Everything, oldest first."""
-        return (
-            [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
-            if self.path.exists()
-            else []
-        )
+        kept = lzma.decompress(self.kept.read_bytes()).decode() if self.kept.exists() else ""
+        here = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        return [json.loads(line) for line in (kept + here).splitlines()]
+
+    def keep(self) -> None:
+        """Writes each case's last result, with what its table needs of the text, and the files that were run whole."""
+        cases = [
+            {"file": case.file, "ranks": case.ranks, "test": case.test, "outcome": case.outcome, "text": case.brief, "seconds": case.seconds}
+            for _, case in sorted(self.cases().items())
+        ]  # fmt: skip
+        whole = [{"file": file, "ranks": ranks, "whole": True} for ranks in SIZES for file in sorted(self.whole(ranks))]
+        text = "".join(json.dumps(row) + "\n" for row in cases + whole)
+        self.kept.write_bytes(lzma.compress(text.encode(), preset=9))
 
     def add(self, file: str, ranks: int, merged: Merged | None) -> None:
         """One result; None: the file has been run to its end."""
@@ -298,6 +321,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=25, help="causes in the table")
     parser.add_argument("--table", action="store_true", help="only print the stored results")
     parser.add_argument("--docs", type=Path, help="only write them into a page")
+    parser.add_argument("--keep", action="store_true", help="only write the results to be committed")
     parser.add_argument(
         "--check", action="store_true", help="only name cases that passed the time before and no longer do"
     )
@@ -319,7 +343,9 @@ def main() -> int:
         lost = [case.test for case in store.cases().values() if case.before == "passed" and case.outcome == "failed"]
         print("\n".join(lost) or "no case that passed fails")
         return bool(lost)
-    if not (options.table or options.docs):
+    if options.keep:
+        store.keep()
+    if not (options.table or options.docs or options.keep):
         run(options, store)
     lines = table(store, commit, options.te, options.most)
     if options.table:
