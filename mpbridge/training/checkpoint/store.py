@@ -90,6 +90,9 @@ def claim(folder: Path) -> IO[str]:
         raise CheckpointError(
             f"{other.holder or 'another process'} is saving its run to {folder}: wait for it, stop it, or choose another checkpoint.save"
         ) from None
+    except OSError as error:
+        why = f"checkpoint.save={folder}: {error.strerror or error} (expected a folder, or a path where one can be created)"
+        raise CheckpointError(why) from None
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     stream.flush()

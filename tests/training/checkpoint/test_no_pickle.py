@@ -269,6 +269,11 @@ def test_the_name_of_the_writer_is_not_written_through_a_link(tmp_path, kind):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept", "precious"]
 
 
+def test_a_place_that_takes_no_folder_is_named_with_its_setting():
+    with pytest.raises(CheckpointError, match=r"checkpoint\.save=/proc/x: .*expected a folder"):
+        store.claim(Path("/proc/x"))
+
+
 def test_latest_and_a_sealed_name_are_not_written_through_links(tmp_path):
     outside = tmp_path / "precious"
     outside.write_text("precious")
