@@ -104,11 +104,6 @@ def _hazards(found: Imported) -> tuple[str, ...]:
     )
 
 
-def _trains(found: Imported) -> str:
-    """The optimizer for which the answer is judged: megatron-core's own are the same there."""
-    return str(found.run.get("optimizer", ""))
-
-
 def _print(found: Imported, told: Answer) -> None:
     doubt = "undecided; with what is not said at its defaults, " if found.undecided else ""
     print_line(f"{found.stack} {found.version}: {doubt}{told}")
@@ -120,7 +115,7 @@ def _print(found: Imported, told: Answer) -> None:
         print_line("\nwhere the recipe differs here:")
         for name, (there, here) in differs.items():
             print_line(f"  {label(name, found.meaning)}: {there} there, {here} here")
-    forbidden = refusals(told, _trains(found))
+    forbidden = refusals(told, found.run)
     if forbidden:
         print_line("\nmpbridge does not train this as it is:")
         print_line(*forbidden, indent="  ")
@@ -150,7 +145,7 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
         "run": {f"optimizer.{name}": plain(value) for name, value in found.run.items()},
         "meaning": rows(found.meaning),
         "differs_here": {name: list(pair) for name, pair in apart(told, found.meaning, engine=found.engine).items()},
-        "refused_here": list(refusals(told, _trains(found))),
+        "refused_here": list(refusals(told, found.run)),
         "hazards": list(_hazards(found)),
         **lists,
         "other": list(found.other),

@@ -143,19 +143,19 @@ _VERSIONS = dataclasses.replace(ASSUMED, megatron_core=RELEASES[-1].version)
 """The newest megatron-core that is supported: what it lacks, none has."""
 
 
-def refusals(told: Answer, optimizer: str = "") -> tuple[str, ...]:
+def refusals(told: Answer, trains: Mapping[str, Any] = MappingProxyType({})) -> tuple[str, ...]:
     """What forbids the answer on its engine, each with its cure and source, and then which engines of mpbridge allow it. Empty if nothing does.
 
-    optimizer: the value of optimizer.optimizer; '': Adam.
+    trains: the run's settings of the section `optimizer`; {}: Adam's.
     """
     if told.recipe is None:
         return ()
     config = get_mixed_precision_config(told.recipe).derive(**told.overrides)
     own = told.engine or describe(told.recipe).engine or DEFAULT
-    errors = _errors(config, own, optimizer)
+    errors = _errors(config, own, trains)
     if not errors:
         return ()
-    others = [name for name in engine_names() if name != own and not _errors(config, name, optimizer)]
+    others = [name for name in engine_names() if name != own and not _errors(config, name, trains)]
     lines = [f"{error.found}: {error.rule}; cure: {error.cure} [{error.source}]" for error in errors]
     named = (
         f"engine={' or '.join(others)} allows it (megatron-core {_VERSIONS.megatron_core})"
@@ -165,13 +165,14 @@ def refusals(told: Answer, optimizer: str = "") -> tuple[str, ...]:
     return (*lines, named)
 
 
-def _errors(config: MixedPrecisionConfig, engine: str, trains: str) -> tuple[Violation, ...]:
+def _errors(config: MixedPrecisionConfig, engine: str, trains: Mapping[str, Any]) -> tuple[Violation, ...]:
     """The errors of a recipe on an engine, with the optimizer states divided where its parameters allow it."""
     policy = resolve(config)
     divides = traits(engine).main_weights != "optimizer" and (policy.stored or not policy.narrow_alone)
-    alone = trains in BESIDE_ADAM and not policy.stored
+    named = str(trains.get("optimizer") or "adam")
+    alone = named in BESIDE_ADAM and not policy.stored
     optimizer = OptimizerFacts(
-        distributed=divides and not alone, name=updater(trains or "adam", policy.settled(), traits(engine))
+        distributed=divides and not alone, name=updater(named, policy.settled(), traits(engine)), settings=trains
     )
     run = RunFacts(
         shape=_SHAPE, parallel=Parallel(world_size=8), engine=engine, optimizer=optimizer, versions=_VERSIONS, global_batch_size=8,
