@@ -183,7 +183,7 @@ def watch(event, args):
     elif event == "pickle.find_class" and "evil" in str(args):
         seen.append([now[0], event, str(args)])
 
-from mpbridge.cli.main import main, verb_of, verbs
+from mpbridge.cli.main import main, verbs
 sys.addaudithook(watch)
 codes = []
 for words in work:
