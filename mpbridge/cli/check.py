@@ -15,8 +15,7 @@ from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
 from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
-from mpbridge.common.tables.table import Column
-from mpbridge.common.tables.units import GIB, processes
+from mpbridge.common.tables import GIB, Column, processes
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
 from mpbridge.planning.certificates.optimizer import sentence

@@ -21,10 +21,10 @@ from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.container import ConfigContainer
-from mpbridge.settings.corpus import entries_of
 from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
 from mpbridge.settings.load import EXTENDS, dump_yaml
+from mpbridge.settings.training import entries_of
 from mpbridge.training.admission import place_fault
 from mpbridge.training.data.sources import located
 

@@ -10,7 +10,7 @@ from mpbridge.cli._target import TARGET, TargetMachine, asked, left_batches, ref
 from mpbridge.cli.options import JSON, RUN, arg, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
-from mpbridge.common.tables.units import ByteUnit, count, unit_for
+from mpbridge.common.tables import ByteUnit, count, unit_for
 from mpbridge.planning.memory.activations import basis
 from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fullest, memory, total_parameters
 from mpbridge.planning.memory.compare import REFERENCE, Comparison, against_bf16

@@ -10,7 +10,7 @@ from functools import cached_property
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
-from mpbridge.common.tables.units import GIB
+from mpbridge.common.tables import GIB
 from mpbridge.planning.estimate.bounds import Bounds, FamilyBounds
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.layouts import nearest, search

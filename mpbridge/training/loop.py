@@ -19,7 +19,7 @@ from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.report.console import console, rank, tell
 from mpbridge.common.report.metrics import MetricsLog
 from mpbridge.common.report.progress import ProgressLine
-from mpbridge.common.tables.table import table
+from mpbridge.common.tables import table
 from mpbridge.observe.audit import AuditHook
 from mpbridge.observe.audit.replicas import agree
 from mpbridge.observe.telemetry.hook import StatisticsHook

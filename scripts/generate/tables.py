@@ -46,7 +46,7 @@ def table(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    from mpbridge.common.tables.table import table as made
+    from mpbridge.common.tables import table as made
 
     return made("", columns, ([str(cell) for cell in row] for row in rows)).markdown()
 
@@ -592,9 +592,8 @@ def settings_table(section: str) -> str:
     from mpbridge.precision.megatron_spec.classes import NOT_PRECISION, PROCESS_WIDE, USERS_OWN
     from mpbridge.precision.megatron_spec.fields import TABLE
     from mpbridge.precision.megatron_spec.versions import described
-    from mpbridge.settings.limits import LIMITS
     from mpbridge.settings.schema import settings
-    from mpbridge.settings.sections import GPT, OWN
+    from mpbridge.settings.sections import GPT, LIMITS, OWN
 
     said = notes(GPT if section == "model" else OWN[section]) if section == "model" or section in OWN else {}
     for (target, field), text in (USERS_OWN | PROCESS_WIDE | NOT_PRECISION).items():

@@ -18,7 +18,7 @@ from mpbridge.common.files import LIMITS, bytes_of, lines_of, text_of
 
 ROOT = Path(mpbridge.__file__).parent
 OTHERS = {
-    "common/distributions.py": "installed packages' own files",
+    "common/versions.py": "installed packages' own files",
     "common/pages/document.py": "this package's own files",
     "common/probe.py": "installed packages' own files",
     "interop/stacks/known_keys.py": "this package's own files",

@@ -9,7 +9,7 @@ import torch
 from mpbridge.common.formats import FORMATS, DType
 from mpbridge.common.pages.about import glossary, made_now
 from mpbridge.common.pages.document import Page
-from mpbridge.common.tables.table import Column
+from mpbridge.common.tables import Column
 from mpbridge.numerics.certificates.certificate import Certificate
 from mpbridge.numerics.certificates.expected import stochastic_e2m1
 from mpbridge.numerics.certificates.figures import concentration

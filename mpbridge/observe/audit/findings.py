@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpbridge.common.errors import AuditFailed
-from mpbridge.common.tables.table import Column, Table, table
-from mpbridge.common.tables.units import processes
+from mpbridge.common.tables import Column, Table, processes, table
 
 
 def offenders(by_rank: Sequence[Iterable[str]]) -> tuple[str, ...]:
@@ -148,7 +147,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: every fact, with those that are not as promised marked."""
-        from mpbridge.common.tables.table import table
+        from mpbridge.common.tables import table
 
         rows = [(one.subject, one.promised, one.found, one.state, one.offenders) for one in self.findings]
         tones = ["bad" if not one.ok and not one.unseen else "warn" if one.unseen else "" for one in self.findings]

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import write
-from mpbridge.common.report.history import PRECISION, changes, read_history
+from mpbridge.common.report.curves import PRECISION, changes, read_history
 from mpbridge.observe.audit.findings import Report
 
 __all__ = ["PRECISION", "earlier", "entry", "write_section"]

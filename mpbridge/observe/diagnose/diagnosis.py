@@ -81,7 +81,7 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         """For notebooks: the suspects with their evidence."""
-        from mpbridge.common.tables.table import table
+        from mpbridge.common.tables import table
 
         rows = [
             (one.cause, one.step, one.sentence, "; ".join(one.evidence), "; ".join(one.advice)) for one in self.suspects

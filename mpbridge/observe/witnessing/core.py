@@ -14,8 +14,8 @@ from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.facts import OptimizerFacts, Parallel
 from mpbridge.common.formats import plain
-from mpbridge.common.replacement import Replacement
 from mpbridge.common.traits import traits
+from mpbridge.common.upstream import Replacement
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.observe.witnessing.loops import Loop, LoopFacts, LoopRun, Update, neutral, shape_of, together
 from mpbridge.settings.read_back import as_mapping

@@ -12,7 +12,7 @@ from typing import Literal
 from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
-from mpbridge.common.tables.units import size as as_text
+from mpbridge.common.tables import size as as_text
 from mpbridge.planning.memory.activations import Known, activations, uncertainty
 from mpbridge.planning.memory.identical_layers import distinct_stages
 from mpbridge.planning.memory.keeps import STATES as KEPT

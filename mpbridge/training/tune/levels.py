@@ -12,7 +12,7 @@ from typing import Literal
 from mpbridge.common.errors import BadValue, MpbridgeError, Refused
 from mpbridge.common.facts import RunFacts, Versions
 from mpbridge.common.machines import Machine, machine
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 from mpbridge.interop.stacks.base import ORDER
 from mpbridge.interop.stacks.exporters import export, stack_module
 from mpbridge.planning.estimate.constants import Constants, constants

@@ -16,7 +16,7 @@ from mpbridge.planning.memory.by_role import memory
 from mpbridge.planning.memory.keeps import keeps
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.rules.table import broken
-from mpbridge.settings.limits import WORDS
+from mpbridge.settings.sections import WORDS
 from mpbridge.settings.stages import with_storage
 
 SHAPE = ModelShape(
