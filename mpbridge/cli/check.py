@@ -18,7 +18,7 @@ from mpbridge.common.errors import Contradiction, MpbridgeError
 from mpbridge.common.tables import GIB, Column, processes
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
-from mpbridge.planning.certificates.optimizer import sentence
+from mpbridge.planning.certificates import sentence
 from mpbridge.planning.estimate.overrides import line
 from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation

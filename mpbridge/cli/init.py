@@ -15,7 +15,7 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import folder_for, text_of, write
 from mpbridge.common.machines import key, machine
 from mpbridge.common.probe import installed, this_machine
-from mpbridge.planning.hardware.capability import ASSUMED, can_run
+from mpbridge.planning.capability import ASSUMED, can_run
 from mpbridge.planning.memory.by_role import fit
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve

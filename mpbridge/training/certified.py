@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.planning.certificates.optimizer import Training
-from mpbridge.planning.certificates.row import Row
+from mpbridge.planning.certificates import Row, Training
 from mpbridge.settings.huggingface.folder import header
 from mpbridge.settings.schema import defaults
 from mpbridge.training.lr import scheduler

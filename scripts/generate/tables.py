@@ -326,7 +326,7 @@ def option_table() -> str:
 def recipe_machine_table() -> str:
     """Which recipe runs on which GPU, with the versions that a target is assumed to have."""
     from mpbridge.common.machines import machines
-    from mpbridge.planning.hardware.capability import ASSUMED, can_run
+    from mpbridge.planning.capability import ASSUMED, can_run
     from mpbridge.precision.recipes import BUILT_IN
     from mpbridge.precision.resolve import resolve
 
@@ -510,7 +510,7 @@ def certificate_table() -> str:
 
 @table("certificate-variants")
 def certificate_variant_table() -> str:
-    from mpbridge.planning.certificates.variants import NOT_OFFERED, VARIANTS
+    from mpbridge.planning.certificates import NOT_OFFERED, VARIANTS
 
     rows = certificate_rows(evidence("certificates")["variants"], "variant")
     words = [(f"`{one.name}`", one.words, "yes" if one.offered else NOT_OFFERED) for one in VARIANTS.values()]

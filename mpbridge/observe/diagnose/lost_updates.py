@@ -7,7 +7,7 @@ import re
 from mpbridge.common.formats import dtype
 from mpbridge.observe.diagnose.evidence import finite, median
 from mpbridge.observe.diagnose.suspects import Suspect, Symptoms
-from mpbridge.planning.certificates.states import lost_updates, movement_kept, rate_for, ratio_of
+from mpbridge.planning.closed_forms import lost_updates, movement_kept, rate_for, ratio_of
 
 MOST = 0.4
 """Share of lost updates, at the last audit, from which on weights are said to stop moving."""

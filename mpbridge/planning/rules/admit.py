@@ -8,7 +8,7 @@ from mpbridge.common.errors import Refused
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
 from mpbridge.common.probe import environment, installed, this_machine
-from mpbridge.planning.hardware.capability import can_run, refuse_unless_native
+from mpbridge.planning.capability import can_run, refuse_unless_native
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import require
 from mpbridge.precision.megatron_spec.versions import missing

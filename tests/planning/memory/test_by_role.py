@@ -8,7 +8,7 @@ from mpbridge import ConfigContainer
 from mpbridge.cli.main import main
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.machines import machine
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.memory.activations import activations
 from mpbridge.planning.memory.activations import kept as kept_of
 from mpbridge.planning.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
