@@ -19,7 +19,7 @@ from mpbridge.common.tables import GIB, Column, processes
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
 from mpbridge.planning.certificates import sentence
-from mpbridge.planning.estimate.overrides import line
+from mpbridge.planning.estimate.candidates import line
 from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, spans, token_multiple

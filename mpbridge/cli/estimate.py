@@ -13,8 +13,7 @@ from mpbridge.cli.options import JSON, PRICE, RUN, arg, resolved
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables import GIB
-from mpbridge.planning.estimate.predict import Estimate
-from mpbridge.planning.estimate.timing import Timing, timing
+from mpbridge.planning.estimate.predict import Estimate, Timing, timing
 from mpbridge.planning.memory.compare import REFERENCE
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.common.tables import size
 from mpbridge.planning.capability import refuse_unless_native
+from mpbridge.planning.estimate.candidates import PLACES, line
 from mpbridge.planning.estimate.layouts import Layout, search, why_none
-from mpbridge.planning.estimate.overrides import PLACES, line
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine

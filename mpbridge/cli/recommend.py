@@ -13,7 +13,7 @@ from mpbridge.cli.text import answer, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables import size
 from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
-from mpbridge.planning.estimate.timing import timing
+from mpbridge.planning.estimate.predict import timing
 from mpbridge.planning.memory.compare import REFERENCE
 from mpbridge.precision.registry import recipe, recipes
 

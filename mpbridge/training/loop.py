@@ -23,7 +23,7 @@ from mpbridge.common.tables import table
 from mpbridge.observe.audit import AuditHook
 from mpbridge.observe.audit.replicas import agree
 from mpbridge.observe.telemetry.hook import StatisticsHook
-from mpbridge.planning.estimate.flops import whole_square_flops_per_token
+from mpbridge.planning.estimate.gemms import whole_square_flops_per_token
 from mpbridge.settings.training import microbatches, train_iters
 from mpbridge.te_cpu.context import stage_of
 from mpbridge.training.admission import require_admission

@@ -14,7 +14,7 @@ from published import CORES, RECIPES, ROOT
 
 from mpbridge.common.machines import machine
 from mpbridge.planning.capability import ASSUMED
-from mpbridge.planning.estimate.flops import model_flops_per_token
+from mpbridge.planning.estimate.gemms import model_flops_per_token
 from mpbridge.planning.estimate.predict import estimate
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.settings.container import ConfigContainer, Run

@@ -17,8 +17,7 @@ from mpbridge.planning.memory.activations import Known, activations, uncertainty
 from mpbridge.planning.memory.identical_layers import distinct_stages
 from mpbridge.planning.memory.keeps import STATES as KEPT
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
-from mpbridge.planning.memory.limitations import states_counted
-from mpbridge.planning.memory.overheads import Overhead, outside, overheads
+from mpbridge.planning.memory.overheads import Overhead, outside, overheads, states_counted
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.roles import roles
 from mpbridge.precision.policy import PrecisionPolicy
