@@ -23,7 +23,7 @@ OTHERS = {
     "common/probe.py": "installed packages' own files",
     "interop/stacks/known_keys.py": "this package's own files",
     "interop/stacks/megatron_lm_options.py": "this package's own files",
-    "observe/audit/record.py": "what this run's audits wrote",
+    "observe/audit/findings.py": "what this run's audits wrote",
     "planning/estimate/constants.py": "this package's own files",
     "precision/megatron_spec/schema.py": "this package's own files",
     "te_cpu/cuda_names.py": "the kernel's /proc",
