@@ -141,7 +141,7 @@ def field_table() -> str:
 @table("audit-cost")
 def audit_cost_table() -> str:
     """What an audited step takes, as scripts/evidence/bench_audit.py measured it."""
-    from mpbridge.observe.audit.cadence import LATEST, SHARE, SOONEST
+    from mpbridge.observe.audit.between import LATEST, SHARE, SOONEST
 
     def row(name: str, one: dict[str, float]) -> tuple[str, ...]:
         interval = min(LATEST, max(SOONEST, math.ceil((one["audited"] - 1) / SHARE)))
