@@ -13,7 +13,7 @@ from mpbridge.cli.text import answer, columns_here, print_line, print_table, pri
 from mpbridge.common.errors import BadValue, cut
 from mpbridge.common.files import write
 from mpbridge.common.formats import plain
-from mpbridge.common.tables.prose import prose
+from mpbridge.common.prose import prose
 from mpbridge.interop.stacks.base import Export, Imported
 from mpbridge.interop.stacks.exporters import STACKS, export, stack_module
 from mpbridge.interop.stacks.importers import read_args, read_file

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import JSON, arg, whole
 from mpbridge.cli.text import answer, columns_here, paged, print_line, print_table, print_whole
-from mpbridge.common.report.history import changes, read_history
-from mpbridge.common.tables.table import table
+from mpbridge.common.report.curves import changes, read_history
+from mpbridge.common.tables import table
 
 if TYPE_CHECKING:
     from mpbridge.observe.diagnose.diagnosis import Diagnosis

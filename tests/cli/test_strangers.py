@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from mpbridge.cli.main import main, verb_of, verbs
-from mpbridge.common.tables.table import table
+from mpbridge.common.tables import table
 from tests.settings.huggingface import published
 
 ROOT = Path(__file__).resolve().parents[2]
