@@ -21,8 +21,7 @@ from mpbridge.numerics.scales import (
     scale_from_amax,
 )
 from mpbridge.te_cpu.enums import number_format
-from mpbridge.te_cpu.four_over_six import FourOverSix
-from mpbridge.te_cpu.nvfp4_checks import check, refuse_approximations, rounds_multiplier
+from mpbridge.te_cpu.nvfp4_options import FourOverSix, check, refuse_approximations, rounds_multiplier
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import empty_quantized, fused_nvfp4, is_compact, kind_of, rows_of, swizzles
 from mpbridge.te_cpu.swizzle import swizzled, swizzled_columns

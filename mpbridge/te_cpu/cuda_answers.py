@@ -23,9 +23,8 @@ from mpbridge.backend.devices.redirect import (
     set_state,
 )
 from mpbridge.common.replacement import Patch
-from mpbridge.te_cpu.cuda_states import REFUSED
 from mpbridge.te_cpu.played import Played
-from mpbridge.te_cpu.refusals import refused_name
+from mpbridge.te_cpu.refusals import REFUSED, refused_name
 
 _COUNTED = (
     "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mpbridge.te_cpu.grouped import splits_to_offsets
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import empty_quantized, kind_of, swizzles
+from mpbridge.te_cpu.swizzle import splits_to_offsets
 
 Sizes = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Rows and columns of every group, int64 [groups], None where they are equal; and the elements at which groups begin, int64 [groups + 1], if known."""

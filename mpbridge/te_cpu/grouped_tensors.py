@@ -24,7 +24,6 @@ from mpbridge.te_cpu.casts import (
     store,
 )
 from mpbridge.te_cpu.enums import torch_dtype
-from mpbridge.te_cpu.grouped import tiles
 from mpbridge.te_cpu.grouped_buffers import Group, empty_grouped, is_one_tensor, members, new_grouped, part
 from mpbridge.te_cpu.grouped_checks import (
     check_amaxes,
@@ -35,11 +34,12 @@ from mpbridge.te_cpu.grouped_checks import (
     require,
     two_dimensions,
 )
-from mpbridge.te_cpu.nvfp4_checks import check
+from mpbridge.te_cpu.nvfp4_options import check
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.quantize import dequantize, in_order, quantized
 from mpbridge.te_cpu.registry import kernel
 from mpbridge.te_cpu.storages import empty_quantized, kind_of, rows_of
+from mpbridge.te_cpu.swizzle import tiles
 
 _TILE = 128
 """Rows of a tile of scales."""

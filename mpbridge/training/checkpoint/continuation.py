@@ -68,7 +68,11 @@ def consent(saved: Fingerprint, run: Run) -> str:
     stages = [wanted.with_policy(stage.policy, stage.recipe) for stage in run.stages[1:] and run.stages]
     known = any(not learned(saved, stage) for stage in stages) or saved.recipe in (accepted, _canonical(accepted))
     other = f", where checkpoint.accept={accepted} names another recipe" if accepted else ""
-    return "" if not changes or known else f"checkpoint: {changes}; to resume anyway: checkpoint.accept={saved.recipe}{other}"
+    return (
+        ""
+        if not changes or known
+        else f"checkpoint: {changes}; to resume anyway: checkpoint.accept={saved.recipe}{other}"
+    )
 
 
 def differ(saved: Fingerprint, wanted: Fingerprint) -> str:
