@@ -18,7 +18,7 @@ from torch.distributed import _symmetric_memory, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 
-from mpbridge.backend.devices.coalesce import one_by_one
+from mpbridge.backend.devices.collectives import one_by_one
 from mpbridge.backend.devices.redirect import CPU, cuda_patches, names_cuda, nothing, on_cpu
 from mpbridge.common.replacement import Patch
 from mpbridge.common.transformer_engine import CUDA_VERSION

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.backend.devices.together import rank
+from mpbridge.backend.devices.collectives import rank
 from mpbridge.training.checkpoint import store
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mpbridge.backend.devices.together import on_first_rank
+from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.common.report.metrics import record
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.training.admission import beginning

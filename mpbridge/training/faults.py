@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank
+from mpbridge.backend.devices.collectives import agreed, is_of_a_lost_rank
 from mpbridge.common.errors import MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
 from mpbridge.settings.training import ANNOUNCED, parse_nonfinite

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.backend.devices.together import on_first_rank
+from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.common.report.metrics import record

@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
         found="{c.policy.params.short} storage under {c.policy.compute.short} compute",
         expected="storage at least as wide as compute: otherwise gradients and states are narrow while compute costs its full price",
         cure="mixed_precision.params_dtype=null, or a recipe that computes in 16 bits",
-        source="torchtitan refuses the same; mpbridge/backend/engines/fsdp2_units.py",
+        source="torchtitan refuses the same; mpbridge/backend/engines/fsdp2.py",
     ),
     warning(
         id="moments-follow-16-bit-parameters",

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import agreed, rank
+from mpbridge.backend.devices.collectives import agreed, from_all, rank
 from mpbridge.common.errors import AuditFailed
 from mpbridge.observe.audit.as_read import AsRead
 from mpbridge.observe.audit.cadence import Cadence

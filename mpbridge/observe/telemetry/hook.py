@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.backend.devices.together import rank
+from mpbridge.backend.devices.collectives import rank
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import opened_to_write
 from mpbridge.common.report.console import warn

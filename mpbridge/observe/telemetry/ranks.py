@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import largest
+from mpbridge.backend.devices.collectives import from_all, largest
 from mpbridge.observe.telemetry.records import OPERANDS, SMALLEST, TABLES, WORDS
 
 Tables = dict[str, list[list[Any]]]

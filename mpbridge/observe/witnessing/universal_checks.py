@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.collectives import from_all
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.numerics.observation.tensors import digest, is_narrow, local
 from mpbridge.observe.audit.findings import Finding, judged, not_observed

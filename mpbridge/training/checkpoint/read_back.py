@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.backend.devices.together import summed
+from mpbridge.backend.devices.collectives import summed
 from mpbridge.common.facts import least_left
 from mpbridge.numerics.observation.tensors import digest, plain_moment
 from mpbridge.observe.audit.invariants import resting

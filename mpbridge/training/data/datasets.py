@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpbridge.backend.devices.together import on_first_rank
+from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.common.errors import BadValue, DataError
 from mpbridge.common.files import ProgressCallback
 from mpbridge.common.locks import lock

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.collectives import from_all
 from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.settings.training import microbatches
 from mpbridge.training.machine import data_parallel
