@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.common.formats import E4M3
-from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.numerics.rounding import random_bytes
+from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1, random_bytes
 from mpbridge.numerics.scales import (
     mxfp8_exponent,
     mxfp8_factors,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import E4M3
-from mpbridge.numerics.adam import Scalars, join, split, update
 from mpbridge.numerics.codes import encode_fp8
 from mpbridge.numerics.kernels import amax_of
+from mpbridge.numerics.optimizers import Scalars, join, split, update
 from mpbridge.numerics.scales import mxfp8_exponent, scale_from_amax
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.registry import KERNELS, kernel

@@ -9,9 +9,8 @@ import torch
 
 from mpbridge.common.formats import E4M3
 from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.numerics.delayed import updated
 from mpbridge.numerics.kernels import amax_of
-from mpbridge.numerics.scales import magnitude, mxfp8_factors, nvfp4_block, nvfp4_global
+from mpbridge.numerics.scales import magnitude, mxfp8_factors, nvfp4_block, nvfp4_global, updated
 from mpbridge.te_cpu.casts import spread, square_peaks
 from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.played import now
