@@ -12,9 +12,9 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import write
 from mpbridge.common.probe import installed
 from mpbridge.common.report.console import tell
-from mpbridge.common.tables.units import processes
-from mpbridge.planning.rules.admit import require_here
+from mpbridge.common.tables import processes
 from mpbridge.planning.rules.base import Violation
+from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.policy import LossScale
 
 if TYPE_CHECKING:

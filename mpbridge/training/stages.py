@@ -12,7 +12,7 @@ from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
-from mpbridge.planning.rules.admit import require_here
+from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.schedule import Span, spans
 from mpbridge.training.admission import resume_point
 from mpbridge.training.base import Hook

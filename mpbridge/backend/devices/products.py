@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.common.formats import DType
-from mpbridge.common.replacement import Patch
+from mpbridge.common.upstream import Patch
 
 if TYPE_CHECKING:
     from mpbridge.precision.policy import PrecisionPolicy

@@ -19,7 +19,7 @@ from mpbridge.backend.engines.contract import Batch
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.megatron.inside_optimizer import gradients, gradients_for_norm, parts, set_moment_dtypes
 from mpbridge.common.formats import DType
-from mpbridge.planning.rules.admit import require_here
+from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:

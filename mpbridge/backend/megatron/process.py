@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.common.replacement import Patch
+from mpbridge.common.upstream import Patch
 
 # --- on a CPU: names that only work with CUDA or Transformer Engine. `mpbridge.backend.devices` installs and removes the replacements --------
 _IMPORTED = (

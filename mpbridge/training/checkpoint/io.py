@@ -16,7 +16,7 @@ from mpbridge.backend.devices.collectives import agreed, from_all, is_of_a_lost_
 from mpbridge.backend.engines.mcore import follow_main_weights
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.training.checkpoint import extra_state, state, store
 from mpbridge.training.checkpoint.continuation import consent, of_run, taken_alone, why_alone

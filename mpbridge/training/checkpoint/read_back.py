@@ -16,7 +16,7 @@ import torch
 from mpbridge.backend.devices.collectives import summed
 from mpbridge.common.facts import least_left
 from mpbridge.numerics.observation.tensors import digest, plain_moment
-from mpbridge.observe.audit.invariants import resting
+from mpbridge.observe.audit.between import resting
 from mpbridge.training.checkpoint.extra_state import SUFFIX
 
 Digests = dict[str, tuple[torch.dtype, tuple[int, ...], int]]

@@ -12,9 +12,8 @@ import numpy as np
 
 from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.common.errors import BadValue, DataError
-from mpbridge.common.files import ProgressCallback
-from mpbridge.common.locks import lock
-from mpbridge.settings.corpus import SPLITS, split_shares
+from mpbridge.common.files import ProgressCallback, lock
+from mpbridge.settings.training import SPLITS, split_shares
 from mpbridge.training.data.look import nothing_left, too_small
 from mpbridge.training.data.pairs import pair_index
 from mpbridge.training.data.prepare import Prepared, cache_folder, prepare

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, DataError, MpbridgeError
-from mpbridge.settings.corpus import SPLITS, entries_of, split_shares
 from mpbridge.settings.huggingface.tokenizers import BYTE, LIBRARY, is_factory, tokenizer_files
+from mpbridge.settings.training import SPLITS, entries_of, split_shares
 from mpbridge.training.data.sources import EXTRA, JSON_LINES, READ, Sources, located
 
 MOST_RECORDS, MOST_BYTES = 10_000, 1 << 24

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mpbridge.common.files import write
 from mpbridge.common.pages.about import OPERAND_COLUMNS
-from mpbridge.common.tables.table import Column, Table, table
+from mpbridge.common.tables import Column, Table, table
 from mpbridge.training.rehearse.measure import OWN_ERROR, RecipeMeasurement, place_of
 
 SCHEMA = 1

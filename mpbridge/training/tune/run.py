@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.common.probe import installed
-from mpbridge.common.tables.units import processes
+from mpbridge.common.tables import processes
 from mpbridge.precision.config import MixedPrecisionConfig, plain_states
 from mpbridge.settings.training import microbatches
 from mpbridge.training.checkpoint import store

@@ -15,8 +15,7 @@ from typing import Any, Self
 import torch
 
 from mpbridge.common.errors import BadValue, CheckpointError
-from mpbridge.common.files import ProgressCallback, read_json
-from mpbridge.common.locks import Locked, lock
+from mpbridge.common.files import Locked, ProgressCallback, lock, read_json
 from mpbridge.settings.huggingface.folder import BYTES, INDEX, SINGLE, FolderTensor, header
 from mpbridge.training.checkpoint.store import write_whole
 from mpbridge.training.weights.source import FolderReader
