@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from mpbridge.te_cpu.operands import is_quantized, values_of
+from mpbridge.te_cpu.played import KERNELS
 from mpbridge.te_cpu.quantize import quantized
-from mpbridge.te_cpu.registry import KERNELS
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mpbridge.te_cpu.operands import is_quantized
+from mpbridge.te_cpu.played import KERNELS, kernel
 from mpbridge.te_cpu.quantize import plain
-from mpbridge.te_cpu.registry import KERNELS, kernel
 
 # --- rotary position embedding, alone and on a packed QKV tensor (common/fused_rope/fused_rope.cu) ------------------------------------------
 CHUNK = 1 << 18

@@ -26,7 +26,7 @@ from mpbridge.numerics.codes import EIGHT_BITS
 from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand
 from mpbridge.te_cpu import premultiplied
-from mpbridge.te_cpu.cuda_answers import answers
+from mpbridge.te_cpu.cuda_answers import answers, class_of
 from mpbridge.te_cpu.played import Played
 
 
@@ -114,15 +114,7 @@ def _unoccupied() -> int:
 
 def _generator(original: Any) -> Any:
     """A class, since libraries that are imported later annotate with `torch.Generator | None` and call isinstance."""
-
-    class GeneratorMeta(type):
-        def __call__(cls, device: Any = "cpu") -> Any:
-            return original("cpu" if names_cuda(device) else device)
-
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, original)
-
-    return GeneratorMeta("Generator", (), {})
+    return class_of(original, lambda device="cpu": original("cpu" if names_cuda(device) else device))
 
 
 def _scaled_mm(original: Any) -> Any:

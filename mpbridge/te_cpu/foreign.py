@@ -25,6 +25,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+from mpbridge.te_cpu.loading import restored
 from mpbridge.te_cpu.module import APEX, make_apex
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.refusals import caller
@@ -41,7 +42,7 @@ def children_play(machine: str, te: str) -> Iterator[None]:
     Every process sees a real GPU; a played machine exists only in its own process, so a child's import of Transformer Engine would fail for
     lack of the compiled library. Therefore a child starts in `child`, plays what its parent plays, and continues with the parent's main module.
     """
-    original, before = spawn.get_preparation_data, os.environ.get(VARIABLE)
+    original = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         found = original(name)
@@ -51,13 +52,10 @@ def children_play(machine: str, te: str) -> Iterator[None]:
 
     spawn.get_preparation_data = get_preparation_data
     try:
-        yield
+        with restored([VARIABLE]):
+            yield
     finally:
         spawn.get_preparation_data = original
-        if before is None:
-            os.environ.pop(VARIABLE, None)
-        else:
-            os.environ[VARIABLE] = before
 
 
 # --- modules that are missing or not built ------------------------------------------------------------------------------------------------
@@ -237,20 +235,15 @@ def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator
     added = not hasattr(typing, "override")
     if added:
         typing.override = lambda method: method  # type: ignore[attr-defined]
-    before = {name: os.environ.get(name) for name in (*_WORLD, _MADE_UP, "CUDA_DEVICE_MAX_CONNECTIONS")}
-    os.environ.update(_world_of_one(own_port))
-    if connections:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     played = now()
     try:
-        with children_play(played.machine.name, ".".join(map(str, played.release))):
-            yield
+        with restored((*_WORLD, _MADE_UP, "CUDA_DEVICE_MAX_CONNECTIONS")):
+            os.environ.update(_world_of_one(own_port))
+            if connections:
+                os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            with children_play(played.machine.name, ".".join(map(str, played.release))):
+                yield
     finally:
-        for name, old in before.items():
-            if old is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = old
         for name in made:
             sys.modules.pop(name, None)
         for finder in finders:

@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mpbridge.te_cpu.enums import enumerations
+from mpbridge.te_cpu.played import KERNELS
 from mpbridge.te_cpu.refusals import refused
-from mpbridge.te_cpu.registry import KERNELS
 
 NAME = "transformer_engine_torch"
 _SUBJECTS = (

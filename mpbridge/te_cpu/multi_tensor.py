@@ -14,7 +14,7 @@ from mpbridge.numerics.kernels import amax_of
 from mpbridge.numerics.optimizers import Scalars, join, split, update
 from mpbridge.numerics.scales import mxfp8_exponent, scale_from_amax
 from mpbridge.te_cpu.enums import number_format
-from mpbridge.te_cpu.registry import KERNELS, kernel
+from mpbridge.te_cpu.played import KERNELS, kernel
 
 TensorLists = Sequence[Sequence[torch.Tensor]]
 

@@ -11,8 +11,7 @@ from mpbridge.te_cpu.casts import fill, turned
 from mpbridge.te_cpu.enums import torch_dtype
 from mpbridge.te_cpu.nvfp4_options import cast_together, check_split, refuse_approximations
 from mpbridge.te_cpu.operands import is_quantized, values_of
-from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.registry import kernel
+from mpbridge.te_cpu.played import kernel, now
 from mpbridge.te_cpu.storages import coerced, empty_quantized, fused_nvfp4, kind_of, storage_kind, swizzles
 from mpbridge.te_cpu.swizzle import swizzle_scales_for_gemm_
 

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import Refused
-from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.registry import KERNELS, kernel
+from mpbridge.te_cpu.played import KERNELS, kernel, now
 
 # --- each public name of torch.cuda and torch.accelerator: real, played, or refused. One table, which the refusals and the docs read --------
 _MEMORY = "there is no memory of a GPU to allocate from"

@@ -13,8 +13,7 @@ from mpbridge.numerics.kernels import amax_of
 from mpbridge.numerics.scales import magnitude, mxfp8_factors, nvfp4_block, nvfp4_global, updated
 from mpbridge.te_cpu.casts import spread, square_peaks
 from mpbridge.te_cpu.enums import number_format
-from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.registry import kernel
+from mpbridge.te_cpu.played import kernel, now
 
 
 @kernel
