@@ -14,7 +14,7 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables import size
 from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
 from mpbridge.planning.estimate.predict import timing
-from mpbridge.planning.memory.compare import REFERENCE
+from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.precision.registry import recipe, recipes
 
 if TYPE_CHECKING:
