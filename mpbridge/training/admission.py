@@ -134,9 +134,10 @@ def _same(path: Any, other: Any) -> bool:
 def _beginning(section: Mapping[str, Any]) -> list[str]:
     try:
         for place in filter(None, beginning(section)):
-            from mpbridge.training.checkpoint import index, store
+            from mpbridge.training.checkpoint import store
+            from mpbridge.training.checkpoint.format import METADATA
 
-            if not (place / index.METADATA).exists():  # megatron-core's own has no manifest
+            if not (place / METADATA).exists():  # megatron-core's own has no manifest
                 store.read_manifest(place)
     except CheckpointError as error:
         return [f"checkpoint: {error}"]

@@ -16,7 +16,7 @@ from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.training.admission import beginning
 from mpbridge.training.base import Hook
 from mpbridge.training.checkpoint import io as checkpoint
-from mpbridge.training.checkpoint import read_back, store
+from mpbridge.training.checkpoint import reader, store
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -87,8 +87,8 @@ class Checkpointer(Hook):
         groups = getattr(training.engine.optimizer, "param_groups", ())
         beta2 = min((float(group["betas"][1]) for group in groups if group.get("betas")), default=None)
         with unobserved():
-            found = read_back.mean_second(training.engine)
-        if beta2 is not None and (text := read_back.lost(saved, found, beta2)):
+            found = reader.mean_second(training.engine)
+        if beta2 is not None and (text := reader.lost(saved, found, beta2)):
             training.notes["optimizer states"] = "lost at the resume"
             record(training, "moments", text, saved=saved, found=found)
 

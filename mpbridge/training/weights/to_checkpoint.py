@@ -17,8 +17,7 @@ from mpbridge.settings.huggingface.section import family_of
 from mpbridge.settings.huggingface.tensors import Mapped, copies, mapped
 from mpbridge.training.checkpoint import store
 from mpbridge.training.checkpoint.continuation import SOURCE
-from mpbridge.training.checkpoint.index import STATE, read_index
-from mpbridge.training.checkpoint.json_codec import encoded
+from mpbridge.training.checkpoint.format import STATE, encoded, read_index
 from mpbridge.training.checkpoint.store import CONFIG
 from mpbridge.training.checkpoint.writer import Load, indexed, write, write_common
 from mpbridge.training.weights.source import FolderReader, check, joined
