@@ -21,7 +21,7 @@ from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.folder import read_config, tensors
 from mpbridge.settings.huggingface.served import ServedFormat, row_of, scales_are_static
 from mpbridge.training.checkpoint.store import CONFIG
-from mpbridge.training.data.tokenizer import tokenizer
+from mpbridge.training.data.sources import tokenizer
 from mpbridge.training.machine import bare, process_group, with_weights
 from mpbridge.training.serving.differences import is_plain, read_values
 from mpbridge.training.weights.source import FolderReader, joined
