@@ -24,8 +24,8 @@ from mpbridge.training.checkpoint.store import CONFIG
 from mpbridge.training.data.sources import tokenizer
 from mpbridge.training.machine import bare, process_group, with_weights
 from mpbridge.training.serving.differences import is_plain, read_values
-from mpbridge.training.weights.source import FolderReader, joined
-from mpbridge.training.weights.to_folder import opened
+from mpbridge.training.weights.convert import opened
+from mpbridge.training.weights.files import FolderReader, joined
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """x [tokens, features] -> the fp32 values that the engine's GEMM reads."""
