@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.settings.training import microbatches
-from mpbridge.training.machine import data_parallel
+from mpbridge.training.process import data_parallel
 from mpbridge.training.tune.proof import YARDSTICK, EngineSubject, GradientError, prove
 from mpbridge.training.tune.scores import Scorer, merged
 

@@ -21,7 +21,7 @@ from mpbridge.training.admission import resume_point
 from mpbridge.training.base import Hook
 from mpbridge.training.checkpoint.io import load
 from mpbridge.training.loop import pretrain
-from mpbridge.training.machine import process_group
+from mpbridge.training.process import process_group
 from mpbridge.training.rehearse.measure import RecipeMeasurement, measure
 from mpbridge.training.rehearse.report import Rehearsal, Rehearsed
 

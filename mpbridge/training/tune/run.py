@@ -17,7 +17,7 @@ from mpbridge.precision.config import MixedPrecisionConfig, plain_states
 from mpbridge.settings.training import microbatches
 from mpbridge.training.checkpoint import store
 from mpbridge.training.data.batches import Feed
-from mpbridge.training.machine import bare, data_parallel, process_group, with_weights
+from mpbridge.training.process import bare, data_parallel, process_group, with_weights
 from mpbridge.training.tune.levels import Budget, Pricing, Where, aimed, expressible, prepared
 from mpbridge.training.tune.proof import EngineSubject
 from mpbridge.training.tune.report import evidence
