@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.training.loop import pretrain
-    from mpbridge.training.tune.module import tune_module
+    from mpbridge.training.tune.run import tune_module
 
 if not TYPE_CHECKING:  # visible to mypy, this would make every name of the package Any
 

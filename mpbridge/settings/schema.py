@@ -257,5 +257,7 @@ def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _short(value: Any) -> str:
     if isinstance(value, DType):
         return value.short
-    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    text = (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    )
     return text if len(text) <= 60 else f"{text[:57]}..."
