@@ -46,7 +46,7 @@ _HOME = {
     "register": "precision.registry",
     "resolve": "precision.registry",
     "transformer_engine_on_cpu": "te_cpu.context",
-    "tune_module": "training.tune.module",
+    "tune_module": "training.tune.run",
     "witness": "observe.witnessing.witness",
     "wrap": "backend.engines.wrap",
 }
