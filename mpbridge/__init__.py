@@ -22,11 +22,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.common import incomplete_te
-from mpbridge.common.chatter import without_chatter
+from mpbridge.common import upstream
 from mpbridge.common.shipped import VERSION as __version__
 
-incomplete_te.install()
+upstream.install()
 
 _HOME = {
     "ConfigContainer": "settings.container",
@@ -93,7 +92,7 @@ if not TYPE_CHECKING:  # visible to mypy, this would make every name of the pack
 
     def __getattr__(name: str) -> Any:
         if name == "pretrain":  # a script that trains by it, as `mpbridge train` does
-            without_chatter()
+            upstream.without_chatter()
         if name in _HOME:
             return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, print_table
-from mpbridge.common.report.history import changes, read_history
+from mpbridge.common.report.curves import changes, read_history
 
 UNPROVED = "no update was ever audited, so main weights and moments are unverified"
 SUMMARY = "show what a run's audits found, when, and what changed between them"

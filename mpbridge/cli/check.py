@@ -15,12 +15,11 @@ from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
 from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
-from mpbridge.common.tables.table import Column
-from mpbridge.common.tables.units import GIB, processes
+from mpbridge.common.tables import GIB, Column, processes
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
-from mpbridge.planning.certificates.optimizer import sentence
-from mpbridge.planning.estimate.overrides import line
+from mpbridge.planning.certificates import sentence
+from mpbridge.planning.estimate.candidates import line
 from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, spans, token_multiple

@@ -14,10 +14,9 @@ from mpbridge.common.errors import BadValue, DataError
 from mpbridge.common.formats import plain, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported
-from mpbridge.interop.stacks.costs import cost
-from mpbridge.interop.stacks.handover import Setup, handover
 from mpbridge.interop.stacks.importers import read_file
 from mpbridge.interop.stacks.meaning import LABELS, differences, label, of_policy, rows
+from mpbridge.interop.stacks.reasons import Setup, cost, handover
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, print_whole
 from mpbridge.common.errors import BadValue
-from mpbridge.common.report.history import PRECISION
+from mpbridge.common.report.curves import PRECISION
 from mpbridge.common.report.progress import bar
 from mpbridge.settings.huggingface.served import CONTRACT
 from mpbridge.training.checkpoint.store import MANIFEST, step_of

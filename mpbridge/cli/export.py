@@ -10,7 +10,7 @@ from typing import Any
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, columns_here, print_line, print_whole, record
 from mpbridge.common.errors import BadValue, cut
-from mpbridge.common.tables.prose import prose
+from mpbridge.common.prose import prose
 from mpbridge.interop.stacks.base import Export
 from mpbridge.interop.stacks.exporters import STACKS, export
 from mpbridge.precision.config import MixedPrecisionConfig

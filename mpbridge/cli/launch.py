@@ -18,7 +18,7 @@ from mpbridge.cli.text import complain, print_line, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused
 from mpbridge.common.machines import machine
 from mpbridge.common.shipped import VERSION
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import broken
 from mpbridge.settings.training import ANNOUNCED

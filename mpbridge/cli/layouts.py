@@ -13,10 +13,10 @@ from mpbridge.cli._target import TARGET, left_batches, left_out, on_target, targ
 from mpbridge.cli.options import JSON, RUN, arg, container, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
+from mpbridge.planning.capability import refuse_unless_native
+from mpbridge.planning.estimate.candidates import PLACES, line
 from mpbridge.planning.estimate.layouts import Layout, search, why_none
-from mpbridge.planning.estimate.overrides import PLACES, line
-from mpbridge.planning.hardware.capability import refuse_unless_native
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine

@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 
 from mpbridge.cli.options import add_arguments, too_small
 from mpbridge.cli.text import columns_here, complain, print_line
-from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
 from mpbridge.common.files import NO_ROOM
+from mpbridge.common.prose import hanging, prose
 from mpbridge.common.shipped import VERSION, install
-from mpbridge.common.tables.prose import hanging, prose
+from mpbridge.common.upstream import without_chatter
 
 NOT_VERBS = frozenset({"main", "options", "text"})
 FOREIGN = frozenset({"on-cpu", "launch"})

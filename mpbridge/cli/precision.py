@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(step: int, rows: Sequence[Mapping[str, Any]], top: int) -> object:
-    from mpbridge.common.tables.table import table
+    from mpbridge.common.tables import table
 
     columns = ("linear", "operand", "format", "flushed", "saturated", "row error", "SQNR dB", "amax", "scale", "stale")
 

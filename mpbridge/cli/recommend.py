@@ -11,9 +11,9 @@ from mpbridge.cli._target import TARGET, left_out, on_target, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, container
 from mpbridge.cli.text import answer, print_line, print_table
 from mpbridge.common.errors import BadValue, MpbridgeError
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
-from mpbridge.planning.estimate.timing import timing
+from mpbridge.planning.estimate.predict import timing
 from mpbridge.planning.memory.compare import REFERENCE
 from mpbridge.precision.registry import recipe, recipes
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mpbridge.cli.options import JSON, RUN, arg, container
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run

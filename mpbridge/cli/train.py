@@ -62,7 +62,7 @@ def _train(args: argparse.Namespace, made: Run) -> int:
         raise Conflict(
             "\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)])
         )
-    from mpbridge.planning.rules.admit import require_here
+    from mpbridge.planning.rules.table import require_here
 
     if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)

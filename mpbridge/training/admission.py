@@ -19,10 +19,10 @@ from mpbridge.common.files import kind_of, write
 from mpbridge.common.probe import installed
 from mpbridge.common.report.console import tell
 from mpbridge.common.report.trackers import absent, names_of
-from mpbridge.common.tables.units import processes
+from mpbridge.common.tables import processes
 from mpbridge.common.traits import traits
-from mpbridge.planning.rules.admit import require_here
 from mpbridge.planning.rules.base import Violation
+from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.megatron_spec import versions
 from mpbridge.precision.policy import LossScale
 from mpbridge.settings.training import schedule, training_faults

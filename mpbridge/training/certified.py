@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.planning.certificates.optimizer import Training
-from mpbridge.planning.certificates.row import Row
+from mpbridge.planning.certificates import Row, Training
 from mpbridge.settings.huggingface.folder import header
 from mpbridge.settings.schema import defaults
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from mpbridge.numerics.certificates.tensors import Linear
-    from mpbridge.observe.telemetry.reading import MeasuredStep
+    from mpbridge.observe.telemetry.records import MeasuredStep
     from mpbridge.settings.container import Run
 
 STANDARD_DEVIATION = 0.02
@@ -79,8 +78,8 @@ def own_tensors(given: Path) -> OwnTensors:
     """A safetensors file, or a run's folder: its operands, if it kept any, and its last measured step. Raises BadValue, Contradiction."""
     if not given.is_dir():
         return OwnTensors(linears=tensors_of(given))
-    from mpbridge.observe.telemetry.reading import read
-    from mpbridge.observe.telemetry.windows import FILE
+    from mpbridge.observe.telemetry.probe import WINDOWS
+    from mpbridge.observe.telemetry.records import read
 
     measured = read(given).measured
     rows = measured[-1].tables["weights"] if measured else []
@@ -91,7 +90,7 @@ def own_tensors(given: Path) -> OwnTensors:
         raise BadValue(
             f"--tensors {given}: no measured weights (expected a run with logger.precision_every=N, or a safetensors file)"
         )
-    linears = tensors_of(given / FILE) if (given / FILE).is_file() else {}
+    linears = tensors_of(given / WINDOWS) if (given / WINDOWS).is_file() else {}
     beside = tuple(row for name in linears for row in _measured(measured[-1], name))
     import statistics  # slow to import
 

@@ -20,7 +20,7 @@ from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
 from mpbridge.numerics.observation.operations import unobserved
-from mpbridge.planning.rules.admit import require_here
+from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.schedule import Span, spans
 from mpbridge.settings.training import parse_nonfinite
 from mpbridge.training.admission import beginning, resume_point

@@ -22,11 +22,11 @@ from mpbridge.common.files import why, write
 from mpbridge.common.report.console import console, rank, tell, warn
 from mpbridge.common.report.metrics import MetricsLog
 from mpbridge.common.report.progress import ProgressLine
-from mpbridge.common.tables.table import table
+from mpbridge.common.tables import table
 from mpbridge.observe.audit import AuditHook
 from mpbridge.observe.audit.replicas import agree
 from mpbridge.observe.telemetry.hook import StatisticsHook
-from mpbridge.planning.estimate.flops import whole_square_flops_per_token
+from mpbridge.planning.estimate.gemms import whole_square_flops_per_token
 from mpbridge.settings.training import microbatches, train_iters
 from mpbridge.te_cpu.context import stage_of
 from mpbridge.training.admission import preflight, require_admission, settings_of, write_precision

@@ -17,11 +17,11 @@ import mpbridge
 from mpbridge.cli import main as cli
 from mpbridge.cli import text
 from mpbridge.cli.main import main
-from mpbridge.common.chatter import UPSTREAM
 from mpbridge.common.errors import Refused
 from mpbridge.common.machines import machine
-from mpbridge.common.tables.units import count
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.common.tables import count
+from mpbridge.common.upstream import UPSTREAM
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
 from tests.te_cpu.wheels import FOLDERS, release_or_skip

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from mpbridge.cli.main import main, verbs
-from mpbridge.common.tables.table import table
+from mpbridge.common.tables import table
 from tests.settings.huggingface import published
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from mpbridge.common.errors import cut, nearest
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, updated_by
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.optimizer_settings import Trained
+from mpbridge.interop.stacks.optimizers import Trained
 from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, in_force, raise_faults
 
 PRECISION = re.compile(

@@ -15,7 +15,7 @@ from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, export
 from mpbridge.interop.stacks.megatron_bridge_fields import CORE, FIELDS, NAME, TARGET
 from mpbridge.interop.stacks.megatron_bridge_import import read_data
 from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of
-from mpbridge.interop.stacks.optimizer_settings import at_ours, settings
+from mpbridge.interop.stacks.optimizers import at_ours, settings
 from mpbridge.interop.stacks.sharded_torch import environment
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region

@@ -15,11 +15,10 @@ from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with
-from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import imported, unknown_of
-from mpbridge.interop.stacks.meaning import Sharded
+from mpbridge.interop.stacks.meaning import Sharded, described
 from mpbridge.interop.stacks.megatron_bridge_fields import CORE, DIFFERS, FIELDS, NAME, TARGET
-from mpbridge.interop.stacks.optimizer_settings import Trained, settings
+from mpbridge.interop.stacks.optimizers import Trained, settings
 from mpbridge.interop.stacks.python_values import SourceObject, Unknown, is_known, known_fields
 from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig

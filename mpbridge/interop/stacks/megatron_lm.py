@@ -13,12 +13,11 @@ from mpbridge.common.facts import BESIDE_ADAM, EMERGING
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
-from mpbridge.interop.stacks.megatron_lm_arguments import own_settings
+from mpbridge.interop.stacks.megatron_lm_arguments import CORE, NAME, own_settings
+from mpbridge.interop.stacks.megatron_lm_arguments import DEFAULT_VERSION as DEFAULT_VERSION
+from mpbridge.interop.stacks.megatron_lm_arguments import VERSIONS as VERSIONS
 from mpbridge.interop.stacks.megatron_lm_import import read
-from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME
-from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as DEFAULT_VERSION
-from mpbridge.interop.stacks.megatron_lm_options import VERSIONS as VERSIONS
-from mpbridge.interop.stacks.optimizer_settings import at_ours
+from mpbridge.interop.stacks.optimizers import at_ours
 from mpbridge.interop.stacks.sharded_torch import environment, process_wide
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, BEFORE_018, SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant

@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from mpbridge.common.errors import DataError, cut
 from mpbridge.interop.stacks.known_keys import known
-from mpbridge.interop.stacks.megatron_lm_options import options
+from mpbridge.interop.stacks.megatron_lm_arguments import options
 
 LM = "megatron-lm"
 TITLES: Mapping[str, str] = {

@@ -27,8 +27,8 @@ from mpbridge.numerics.observation.modules import (
 )
 from mpbridge.numerics.observation.operations import OperationObserver
 from mpbridge.numerics.observation.tensors import digest, factors, is_coarse, is_narrow, local, storage
-from mpbridge.observe.audit.arrivals import Arrivals
 from mpbridge.observe.audit.library import LibraryObservation
+from mpbridge.observe.audit.passing import Arrivals
 from mpbridge.observe.audit.products import Products
 from mpbridge.precision.policy import Gemms
 

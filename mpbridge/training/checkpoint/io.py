@@ -17,7 +17,7 @@ from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank, on_firs
 from mpbridge.backend.engines.live import follow_main_weights
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.training.checkpoint import extra_state, state, store
 from mpbridge.training.checkpoint.continuation import consent, of_run, taken_alone, why_alone

@@ -29,7 +29,7 @@ from mpbridge.common.errors import CheckpointError
 from mpbridge.common.facts import least_left
 from mpbridge.common.files import opened, parsed
 from mpbridge.numerics.observation.tensors import digest, plain_moment
-from mpbridge.observe.audit.invariants import resting
+from mpbridge.observe.audit.between import resting
 from mpbridge.precision.globs import is_adapter
 from mpbridge.training.checkpoint import extra_state, store
 from mpbridge.training.checkpoint.continuation import read_state

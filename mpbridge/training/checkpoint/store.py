@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.files import opened_inside, read_json
-from mpbridge.common.locks import Locked, lock
+from mpbridge.common.files import Locked, lock, opened_inside, read_json
 from mpbridge.training.checkpoint.format import METADATA
 
 MANIFEST = "manifest.json"

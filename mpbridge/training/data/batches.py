@@ -15,12 +15,10 @@ import torch
 
 from mpbridge.backend.devices.together import on_first_rank
 from mpbridge.common.errors import BadValue, DataError
-from mpbridge.common.files import ProgressCallback
-from mpbridge.common.locks import lock
+from mpbridge.common.files import ProgressCallback, lock
 from mpbridge.common.report.console import rank
 from mpbridge.common.report.progress import bar
-from mpbridge.settings.corpus import SPLITS, split_shares
-from mpbridge.settings.training import train_iters
+from mpbridge.settings.training import SPLITS, split_shares, train_iters
 from mpbridge.training.data.look import nothing_left, pair_index, too_small
 from mpbridge.training.data.prepare import Prepared, cache_folder, prepare
 from mpbridge.training.data.sources import find, tokenizer

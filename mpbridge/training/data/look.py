@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, DataError, MpbridgeError
-from mpbridge.settings.corpus import SPLITS, entries_of, split_shares
 from mpbridge.settings.huggingface.tokenizers import BYTE, LIBRARY, is_factory, tokenizer_files
+from mpbridge.settings.training import SPLITS, entries_of, split_shares
 from mpbridge.training.data.sources import EXTRA, JSON_LINES, READ, Sources, located
 
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -7,7 +7,7 @@ import math
 from mpbridge.common.formats import FORMATS
 from mpbridge.common.pages.about import glossary, made_now
 from mpbridge.common.pages.document import Page
-from mpbridge.common.tables.table import Column
+from mpbridge.common.tables import Column
 from mpbridge.training.rehearse.report import (
     NO_RANKING,
     OPERANDS,

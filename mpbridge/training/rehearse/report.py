@@ -8,16 +8,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mpbridge.common.files import write
 from mpbridge.common.pages.about import OPERAND_COLUMNS
-from mpbridge.common.tables.table import Column, Table, table
+from mpbridge.common.tables import Column, Table, table
 from mpbridge.precision.regions import Gemm
 from mpbridge.training.tune.proof import YARDSTICK, GradientError
-
-if TYPE_CHECKING:
-    pass
 
 OWN_ERROR: Mapping[tuple[str, str], float] = {
     ("e4m3", "x"): 0.0265,

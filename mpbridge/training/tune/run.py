@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.probe import installed
-from mpbridge.common.tables.units import processes
+from mpbridge.common.tables import processes
 from mpbridge.numerics import Emulation, emulate_linears
 from mpbridge.numerics.modules import refuse_without_linears
 from mpbridge.precision.config import MixedPrecisionConfig, plain_states

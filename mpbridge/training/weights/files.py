@@ -17,8 +17,7 @@ import torch
 
 from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
 from mpbridge.common.facts import ModelShape
-from mpbridge.common.files import ProgressCallback, read_json
-from mpbridge.common.locks import Locked, lock
+from mpbridge.common.files import Locked, ProgressCallback, lock, read_json
 from mpbridge.common.shipped import install
 from mpbridge.settings.huggingface.folder import BYTES, INDEX, SINGLE, FolderTensor, header
 from mpbridge.settings.huggingface.tensors import Mapped, PartLayout

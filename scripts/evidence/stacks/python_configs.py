@@ -160,7 +160,7 @@ def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], 
         (file, ".".join(file.relative_to(checkout).with_suffix("").parts))
         for file in sorted((checkout / "torchtitan").rglob("config_registry.py"))
     ]
-    from mpbridge.interop.stacks.torchtitan_import import LINEARS
+    from mpbridge.interop.stacks.torchtitan import LINEARS
 
     def said(made: Any) -> dict[str, Any] | None:
         training = getattr(made, "training", None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from mpbridge.common.locks import lock
+from mpbridge.common.files import lock
 from mpbridge.training.checkpoint.store import locate
 from mpbridge.training.serving.cast import Served
 from mpbridge.training.weights import files
