@@ -657,8 +657,8 @@ def command_table() -> str:
     from mpbridge.cli.main import parser_of, verbs
 
     parts = []
-    for verb, module in verbs().items():
-        parser = parser_of(verb, module)
+    for verb in verbs():
+        parser = parser_of(verb)
         rows = []
         for action in parser._actions:
             if isinstance(action, argparse._HelpAction):
