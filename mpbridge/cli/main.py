@@ -57,20 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments and arguments[0] not in FOREIGN
     try:
-        for name in (
-            "stdout",
-            "stderr",
-        ):  # a run continues without a reader, for its files and checkpoints
+        for name in ("stdout", "stderr"):  # a run continues without a reader, for its files and checkpoints
             if arguments[:1] == ["train"] and getattr(sys, name) is None:
                 setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         if sys.stdout is None:  # closed by the caller: Python would silently discard output
-            text = (
-                "standard output is closed, so nothing could be printed (redirect it to /dev/null if that is intended)"
-            )
-            _complain(BadValue(text), as_json)
+            text = "standard output is closed, so nothing could be printed"
+            _complain(BadValue(f"{text} (redirect it to /dev/null if that is intended)"), as_json)
             return 2
-        code = _dispatch(arguments)
-        code = _flushed(code)
+        code = _flushed(_dispatch(arguments))
     except MpbridgeError as error:
         code = Refused.exit_code if _without_room(error) else error.exit_code
         _complain(error, as_json, code)
@@ -107,11 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _importer(error: ModuleNotFoundError) -> str:
     """'module (file, line)' of the import that failed."""
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if "importlib" not in frame.f_code.co_filename
-    ]
+    frames = [pair for pair in traceback.walk_tb(error.__traceback__) if "importlib" not in pair[0].f_code.co_filename]
     frame, line = frames[-1]
     return f"{frame.f_globals.get('__name__', '?')} ({frame.f_code.co_filename}, line {line})"
 
@@ -191,19 +181,9 @@ def _dispatch(arguments: list[str]) -> int:
     return int(found.run(args))
 
 
-PROCESSES = frozenset(
-    {
-        "--gpus",
-        "--num-gpus",
-        "--n-gpus",
-        "--ngpus",
-        "--nproc",
-        "--nproc-per-node",
-        "--world",
-        "--processes",
-        "--devices",
-    }
-)
+PROCESSES = frozenset({
+    "--gpus", "--num-gpus", "--n-gpus", "--ngpus", "--nproc", "--nproc-per-node", "--world", "--processes", "--devices",
+})  # fmt: skip
 """What other programs call --world-size."""
 
 
@@ -318,9 +298,7 @@ def _complain(error: MpbridgeError, as_json: bool, code: int | None = None) -> N
         said = {"message": error.subject, "faults": list(error.faults)} if isinstance(error, Contradiction) else {}
         data = {"error": type(error).__name__, "exit_code": code or error.exit_code, "message": text} | said
         text = json.dumps(data | ({"rank": rank} if rank != "0" else {}))
-    elif (
-        rank != "0"
-    ):  # all processes of a job fail in the same way: rank 0 prints the full error, the others one line each
+    elif rank != "0":  # all processes of a job fail in the same way: rank 0 prints the full error, the others a line
         text = f"rank {rank}: {text.splitlines()[0] if text else ''}"
     with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still matters
         complain(text)

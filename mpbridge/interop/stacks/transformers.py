@@ -66,12 +66,8 @@ def export(request: Request) -> Export:
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `--bf16 --fsdp full_shard ...`; `--torch_dtype`/`--dtype` of the example scripts is the loading dtype."""
     data, strays = options_of(words)
-    found = read_data(data, version=version, saved=False)
-    return dataclasses.replace(found, unknown=(*(stray(word, _options()) for word in strays), *found.unknown))
-
-
-def _options() -> list[str]:
-    return [f"--{name}" for name in known(NAME)[""]]
+    found, names = read_data(data, version=version, saved=False), [f"--{name}" for name in known(NAME)[""]]
+    return dataclasses.replace(found, unknown=(*(stray(word, names) for word in strays), *found.unknown))
 
 
 def read_data(data: Any, *, version: str, saved: bool = True) -> Imported:
