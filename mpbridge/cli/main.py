@@ -246,12 +246,8 @@ class Parser(argparse.ArgumentParser):
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """The verb's parser, with its arguments."""
     found = verb_of(verb)
-    parser = Parser(
-        prog=f"mpbridge {verb}",
-        description=found.SUMMARY,
-        formatter_class=_Formatter,
-        epilog=getattr(found, "EPILOG", None),
-    )
+    epilog = getattr(found, "EPILOG", None)
+    parser = Parser(prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=_Formatter, epilog=epilog)
     add_arguments(parser, found.ARGUMENTS)
     parser.quoted = getattr(found, "QUOTED", frozenset())
     if verb in FOREIGN:
@@ -273,22 +269,14 @@ def with_way(arguments: list[str]) -> list[str]:
 def _help(known: Sequence[str], *, every: bool = False) -> str:
     others = [verb for verb in known if verb not in DAY and not any(verb in group for group in PARTS.values())]
     groups = {"": DAY} | ({**PARTS, "also": tuple(others)} if every else {})
-    lines = [
-        f"mpbridge {VERSION}: one name decides every precision fact of a megatron-core training run",
-        "",
-        "usage: mpbridge COMMAND ...",
-    ]
+    head = f"mpbridge {VERSION}: one name decides every precision fact of a megatron-core training run"
+    lines = [head, "", "usage: mpbridge COMMAND ..."]
     for title, names in groups.items():
         lines += ["", *([f"{title}:"] if title else [])]
         lines += hanging([(f"  {verb}", str(verb_of(verb).SUMMARY)) for verb in names], columns_here())
-    return "\n".join(
-        [
-            *lines,
-            *([] if every else ["", f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]),
-            "",
-            "For details: mpbridge help COMMAND. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
-        ]
-    )
+    lines += [] if every else ["", f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]
+    codes = "Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early."
+    return "\n".join([*lines, "", f"For details: mpbridge help COMMAND. {codes}"])
 
 
 def _complain(error: MpbridgeError, as_json: bool, code: int | None = None) -> None:

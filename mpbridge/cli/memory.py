@@ -49,8 +49,7 @@ def as_data(
 ) -> dict[str, Any]:
     """The estimate as JSON types, in bytes."""
     return {
-        "recipe": made.recipe,
-        "world_size": made.world_size,
+        **record(made, "recipe", "world_size"),
         "parameters": total_parameters(facts),
         **_data(compared.mine),
         "reference": {"recipe": REFERENCE} | _data(compared.reference),
