@@ -158,24 +158,17 @@ def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) 
     several = f"torchrun --nproc-per-node {max(2, processes)} -m mpbridge {run}"
     if processes > 8:
         several = f"mpbridge launch --nodes {-(-processes // 8)} --gpus-per-node 8 -- {run}"
-    alone = [(f"mpbridge {run} train.train_iters=20", "train: settings follow the options")]
-    if "train.train_iters" in settings:
-        alone = [(f"mpbridge {run}", "train: settings follow the options")]
+    check = f"mpbridge check --config config.yaml --target {target} --world-size {processes}{settings}"
     commands = [
         (f"mpbridge plan --config config.yaml{settings}", "which fields the recipe writes"),
-        (
-            f"mpbridge check --config config.yaml --target {target} --world-size {processes}{settings}",
-            "valid there? does it fit? how fast?",
-        ),
-        *(alone if processes == 1 else []),
-        *(
-            [(f"mpbridge {run} --emulate", "without such a GPU: emulate its rounding")]
-            if policy.quantized and processes == 1
-            else []
-        ),
-        (several, ""),
-        (f"mpbridge report {log_dir}", "how it went: audits, curves, can it resume?"),
+        (check, "valid there? does it fit? how fast?"),
     ]
+    if processes == 1:
+        short = "" if "train.train_iters" in settings else " train.train_iters=20"
+        commands.append((f"mpbridge {run}{short}", "train: settings follow the options"))
+    if processes == 1 and policy.quantized:
+        commands.append((f"mpbridge {run} --emulate", "without such a GPU: emulate its rounding"))
+    commands += [(several, ""), (f"mpbridge report {log_dir}", "how it went: audits, curves, can it resume?")]
     width = max(len(command) for command, said in commands if said)
     lines = [f"{command:{width}}  # {said}" if said else command for command, said in commands]
     return _README.format(commands="\n".join(lines))

@@ -127,11 +127,8 @@ def facts(policy: PrecisionPolicy, *shapes: ModelShape, engine: str | None = Non
 def _mamba(policy: PrecisionPolicy, shape: ModelShape) -> list[tuple[str, str]]:
     """What becomes of the parameters that megatron-core makes in FP32 in a Mamba layer, and the dtype of the scan (ssm/mamba_mixer.py)."""
     first, narrow = shape.pattern.index("M"), say(policy.params)
-    made = (
-        {}
-        if policy.params is DType.FP32
-        else dict.fromkeys(("A_log", "D"), f"{narrow}, cast from the fp32 that it is made in")
-    )
+    cast = f"{narrow}, cast from the fp32 that it is made in"
+    made = {} if policy.params is DType.FP32 else {"A_log": cast, "D": cast}
     rows = []
     for name in ("A_log", "D", "dt_bias"):
         kept = kept_fp32(policy, f"decoder.layers.{first}.mixer.{name}")

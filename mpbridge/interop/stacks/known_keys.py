@@ -56,18 +56,15 @@ def imported(
     found = updated_by(found, optimizer, where, momentum=momentum, trained=trained)
     sections = known(stack)
     unknown, other, open_ = [*found.unknown], [*found.other], [*found.assumed]
-    low = [
-        cut(f"{path}={value}")
-        for path, value in _leaves(read.data)
-        if isinstance(value, str) and EIGHT_BIT.search(value)
-    ]
-    cannot = (
-        *found.cannot_express,
-        *(f"{one}: 8-bit moments are not modelled: the moments and bytes shown are those of full ones" for one in low),
+    cannot, low = (
+        [*found.cannot_express],
+        "8-bit moments are not modelled: the moments and bytes shown are those of full ones",
     )
     said = " ".join((*found.unknown, *found.inert, *found.cannot_express))
     for path, value in _leaves(read.data):
         place = cut(f"{under}.{path}" if under else path)
+        if isinstance(value, str) and EIGHT_BIT.search(value):
+            cannot.append(f"{cut(f'{path}={value}')}: {low}")
         if path in read.asked or any(path.startswith(f"{one}.") for one in read.whole):
             continue
         fault = _unknown(place, sections, suggest=len(unknown) < MOST_SUGGESTED)
@@ -87,7 +84,7 @@ def imported(
     return dataclasses.replace(
         found,
         undecided=(*found.undecided, *(f"{autos[path]}: say true or false" for path in decide)),
-        cannot_express=cannot,
+        cannot_express=tuple(cannot),
         unknown=tuple(dict.fromkeys(unknown)),
         other=tuple(dict.fromkeys(other)),
         in_force=(*found.in_force, *in_force(read.silent, under)),

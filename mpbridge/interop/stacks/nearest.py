@@ -151,12 +151,8 @@ def refusals(told: Answer, trains: Mapping[str, Any] = MappingProxyType({})) -> 
         return ()
     others = [name for name in engine_names() if name != own and not _errors(config, name, trains)]
     lines = [f"{error.found}: {error.rule}; cure: {error.cure} [{error.source}]" for error in errors]
-    named = (
-        f"engine={' or '.join(others)} allows it (megatron-core {_VERSIONS.megatron_core})"
-        if others
-        else "no engine of mpbridge allows it as it is"
-    )
-    return (*lines, named)
+    named = f"engine={' or '.join(others)} allows it (megatron-core {_VERSIONS.megatron_core})"
+    return (*lines, named if others else "no engine of mpbridge allows it as it is")
 
 
 def _errors(config: MixedPrecisionConfig, engine: str, trains: Mapping[str, Any]) -> tuple[Violation, ...]:

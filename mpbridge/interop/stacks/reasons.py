@@ -256,15 +256,12 @@ def handover(a: Setup, b: Setup) -> str:
 
 
 def _arithmetic(a: Setup, b: Setup) -> str:
-    beyond = _beyond(a, b)
     if differences(a.meaning, b.meaning):
         other = arithmetic_differs(a.meaning, b.meaning)
         return "They compute differently" if other else "The same arithmetic, with a different layout of tensors"
-    return (
-        f"What mpbridge can express of both is the same, but not all of it: {beyond}"
-        if beyond
-        else "They mean the same"
-    )
+    beyond = _beyond(a, b)
+    text = f"What mpbridge can express of both is the same, but not all of it: {beyond}"
+    return text if beyond else "They mean the same"
 
 
 def _beyond(a: Setup, b: Setup) -> str:

@@ -47,20 +47,18 @@ def export(request: Request) -> Export:
     optim = sgd if request.optimizer == "sgd" else {"optim": "adamw_torch"}
     said = {"dtype": SPELL[full.storage], **optim} | ({} if cast is None else {cast.short: True})
     theirs = read_data(said, version=request.version).meaning
-    flag = "".join(f', {name}="{value}"' for name, value in optim.items()) + (
-        "" if cast is None else f", {cast.short}=True"
-    )
-    code = "\n".join(
-        [
-            "import torch",
-            "from transformers import AutoModelForCausalLM, TrainingArguments",
-            "",
-            "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
-            f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
-            f'arguments = TrainingArguments(output_dir="out"{flag})',
-        ]
-    )
-    return exported(request, NAME, theirs, [Fragment(name="python", text=commented(NAME, theirs, code))])
+    given = ['output_dir="out"', *(f'{name}="{value}"' for name, value in optim.items())]
+    given += [] if cast is None else [f"{cast.short}=True"]
+    lines = [
+        "import torch",
+        "from transformers import AutoModelForCausalLM, TrainingArguments",
+        "",
+        "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
+        f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
+        f"arguments = TrainingArguments({', '.join(given)})",
+    ]
+    code = Fragment(name="python", text=commented(NAME, theirs, "\n".join(lines)))
+    return exported(request, NAME, theirs, [code])
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
