@@ -27,9 +27,8 @@ from mpbridge.planning.rules.table import rules
 from mpbridge.precision.registry import recipes
 from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface.served import served_as
-from mpbridge.training.admission import Admission, resume_faults
+from mpbridge.training.admission import Admission, on_cpu, resume_faults, scale_warmup
 from mpbridge.training.certified import training_of
-from mpbridge.training.preflight import on_cpu, scale_warmup
 
 SUMMARY = "say before a run whether it is valid, fits and how fast it is, what was assumed, and what else would run"
 _BATCHES = ("micro_batch_size", "global_batch_size")
