@@ -18,10 +18,10 @@ from mpbridge.common.versions import release
 from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.estimate.constants import Constants, read_machine
 from mpbridge.planning.estimate.predict import longer
-from mpbridge.planning.memory.compare import REFERENCE
+from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.planning.memory.overheads import left_out_of_memory, left_out_of_time
 from mpbridge.planning.outlook import Outlook
-from mpbridge.settings.realized import emulation_faults, is_played, played
+from mpbridge.settings.stages import emulation_faults, is_played, played
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run

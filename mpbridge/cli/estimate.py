@@ -15,7 +15,7 @@ from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables import GIB
 from mpbridge.planning.estimate.predict import Estimate, Timing, timing
-from mpbridge.planning.memory.compare import REFERENCE
+from mpbridge.planning.memory.by_role import REFERENCE
 
 if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine

@@ -20,7 +20,7 @@ from mpbridge.planning.capability import refuse_unless_native
 from mpbridge.planning.estimate.candidates import PLACES, line
 from mpbridge.planning.estimate.layouts import Layout, search, why_none
 from mpbridge.planning.estimate.predict import timing
-from mpbridge.planning.memory.compare import REFERENCE
+from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.precision.registry import recipe, recipes
 
 if TYPE_CHECKING:

@@ -12,8 +12,18 @@ from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables import ByteUnit, count, unit_for
 from mpbridge.planning.memory.activations import basis
-from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fullest, memory, total_parameters
-from mpbridge.planning.memory.compare import REFERENCE, Comparison, against_bf16
+from mpbridge.planning.memory.by_role import (
+    REFERENCE,
+    STATES,
+    Comparison,
+    Fit,
+    Memory,
+    against_bf16,
+    duplicate_main,
+    fullest,
+    memory,
+    total_parameters,
+)
 from mpbridge.planning.memory.overheads import left_out_of_memory
 from mpbridge.planning.outlook import Outlook
 from mpbridge.settings.container import Run

@@ -14,7 +14,7 @@ from mpbridge.planning.memory.keeps import STATES, is_frozen, keeps, kept_fp32
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
 from mpbridge.planning.memory.names import refuse_idle_rules
 from mpbridge.planning.memory.ranks import Coordinates
-from mpbridge.planning.rules.muon import NEWTON_SCHULZ
+from mpbridge.planning.rules.trained import NEWTON_SCHULZ
 from mpbridge.precision.globs import is_adapter
 from mpbridge.precision.sync.plan import plain
 from mpbridge.settings.container import Run

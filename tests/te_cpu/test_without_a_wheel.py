@@ -125,7 +125,7 @@ def test_settings_that_do_not_fit_are_faults(settings, fault) -> None:
 
 
 def test_a_run_without_the_package_is_a_fault_of_the_configuration(nowhere) -> None:
-    importlib.import_module("mpbridge.settings.realized").package.cache_clear()
+    importlib.import_module("mpbridge.settings.stages").package.cache_clear()
     config = ConfigContainer.load(ROOT / "configs/gpt_tiny.yaml", ["emulate=te"])
     with pytest.raises(Contradiction, match=r"\.\[te-cpu\]"):
         config.resolved()

@@ -18,7 +18,7 @@ from typing import Any
 from mpbridge.common.errors import cut
 from mpbridge.common.facts import BESIDE_ADAM, OWN_SETTINGS, reads
 from mpbridge.common.formats import say
-from mpbridge.planning.rules.muon import NEWTON_SCHULZ, WORDS
+from mpbridge.planning.rules.trained import NEWTON_SCHULZ, WORDS
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import BEFORE_018, described
 
