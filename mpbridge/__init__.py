@@ -45,7 +45,7 @@ _HOME = {
     "register": "precision.registry",
     "resolve": "precision.registry",
     "transformer_engine_on_cpu": "te_cpu.context",
-    "tune_module": "training.tune.module",
+    "tune_module": "training.tune.run",
     "witness": "observe.witnessing.witness",
     "wrap": "backend.engines.wrap",
 }
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.training.loop import pretrain
-    from mpbridge.training.tune.module import tune_module
+    from mpbridge.training.tune.run import tune_module
 
 if not TYPE_CHECKING:  # visible to mypy, this would make every name of the package Any
 

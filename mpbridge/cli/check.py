@@ -27,9 +27,8 @@ from mpbridge.planning.rules.table import rules
 from mpbridge.precision.registry import recipes
 from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface.served import served_as
-from mpbridge.training.admission import Admission, resume_faults
+from mpbridge.training.admission import Admission, on_cpu, resume_faults, scale_warmup
 from mpbridge.training.certified import training_of
-from mpbridge.training.preflight import on_cpu, scale_warmup
 
 SUMMARY = "say before a run whether it is valid, fits and how fast it is, what was assumed, and what else would run"
 _BATCHES = ("micro_batch_size", "global_batch_size")
@@ -145,13 +144,9 @@ def as_data(answer: _Answer) -> dict[str, Any]:
     """The answer as JSON types."""
     made, where, one = answer.made, answer.where, answer.outlook
     return {
-        "ok": one.ok,
-        "verdict": one.verdict,
-        "objections": one.objections,
+        **record(one, "ok", "verdict", "objections"),
         "undecided": {name: why for name, why in (("fits", one.no_answer), ("time", one.no_time)) if why},
-        "recipe": made.recipe,
-        "engine": made.engine,
-        "world_size": made.world_size,
+        **record(made, "recipe", "engine", "world_size"),
         "parallel": dataclasses.asdict(made.facts.parallel),
         "target": {
             "machine": where.machine.name,

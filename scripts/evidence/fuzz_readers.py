@@ -33,7 +33,7 @@ READERS: Mapping[str, tuple[str, str, tuple[bytes, ...]]] = {
     "archive": ("common.pt", "archive.spelled(archive.load(archive.BytesIO(file.read_bytes()), 0, file.stat().st_size))", ()),
     "metadata": (".metadata", "converter_process._metadata(file)", (b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x13\x00\x00\x00state_dict_metadata}X\x0c\x00\x00\x00storage_data}ub.",)),
     "arguments": ("model_optim_rng.pt", "importers.read_file(file)", ()),
-    "index": ("index.json", "index.read_index(file.parent, {'a': {'bytes': 64}})", (b'{"schema": 1, "files": ["a"], "tensors": {"w": {"dtype": "float32", "shape": [4], "pieces": [[0, 0, [0], [4]]]}}, "objects": {"o": [0, 16, 8]}}',)),
+    "index": ("index.json", "format.read_index(file.parent, {'a': {'bytes': 64}})", (b'{"schema": 1, "files": ["a"], "tensors": {"w": {"dtype": "float32", "shape": [4], "pieces": [[0, 0, [0], [4]]]}}, "objects": {"o": [0, 16, 8]}}',)),
     "state": ("state.json", "continuation.read_state(file.parent)", (b'{"map": [["a", 1], ["b", {"tuple": [1, 2]}]]}',)),
     "manifest": ("manifest.json", "store.read_manifest(file.parent)", (b'{"schema": 3, "files": {"a": {"bytes": 1, "sha256": "00"}}}',)),
     "script": ("train.sh", "importers.read_file(file)", (
@@ -79,9 +79,9 @@ def reader_of(name: str) -> Callable[[Path], object]:
     from mpbridge.precision import registry
     from mpbridge.settings import container
     from mpbridge.settings.huggingface import folder, section
-    from mpbridge.training.checkpoint import archive, continuation, converter_process, index, store
+    from mpbridge.training.checkpoint import archive, continuation, converter_process, format, store
 
-    modules = (safe_unpickler, curves, importers, registry, container, folder, section, archive, continuation, converter_process, index, store)  # fmt: skip
+    modules = (safe_unpickler, curves, importers, registry, container, folder, section, archive, continuation, converter_process, format, store)  # fmt: skip
     found: Callable[[Path], object] = eval(f"lambda file: {READERS[name][1]}", {one.__name__.rpartition(".")[2]: one for one in modules})  # fmt: skip
     return found
 

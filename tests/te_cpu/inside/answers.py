@@ -16,8 +16,8 @@ from transformer_engine.pytorch.utils import attention_mask_func
 
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.cuda_names import played_patches
-from mpbridge.te_cpu.cuda_states import REFUSED, state
 from mpbridge.te_cpu.played import now
+from mpbridge.te_cpu.refusals import REFUSED, state
 
 
 def test_random_states_of_all_devices_are_kept_and_given_back() -> None:
@@ -88,7 +88,9 @@ def test_a_copy_on_the_cpu_does_not_change_with_the_gpus() -> None:
     assert [copy.is_cuda for copy in (*copies, copies[0][1:])] == [False] * 5
     assert [copy.is_cuda for copy in (weight, *back)] == [True] * 6
     assert (copies[0].get_device(), weight.get_device()) == (-1, 0)
-    assert copies[0].cpu() is copies[0] and weight.cuda() is weight and weight.to("cuda", torch.float32) is weight
+    assert copies[0].cpu() is copies[0]
+    assert weight.cuda() is weight
+    assert weight.to("cuda", torch.float32) is weight
 
 
 def test_what_is_moved_to_the_gpu_has_elements_of_its_own() -> None:
@@ -100,7 +102,8 @@ def test_what_is_moved_to_the_gpu_has_elements_of_its_own() -> None:
 
 def test_what_has_no_memory_to_copy_moves_as_before() -> None:
     sparse = torch.eye(2).to_sparse()
-    assert sparse.cuda().cpu().is_cuda and sparse.to("cpu") is sparse
+    assert sparse.cuda().cpu().is_cuda
+    assert sparse.to("cpu") is sparse
     assert torch.vmap(lambda row: row.cpu().cuda() * row.is_cuda)(torch.ones(2, 2)).sum() == 4
 
 
@@ -117,7 +120,8 @@ def test_a_module_moves_with_its_tensors() -> None:
         for to_device in (made.cuda, lambda: made.to("cuda")):
             to_device()
             assert all(one.is_cuda for one in made.state_dict().values())
-    assert made.weight is weight and weight.tolist() == [2, 2]
+    assert made.weight is weight
+    assert weight.tolist() == [2, 2]
 
 
 def test_a_loader_with_workers_pins_its_batches() -> None:

@@ -269,7 +269,7 @@ def test_a_missing_checkpoint_is_named(tmp_path):
 def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
     """A checkpoint's own configuration with settings on top, or another configuration."""
     from mpbridge.cli.main import main
-    from mpbridge.training.checkpoint.json_codec import encoded
+    from mpbridge.training.checkpoint.format import encoded
 
     monkeypatch.chdir(tmp_path)
     small = ["model.num_layers=1", "train.train_iters=14"]
