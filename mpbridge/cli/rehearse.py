@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli._target import TARGET, target
 from mpbridge.cli.options import JSON, RUN_HERE, arg, container, find_config, whole
 from mpbridge.cli.text import answer, print_line, print_table
-from mpbridge.common.errors import BadValue
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.files import write
+from mpbridge.precision.registry import get_mixed_precision_config
 
 if TYPE_CHECKING:
     from mpbridge.training.rehearse.report import Rehearsal
@@ -71,9 +73,7 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
 
 def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     """Tunes the last tunable recipe, and records the result."""
-    from mpbridge.common.errors import MpbridgeError
     from mpbridge.common.report.console import rank
-    from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.settings.container import ConfigContainer
     from mpbridge.training.tune.levels import prepared
     from mpbridge.training.tune.report import lines, moved, write
@@ -104,7 +104,6 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
 
 def _write(result: Rehearsal, folder: Path) -> Path:
     """Writes report.json, then index.html in `folder`. Returns the page's path."""
-    from mpbridge.common.files import write
     from mpbridge.training.rehearse.page import page
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,8 +114,6 @@ def _write(result: Rehearsal, folder: Path) -> Path:
 
 
 def _check_tune(args: argparse.Namespace) -> None:
-    from mpbridge.cli.options import find_config
-
     faults = []
     if not args.out.parent.is_dir() or args.out.is_dir():
         faults.append(f"--out {args.out}: expected a file name in an existing folder")
