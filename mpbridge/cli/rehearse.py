@@ -133,15 +133,14 @@ def _where(args: argparse.Namespace) -> Where:
     return Where(machine=found.machine, versions=found.versions, constants=found.constants, stack=args.stack)
 
 
-def _print_tuned(result: Tuned, recipe: str, out: Path) -> None:
-    from mpbridge.training.tune.report import lines, sections
-
-    for title, columns, rows in sections(result):
+def _print_tuned(data: dict[str, Any]) -> None:
+    for table in data["tables"]:
         print_line()
-        print_table(columns, rows, title=title)
+        print_table(table["columns"], table["rows"], title=table["title"])
     print_line()
-    for line in lines(result, recipe):
+    for line in data["lines"]:
         print_line(line)
+    out = data["path"]
     print_line(f"recipe: {out} (mpbridge show {out}; mpbridge train --recipe {out} --emulate)")
 
 
@@ -196,6 +195,6 @@ class TuneVerb:
         )
         if first:
             write(args.out, content)
-            extends = str(content.get("extends", ""))
-            answer(args, as_data(result, content, args.out), lambda: _print_tuned(result, extends, args.out))
+            data = as_data(result, content, args.out)
+            answer(args, data, lambda: _print_tuned(data))
         return 0 if result.verdict.take == TUNED else 1
