@@ -6,15 +6,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mpbridge.common.errors import BadValue, Contradiction, brief
 from mpbridge.common.facts import Parallel
 from mpbridge.settings.huggingface.tokenizers import BYTE
 from mpbridge.settings.schema import defaults
-
-if TYPE_CHECKING:
-    from mpbridge.settings.container import Run
 
 SPLITS = ("train", "valid", "test")
 """Parts of a corpus, in the order of data.split."""
@@ -154,8 +151,8 @@ _DEFAULTS = defaults("scheduler")
 _WEIGHT_DECAY = defaults("optimizer")["weight_decay"]
 
 
-def scheduler_arguments(run: Run) -> dict[str, Any]:
-    """The arguments of megatron-core's OptimizerParamScheduler other than the optimizer. Raises Contradiction with every fault."""
+def scheduler_arguments(run: Any) -> dict[str, Any]:
+    """The arguments of megatron-core's OptimizerParamScheduler other than the optimizer, for a resolved run. Raises Contradiction with every fault."""
     return schedule(run.scheduler, run.inputs["optimizer"], run.train)
 
 
