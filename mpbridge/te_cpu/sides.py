@@ -1,6 +1,6 @@
 """Copies between the CPU and a simulated GPU, whose memory is the same: code that keeps `weight.cpu()` must not see the weight change.
 
-A tensor that `.cpu()`, `.to("cpu")` or pinning made is marked in its storage, and lies on the CPU with its views; every other one counts as the GPU's. A
+A tensor that `.cpu()`, `.to("cpu")` or pinning made is marked in its storage, and lies on the CPU with its views and what is made like it; every other one counts as the GPU's. A
 `torch.device` says nothing, since that of every tensor here is the CPU's.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from mpbridge.backend.devices.redirect import PLAIN, is_pinned, names_cuda
+from mpbridge.backend.devices.redirect import FACTORIES, PLAIN, is_pinned, names_cuda
 from mpbridge.common.upstream import Patch
 
 _MARK = "_mpbridge_host"
@@ -96,6 +96,14 @@ def _module(original: Callable[..., Any], to_device: bool | None = None) -> Call
     return move
 
 
+def _like(original: Callable[..., Any]) -> Callable[..., Any]:
+    def like(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, *args, **kwargs)
+        return _to_host(self, made) if on_host(self) and kwargs.get("device") is None else made
+
+    return like
+
+
 def with_copies(patches: Iterable[Patch]) -> Iterator[Patch]:
     """The replacements of a device layer, with those moves that copy."""
     moves: dict[tuple[Any, str], Callable[..., Any]] = {
@@ -104,6 +112,7 @@ def with_copies(patches: Iterable[Patch]) -> Iterator[Patch]:
         (torch.nn.Module, "to"): _module,
         (torch.nn.Module, "cuda"): functools.partial(_module, to_device=True),
     }
+    moves |= {(torch, name): _like for name in FACTORIES if name.endswith("_like")}
     for owner, name, new in patches:
         move = moves.get((owner, name))
         yield owner, name, new if move is None else move(new)

@@ -85,7 +85,7 @@ def test_a_copy_on_the_cpu_does_not_change_with_the_gpus() -> None:
     back = [copies[0].cuda(), copies[0].to("cuda"), copies[0].to(weight.device), copies[0].to(weight), copies[3].cuda()]
     weight += 1
     assert [copy.sum().item() for copy in (*copies, *back)] == [0] * 9
-    assert [copy.is_cuda for copy in (*copies, copies[0][1:])] == [False] * 5
+    assert [copy.is_cuda for copy in (*copies, copies[0][1:], torch.zeros_like(copies[3]))] == [False] * 6
     assert [copy.is_cuda for copy in (weight, *back)] == [True] * 6
     assert (copies[0].get_device(), weight.get_device()) == (-1, 0)
     assert copies[0].cpu() is copies[0]
