@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import TARGET, left_batches, left_out, on_target, target
+from mpbridge.cli._target import TARGET, TargetMachine, left_batches, left_out, on_target, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
+from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables import size
 from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
 from mpbridge.planning.capability import refuse_unless_native
@@ -21,11 +22,9 @@ from mpbridge.planning.estimate.candidates import PLACES, line
 from mpbridge.planning.estimate.layouts import Layout, search, why_none
 from mpbridge.planning.estimate.predict import timing
 from mpbridge.planning.memory.by_role import REFERENCE
-from mpbridge.precision.registry import recipe, recipes
+from mpbridge.precision.registry import describe, recipe, recipes
 
 if TYPE_CHECKING:
-    from mpbridge.cli._target import TargetMachine
-    from mpbridge.common.facts import RunFacts
     from mpbridge.settings.container import ConfigContainer, Run
 
 
@@ -75,14 +74,9 @@ def _search(
             mine = search(
                 made.policy, facts, where.machine, most=args.most, using=where.constants, stated=stated, refused=refused
             )
-            found += [
-                (
-                    made.recipe,
-                    one,
-                    line(one.run, made.facts if valid else None, left=left_batches(made)) or "as configured",
-                )
-                for one in mine
-            ]
+            configured, left = made.facts if valid else None, left_batches(made)
+            changes = [line(one.run, configured, left=left) or "as configured" for one in mine]
+            found += [(made.recipe, one, change) for one, change in zip(mine, changes, strict=True)]
             if not mine:
                 faults.append(f"{made.recipe}: {why_none(made.policy, facts, where.machine, refused, stated=stated)}")
             omitted |= left_out(facts)
@@ -117,8 +111,6 @@ def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> tuple[R
 
 def _names(args: argparse.Namespace) -> list[str | None]:
     """The distinct recipes; None: the file's. Raises UnknownName, RecipeError."""
-    from mpbridge.precision.registry import describe
-
     if not args.recipes:
         return [None]
     names = list(dict.fromkeys(args.recipes.split(",")))
@@ -216,26 +208,18 @@ def _print_ranking(
     print_line(f"target {where.line()}", "")
     legal = [advice for advice in order if advice.legal]
     for fits, title in ((True, "valid and fit, in order"), (False, "valid, but do not fit")):
-        rows = [
-            (
-                f"{place}{a.mark}",
-                a.recipe,
-                a.status,
-                _memory(a),
-                *_speed(a, price),
-                *([] if a.error is None else [f"{a.error:.2g}"]),
-                a.reason,
-            )
-            for place, a in enumerate(legal, start=1)
-            if a.fits is fits
-        ]
+        rows = []
+        for place, a in enumerate(legal, start=1):
+            if a.fits is fits:
+                error = () if a.error is None else (f"{a.error:.2g}",)
+                rows.append((f"{place}{a.mark}", a.recipe, a.status, _memory(a), *_speed(a, price), *error, a.reason))
         if fits and not rows:
             print_line(
                 "valid and fit: none in this layout (mpbridge check and mpbridge layouts name layouts that do)", ""
             )
         if rows:
-            error = ("gradient's error",) if any(a.error is not None for a in legal) else ()
-            columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", *error, "why")
+            head = ("gradient's error",) if any(a.error is not None for a in legal) else ()
+            columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", *head, "why")
             print_table(columns, rows, title=title)
             print_line()
     for tie in ties:

@@ -158,7 +158,7 @@ def test_coalesced_gathers_keep_every_dtype() -> None:
     """In a process of its own: it needs a process group."""
     code = """
 import torch, torch.distributed as dist
-from mpbridge.backend.devices.coalesce import one_by_one
+from mpbridge.backend.devices.collectives import one_by_one
 dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
 codes, values = torch.tensor([1, 255, 7, 129], dtype=torch.uint8), torch.tensor([0.5, -0.02, 0.03, 1.0]).bfloat16()
 for first, second in ((codes, values), (values, codes)):
