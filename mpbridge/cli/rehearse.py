@@ -76,8 +76,7 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.settings.container import ConfigContainer
     from mpbridge.training.tune.levels import prepared
-    from mpbridge.training.tune.report import lines, moved, write
-    from mpbridge.training.tune.run import tune
+    from mpbridge.training.tune.run import lines, moved, tune, write
 
     for recipe in reversed([one.recipe for one in result.recipes if one.failure is None]):
         try:
@@ -137,7 +136,7 @@ def _where(args: argparse.Namespace) -> Where:
 
 
 def _print_tuned(result: Tuned, recipe: str, out: Path) -> None:
-    from mpbridge.training.tune.report import lines, sections
+    from mpbridge.training.tune.run import lines, sections
 
     for title, columns, rows in sections(result):
         print_line()
@@ -150,7 +149,7 @@ def _print_tuned(result: Tuned, recipe: str, out: Path) -> None:
 
 def as_data(result: Tuned, content: dict[str, Any], out: Path) -> dict[str, Any]:
     """The recipe file and the tables as JSON types."""
-    from mpbridge.training.tune.report import lines, sections
+    from mpbridge.training.tune.run import lines, sections
 
     tables = [
         {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
@@ -185,8 +184,7 @@ class TuneVerb:
         budget = budget_of(args.budget)
         from mpbridge.common.report.console import rank
         from mpbridge.training.tune.choices import TUNED
-        from mpbridge.training.tune.report import write
-        from mpbridge.training.tune.run import tune
+        from mpbridge.training.tune.run import tune, write
 
         levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
         first = rank() == 0
