@@ -144,13 +144,9 @@ def as_data(answer: _Answer) -> dict[str, Any]:
     """The answer as JSON types."""
     made, where, one = answer.made, answer.where, answer.outlook
     return {
-        "ok": one.ok,
-        "verdict": one.verdict,
-        "objections": one.objections,
+        **record(one, "ok", "verdict", "objections"),
         "undecided": {name: why for name, why in (("fits", one.no_answer), ("time", one.no_time)) if why},
-        "recipe": made.recipe,
-        "engine": made.engine,
-        "world_size": made.world_size,
+        **record(made, "recipe", "engine", "world_size"),
         "parallel": dataclasses.asdict(made.facts.parallel),
         "target": {
             "machine": where.machine.name,

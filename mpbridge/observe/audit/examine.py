@@ -9,8 +9,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import world_size
+from mpbridge.backend.devices.collectives import from_all, world_size
 from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.numerics.observation.modules import (
     is_attention,
