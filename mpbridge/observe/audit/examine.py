@@ -67,9 +67,8 @@ def bounded(seen: Observed, ranks: int) -> Observed:
         thin = max(1, -(-ranks * _WEIGHT // BUDGET))
         # positions index the whole tensor, so every rank keeps the same ones, whichever shard it has
         kept = {name: sorted(followed.produced[name])[::thin] for name in names}
-        followed = dataclasses.replace(
-            followed, produced=_part(followed.produced, kept), read=_part(followed.read, kept)
-        )
+        produced, read = (_part(one, kept) for one in (followed.produced, followed.read))
+        followed = dataclasses.replace(followed, produced=produced, read=read)
     if quantized is not None and len(quantized.amaxes) > 2 * most:
         names = chosen(quantized.amaxes, 2 * most)
         quantized = dataclasses.replace(quantized, amaxes={name: quantized.amaxes[name] for name in names})
@@ -109,8 +108,7 @@ def _matrices(engine: Engine) -> frozenset[str]:
     """What Muon, SOAP or Lion is to train: on an engine of ours by the plan, in somebody else's loop whatever it holds."""
     if getattr(engine, "foreign", False):
         return frozenset(held.name for held in holdings(engine) if trains(held.inner) != "adam")
-    named = engine.named_parameters()
-    facts = engine.run.facts
+    facts, named = engine.run.facts, engine.named_parameters()
     return frozenset(
         name
         for name, p in named
@@ -142,16 +140,8 @@ def audit(
     seconds = time.process_time() - begun
     ranks = everywhere(seen)
     stepped = result if before is not None else None
-    findings = judge(
-        engine,
-        promises,
-        ranks,
-        live=stage == "live",
-        watched=watch is not None,
-        moved=before is not None,
-        result=stepped,
-        microbatches=microbatches,
-    )
+    looked = {"live": stage == "live", "watched": watch is not None, "moved": before is not None}
+    findings = judge(engine, promises, ranks, **looked, result=stepped, microbatches=microbatches)
     facts = facts_of(engine, step) | {"fingerprint": policy.fingerprint()}
     return Report(stage=stage, findings=tuple(findings), layouts=_layouts(ranks[0]), seconds=seconds, facts=facts)
 
@@ -251,8 +241,13 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
         if matrices := why_unseen(engine, promises, MATRICES):
             findings.append(not_observed(MATRICES, "reduced once, unscaled once", matrices))
     if not math.isnan(result.loss):
-        unscaled = why_unseen(engine, promises, "loss scale")
-        findings += _scale_findings(followed, result.loss_scale, known=known, why=unscaled)
+        unscaled, scale = why_unseen(engine, promises, "loss scale"), result.loss_scale
+        meant = f"{scale:g}, applied" if scale != 1 else "none"
+        findings += (
+            [not_observed("loss scale", meant, unscaled)]
+            if unscaled
+            else scale_finding(followed, scale, meant, known=known)
+        )
     if norm is not None:
         good = math.isfinite(norm) and norm > 0.0
         findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
@@ -261,12 +256,6 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     findings += replay_findings(replayed, norm=norm, clip=declared(engine, "clip_grad"), whole=whole)
     muons = [rank.orthogonal for rank in ranks if rank.orthogonal is not None]
     return findings + (orthogonal_findings(muons) if muons else [])
-
-
-def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why: str) -> list[Finding]:
-    if not why:
-        return scale_finding(followed, scale=scale, promised=f"{scale:g}", known=known)
-    return [not_observed("loss scale", f"{scale:g}, applied" if scale != 1 else "none", why)]
 
 
 def widths_of(promises: Promises) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -180,9 +181,7 @@ def _range(part: Any, parameter: Any, updated: Any) -> tuple[int, torch.Tensor |
 
 def _sharded(engine: Any) -> Iterator[Held]:
     optimizer = engine.optimizer
-    held_by: dict[int, tuple[Any, dict[str, Any]]] = {}
-    for inner in optimizer.parts:
-        held_by |= {key: (inner, group) for key, group in _groups(inner).items()}
+    held_by = {key: (inner, group) for inner in optimizer.parts for key, group in _groups(inner).items()}
     resting = _resting(engine)
     for name, parameter in optimizer.names.items():
         shard = optimizer.shards.get(name)
@@ -190,7 +189,7 @@ def _sharded(engine: Any) -> Iterator[Held]:
             yield Held(name=name, parameter=parameter)
             continue
         inner, group = held_by.get(id(shard), (optimizer.parts[0], None))
-        begin = optimizer.offset(name, parameter)[0] * _row(parameter)
+        begin = optimizer.offset(name, parameter)[0] * row_of(parameter)
         own = resting[name] if name in resting else shard.detach()
         yield Held(
             name=name,
@@ -204,11 +203,9 @@ def _sharded(engine: Any) -> Iterator[Held]:
         )
 
 
-def _row(parameter: Any) -> int:
-    count = 1
-    for size in parameter.shape[1:]:
-        count *= size
-    return count
+def row_of(parameter: Any) -> int:
+    """Number of elements in one row."""
+    return math.prod(parameter.shape[1:])
 
 
 def _resting(engine: Any) -> dict[str, torch.Tensor]:
@@ -221,10 +218,9 @@ def _resting(engine: Any) -> dict[str, torch.Tensor]:
         if weights is None or mains is None:
             continue
         for index, parameter in enumerate(group.params):
-            name = buffer.param_to_name[parameter]
-            while name.startswith("module."):
-                name = name.removeprefix("module.")
-            found[name] = weights.get_item(index, only_shard=mains.is_data_distributed)
+            found[re.sub(r"^(module\.)+", "", buffer.param_to_name[parameter])] = weights.get_item(
+                index, only_shard=mains.is_data_distributed
+            )
     return found
 
 
@@ -316,7 +312,6 @@ def is_decoupled(held: Held, group: Mapping[str, Any]) -> bool:
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
     if rule_of(held.inner) in (MUON, LION):
-        return bool(
-            getattr(held.inner, "weight_decay_method", "decoupled") == "decoupled"
-        )  # Emerging-Optimizers has others
+        # Emerging-Optimizers has others
+        return bool(getattr(held.inner, "weight_decay_method", "decoupled") == "decoupled")
     return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))

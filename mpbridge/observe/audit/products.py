@@ -185,14 +185,12 @@ class Products:
         if quant is None:
             if not self._quants(path):
                 self.passing.multiplies(path, left, out)
-            self._compare(path, self._lent(right) if weight is None else weight, right)
+            if weight is None:  # it should multiply by an embedding's
+                lent = (getattr(module, "weight", None) for module in self.embeddings.values())
+                weight = next((one for one in lent if one is not None and one.shape == right.shape[::-1]), None)
+            self._compare(path, weight, right)
             return
         self._operands(path, "fprop", quant, left, right)
-
-    def _lent(self, right: torch.Tensor) -> Any:
-        """The embedding's parameter that a linear without a weight should multiply by, from the product's right factor."""
-        weights = (getattr(module, "weight", None) for module in self.embeddings.values())
-        return next((one for one in weights if one is not None and one.shape == right.shape[::-1]), None)
 
     def attached(self, path: str, nodes: list[Any]) -> None:
         """Records a linear that multiplies by an embedding's parameter, of which its part of the graph knows nothing: no gradient reaches it from here."""
@@ -289,16 +287,11 @@ class Products:
             grid = grid_of(part, fours=quant.bits == 4)
             if not self._fits(grid, quant, name, part):
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
-            elif found is not None and (
-                what := self._strange(role, name, quant, lines, *found, patch=patch, seed=seed)
-            ):
+            elif found is None:
+                continue
+            elif what := self._strange(role, name, quant, lines, *found, patch=patch, seed=seed):
                 seen.bad.setdefault(f"{role} {name}", what)
-            elif (
-                (role, name, quant.bits) == ("dgrad", "dy", 4)
-                and found is not None
-                and found[0].shape == lines.shape
-                and seen.strays is None
-            ):
+            elif (role, name, quant.bits) == ("dgrad", "dy", 4) and found[0].shape == lines.shape and not seen.strays:
                 # NVFP4 promises stochastic rounding of gradients
                 seen.strays = strays(part, patch.of(found[0]), found[1])
 

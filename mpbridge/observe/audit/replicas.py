@@ -87,7 +87,10 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
             seen.whole[key] = digest(parameter)
         elif read is not None and name in read:
             seen.whole[key] = read[name]
-    seen.whole |= _states(engine, slices) | _frequencies(engine) | _draws(engine)
+    seen.whole |= _states(engine, slices) | _draws(engine)
+    for module, path in module_paths(engine.model).items():
+        if is_rotary(module) and isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            seen.whole[f"{path}.inv_freq", 0, 0] = digest(module.inv_freq)
     return seen
 
 
@@ -118,20 +121,12 @@ def _states(engine: Any, slices: tuple[int, int, int]) -> dict[Key, int]:
     return found
 
 
-def _frequencies(engine: Any) -> dict[Key, int]:
-    return {
-        (f"{path}.inv_freq", 0, 0): digest(module.inv_freq)
-        for module, path in module_paths(engine.model).items()
-        if is_rotary(module) and isinstance(getattr(module, "inv_freq", None), torch.Tensor)
-    }
-
-
 def _draws(engine: Any) -> dict[Key, int]:
     """What an emulation's random bytes and delayed scales follow from: seed and step, the same on every rank, as Transformer Engine's are under megatron-core's
     seeds; amax histories, the same over the ranks that reduce them."""
-    found = getattr(getattr(engine, "emulation", None), "randomness", None)
+    emulation = getattr(engine, "emulation", None)
+    found, group = getattr(emulation, "randomness", None), getattr(emulation, "group", None)
     drawn = {} if found is None else {("seed and step of stochastic rounding", 0, 0): hash((found.seed, found.step))}
-    group = getattr(getattr(engine, "emulation", None), "group", None)
     if group is None or dist.get_world_size(group) == 1:
         return drawn
     # delayed scaling's histories are maxima over these ranks

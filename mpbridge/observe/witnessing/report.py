@@ -21,7 +21,7 @@ from mpbridge.interop.stacks.meaning import LABELS
 from mpbridge.numerics.observation.tensors import digest, is_narrow, local
 from mpbridge.observe.audit.findings import Finding, Report, fault_lines, judged, not_observed
 from mpbridge.observe.audit.gradients import gradient_findings
-from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
+from mpbridge.observe.audit.holdings import ADAMS, MOMENTS, Held, holdings
 from mpbridge.observe.audit.judge import weight_findings, why_unseen
 from mpbridge.observe.audit.observe import Observed
 from mpbridge.observe.audit.promise import Promises
@@ -75,9 +75,8 @@ class Witnessed:
         width = max(len(name) for name, _ in rows) + 2
         text = [self.line]
         for name, found in rows:
-            text += textwrap.wrap(
-                found, _WIDTH - width - 2, initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2)
-            )
+            first, later = f"  {name:<{width}}", " " * (width + 2)
+            text += textwrap.wrap(found, _WIDTH - width - 2, initial_indent=first, subsequent_indent=later)
         text += [f"  {line}" for line in fault_lines(self.report)]
         return "\n".join(text)
 
@@ -124,9 +123,6 @@ def changes(now: Description, earlier: Mapping[str, Any]) -> list[Finding]:
 def _most(text: str) -> str:
     """A row without what only some of its tensors are."""
     return UNSEEN if text.startswith(UNSEEN) else text.partition(", but ")[0]
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Afterwards:
@@ -209,26 +205,17 @@ def _followed(
 
 def unmeant(loop: Loop) -> list[Finding]:
     """What nobody means without saying so: a policy is how to say it. Collective."""
-    short = [
-        held.name
-        for held in holdings(loop)
-        if type(held.inner).__name__ in ADAMS and held.main is None and _is_short(held.updated)
-    ]
-    rotary = [
-        live.parameter
-        for live in loop.tensors()
-        if live.role == "buffers" and live.parameter.endswith("inv_freq") and _is_short(live.tensor)
-    ]
+    adams = (held for held in holdings(loop) if type(held.inner).__name__ in ADAMS and held.main is None)
+    short = [held.name for held in adams if _is_short(held.updated)]
+    tables = (live for live in loop.tensors() if live.role == "buffers" and live.parameter.endswith("inv_freq"))
+    rotary = [live.parameter for live in tables if _is_short(live.tensor)]
     rows = (
         ("main weights", "FP32 under Adam", "none, for weights of 16 bits", short,
          "updates below half a unit of the weight's format are lost: train FP32 parameters or keep main weights; if it is meant, pass policy='full_bf16'"),
         ("rotary frequencies", "FP32", "16 bits", rotary,
          "angles are wrong by whole radians at long positions: keep inv_freq in FP32 where the model is cast"),
     )  # fmt: skip
-    found = [
-        judged(subject, promised, from_all(names), found=seen, cure=cure)
-        for subject, promised, seen, names, cure in rows
-    ]
+    found = [judged(what, wanted, from_all(names), found=seen, cure=cure) for what, wanted, seen, names, cure in rows]
     return [one for one in found if not one.ok]
 
 
@@ -269,14 +256,11 @@ class Happened:
 def noted(findings: list[Finding], step: Happened) -> list[Finding]:
     """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. If losses are not
     scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
-    applied = len([one for one in step.updates if one.applied])
+    applied = sum(one.applied for one in step.updates)
     if not applied:
         why = "the optimizer did not step while it was observed" if step.trains else "it is an evaluation"
-        why += (
-            f" (gradients that overflow at a loss scale of {step.scale:g}?)"
-            if step.trains and step.scale != 1.0
-            else ""
-        )
+        if step.trains and step.scale != 1.0:
+            why += f" (gradients that overflow at a loss scale of {step.scale:g}?)"
         if not step.finite:
             why = "the gradients are not finite, and the loop skipped the update"
         found = _unfollowed(findings, ("weights moved", "gradients"), why)

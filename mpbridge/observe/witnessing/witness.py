@@ -170,11 +170,8 @@ class Witness:
     def evaluation(self) -> Iterator[Witness]:
         """An evaluation, or its first batch: what its forward passes read and compute in, compared with the last step's report. No optimizer may step."""
         self.begin()
-        try:
+        with self._dropped_on_error():
             yield self
-        except BaseException:
-            self.let_go()
-            raise
         self.end(trains=False)
 
     @contextmanager
@@ -182,15 +179,20 @@ class Witness:
         """One micro-batch of a loop over micro-batches (accelerate's `accumulate`): a step ends after the one for which `last()` is true."""
         if self._observing is None and self.due(self.taken + 1):
             self.begin()
-        try:
+        with self._dropped_on_error():
             yield self
-        except BaseException:
-            self.let_go()
-            raise
         if last():
             self.taken += 1
             if self._observing is not None:
                 self.end()
+
+    @contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.let_go()
+            raise
 
     def _promises(self) -> Promises | None:
         if self.policy is None:
@@ -282,15 +284,9 @@ class _Observation:
         if self.promises is None:
             findings = sound(self.loop, ranks, self.result, self.under)
         else:
-            stepped, micro, result = self.result is not None, max(1, len(self.watch.roots)), self.result
-            how: dict[str, Any] = {
-                "live": stepped,
-                "watched": True,
-                "moved": stepped,
-                "result": result,
-                "microbatches": micro,
-            }
-            findings = judge(self.loop, self.promises, ranks, **how)
+            stepped, micro = self.result is not None, max(1, len(self.watch.roots))
+            how: dict[str, Any] = {"live": stepped, "watched": True, "moved": stepped, "result": self.result}
+            findings = judge(self.loop, self.promises, ranks, **how, microbatches=micro)
         happened = Happened(
             updates=self.updates,
             trains=trains,
@@ -309,9 +305,8 @@ class _Observation:
         findings += [] if since is None else changes(described, since)
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         near = nearest(described, layers=self.loop.run.facts.shape.num_layers)
-        return Witnessed(
-            step=step, described=described, nearest=near, promised=promised, report=report, evaluation=not trains
-        )
+        made = Witnessed(step=step, described=described, nearest=near, promised=promised, report=report)
+        return made if trains else replace(made, evaluation=True)
 
 
 def _is_finite(loop: Loop) -> bool:
