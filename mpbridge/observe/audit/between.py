@@ -86,9 +86,8 @@ def fingerprint(engine: Any) -> Shape:
     found: Shape = {}
     for module, path in module_paths(engine.model).items():
         hooks = sum(len(getattr(module, name)) for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks"))
-        own = tuple(
-            f"{name}={id(value)}" for name, value in vars(module).items() if callable(value) and "forward" in name
-        )
+        forward = ((name, value) for name, value in vars(module).items() if callable(value) and "forward" in name)
+        own = tuple(f"{name}={id(value)}" for name, value in forward)
         key = path if path not in found else f"{path} ({type(module).__name__})"
         found[key] = (hooks, type(module).__name__, own)
     return found
@@ -112,11 +111,8 @@ def broken(engine: Any, promises: Promises, wiring: Shape | None) -> list[str]:
     faults += [f"{name}: no longer in any group of the optimizer" for name in outside]
     if wiring is not None:
         now = fingerprint(engine)
-        faults += [
-            f"{path or 'the model'}: {_changed(before, now.get(path))}"
-            for path, before in wiring.items()
-            if now.get(path) != before
-        ]
+        apart = ((path, before, now.get(path)) for path, before in wiring.items() if now.get(path) != before)
+        faults += [f"{path or 'the model'}: {_changed(before, after)}" for path, before, after in apart]
     return faults
 
 

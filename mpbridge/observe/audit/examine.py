@@ -7,6 +7,7 @@ import math
 import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.backend.devices.gather import from_all
@@ -109,11 +110,8 @@ def _matrices(engine: Engine) -> frozenset[str]:
     if getattr(engine, "foreign", False):
         return frozenset(held.name for held in holdings(engine) if trains(held.inner) != "adam")
     facts, named = engine.run.facts, engine.named_parameters()
-    return frozenset(
-        name
-        for name, p in named
-        if trained_by(facts.optimizer.name, name, p.dim(), core=facts.versions.megatron_core) != "adam"
-    )
+    by = partial(trained_by, facts.optimizer.name, core=facts.versions.megatron_core)
+    return frozenset(name for name, one in named if by(name, one.dim()) != "adam")
 
 
 def audit(
@@ -243,11 +241,10 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     if not math.isnan(result.loss):
         unscaled, scale = why_unseen(engine, promises, "loss scale"), result.loss_scale
         meant = f"{scale:g}, applied" if scale != 1 else "none"
-        findings += (
-            [not_observed("loss scale", meant, unscaled)]
-            if unscaled
-            else scale_finding(followed, scale, meant, known=known)
-        )
+        if unscaled:
+            findings.append(not_observed("loss scale", meant, unscaled))
+        else:
+            findings += scale_finding(followed, scale, meant, known=known)
     if norm is not None:
         good = math.isfinite(norm) and norm > 0.0
         findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))

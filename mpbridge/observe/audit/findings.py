@@ -135,12 +135,14 @@ class Report:
         """The whole report in one line."""
         step = self.facts.get("step")
         when = f"{self.stage} audit" + (f" of step {step}" if step else "") + f", {self.facts.get('engine', '')}"
-        good = len(self.findings) - len(self.faults) - len(self.unseen)
-        parts = [f"{good} facts as promised"]
+        return f"{when}: {self.counted('facts as promised', 'NOT as promised')}"
+
+    def counted(self, good: str, bad: str) -> str:
+        """How many facts are as promised, not observed and not as promised, in these words; of the last their names."""
+        parts = [f"{len(self.findings) - len(self.faults) - len(self.unseen)} {good}"]
         parts += [f"{len(self.unseen)} not observed"] if self.unseen else []
-        if self.faults:
-            parts.append(f"{len(self.faults)} NOT as promised ({', '.join(fault.subject for fault in self.faults)})")
-        return f"{when}: {', '.join(parts)}"
+        wrong = ", ".join(fault.subject for fault in self.faults)
+        return ", ".join([*parts, *([f"{len(self.faults)} {bad} ({wrong})"] if self.faults else [])])
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: every fact, with those that are not as promised marked."""
@@ -161,9 +163,8 @@ class Report:
         """This report; raises AuditFailed naming every fault when there is one."""
         if self.faults:
             lines = "\n".join(f"  - {fault}" for fault in self.faults)
-            raise AuditFailed(
-                f"the {self.stage} audit found deviations from the policy:\n{lines}\n(train.audit=warn continues despite it)"
-            )
+            head = f"the {self.stage} audit found deviations from the policy:"
+            raise AuditFailed(f"{head}\n{lines}\n(train.audit=warn continues despite it)")
         return self
 
     def as_data(self) -> dict[str, Any]:

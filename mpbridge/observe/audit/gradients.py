@@ -80,13 +80,8 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
 
 def _shared(engine: Any) -> set[int]:
     """Parameters, by identity, that more than one module holds."""
-    times = Counter(
-        id(parameter)
-        for chunk in engine.model
-        for module in chunk.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
+    modules = (module for chunk in engine.model for module in chunk.modules())
+    times = Counter(id(one) for module in modules for one in module._parameters.values() if one is not None)
     return {which for which, many in times.items() if many > 1}
 
 

@@ -108,17 +108,11 @@ def flag_finding(ranks: Sequence[Observed]) -> list[Finding]:
 def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]:
     """Membership and equality; with `stepped`, motion and width too."""
     owned = sum(len(rank.trainable) for rank in ranks)
-    wrong = [
-        [f"{n}: requires_grad was switched off" for n in r.flipped]
-        + [f"{n}: in no group" for n in r.outside]
-        + [f"{n}: in several optimizers" for n in r.twice]
-        + r.shared
-        for r in ranks
-    ]
+    kinds = {"flipped": "requires_grad was switched off", "outside": "in no group", "twice": "in several optimizers"}
+    wrong = [[f"{n}: {what}" for kind, what in kinds.items() for n in getattr(r, kind)] + r.shared for r in ranks]
     cure = "put each into one group of one optimizer; it would never be updated, or twice a step"
-    findings = [
-        judged("optimizer holds", "every trainable parameter", wrong, found="not each once", cure=cure, count=owned)
-    ]
+    holds, meant = "optimizer holds", "every trainable parameter"
+    findings = [judged(holds, meant, wrong, found="not each once", cure=cure, count=owned)]
     for subject, promised, count, bad in (
         ("weights as read", "main weights, rounded", sum(r.compared for r in ranks), [r.unequal for r in ranks]),
         ("quantized weights as read", "main weights, quantized", sum(r.quantized for r in ranks), [r.misread for r in ranks]),
@@ -129,9 +123,8 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
     if not stepped and any(rank.coded for rank in ranks):
         found = "values of 8-bit codes in FP32, before any update"
         cure = "make main weights from the values before quantization; only weights that were published in FP8 or FP4 begin like this"
-        findings.append(
-            judged("bits of main weights", "as wide as their dtype", [r.coded for r in ranks], found=found, cure=cure)
-        )
+        coded, wide = [r.coded for r in ranks], "as wide as their dtype"
+        findings.append(judged("bits of main weights", wide, coded, found=found, cure=cure))
     return findings + ([_moved_finding(ranks), _bits_finding(ranks)] if stepped else [])
 
 
@@ -198,9 +191,8 @@ def _bits_finding(ranks: Sequence[Weights]) -> Finding:
 
 def _library(engine: Any, promises: Promises) -> bool:
     """Whether Transformer Engine's modules compute: their GEMMs, norms and attention are calls into its own library."""
-    return any(
-        type(module).__module__.startswith("transformer_engine") for chunk in engine.model for module in chunk.modules()
-    )
+    homes = (type(module).__module__ for chunk in engine.model for module in chunk.modules())
+    return any(home.startswith("transformer_engine") for home in homes)
 
 
 def _apex(engine: Any, promises: Promises) -> bool:

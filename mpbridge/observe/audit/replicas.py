@@ -42,12 +42,11 @@ def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
     lines = []
     for rank, one in enumerate(prints):
         if one != usual:
-            fields = ", ".join(
-                f"{name}: {data[rank][name]!r} instead of {model[name]!r}"
-                for name in model
-                if data[rank].get(name) != model[name]
+            own = data[rank]
+            fields = (
+                f"{name}: {own[name]!r} instead of {model[name]!r}" for name in model if own.get(name) != model[name]
             )
-            lines.append(f"  - rank {rank} ({one[:12]}): {fields}")
+            lines.append(f"  - rank {rank} ({one[:12]}): {', '.join(fields)}")
     head = f"ranks disagree on the precision policy (the majority has {usual[:12]}):"
     raise AuditFailed("\n".join([head, *lines, "give every rank the same recipe and overrides"]))
 
@@ -98,10 +97,8 @@ def states_before(engine: Any) -> dict[Key, int]:
     """Digests of main weights and moments before an update, as `copies` has them after it; none on a single rank."""
     if world_size() == 1 or answer(engine, "audit_copies") is not None:
         return {}
-    return {
-        (f"{name}, before the update", one, two): found
-        for (name, one, two), found in _states(engine, _slices()).items()
-    }
+    states = _states(engine, _slices())
+    return {(f"{name}, before the update", one, two): found for (name, one, two), found in states.items()}
 
 
 def _states(engine: Any, slices: tuple[int, int, int]) -> dict[Key, int]:
@@ -124,19 +121,15 @@ def _states(engine: Any, slices: tuple[int, int, int]) -> dict[Key, int]:
 def _draws(engine: Any) -> dict[Key, int]:
     """What an emulation's random bytes and delayed scales follow from: seed and step, the same on every rank, as Transformer Engine's are under megatron-core's
     seeds; amax histories, the same over the ranks that reduce them."""
-    emulation = getattr(engine, "emulation", None)
+    emulation: Any = getattr(engine, "emulation", None)
     found, group = getattr(emulation, "randomness", None), getattr(emulation, "group", None)
     drawn = {} if found is None else {("seed and step of stochastic rounding", 0, 0): hash((found.seed, found.step))}
     if group is None or dist.get_world_size(group) == 1:
         return drawn
     # delayed scaling's histories are maxima over these ranks
     first = dist.get_process_group_ranks(group)[0]
-    tables = [
-        table
-        for one in engine.emulation.quantizers.values()
-        for table in (one.forward_table, one.backward_table)
-        if table is not None
-    ]
+    pairs = ((one.forward_table, one.backward_table) for one in emulation.quantizers.values())
+    tables = [table for pair in pairs for table in pair if table is not None]
     return drawn | {(f"amax histories {i}", first, 0): digest(table.history) for i, table in enumerate(tables)}
 
 

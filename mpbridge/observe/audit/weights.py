@@ -176,15 +176,10 @@ def _sharing(engine: Any) -> list[str]:
     """Parameters that lie, in part, where another one does; a foreign model may tie them like this."""
     if getattr(engine, "foreign", False):
         return []
-    places = sorted(
-        (own.data_ptr(), own.numel() * own.element_size(), name)
-        for name, own in ((name, local(one.detach())) for name, one in engine.named_parameters())
-        if type(own) is torch.Tensor
-        and own.is_contiguous()
-        and own.numel()
-        and own.data_ptr()
-        and own.device.type != "meta"
-    )
+    here = ((name, local(one.detach())) for name, one in engine.named_parameters())
+    plain = ((name, own) for name, own in here if type(own) is torch.Tensor and own.is_contiguous() and own.numel())
+    placed = ((name, own) for name, own in plain if own.device.type != "meta" and own.data_ptr())
+    places = sorted((own.data_ptr(), own.numel() * own.element_size(), name) for name, own in placed)
     return [f"{b}: in the memory of {a}" for (at, size, a), (then, _, b) in pairwise(places) if then < at + size]
 
 

@@ -6,6 +6,7 @@ A suspect's score is the strength of its evidence: 1 for direct observation (a s
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ from mpbridge.observe.diagnose.curve_causes import (
     resumed_badly,
     scale_of_the_loss,
 )
-from mpbridge.observe.diagnose.evidence import Evidence, differences, finite, gather, median
+from mpbridge.observe.diagnose.evidence import Evidence, differences, gather, median
 from mpbridge.observe.diagnose.signals import Odd, Onset, Suspect, Symptoms, odd_tensors, onsets, rate_jumps, rates
 from mpbridge.observe.diagnose.tensor_causes import main_weights, moments, outlier, scales, weights
 from mpbridge.planning.certificates.states import lost_updates, movement_kept, rate_for, ratio_of
@@ -54,12 +55,10 @@ def stalled(case: Symptoms) -> Suspect | None:
         beta1 = float(dict(case.run.settings()).get("optimizer.adam_beta1") or 0.9)
         larger = ratio_of(beta1, step) / ratio_of(beta1)  # the first updates average few gradients
         predicted, kept = (call(lr * larger, sigma, of, beta1=beta1) for call in (lost_updates, movement_kept))
-        evidence.append(
-            f"predicted at lr {lr:.2g}, weights of {sigma:.2g} and gradients of pure noise (mpbridge certify): {predicted:.0%} lost, {kept:.0%} of the movement kept"
-        )
-        advice.append(
-            f"half of the updates are lost at lr {rate_for(0.5, sigma, of, beta1=beta1):.2g}; a higher lr or min_lr loses fewer"
-        )
+        where = f"at lr {lr:.2g}, weights of {sigma:.2g} and gradients of pure noise (mpbridge certify)"
+        evidence.append(f"predicted {where}: {predicted:.0%} lost, {kept:.0%} of the movement kept")
+        half = rate_for(0.5, sigma, of, beta1=beta1)
+        advice.append(f"half of the updates are lost at lr {half:.2g}; a higher lr or min_lr loses fewer")
     return Suspect(
         cause="lost-updates", step=step, score=0.6,
         sentence=f"{share:.0%} of the updates of {kind} weights are below rounding: weights that need small updates stop moving",
@@ -78,10 +77,8 @@ def _sigma(case: Symptoms, step: int) -> float | None:
     if not case.run.measured:
         return None
     nearest = min(case.run.measured, key=lambda one: abs(one.step - step))
-    rows = [
-        row for row in nearest.tables["weights"] if "norm" not in row["parameter"] and "bias" not in row["parameter"]
-    ]
-    sizes = [value for _, value in finite([(nearest.step, row["rms"]) for row in rows if row["rms"]])]
+    matrices = (row for row in nearest.tables["weights"] if not re.search("norm|bias", row["parameter"]))
+    sizes = [row["rms"] for row in matrices if math.isfinite(row["rms"] or math.nan)]
     return median(sizes) if sizes else None
 
 
@@ -158,11 +155,7 @@ class Diagnosis:
             return f"{first.cause}: {first.sentence} (from step {first.step})"
         if self.onsets:
             return f"step {self.onsets[0].step}: {self.onsets[0].what}; {self.unexplained}"
-        return (
-            "nothing is out of line, but there are too few steps to tell"
-            if self.run.short
-            else "nothing is out of line"
-        )
+        return "nothing is out of line" + (", but there are too few steps to tell" if self.run.short else "")
 
     @property
     def unexplained(self) -> str:
@@ -205,7 +198,7 @@ def diagnose(folder: Path, against: Path | None = None) -> Diagnosis:
     return Diagnosis(
         run=run,
         onsets=found,
-        odd=[one for one in odd if first is not None],
+        odd=[] if first is None else odd,
         suspects=named,
         changes=_changes(run, first),
         against=differences(run, gather(against)) if against is not None else [],

@@ -39,9 +39,7 @@ class CoreLoop(Loop):
     foreign = False
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
-        self._chained = optimizer if hasattr(optimizer, "chained_optimizers") else _Chain(optimizer)
         super().__init__(model, optimizer, scaler=scaler, group=group)
-        self.optimizer = self._chained
         first = self.model[0]
         self.configs = SimpleNamespace(
             model=getattr(first, "config", None),
@@ -65,7 +63,7 @@ class CoreLoop(Loop):
         return f"megatron-core's {type(self.model[0]).__name__}"
 
     def _parts(self) -> list[Any]:
-        return parts(self._chained)
+        return parts(self.optimizer)
 
     @property
     def sharded(self) -> Sharded:  # type: ignore[override]
@@ -150,17 +148,6 @@ class CoreLoop(Loop):
         if hasattr(self.outer, "step_with_ready_grads"):
             undo.append(around_call(self.outer, "step_with_ready_grads", after=ready))
         return together(*undo)
-
-
-class _Chain:
-    """A single megatron-core optimizer with the interface of a chained one."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.chained_optimizers = [optimizer]
-        self._only = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._only, name)
 
 
 def around_call(

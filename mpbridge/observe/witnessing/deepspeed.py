@@ -167,10 +167,8 @@ class ZeroLoop(DeepSpeedLoop):
         held: Any = getattr(optimizer, "single_partition_of_fp32_groups", None)
         flat: list[torch.Tensor] = list(held or getattr(optimizer, "fp32_groups_flat_partition", ()))
         if not flat:
-            raise BadValue(
-                f"witness() got DeepSpeed's {type(optimizer).__name__}: it has no FP32 copy of the weights that is known, unlike ZeRO 1 to 3 and its "
-                "optimizers without ZeRO"
-            )
+            what = f"witness() got DeepSpeed's {type(optimizer).__name__}: it has no FP32 copy of the weights that is known"
+            raise BadValue(f"{what}, unlike ZeRO 1 to 3 and its optimizers without ZeRO")
         super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 
     @property

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,10 @@ from mpbridge.observe.audit.snapshot import Before, sampled
 from mpbridge.observe.audit.traffic import Traffic, traffic_findings
 from mpbridge.observe.audit.weights import Weights
 from mpbridge.observe.witnessing.describe import UNSEEN, Description, Nearest, lines
-from mpbridge.observe.witnessing.loops import Loop, Update
+from mpbridge.observe.witnessing.loops import Loop
+
+if TYPE_CHECKING:
+    from mpbridge.observe.witnessing.witness import Observation
 
 _WIDTH = 150
 
@@ -57,14 +60,10 @@ class Witnessed:
     @property
     def line(self) -> str:
         """The report in one line."""
-        good = len(self.report.findings) - len(self.report.faults) - len(self.report.unseen)
-        parts = [f"{good} facts as promised" if self.promised else f"{good} checks passed"]
-        parts += [f"{len(self.report.unseen)} not observed"] if self.report.unseen else []
-        wrong = ", ".join(fault.subject for fault in self.report.faults)
-        parts += [f"{len(self.report.faults)} FAILED ({wrong})"] if self.report.faults else []
+        counts = self.report.counted("facts as promised" if self.promised else "checks passed", "FAILED")
         judged = f" against {self.promised}" if self.promised else ""
         what = "an evaluation after step" if self.evaluation else "step"
-        return f"witness of {what} {self.step}, {self.described.loop}{judged}: {', '.join(parts)}"
+        return f"witness of {what} {self.step}, {self.described.loop}{judged}: {counts}"
 
     def __str__(self) -> str:
         rows = [*lines(self.described)]
@@ -190,17 +189,9 @@ def _followed(
     never = loop.foreign and getattr(loop.configs.optimizer, "clip_grad", None) == 0
     seen = {found for rank in ranks for (role, _, found) in rank.tensors if role in ("grads", "main_grads")}
     seen |= {dtype for one in travelled for dtype in one.reduced}
-    return gradient_findings(
-        followed,
-        under,
-        scale=result.loss_scale,
-        norm=0.0,
-        clip=0.0,
-        known=never,
-        share=loop.of_the_mean,
-        widths={dtype: dtype for dtype in seen},
-        most=loop.of_the_mean / result.loss_scale if loop.foreign else None,
-    )
+    most = loop.of_the_mean / result.loss_scale if loop.foreign else None
+    how: dict[str, Any] = {"scale": result.loss_scale, "norm": 0.0, "clip": 0.0, "share": loop.of_the_mean}
+    return gradient_findings(followed, under, known=never, widths={dtype: dtype for dtype in seen}, most=most, **how)
 
 
 def unmeant(loop: Loop) -> list[Finding]:
@@ -232,52 +223,37 @@ def hidden(loop: Loop) -> list[Finding]:
     return [not_observed("gradients of cut linears", "reduced once", why)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Happened:
-    """What took place in the observed step besides its numbers."""
-
-    updates: Sequence[Update]
-    scale: float
-    """What losses were multiplied by."""
-    rate: float | None
-    """Learning rate of the update; None: unknown."""
-    asked: int
-    """Backward passes that the optimizer ran itself in one update."""
-    between: bool
-    """Backward passes ran between the steps of several optimizers."""
-    transformed: bool
-    """Modules ran under torch.func."""
-    finite: bool
-    """The gradients of a step without an update are finite."""
-    trains: bool
-    """False: an evaluation."""
-
-
-def noted(findings: list[Finding], step: Happened) -> list[Finding]:
+def noted(findings: list[Finding], step: Observation, *, trains: bool, finite: bool) -> list[Finding]:
     """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. If losses are not
-    scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
+    scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped.
+
+    trains: False: an evaluation. finite: the gradients of a step without an update are finite.
+    """
     applied = sum(one.applied for one in step.updates)
     if not applied:
-        why = "the optimizer did not step while it was observed" if step.trains else "it is an evaluation"
-        if step.trains and step.scale != 1.0:
+        why = "the optimizer did not step while it was observed" if trains else "it is an evaluation"
+        if trains and step.scale != 1.0:
             why += f" (gradients that overflow at a loss scale of {step.scale:g}?)"
-        if not step.finite:
+        if not finite:
             why = "the gradients are not finite, and the loop skipped the update"
         found = _unfollowed(findings, ("weights moved", "gradients"), why)
-        if step.updates or not step.trains or step.scale != 1.0 or not step.finite:
+        if step.updates or not trains or step.scale != 1.0 or not finite:
             return found
         cure = "nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()"
         return [*found, Finding(subject="optimizer stepped", promised="once", found="never", ok=False, cure=cure)]
     reasons = (
         (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
         (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
-        (step.transformed, "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read"),
-        (step.between, "backward passes ran between the steps of several optimizers (a GAN's)"),
+        (
+            step.watch.transformed,
+            "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read",
+        ),
+        (len(step.steps) > 1, "backward passes ran between the steps of several optimizers (a GAN's)"),
     )
     why = next((why for holds, why in reasons if holds), "")
     if why:
         findings = _unfollowed(findings, ("gradients",), why)
-    if step.rate == 0.0:
+    if step.result is not None and step.result.lr == 0.0:
         why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
         findings = _unfollowed(findings, ("weights moved",), why)
     return findings

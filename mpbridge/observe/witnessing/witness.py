@@ -26,7 +26,7 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.describe import describe, nearest
 from mpbridge.observe.witnessing.kinds import loop_of
 from mpbridge.observe.witnessing.loops import Loop, Update
-from mpbridge.observe.witnessing.report import Afterwards, Happened, Witnessed, changes, hidden, noted, sound, unmeant
+from mpbridge.observe.witnessing.report import Afterwards, Witnessed, changes, hidden, noted, sound, unmeant
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
@@ -50,9 +50,8 @@ def policy_of(policy: Policy, name: str = "") -> tuple[PrecisionPolicy, str]:
         return policy, name or "the policy"
     if isinstance(policy, MixedPrecisionConfig):
         return resolve(policy), name or "the config"
-    raise BadValue(
-        f"policy is a {type(policy).__name__}: expected a recipe's name, a MixedPrecisionConfig, a PrecisionPolicy, or a configuration imported by mpbridge.interop.stacks"
-    )
+    kinds = "a recipe's name, a MixedPrecisionConfig, a PrecisionPolicy, or a configuration imported by mpbridge.interop.stacks"
+    raise BadValue(f"policy is a {type(policy).__name__}: expected {kinds}")
 
 
 class Witness:
@@ -102,7 +101,7 @@ class Witness:
         self._loop: Loop = loop_of(model, optimizer, scaler=scaler, group=group)
         if clip is not None and self._loop.configs.optimizer is None:
             self._loop.configs.optimizer = SimpleNamespace(clip_grad=clip)
-        self._observing: _Observation | None = None
+        self._observing: Observation | None = None
 
     @property
     def report(self) -> Witnessed:
@@ -120,7 +119,7 @@ class Witness:
     def begin(self) -> None:
         """Starts observation; a step that is already being observed continues."""
         if self._observing is None:
-            self._observing = _Observation(self._loop, self._promises())
+            self._observing = Observation(self._loop, self._promises())
 
     def end(self, *, microbatches: int = 0, trains: bool = True) -> Witnessed:
         """Ends observation and judges the step; every rank must call it. microbatches: of the step; 0: the number of backward passes. trains: False for
@@ -212,7 +211,7 @@ witness = Witness
 """`mpbridge.witness`."""
 
 
-class _Observation:
+class Observation:
     """One step being observed."""
 
     def __init__(self, loop: Loop, promises: Promises | None) -> None:
@@ -230,7 +229,7 @@ class _Observation:
         self.asked = 0
         """The maximum number of backward passes that the optimizer ran itself in one update."""
         self._begun: int | None = None
-        self._steps: set[int] = set()
+        self.steps: set[int] = set()
         """Backward passes that had begun when an optimizer stepped."""
         self._undo = (loop.on_update(self._updated), loop.on_step(self._begins))
         self.watch.start(loop.model)
@@ -246,7 +245,7 @@ class _Observation:
     def _begins(self) -> None:
         """Called right before an update."""
         self._begun = len(self.watch.roots)
-        self._steps.add(self._begun)
+        self.steps.add(self._begun)
 
     def _updated(self, update: Update) -> None:
         """Called right after an update: records what is freed later."""
@@ -279,7 +278,7 @@ class _Observation:
         if self.after is not None:
             with torch.no_grad():
                 self.after.into(self.seen.weights, self.loop, self.before)
-        applied = len([one for one in self.updates if one.applied])
+        applied = any(one.applied for one in self.updates)
         ranks = everywhere(self.seen)
         if self.promises is None:
             findings = sound(self.loop, ranks, self.result, self.under)
@@ -287,21 +286,12 @@ class _Observation:
             stepped, micro = self.result is not None, max(1, len(self.watch.roots))
             how: dict[str, Any] = {"live": stepped, "watched": True, "moved": stepped, "result": self.result}
             findings = judge(self.loop, self.promises, ranks, **how, microbatches=micro)
-        happened = Happened(
-            updates=self.updates,
-            trains=trains,
-            scale=self.scale,
-            rate=None if self.result is None else self.result.lr,
-            asked=self.asked,
-            between=len(self._steps) > 1,
-            transformed=self.watch.transformed,
-            finite=all(from_all(bool(self.updates) or _is_finite(self.loop))),
-        )
-        findings = noted(findings, happened)
+        finite = all(from_all(bool(self.updates) or _is_finite(self.loop)))
+        findings = noted(findings, self, trains=trains, finite=finite)
         findings += hidden(self.loop) + (unmeant(self.loop) if self.promises is None else [])
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
         scaled = self.scale != 1.0
-        described = describe(self.loop, ranks, stepped=applied > 0, scaled=scaled, scale=self.scale)
+        described = describe(self.loop, ranks, stepped=applied, scaled=scaled, scale=self.scale)
         findings += [] if since is None else changes(described, since)
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         near = nearest(described, layers=self.loop.run.facts.shape.num_layers)
