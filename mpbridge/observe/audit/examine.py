@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.backend.devices.gather import from_all
 from mpbridge.backend.devices.together import world_size
 from mpbridge.common.facts import BESIDE_ADAM
-from mpbridge.numerics.observation.modules import (
-    is_attention,
-    is_layer,
-    is_norm,
-    is_rotary,
-    is_router,
-    is_scan,
-    module_paths,
-)
+from mpbridge.numerics.observation import modules
 from mpbridge.observe.audit.compute import compute_findings
 from mpbridge.observe.audit.findings import AuditStage, Finding, Report, not_observed
 from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
@@ -141,7 +133,11 @@ def audit(
     looked = {"live": stage == "live", "watched": watch is not None, "moved": before is not None}
     findings = judge(engine, promises, ranks, **looked, result=stepped, microbatches=microbatches)
     facts = facts_of(engine, step) | {"fingerprint": policy.fingerprint()}
-    return Report(stage=stage, findings=tuple(findings), layouts=_layouts(ranks[0]), seconds=seconds, facts=facts)
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, roles in ranks[0].layouts.items():
+        groups.setdefault(tuple(sorted(roles.items())), []).append(name)
+    layouts = tuple({"roles": dict(roles), "parameters": names} for roles, names in groups.items())
+    return Report(stage=stage, findings=tuple(findings), layouts=layouts, seconds=seconds, facts=facts)
 
 
 def facts_of(engine: Any, step: int | None) -> dict[str, Any]:
@@ -174,8 +170,8 @@ def judge(
 
 
 def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], microbatches: int) -> list[Finding]:
-    modules = module_paths(engine.model)
-    present = {subject for subject, found in _PARTS.items() if any(map(found, modules))}
+    paths = modules.module_paths(engine.model)
+    present = {subject for subject, found in _PARTS.items() if any(map(found, paths))}
     # another pipeline stage may have what this one lacks, so only what every rank could have seen is required
     alone = engine.run.facts.parallel.pipeline == 1
     present |= {"compute", *(["loss"] if alone else [])}
@@ -196,13 +192,13 @@ def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], m
 
 
 _PARTS = {
-    "attention": is_attention,
-    "softmax": is_attention,
-    "router": is_router,
-    "residual stream": is_layer,
-    "norms": is_norm,
-    "scan": is_scan,
-    "rotary angles": is_rotary,
+    "attention": modules.is_attention,
+    "softmax": modules.is_attention,
+    "router": modules.is_router,
+    "residual stream": modules.is_layer,
+    "norms": modules.is_norm,
+    "scan": modules.is_scan,
+    "rotary angles": modules.is_rotary,
 }
 """Kind of operation -> predicate of the modules that have it."""
 
@@ -266,10 +262,3 @@ def widths_of(promises: Promises) -> dict[str, str]:
 def everywhere(seen: Observed) -> list[Observed]:
     """What every rank observed. A collective: every rank calls it."""
     return from_all(bounded(seen, world_size()), deeper={"followed": Followed})
-
-
-def _layouts(seen: Observed) -> tuple[dict[str, Any], ...]:
-    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name, roles in seen.layouts.items():
-        groups.setdefault(tuple(sorted(roles.items())), []).append(name)
-    return tuple({"roles": dict(roles), "parameters": names} for roles, names in groups.items())

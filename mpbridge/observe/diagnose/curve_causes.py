@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpbridge.observe.diagnose.evidence import FEWEST, finite, median
-from mpbridge.observe.diagnose.signals import Onset, Suspect, Symptoms, flushed_operands, rate_jumps, rates, rises
+from mpbridge.observe.diagnose.signals import Suspect, Symptoms, flushed_operands, rate_jumps, rates, rises
 from mpbridge.observe.diagnose.tensor_causes import falls
-from mpbridge.observe.telemetry.records import MeasuredStep
 
 
 def resumed_badly(case: Symptoms) -> Suspect | None:
@@ -130,7 +129,9 @@ LOW = 2.0**8
 def not_finite(case: Symptoms) -> Suspect | None:
     """NaN or infinity out of nowhere: the losses right before it are ordinary, or it never appears in the loss."""
     onset, seen = case.onset("applied"), _first_nonfinite(case)
-    if (onset is None and seen is None) or (onset is not None and _announced(case, onset)):
+    # what else is out of line in the steps before has the NaN for a consequence
+    announced = onset is not None and any(onset.step - 10 <= one.step < onset.step - 1 for one in case.onsets)
+    if (onset is None and seen is None) or announced:
         return None
     at, places = seen or (None, [])
     steps = [one for one in (at, None if onset is None else onset.step) if one is not None]
@@ -148,11 +149,6 @@ def not_finite(case: Symptoms) -> Suspect | None:
         tensors=[one.tensor for one in bad[:4]] or places[:4],
         advice=[f"look at what computes {first}: the module right before it" if inputs else again, "run the same step on another machine: if the NaN does not appear, the hardware is at fault"],
     )  # fmt: skip
-
-
-def _announced(case: Symptoms, onset: Onset) -> bool:
-    """Whether something else was out of line in the steps before: then the NaN is its consequence."""
-    return any(onset.step - 10 <= one.step < onset.step - 1 for one in case.onsets)
 
 
 def _first_nonfinite(case: Symptoms) -> tuple[int, list[str]] | None:
@@ -303,17 +299,15 @@ def _rate_beyond_weights(case: Symptoms) -> Suspect | None:
 def _median_weight(case: Symptoms, until: int) -> tuple[tuple[int, float], tuple[int, float]] | None:
     """(step, RMS of the median weight) at the first and the last step measured up to then; None without measured weights."""
     measured = [one for one in case.run.measured if one.step <= until]
-    sizes = [(one.step, _matrices(one)) for one in (*measured[:1], *measured[-1:])]
+    sizes = []
+    for one in (*measured[:1], *measured[-1:]):
+        # neither norm gains nor biases
+        rows = (row for row in one.tables["weights"] if "norm" not in row["parameter"] and "weight" in row["parameter"])
+        sizes.append((one.step, [row["rms"] for row in rows]))
     if not sizes or not all(found for _, found in sizes):
         return None
     (began, first), (at, last) = sizes
     return (began, median(first)), (at, median(last))
-
-
-def _matrices(one: MeasuredStep) -> list[float]:
-    """RMS of every weight at a measured step, excluding norm gains and biases."""
-    rows = one.tables["weights"]
-    return [row["rms"] for row in rows if "norm" not in row["parameter"] and "weight" in row["parameter"]]
 
 
 LONG = 20

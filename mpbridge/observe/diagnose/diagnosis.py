@@ -15,19 +15,10 @@ from typing import Any
 
 from mpbridge.common.errors import cut
 from mpbridge.common.formats import dtype
-from mpbridge.observe.diagnose.curve_causes import (
-    data,
-    no_update,
-    not_finite,
-    other_audits,
-    rate,
-    recipe_changed,
-    resumed_badly,
-    scale_of_the_loss,
-)
+from mpbridge.observe.diagnose import curve_causes as curves
+from mpbridge.observe.diagnose import tensor_causes as tensors
 from mpbridge.observe.diagnose.evidence import Evidence, differences, gather, median
 from mpbridge.observe.diagnose.signals import Odd, Onset, Suspect, Symptoms, odd_tensors, onsets, rate_jumps, rates
-from mpbridge.observe.diagnose.tensor_causes import main_weights, moments, outlier, scales, weights
 from mpbridge.planning.certificates.states import lost_updates, movement_kept, rate_for, ratio_of
 
 MOST = 0.4
@@ -83,20 +74,20 @@ def _sigma(case: Symptoms, step: int) -> float | None:
 
 
 CAUSES: Mapping[str, Callable[[Symptoms], Suspect | None]] = {
-    "bad-resume": resumed_badly,
-    "recipe-switch": recipe_changed,
-    "nan-source": not_finite,
-    "loss-scale": scale_of_the_loss,
-    "no-update": no_update,
-    "wrong-scale or frozen-scale": scales,
-    "lost-main-weights": main_weights,
+    "bad-resume": curves.resumed_badly,
+    "recipe-switch": curves.recipe_changed,
+    "nan-source": curves.not_finite,
+    "loss-scale": curves.scale_of_the_loss,
+    "no-update": curves.no_update,
+    "wrong-scale or frozen-scale": tensors.scales,
+    "lost-main-weights": tensors.main_weights,
     "lost-updates": stalled,
-    "moments-lost": moments,
-    "weight-corrupted": weights,
-    "outlier-channel": outlier,
-    "data-spike": data,
-    "rate-too-high": rate,
-    "not-as-promised": other_audits,
+    "moments-lost": tensors.moments,
+    "weight-corrupted": tensors.weights,
+    "outlier-channel": tensors.outlier,
+    "data-spike": curves.data,
+    "rate-too-high": curves.rate,
+    "not-as-promised": curves.other_audits,
 }
 """The causes that are checked."""
 

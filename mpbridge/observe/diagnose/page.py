@@ -133,7 +133,7 @@ def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> 
                     "word": one.cause,
                     "tone": "bad" if number == 0 else "warn",
                     "text": f"{one.sentence} (step {one.step}, evidence {one.score:.2f})",
-                    "href": _plot_of(one.cause, charts, odd),
+                    "href": charts.get(_PLOTS.get(one.cause, "loss")) or odd or charts.get("loss"),
                     "more": [*(f"seen: {line}" for line in one.evidence), *(f"try: {line}" for line in one.advice)],
                 }
                 for number, one in enumerate(found.suspects)
@@ -153,10 +153,6 @@ _PLOTS = {
 """Cause -> the number whose chart shows it; the loss otherwise."""
 _MARKS = {"grad_norm": "gradient norm", "applied": "not finite"}
 """Number of an onset -> its label at a mark, if that differs."""
-
-
-def _plot_of(cause: str, charts: dict[str, str], odd: str) -> str | None:
-    return charts.get(_PLOTS.get(cause, "loss")) or odd or charts.get("loss")
 
 
 def _gaps(page: Page, run: Evidence) -> None:

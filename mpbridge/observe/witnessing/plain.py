@@ -148,10 +148,11 @@ class TorchLoop(Loop):
         """The facts: the number of layers from parameter names; Adam unless an optimizer is named SGD, Muon, SOAP or Lion."""
         names = [type(one).__name__ for one in self.inner]
         modules = ((bare(path), module) for chunk in self.model for path, module in chunk.named_modules())
+        held = [id(parameter) for _, parameter in self.model[0].named_parameters(remove_duplicate=False)]
         beside = next((kind for one in self.inner if (kind := trains(one)) != "adam"), "adam")
         name = "sgd" if all("SGD" in one for one in names) else beside
         return LoopFacts(
-            shape=shape_of(modules, tied=_tied(self.model[0])),
+            shape=shape_of(modules, tied=len(set(held)) < len(held)),
             parallel=Parallel(world_size=len(self.audit_ranks())),
             own_traits=self.kind,
             optimizer=OptimizerFacts(name=name, settings={"sgd_momentum": self._largest("momentum")}),
@@ -327,8 +328,3 @@ def copies_of(shards: Mapping[str, tuple[int, int]], read: Mapping[str, int] | N
     of the shards."""
     whole = {(name, 0, 0): read[name] for name in shards if name in read} if read is not None else {}
     return Copies(shards={f"{name}{copy}": sizes for name, sizes in shards.items()}, whole=whole)
-
-
-def _tied(model: Any) -> bool:
-    held = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
-    return len(set(held)) < len(held)
