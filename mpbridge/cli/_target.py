@@ -15,12 +15,11 @@ from mpbridge.common.machines import Machine, machine
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.common.transformer_engine import RELEASES
 from mpbridge.common.versions import release
-from mpbridge.planning.estimate.constants import Constants
-from mpbridge.planning.estimate.machine_file import read_machine
+from mpbridge.planning.capability import ASSUMED
+from mpbridge.planning.estimate.constants import Constants, read_machine
 from mpbridge.planning.estimate.predict import longer
-from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.planning.memory.compare import REFERENCE
-from mpbridge.planning.memory.limitations import left_out_of_memory, left_out_of_time
+from mpbridge.planning.memory.overheads import left_out_of_memory, left_out_of_time
 from mpbridge.planning.outlook import Outlook
 from mpbridge.settings.realized import emulation_faults, is_played, played
 

@@ -15,12 +15,11 @@ from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
 from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
-from mpbridge.common.tables.table import Column
-from mpbridge.common.tables.units import GIB, processes
+from mpbridge.common.tables import GIB, Column, processes
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
-from mpbridge.planning.certificates.optimizer import sentence
-from mpbridge.planning.estimate.overrides import line
+from mpbridge.planning.certificates import sentence
+from mpbridge.planning.estimate.candidates import line
 from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, spans, token_multiple
@@ -28,9 +27,8 @@ from mpbridge.planning.rules.table import rules
 from mpbridge.precision.registry import recipes
 from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface.served import served_as
-from mpbridge.training.admission import Admission, resume_faults
+from mpbridge.training.admission import Admission, on_cpu, resume_faults, scale_warmup
 from mpbridge.training.certified import training_of
-from mpbridge.training.preflight import on_cpu, scale_warmup
 
 SUMMARY = "say before a run whether it is valid, fits and how fast it is, what was assumed, and what else would run"
 _BATCHES = ("micro_batch_size", "global_batch_size")

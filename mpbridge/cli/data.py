@@ -39,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace) -> None:
     from mpbridge.common.report.progress import bar
     from mpbridge.training.data.prepare import cache_folder, prepare, write_pairs
-    from mpbridge.training.data.sources import find
-    from mpbridge.training.data.tokenizer import fetch
+    from mpbridge.training.data.sources import fetch, find
 
     _refuse_bad(args)
     name = args.tokenizer or BYTE
@@ -106,7 +105,7 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
         return {"name": BYTE, "tokens": 259, "end of text": 256, "padding": 257}
     if is_factory(args.tokenizer):
         raise BadValue(f"--tokenizer {args.tokenizer}: this tokenizer is code, which inspect does not run")
-    from mpbridge.training.data.tokenizer import fetch
+    from mpbridge.training.data.sources import fetch
 
     fetch(args.tokenizer)
     files = tokenizer_files(args.tokenizer, args.end_of_text)
@@ -127,7 +126,7 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _packed(sources: Sources) -> dict[str, Any]:
-    from mpbridge.training.data.pairs import pair
+    from mpbridge.training.data.prepare import pair
 
     return {"pairs": [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]}
 

@@ -12,9 +12,8 @@ from mpbridge.cli._target import TARGET, on_target, reference, sizes_of, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, resolved
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, MpbridgeError
-from mpbridge.common.tables.units import GIB
-from mpbridge.planning.estimate.predict import Estimate
-from mpbridge.planning.estimate.timing import Timing, timing
+from mpbridge.common.tables import GIB
+from mpbridge.planning.estimate.predict import Estimate, Timing, timing
 from mpbridge.planning.memory.compare import REFERENCE
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _drawn(path: Path) -> bool:
     """Whether a picture will be drawn. Raises BadValue before any prediction if it could not be written."""
     from mpbridge.common.pages.document import writable
-    from mpbridge.common.report.pictures import drawable
+    from mpbridge.common.report.curves import drawable
 
     writable(path, option="--plot")
     return drawable()
@@ -148,7 +147,7 @@ def _few(value: float) -> str:
 
 def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None) -> None:
     """Two panels: where the time goes, and the fullest rank's memory, with the recipe above bf16_mixed."""
-    from mpbridge.common.report.pictures import Panel, stacked_bars
+    from mpbridge.common.report.curves import Panel, stacked_bars
 
     time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
     plain = _plain_run(made, where)

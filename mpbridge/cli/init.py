@@ -15,16 +15,16 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import folder_for, text_of, write
 from mpbridge.common.machines import key, machine
 from mpbridge.common.probe import installed, this_machine
-from mpbridge.planning.hardware.capability import ASSUMED, can_run
+from mpbridge.planning.capability import ASSUMED, can_run
 from mpbridge.planning.memory.by_role import fit
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.container import ConfigContainer
-from mpbridge.settings.corpus import entries_of
 from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
 from mpbridge.settings.load import EXTENDS, dump_yaml
+from mpbridge.settings.training import entries_of
 from mpbridge.training.admission import place_fault
 from mpbridge.training.data.sources import located
 

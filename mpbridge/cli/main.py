@@ -14,18 +14,24 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mpbridge.cli.options import add_arguments, too_small
 from mpbridge.cli.text import columns_here, complain, print_line
-from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
 from mpbridge.common.files import NO_ROOM
+from mpbridge.common.prose import hanging, prose
 from mpbridge.common.shipped import VERSION, install
-from mpbridge.common.tables.prose import hanging, prose
+from mpbridge.common.upstream import without_chatter
 
 NOT_VERBS = frozenset({"main", "options", "text"})
+BESIDE = {
+    "audit": "report", "precision": "report", "diagnose": "report", "recommend": "layouts", "export": "import", "verify": "disclose",
+    "mismatch": "contract", "calibrate": "simulate", "tune": "rehearse", "on-cpu": "train",
+}  # fmt: skip
+"""Verb -> the verb in whose module it stands, as a class (`audit`: AuditVerb): they share their subject."""
 FOREIGN = frozenset({"on-cpu", "launch"})
 """Verbs that end in another command, whose arguments are not theirs, regardless of position."""
 NEEDED = {"megatron": "megatron-core", "torch": "torch", "numpy": "NumPy"}
@@ -133,17 +139,19 @@ def _stop_printing() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def verbs() -> dict[str, str]:
-    """verb -> module, in the order of the help text; found by looking, not by importing."""
-    names = sorted(
-        path.stem
-        for path in Path(__file__).parent.glob("*.py")
-        if path.stem not in NOT_VERBS and not path.stem.startswith("_")
-    )
+def verbs() -> tuple[str, ...]:
+    """The verbs, in the order of the help text; found by looking, not by importing."""
+    modules = (path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
     # a module ends in an underscore if its verb is a Python keyword: import_.py is `mpbridge import`
-    found = {name.rstrip("_").replace("_", "-"): f"mpbridge.cli.{name}" for name in names}
-    first = [*DAY, *(verb for group in PARTS.values() for verb in group)]
-    return {verb: found[verb] for verb in [*first, *(verb for verb in found if verb not in first)]}
+    names = {name.rstrip("_").replace("_", "-") for name in modules if name not in NOT_VERBS} | BESIDE.keys()
+    return tuple(dict.fromkeys((*DAY, *(verb for group in PARTS.values() for verb in group), *sorted(names))))
+
+
+def verb_of(verb: str) -> Any:
+    """What has SUMMARY, ARGUMENTS and run of a verb: its module, or a class in that of another."""
+    home = BESIDE.get(verb, verb).replace("-", "_")
+    module = importlib.import_module(f"mpbridge.cli.{home}{'_' * iskeyword(home)}")
+    return getattr(module, verb.title().replace("-", "") + "Verb") if verb in BESIDE else module
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -176,8 +184,8 @@ def _dispatch(arguments: list[str]) -> int:
         before = " ".join(["mpbridge", verb, *rest[: rest.index("")]])
         raise BadValue(f"{before} '': an empty argument, expected a value (a variable of the shell that is not set?)")
     # intermixed: key=value may come before, between and after options
-    args = parser_of(verb, known[verb]).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
-    found: Any = importlib.import_module(known[verb])
+    args = parser_of(verb).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
+    found = verb_of(verb)
     if verb not in FOREIGN and (faults := too_small(args, found.ARGUMENTS)):
         raise BadValue("; ".join(faults))
     return int(found.run(args))
@@ -255,9 +263,9 @@ class Parser(argparse.ArgumentParser):
         return f"nearest: {', '.join(dict.fromkeys(found))}; " if found else ""
 
 
-def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
+def parser_of(verb: str) -> argparse.ArgumentParser:
     """The verb's parser, with its arguments."""
-    found: Any = importlib.import_module(module)
+    found = verb_of(verb)
     parser = Parser(
         prog=f"mpbridge {verb}",
         description=found.SUMMARY,
@@ -282,7 +290,7 @@ def with_way(arguments: list[str]) -> list[str]:
     return out
 
 
-def _help(known: dict[str, str], *, every: bool = False) -> str:
+def _help(known: Sequence[str], *, every: bool = False) -> str:
     others = [verb for verb in known if verb not in DAY and not any(verb in group for group in PARTS.values())]
     groups = {"": DAY} | ({**PARTS, "also": tuple(others)} if every else {})
     lines = [
@@ -292,9 +300,7 @@ def _help(known: dict[str, str], *, every: bool = False) -> str:
     ]
     for title, names in groups.items():
         lines += ["", *([f"{title}:"] if title else [])]
-        lines += hanging(
-            [(f"  {verb}", str(importlib.import_module(known[verb]).SUMMARY)) for verb in names], columns_here()
-        )
+        lines += hanging([(f"  {verb}", str(verb_of(verb).SUMMARY)) for verb in names], columns_here())
     return "\n".join(
         [
             *lines,

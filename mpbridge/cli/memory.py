@@ -10,11 +10,11 @@ from mpbridge.cli._target import TARGET, TargetMachine, asked, left_batches, ref
 from mpbridge.cli.options import JSON, RUN, arg, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
-from mpbridge.common.tables.units import ByteUnit, count, unit_for
+from mpbridge.common.tables import ByteUnit, count, unit_for
 from mpbridge.planning.memory.activations import basis
 from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fullest, memory, total_parameters
 from mpbridge.planning.memory.compare import REFERENCE, Comparison, against_bf16
-from mpbridge.planning.memory.limitations import left_out_of_memory
+from mpbridge.planning.memory.overheads import left_out_of_memory
 from mpbridge.planning.outlook import Outlook
 from mpbridge.settings.container import Run
 
@@ -130,8 +130,8 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
 
 def _say_nearest(made: Run, outlook: Outlook) -> None:
     from mpbridge.cli.layouts import says_optimizer
+    from mpbridge.planning.estimate.candidates import line
     from mpbridge.planning.estimate.layouts import nearest
-    from mpbridge.planning.estimate.overrides import line
 
     # no search: every layout would be rejected for the machine
     for violation in outlook.errors:

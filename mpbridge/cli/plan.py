@@ -9,7 +9,7 @@ from mpbridge.cli.show import facts
 from mpbridge.cli.text import answer, print_line, print_table, show_table
 from mpbridge.common.facts import BESIDE_ADAM, MUONS
 from mpbridge.common.formats import DType, say
-from mpbridge.common.tables.units import processes
+from mpbridge.common.tables import processes
 from mpbridge.planning.memory.keeps import STATES, is_frozen, keeps, kept_fp32
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
 from mpbridge.planning.memory.names import refuse_idle_rules

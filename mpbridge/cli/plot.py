@@ -29,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints one plot for each number and run, and writes the picture; without matplotlib only the picture is missing."""
     from mpbridge.common.errors import Refused
     from mpbridge.common.pages.document import writable
-    from mpbridge.common.report.curves import CURVES, picture
-    from mpbridge.common.report.pictures import drawable
+    from mpbridge.common.report.curves import CURVES, drawable, picture
 
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:

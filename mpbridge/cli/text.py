@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.common.tables.prose import printable, prose
-from mpbridge.common.tables.table import Column, Table, table
+from mpbridge.common.prose import printable, prose
+from mpbridge.common.tables import Column, Table, table
 
 if TYPE_CHECKING:
     from mpbridge.common.pages.document import Page

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from mpbridge.common.errors import Contradiction, MpbridgeError, UnknownName
 from mpbridge.common.formats import DType, dtype, say
-from mpbridge.interop.stacks.megatron_bridge_fields import FIELDS, BridgeFields
-from mpbridge.interop.stacks.megatron_bridge_import import read_data
+from mpbridge.interop.stacks.megatron_bridge_import import FIELDS, BridgeFields, read_data
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
 from mpbridge.precision.config import twin_clashes

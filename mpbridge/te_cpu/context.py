@@ -16,8 +16,8 @@ from mpbridge.common.errors import Refused, UnknownName
 from mpbridge.common.machines import Machine, machines
 from mpbridge.common.machines import machine as machine_of
 from mpbridge.common.probe import installed, playing
-from mpbridge.common.replacement import Replacement
 from mpbridge.common.transformer_engine import choose, played_versions
+from mpbridge.common.upstream import Replacement
 from mpbridge.common.versions import release as numbers
 from mpbridge.te_cpu import played as stage
 from mpbridge.te_cpu.cuda_names import played_patches

@@ -22,7 +22,7 @@ from mpbridge.backend.devices.redirect import (
     same,
     set_state,
 )
-from mpbridge.common.replacement import Patch
+from mpbridge.common.upstream import Patch
 from mpbridge.te_cpu.cuda_states import REFUSED
 from mpbridge.te_cpu.played import Played
 from mpbridge.te_cpu.refusals import refused_name

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 
 from mpbridge.backend.devices.coalesce import one_by_one
 from mpbridge.backend.devices.redirect import CPU, cuda_patches, names_cuda, nothing, on_cpu
-from mpbridge.common.replacement import Patch
 from mpbridge.common.transformer_engine import CUDA_VERSION
+from mpbridge.common.upstream import Patch
 from mpbridge.numerics.codes import EIGHT_BITS
 from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand

@@ -10,11 +10,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.planning.certificates.optimizer import Training
-from mpbridge.planning.certificates.row import Row
+from mpbridge.planning.certificates import Row, Training
 from mpbridge.settings.huggingface.folder import header
 from mpbridge.settings.schema import defaults
-from mpbridge.training.lr import scheduler
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +51,8 @@ def training_of(run: Run, *, whole: bool = False, sigma: float | None = None) ->
 
 def _schedule(run: Run) -> tuple[tuple[float, float], ...]:
     """(share of the run, learning rate) from megatron-core's own scheduler."""
+    from mpbridge.training.base import scheduler
+
     group: dict[str, Any] = {"lr": 0.0, "max_lr": None, "min_lr": None}
     made = scheduler(run, SimpleNamespace(param_groups=[group]))
     total = int(run.train["train_iters"]) * int(run.train["global_batch_size"])

@@ -23,7 +23,7 @@ class BareLoop:
 
         from mpbridge.backend.megatron.configs import build_targets
         from mpbridge.backend.models.gpt import build_chunks
-        from mpbridge.training.lr import scheduler_arguments
+        from mpbridge.settings.training import scheduler_arguments
 
         self.run, self.data, self.cuda = run, data, cuda
         targets = build_targets(run, cuda=cuda)

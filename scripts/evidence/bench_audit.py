@@ -135,7 +135,7 @@ def rows(names: list[str], rounds: int, te: bool) -> None:
     """Measures those rows in this process, and writes each down."""
     warnings.simplefilter("ignore")
     with transformer_engine_on_cpu("b200") if te else nullcontext():
-        from mpbridge.training.machine import process_group
+        from mpbridge.training.process import process_group
 
         with process_group(False):
             for name in names:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -17,11 +16,11 @@ import mpbridge
 from mpbridge.cli import main as cli
 from mpbridge.cli import text
 from mpbridge.cli.main import main
-from mpbridge.common.chatter import UPSTREAM
 from mpbridge.common.errors import Refused
 from mpbridge.common.machines import machine
-from mpbridge.common.tables.units import count
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.common.tables import count
+from mpbridge.common.upstream import UPSTREAM
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
 from tests.te_cpu.wheels import FOLDERS, release_or_skip
@@ -48,10 +47,10 @@ def said(capsys):
 
 def test_every_verb_has_what_the_entry_asks_for():
     assert {"list", "show", "compare", "plan", "train"} <= set(cli.verbs())
-    for module in map(importlib.import_module, cli.verbs().values()):
-        assert module.SUMMARY
-        assert module.ARGUMENTS
-        assert callable(module.run)
+    for verb in map(cli.verb_of, cli.verbs()):
+        assert verb.SUMMARY
+        assert verb.ARGUMENTS
+        assert callable(verb.run)
 
 
 ANSWERS = [
@@ -269,7 +268,7 @@ def test_only_megatron_cores_warnings_about_itself_are_silent(monkeypatch, said,
             warnings.warn(f"{words}: so it is", UserWarning, stacklevel=1)
         return 0
 
-    monkeypatch.setattr(importlib.import_module(cli.verbs()[verb]), "run", warn)
+    monkeypatch.setattr(cli.verb_of(verb), "run", warn)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert said(verb, "a.b=1")[0] == 0

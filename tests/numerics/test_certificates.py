@@ -30,9 +30,8 @@ from mpbridge.numerics.certificates.figures import (
 from mpbridge.numerics.certificates.tensors import KINDS, Linear
 from mpbridge.numerics.newton_schulz import newton_schulz
 from mpbridge.numerics.rounding import round_stochastic
-from mpbridge.planning.certificates.optimizer import Training
-from mpbridge.planning.certificates.scales import clipping, nvfp4_second_pass, relative_error, second_pass
-from mpbridge.planning.certificates.variants import VARIANTS
+from mpbridge.planning.certificates import VARIANTS, Training
+from mpbridge.planning.closed_forms import clipping, nvfp4_second_pass, relative_error, second_pass
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve

@@ -15,8 +15,8 @@ from mpbridge import ConfigContainer, transformer_engine_on_cpu
 from mpbridge.cli.main import with_way
 from mpbridge.common import transformer_engine as packages
 from mpbridge.common.errors import Contradiction, Refused, UnknownName
-from mpbridge.common.incomplete_te import Guard
 from mpbridge.common.machines import machine
+from mpbridge.common.upstream import Guard
 from tests.forked import forked
 
 ROOT = Path(__file__).resolve().parents[2]

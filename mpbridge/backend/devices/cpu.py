@@ -15,7 +15,7 @@ from mpbridge.backend.devices.coalesce import one_by_one
 from mpbridge.backend.devices.redirect import NullStream, cuda_patches, get_state, set_state, split_sizes
 from mpbridge.backend.megatron import cpu as megatron
 from mpbridge.common.errors import BadValue
-from mpbridge.common.replacement import MISSING, Patch, Replacement
+from mpbridge.common.upstream import MISSING, Patch, Replacement
 
 
 class _StandIn:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.common.replacement import Patch
+from mpbridge.common.upstream import Patch
 
 _aten: Any = torch.ops.aten
 _library: Any = torch.library.Library

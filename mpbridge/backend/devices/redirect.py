@@ -18,7 +18,7 @@ from torch._dynamo import trace_rules
 from torch.utils import _device as contexts
 
 from mpbridge.backend.devices.half_products import half_patches
-from mpbridge.common.replacement import Patch
+from mpbridge.common.upstream import Patch
 
 CPU = torch.device("cpu")
 

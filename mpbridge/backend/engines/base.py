@@ -16,7 +16,7 @@ from mpbridge.backend.devices import device_layer
 from mpbridge.backend.devices.fp32_products import hold
 from mpbridge.backend.engines.contract import Batch
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
-from mpbridge.planning.rules.admit import require_here
+from mpbridge.planning.rules.table import require_here
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run

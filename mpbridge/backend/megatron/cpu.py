@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpbridge.common.replacement import Patch
+from mpbridge.common.upstream import Patch
 
 _IMPORTED = (
     "models.gpt",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.common.replacement import Patch
+from mpbridge.common.upstream import Patch
 
 
 def _core(name: str) -> Any:

@@ -24,7 +24,7 @@ from mpbridge.common.facts import Realization, Versions
 from mpbridge.common.formats import DType, dtype
 from mpbridge.common.machines import Machine
 from mpbridge.common.probe import installed, this_machine
-from mpbridge.planning.hardware.capability import refuse_unless_native
+from mpbridge.planning.capability import refuse_unless_native
 from mpbridge.planning.rules.hybrid import silent_on
 from mpbridge.precision.megatron_spec.precision_field import TARGETS, ModuleRules
 from mpbridge.precision.policy import PrecisionPolicy

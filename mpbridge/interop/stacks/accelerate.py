@@ -14,7 +14,6 @@ from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks import deepspeed
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
-from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.known_keys import imported
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself, with_quant
 from mpbridge.interop.stacks.reading import Reader, raise_faults
@@ -22,6 +21,7 @@ from mpbridge.interop.stacks.sharded_torch import (
     SPELL,
     TORCH_SCALER,
     TORCHAO,
+    commented,
     environment,
     fields_of,
     filter_lines,

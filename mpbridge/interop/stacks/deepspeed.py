@@ -26,7 +26,7 @@ DEFAULT_VERSION = "0.19"
 OVERFLOW = (
     "check_grad_overflow is also on for bf16: such a step is skipped, as in mpbridge; Megatron-LM's own loop stops"
 )
-"""The default reaction to overflowing gradients (mpbridge's is train.faults.Nonfinite)."""
+"""The default reaction to overflowing gradients (mpbridge's is training.checkpointer.Nonfinite)."""
 
 
 def export(request: Request) -> Export:

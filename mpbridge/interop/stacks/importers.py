@@ -19,6 +19,7 @@ from mpbridge.interop.stacks.exporters import stack_module, version_for
 from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
 from mpbridge.interop.stacks.recognized import TITLES, Recognized, deepspeed_file, recognize_words
+from mpbridge.interop.stacks.sharded_torch import has_comment, read_comment
 from mpbridge.precision.yaml_loader import bounded_loader, said
 
 LONGEST = 2000
@@ -84,12 +85,10 @@ def read_python(
 
     Raises DataError if the stack has no such files, and for expressions that are nested too deeply.
     """
-    from mpbridge.interop.stacks import data_comment
-
     name = path.name if path is not None else "the file"
     try:
-        if not function and data_comment.has_comment(text):
-            exported = data_comment.read(text, name=name, stack=stack)
+        if not function and has_comment(text):
+            exported = read_comment(text, name=name, stack=stack)
             found = dataclasses.replace(exported, version=_version(exported.stack, version))
         else:
             found = _of_function(text, path, name, function, stack, version)
@@ -111,7 +110,7 @@ def _of_function(
             f"{name}: a Python script{f' of {stack}' if stack else ''} would have to be executed: pass its configuration file or its arguments (--args)."
             f" Of Python, functions of {' and '.join(functions)} are read as text, and what `mpbridge export` wrote, by its comment"
         )
-    module, source = _importer(stack), Module(text, path, name)
+    module, source = stack_module(stack), Module(text, path, name)
     reading = Reading(opaque=module.OPAQUE)
     if not function:
         public = [one for one in source.functions if not one.startswith("_")]

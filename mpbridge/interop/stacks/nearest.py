@@ -13,7 +13,7 @@ from mpbridge.common.facts import BESIDE_ADAM, ModelShape, OptimizerFacts, Paral
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.interop.stacks.meaning import OPEN, Meaning, differences, of_policy
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.memory.keeps import updater
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import broken

@@ -14,11 +14,10 @@ from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
-from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.known_keys import imported, known
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself
 from mpbridge.interop.stacks.reading import Reader, options_of, stray
-from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, fields_of, torch_meaning
+from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, commented, fields_of, torch_meaning
 
 NAME = "transformers"
 VERSIONS = {"5.23": "5.23.0"}

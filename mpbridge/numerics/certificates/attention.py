@@ -10,7 +10,7 @@ import torch
 
 from mpbridge.numerics.certificates.figures import bits
 from mpbridge.numerics.newton_schulz import newton_schulz
-from mpbridge.planning.certificates.row import Row
+from mpbridge.planning.certificates import Row
 
 ROWS, KEYS, HEAD = 1024, 64, 64
 LAYERS, HIDDEN, VOCABULARY = 4, 256, 512

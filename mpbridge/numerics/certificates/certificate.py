@@ -20,10 +20,8 @@ from mpbridge.numerics.certificates.tensors import KINDS, Linear, drawn, with_si
 from mpbridge.numerics.operands import COPY_OF, Side
 from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE
-from mpbridge.planning.certificates.optimizer import Training, optimizer_rows, sentence
-from mpbridge.planning.certificates.row import Row
-from mpbridge.planning.certificates.scales import nvfp4_second_pass, second_pass
-from mpbridge.planning.certificates.variants import NOT_OFFERED, Variant
+from mpbridge.planning.certificates import NOT_OFFERED, Row, Training, Variant, optimizer_rows, sentence
+from mpbridge.planning.closed_forms import nvfp4_second_pass, second_pass
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import GEMMS, Gemm
 

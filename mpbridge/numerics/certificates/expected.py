@@ -14,7 +14,7 @@ from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE, peaks_over, scale_from_amax
-from mpbridge.planning.certificates.variants import Variant
+from mpbridge.planning.certificates import Variant
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.regions import Gemm, Region
 

@@ -10,7 +10,7 @@ import torch
 from mpbridge.common.formats import E2M1, E4M3
 from mpbridge.numerics.certificates.expected import Expected, Operands
 from mpbridge.numerics.operands import Side
-from mpbridge.planning.certificates.scales import clipping, relative_error
+from mpbridge.planning.closed_forms import clipping, relative_error
 from mpbridge.precision.regions import Gemm
 
 SIDES: Mapping[Gemm, tuple[Side, Side]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}

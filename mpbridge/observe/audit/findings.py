@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from mpbridge.common.errors import AuditFailed, BadValue
 from mpbridge.common.files import write
-from mpbridge.common.report.history import PRECISION, changes, read_history
-from mpbridge.common.tables.table import Column, Table, table
-from mpbridge.common.tables.units import processes
+from mpbridge.common.report.curves import PRECISION, changes, read_history
+from mpbridge.common.tables import Column, Table, processes, table
 
 
 def offenders(by_rank: Sequence[Iterable[str]]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from mpbridge.observe.diagnose import curve_causes as curves
 from mpbridge.observe.diagnose import tensor_causes as tensors
 from mpbridge.observe.diagnose.evidence import Evidence, differences, gather, median
 from mpbridge.observe.diagnose.signals import Odd, Onset, Suspect, Symptoms, odd_tensors, onsets, rate_jumps, rates
-from mpbridge.planning.certificates.states import lost_updates, movement_kept, rate_for, ratio_of
+from mpbridge.planning.closed_forms import lost_updates, movement_kept, rate_for, ratio_of
 
 MOST = 0.4
 """Share of lost updates, at the last audit, from which on weights are said to stop moving."""
@@ -125,7 +125,7 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         """For notebooks: the suspects with their evidence."""
-        from mpbridge.common.tables.table import table
+        from mpbridge.common.tables import table
 
         rows = [
             (one.cause, one.step, one.sentence, "; ".join(one.evidence), "; ".join(one.advice)) for one in self.suspects

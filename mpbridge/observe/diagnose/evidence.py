@@ -13,8 +13,7 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import lines_of, text_of, why
-from mpbridge.common.report.curves import Curves, read_curves
-from mpbridge.common.report.history import PRECISION, read_history
+from mpbridge.common.report.curves import PRECISION, Curves, read_curves, read_history
 from mpbridge.common.report.metrics import EVENTS
 from mpbridge.observe.telemetry.records import MeasuredStep, TensorRow, read
 

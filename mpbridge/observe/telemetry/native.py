@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import FORMATS
-from mpbridge.common.replacement import Patch, Replacement
 from mpbridge.common.transformer_engine import GEMM_ENTRIES
+from mpbridge.common.upstream import Patch, Replacement
 from mpbridge.numerics.statistics import errors, spread
 from mpbridge.observe.telemetry.probe import Noise, Probe, normalised
 from mpbridge.observe.telemetry.records import OPERANDS

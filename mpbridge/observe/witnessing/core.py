@@ -17,8 +17,8 @@ from mpbridge.backend.megatron import inside_fsdp
 from mpbridge.backend.megatron.inside_optimizer import main_weights, parts
 from mpbridge.common.facts import OptimizerFacts, Parallel
 from mpbridge.common.formats import plain
-from mpbridge.common.replacement import Replacement
 from mpbridge.common.traits import traits
+from mpbridge.common.upstream import Replacement
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.numerics.observation.tensors import local
 from mpbridge.observe.audit.holdings import Held, row_of

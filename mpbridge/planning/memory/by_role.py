@@ -12,13 +12,12 @@ from typing import Literal
 from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
-from mpbridge.common.tables.units import size as as_text
+from mpbridge.common.tables import size as as_text
 from mpbridge.planning.memory.activations import Known, activations, uncertainty
 from mpbridge.planning.memory.identical_layers import distinct_stages
 from mpbridge.planning.memory.keeps import STATES as KEPT
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
-from mpbridge.planning.memory.limitations import states_counted
-from mpbridge.planning.memory.overheads import Overhead, outside, overheads
+from mpbridge.planning.memory.overheads import Overhead, outside, overheads, states_counted
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.roles import roles
 from mpbridge.precision.policy import PrecisionPolicy

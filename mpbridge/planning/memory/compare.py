@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
-from mpbridge.common.tables.units import unit_for
+from mpbridge.common.tables import unit_for
 from mpbridge.planning.memory.by_role import Memory, memory
 from mpbridge.planning.memory.keeps import MOMENTS, keeps_of
 from mpbridge.precision.policy import PrecisionPolicy

@@ -1,4 +1,4 @@
-"""Rules about engines and devices: what a wrapper or a CPU cannot do. They can be checked anywhere; an engine checks them again before it builds (rules/admit.py)."""
+"""Rules about engines and devices: what a wrapper or a CPU cannot do. They can be checked anywhere; an engine checks them again before it builds (rules/table.py)."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ RULES: tuple[Rule, ...] = (
         found=_twice_on_hopper,
         expected="1 byte per frozen parameter: before Blackwell the transposed copy for dgrad is kept too, and BF16 takes no more",
         cure=f"{PLAIN_WEIGHTS}, or a Blackwell GPU",
-        source="Transformer Engine pytorch/tensor/float8_tensor.py; mpbridge/planning/memory/weight_copies.py",
+        source="Transformer Engine pytorch/tensor/float8_tensor.py; mpbridge/planning/memory/roles.py",
         emulated="silent",
     ),
 )

@@ -7,7 +7,7 @@ from mpbridge.common.shipped import install
 from mpbridge.common.transformer_engine import RELEASES
 from mpbridge.common.versions import at_least
 from mpbridge.common.versions import release as numbers
-from mpbridge.planning.hardware.capability import QuantizedBy, can_run
+from mpbridge.planning.capability import QuantizedBy, can_run
 from mpbridge.planning.rules.base import Case, Rule, warning
 from mpbridge.precision.policy import Quant
 

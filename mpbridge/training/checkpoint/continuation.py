@@ -12,10 +12,9 @@ from mpbridge.common.errors import CheckpointError, UnknownName
 from mpbridge.common.formats import DType, dtype
 from mpbridge.planning.memory.keeps import keeps_of
 from mpbridge.precision.registry import describe
-from mpbridge.training.checkpoint.index import STATE, Index
-from mpbridge.training.checkpoint.json_codec import decoded, read_file
+from mpbridge.settings.training import scheduler_arguments
+from mpbridge.training.checkpoint.format import STATE, Index, decoded, read_file
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, fingerprint, learned, read_fingerprint
-from mpbridge.training.lr import scheduler_arguments
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run

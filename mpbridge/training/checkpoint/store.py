@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.files import opened_inside, read_json
-from mpbridge.common.locks import Locked, lock
-from mpbridge.training.checkpoint.index import METADATA
+from mpbridge.common.files import Locked, lock, opened_inside, read_json
+from mpbridge.training.checkpoint.format import METADATA
 
 MANIFEST = "manifest.json"
 """File with name -> size and sha256 of every other file in a checkpoint."""

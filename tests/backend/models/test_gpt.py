@@ -15,7 +15,7 @@ from mpbridge.backend.models.gpt import fp32_modules
 from mpbridge.common.errors import BadValue, Refused, UpstreamRefused
 from mpbridge.common.machines import machine
 from mpbridge.common.traits import engine_names
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from tests.backend.engines import tiny
 
 LATENT = {

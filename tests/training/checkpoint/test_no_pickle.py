@@ -16,8 +16,7 @@ import torch
 
 from mpbridge.common.errors import CheckpointError
 from mpbridge.training.checkpoint import io, store, writer
-from mpbridge.training.checkpoint.index import COMMON, INDEX, METADATA, STATE
-from mpbridge.training.checkpoint.json_codec import decoded, encoded
+from mpbridge.training.checkpoint.format import COMMON, INDEX, METADATA, STATE, decoded, encoded
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.verdict import FILE
 from tests.forked import codes, ranks, said

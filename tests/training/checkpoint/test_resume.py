@@ -16,7 +16,7 @@ from mpbridge.observe.diagnose.diagnosis import diagnose
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.training.checkpoint import io as checkpoint
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.json_codec import decoded
+from mpbridge.training.checkpoint.format import decoded
 from mpbridge.training.checkpoint.verdict import read_fingerprint, verdict
 from tests.backend.engines.test_emerging import KINDS, NEEDS
 from tests.training.survival import Hook, Loses, go, job, run

@@ -1,4 +1,5 @@
-"""Faults of a run and how it then ends: signals, non-finite numbers, a lost rank."""
+"""What a run does to its process, and restores: the process group, threads, determinism; signals, which end it after the current step, and the loss of another rank; and an engine with a
+checkpoint's weights, to measure on."""
 
 from __future__ import annotations
 
@@ -6,23 +7,95 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
+from mpbridge.backend.devices import device_layer
 from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank
+from mpbridge.backend.engines.optimizers import CpuFusedAdam
+from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
+from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
-from mpbridge.settings.training import ANNOUNCED, parse_nonfinite
-from mpbridge.training.base import Hook
+from mpbridge.common.traits import DEFAULT
+from mpbridge.settings.training import ANNOUNCED
+from mpbridge.training.base import Counters, Hook, Training
+from mpbridge.training.checkpoint.io import load
 from mpbridge.training.checkpoint.writer import end_with_parent
 
 if TYPE_CHECKING:
     from mpbridge.backend.engines.contract import StepResult
+    from mpbridge.settings.container import ConfigContainer, Run
     from mpbridge.training.base import Training
-    from mpbridge.training.checkpointer import Checkpointer
+
+
+@contextmanager
+def process_group(cuda: bool, *, minutes: float = 60.0) -> Iterator[None]:
+    """The job's process group, for the duration of the run; an existing one is used and left alone. minutes: timeout of collectives."""
+    made = start_process_group(cuda, timeout_minutes=minutes)
+    try:
+        yield
+    finally:
+        if made:
+            stop_process_group()
+
+
+@contextmanager
+def process_settings(train: Mapping[str, Any]) -> Iterator[None]:
+    """`train.threads` (torch's threads for one operation) and `train.deterministic`, for the duration of the run."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if train.get("threads"):
+        torch.set_num_threads(int(train["threads"]))
+    if train.get("deterministic"):
+        # warn only: megatron-core uses operations that have no deterministic form on CUDA
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def data_parallel() -> tuple[int, int]:
+    """This rank's index among those that read different data, and their number."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def bare(container: ConfigContainer) -> ConfigContainer:
+    """A copy whose run is measured: emulated, on an engine that does not shard gradients, without checkpoints and files."""
+    made = container.copy()
+    made.emulate, made.engine = True, DEFAULT
+    for section in (made.ddp, made.optimizer):
+        for name in ("use_distributed_optimizer", "overlap_param_gather"):
+            if section.get(name):
+                section[name] = False
+    made.checkpoint, made.logger = {}, {"log_dir": None, "tensorboard": False, "progress": False}
+    return made
+
+
+@contextmanager
+def with_weights(run: Run, weights: Path | None, *, cuda: bool) -> Iterator[Any]:
+    """The engine of `run`, with the weights of that checkpoint. Requires a process group."""
+    with process_settings(run.train), device_layer(cuda, fused_adam=CpuFusedAdam), closing(build_engine(run)) as engine:
+        if weights is not None:
+            # loading weights alone touches neither schedule nor data
+            blank: Any = None
+            load(
+                Training(run=run, engine=engine, scheduler=blank, feed=blank, counters=Counters()),
+                weights,
+                weights_alone=True,
+            )
+        yield engine
 
 
 _launcher = [os.getppid()]
@@ -116,52 +189,6 @@ PASSED_ON_WITHIN = 5.0
 def under_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-class Nonfinite(Hook):
-    """The reaction to a step whose loss or gradients are not finite (its update is never applied): skip it, stop, or roll back to the last checkpoint."""
-
-    def __init__(self, setting: str, checkpointer: Checkpointer) -> None:
-        self.act, self.left = parse_nonfinite(setting)
-        self.checkpointer = checkpointer
-        self.before = 0
-
-    def started(self, training: Training) -> None:
-        """Starts counting from the loaded state."""
-        self.before = training.counters.nonfinite
-
-    def stepped(self, training: Training, result: StepResult) -> None:
-        """Acts on the step just counted; the counters decide what is not finite (an overflow that the loss scale handles is not counted)."""
-        if training.counters.nonfinite == self.before:
-            return
-        self.before = training.counters.nonfinite
-        at, norm = training.counters.iteration, result.grad_norm
-        what = f"loss {result.loss:g}, gradient norm {'not finite' if norm is None else format(norm, 'g')}"
-        facts: dict[str, Any] = {"loss": result.loss, "grad_norm": norm, "nonfinite_steps": training.counters.nonfinite}
-        text = f"step {at} is not finite ({what}; {training.counters.nonfinite} such steps so far)"
-        training.notes["non-finite steps"] = training.counters.nonfinite
-        if self.act == "skip":
-            record(training, "nonfinite", f"{text}: its update was skipped", **facts)
-        elif self.act == "stop":
-            training.stop = f"step {at} is not finite"
-            record(training, "nonfinite", f"{text}: the run stops (train.nonfinite=stop)", **facts)
-        else:
-            self._back(training, text, facts)
-
-    def _back(self, training: Training, text: str, facts: dict[str, Any]) -> None:
-        place = self.checkpointer.rewind(training) if self.left else None
-        if place is None:
-            why = "no rollback is left" if not self.left else "there is no checkpoint to roll back to"
-            training.stop = f"not finite, and {why}"
-            record(training, "nonfinite", f"{text}: the run stops, {why}", **facts)
-            return
-        self.left -= 1
-        record(
-            training,
-            "rollback",
-            f"{text}: rolled back to {place.name}, continuing after the samples already read; {self.left} rollbacks left",
-            **facts,
-        )
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from rich.console import Console
 
 import mpbridge
 from mpbridge.cli.main import main
-from mpbridge.common.tables.table import Column, Table, facts, table
-from mpbridge.common.tables.units import size, unit_for
+from mpbridge.common.tables import Column, Table, facts, size, table, unit_for
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.sync.plan import plan
@@ -105,6 +104,6 @@ def test_there_is_no_second_formatter_of_bytes_and_no_second_table() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if bytes_.search(text) or (tables.search(text) and path.name != "table.py"):
+        if bytes_.search(text) or (tables.search(text) and path.name != "tables.py"):
             found.append(str(path.relative_to(PACKAGE)))
     assert found == []

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from mpbridge.common import distributions
+from mpbridge.common import versions
 
 
 def test_every_installed_package_has_the_version_that_importlib_finds() -> None:
     names = {str(one.metadata["Name"]) for one in importlib.metadata.distributions()}
     assert len(names) > 20
-    assert {name: distributions.version(name) for name in names} == {
+    assert {name: versions.version(name) for name in names} == {
         name: importlib.metadata.version(name) for name in names
     }
-    assert distributions.version("no-such-package") is None
+    assert versions.version("no-such-package") is None
 
 
 @pytest.fixture
@@ -42,19 +42,19 @@ def package(place: Path, folder: str, version: str = "1.5") -> Path:
 @pytest.mark.parametrize("asked", ["some-package", "Some_Package", "some.package"])
 def test_names_are_compared_as_importlib_does(place: Path, folder: str, asked: str) -> None:
     package(place, folder)
-    assert distributions.version(asked) == importlib.metadata.version(asked) == "1.5"
+    assert versions.version(asked) == importlib.metadata.version(asked) == "1.5"
 
 
 def test_older_metadata_and_archives_are_left_to_importlib(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = place / "older_one-2.0.egg-info"
     info.mkdir()
     (info / "PKG-INFO").write_text("Metadata-Version: 1.0\nName: older-one\nVersion: 2.0\n")
-    assert distributions.version("older-one") == "2.0"
+    assert versions.version("older-one") == "2.0"
     with zipfile.ZipFile(place / "packed.zip", "w") as archive:
         archive.writestr("packed_one-3.0.dist-info/METADATA", "Name: packed-one\nVersion: 3.0\n")
-    assert distributions.version("packed-one") is None
+    assert versions.version("packed-one") is None
     monkeypatch.syspath_prepend(str(place / "packed.zip"))
-    assert distributions.version("packed-one") == "3.0"
+    assert versions.version("packed-one") == "3.0"
 
 
 def test_a_finder_of_somebody_else_is_asked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,15 +70,15 @@ def test_a_finder_of_somebody_else_is_asked(place: Path, monkeypatch: pytest.Mon
         def find_distributions(context: importlib.metadata.DistributionFinder.Context) -> Any:
             return [importlib.metadata.PathDistribution(info)] if context.name == "some-package" else []
 
-    assert distributions.version("some-package") is None
+    assert versions.version("some-package") is None
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    assert distributions.version("some-package") == "7.0"
+    assert versions.version("some-package") == "7.0"
 
 
 def test_entry_points_are_found_where_a_package_declares_them(place: Path) -> None:
-    assert distributions.entry_points("somebodys.group") == ()
+    assert versions.entry_points("somebodys.group") == ()
     info = package(place, "some_package-1.5.dist-info")
     (info / "entry_points.txt").write_text("[somebodys.group]\nmine = some_module:value\n")
-    (point,) = distributions.entry_points("somebodys.group")
+    (point,) = versions.entry_points("somebodys.group")
     assert (point.name, point.value) == ("mine", "some_module:value")
-    assert {one.name for one in distributions.entry_points("console_scripts")} >= {"mpbridge"}
+    assert {one.name for one in versions.entry_points("console_scripts")} >= {"mpbridge"}
