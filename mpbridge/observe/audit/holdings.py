@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from mpbridge.backend.megatron.inside_optimizer import shard_of
+from mpbridge.backend.megatron.inside_fsdp import bare_name
+from mpbridge.backend.megatron.inside_optimizer import main_weights, parts, shard_of
 from mpbridge.numerics.observation.tensors import local
 
 Question = Literal["audit_holdings", "audit_copies", "audit_traffic", "audit_flags", "audit_ranks"]
@@ -146,8 +146,6 @@ def _groups(inner: Any) -> dict[int, dict[str, Any]]:
 
 
 def _megatron(engine: Any) -> Iterator[Held]:
-    from mpbridge.backend.megatron.inside_optimizer import main_weights, parts
-
     found: dict[int, Held] = {}
     for part in parts(engine.optimizer):
         groups = _groups(part.optimizer)
@@ -215,12 +213,9 @@ def _resting(engine: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for group in getattr(buffer, "parameter_groups", ()):
         weights, mains = group.model_weight_buffer, group.main_weight_buffer
-        if weights is None or mains is None:
-            continue
-        for index, parameter in enumerate(group.params):
-            found[re.sub(r"^(module\.)+", "", buffer.param_to_name[parameter])] = weights.get_item(
-                index, only_shard=mains.is_data_distributed
-            )
+        for index, parameter in enumerate(group.params if weights is not None and mains is not None else ()):
+            name = bare_name(buffer.param_to_name[parameter])
+            found[name] = weights.get_item(index, only_shard=mains.is_data_distributed)
     return found
 
 

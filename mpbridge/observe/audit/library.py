@@ -183,11 +183,9 @@ class LibraryObservation:
             self.cached += 1
             with torch.no_grad():
                 anew = quantizer(weight.detach())
-            pairs = ((getattr(copy, part, None), getattr(anew, part, None)) for part in _CODES)
-            # a GEMM may not need both copies
-            if not all(
-                torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-            ):
+            pairs: Any = ((getattr(copy, part, None), getattr(anew, part, None)) for part in _CODES)
+            both = (pair for pair in pairs if all(isinstance(one, torch.Tensor) for one in pair))  # a GEMM may need one
+            if not all(torch.equal(*pair) for pair in both):
                 self.stale.append(f"{path}.{name}")
 
 
