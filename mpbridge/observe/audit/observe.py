@@ -77,9 +77,8 @@ def details(module: Any, quant: Quant) -> tuple[str, str]:
 def _apart(wrong: Iterable[tuple[str, str, str]]) -> tuple[str, str]:
     """(promised, found) in words, from (name, promised, found) of what differs."""
     rows = list(dict.fromkeys(wrong))
-    return ", ".join(f"{name} {wanted}" for name, wanted, _ in rows), ", ".join(
-        f"{name} {has}" for name, _, has in rows
-    )
+    promised, found = (", ".join(f"{row[0]} {row[side]}" for row in rows) for side in (1, 2))
+    return promised, found
 
 
 def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, Any, Any]]:

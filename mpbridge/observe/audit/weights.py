@@ -187,9 +187,8 @@ def _membership(seen: Weights, held: Held) -> None:
     trainable = bool(held.parameter.requires_grad)
     if trainable:
         seen.trainable.append(held.name)
-    # Megatron-FSDP trains a parameter of its own: the model's never requires gradients itself
-    proxied = held.parameter.grad_fn is not None
-    if held.updated is not None and held.group is not None and not trainable and not proxied:
+    # Megatron-FSDP trains a parameter of its own: the model's, a result of it, never requires gradients itself
+    if held.updated is not None and held.group is not None and not trainable and held.parameter.grad_fn is None:
         seen.flipped.append(held.name)
     if trainable and held.updated is not None and held.group is None:
         seen.outside.append(held.name)
