@@ -124,7 +124,7 @@ def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
             self._step = trainer.global_step
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            optimizers = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
+            optimizers = trainer.optimizers[0] if len(trainer.optimizers) == 1 else trainer.optimizers
             self.begins(trainer.global_step + 1, trainer.strategy.model, optimizers, scaler)
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
