@@ -70,7 +70,12 @@ def run(args: argparse.Namespace) -> int:
         raise Contradiction(faults, subject="the run cannot start")
     outlook = where.outlook(made)
     lost = sentence(made.policy, training_of(made))
-    notes = [*admission.notes, *admission.trackers, *([f"{lost} (mpbridge certify)"] if lost else [])]
+    notes = [
+        *(f"overridden: {write}" for write in made.plan.conflicts),
+        *admission.notes,
+        *admission.trackers,
+        *([f"{lost} (mpbridge certify)"] if lost else []),
+    ]
     assumed, others = _assumed(args, made, where), _others(made, where, outlook)
     answer = _Answer(made=made, where=where, outlook=outlook, assumed=assumed, others=others, notes=notes)
     print_answer(args, as_data(answer) if args.json else {}, lambda: _print(answer))
@@ -144,13 +149,9 @@ def as_data(answer: _Answer) -> dict[str, Any]:
     """The answer as JSON types."""
     made, where, one = answer.made, answer.where, answer.outlook
     return {
-        "ok": one.ok,
-        "verdict": one.verdict,
-        "objections": one.objections,
+        **record(one, "ok", "verdict", "objections"),
         "undecided": {name: why for name, why in (("fits", one.no_answer), ("time", one.no_time)) if why},
-        "recipe": made.recipe,
-        "engine": made.engine,
-        "world_size": made.world_size,
+        **record(made, "recipe", "engine", "world_size"),
         "parallel": dataclasses.asdict(made.facts.parallel),
         "target": {
             "machine": where.machine.name,

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     read = tuple(None if args.execute else _foreign(name, args.stack, args.stack_version, env) for name in given)
     if (args.stack is not None or env or args.stack_version) and not any(read):
         raise BadValue("--from, --stack-version and --env are for files of other stacks: neither A nor B is one")
-    a, b = (_side(name) if found is None else _of_file(found) for name, found in zip(given, read, strict=True))
+    a, b = (_side(name, found) for name, found in zip(given, read, strict=True))
     verdict = handover(a, b)
     fields = _fields(given) if read == (None, None) and not any(map(_is_run, given)) else None
     data = _data(given, (a, b), read, verdict) | ({} if fields is None else {"fields": fields})
@@ -123,13 +123,11 @@ def _foreign(name: str, stack: str | None, version: str | None, env: Mapping[str
     return None
 
 
-def _of_file(found: Imported) -> Setup:
-    unsaid = (*found.contradicts, *found.cannot_express)
-    return Setup(meaning=found.meaning, stack=found.stack, engine=found.engine, unsaid=unsaid)
-
-
-def _side(name: str) -> Setup:
-    """The meaning of a recipe, by its name or file, or of a run of mpbridge."""
+def _side(name: str, found: Imported | None) -> Setup:
+    """The meaning of another stack's file that was read, of a recipe, by its name or file, or of a run of mpbridge."""
+    if found is not None:
+        unsaid = (*found.contradicts, *found.cannot_express)
+        return Setup(meaning=found.meaning, stack=found.stack, engine=found.engine, unsaid=unsaid)
     if _is_run(name):
         return _of_run(Path(name))
     engine = describe(name).engine or DEFAULT

@@ -48,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     gpu = None if args.target is None else machine(args.target)
     with bar("compared", quiet=args.json) as told:
         report = examine(folder, path, recipe=args.recipe, engines=_engines(args.engine), target=gpu, told=told)
-    differences = [record(one, "name", "kind", what=one.text, error=_finite(one.error)) for one in report.found]
+    differences = [
+        record(one, "name", "kind", what=one.text, error=one.error if one.error < float("inf") else None)
+        for one in report.found
+    ]
     said = {"high_precision": report.high, "differences": differences, "notes": report.notes}
     facts = {"folder": str(folder), **record(report, "format", "recipe", "quantized", **said)}
     answer(args, facts, lambda: _print(folder, path, report))
@@ -92,10 +95,6 @@ def _rows(found: Sequence[Difference]) -> list[tuple[str, str, str]]:
         error = members[0].error
         rows.append((f"{members[0].name}{more}", members[0].text, f"{error:.2%}" if 0 < error < float("inf") else ""))
     return rows
-
-
-def _finite(error: float) -> float | None:
-    return error if error < float("inf") else None
 
 
 MOST_LINEARS = 4

@@ -96,7 +96,12 @@ def _inspect(args: argparse.Namespace) -> None:
         from mpbridge.training.data.sources import find
 
         sources = find("stdlib" if args.sources == ["stdlib"] else args.sources)
-        found |= _packed(sources) if sources.prefixes else _raw(sources)
+        if sources.prefixes:
+            from mpbridge.training.data.prepare import pair
+
+            found["pairs"] = [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]
+        else:
+            found["files"] = _raw(sources)
     answer(args, found, lambda: _show(found))
 
 
@@ -125,19 +130,11 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _packed(sources: Sources) -> dict[str, Any]:
-    from mpbridge.training.data.prepare import pair
-
-    return {"pairs": [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]}
-
-
-def _raw(sources: Sources) -> dict[str, Any]:
+def _raw(sources: Sources) -> list[dict[str, Any]]:
     kinds: dict[str, list[int]] = {}
     for path in sources.files:
         kinds.setdefault(path.suffix or "no ending", []).append(path.stat().st_size)
-    return {
-        "files": [{"kind": kind, "files": len(sizes), "bytes": sum(sizes)} for kind, sizes in sorted(kinds.items())]
-    }
+    return [{"kind": kind, "files": len(sizes), "bytes": sum(sizes)} for kind, sizes in sorted(kinds.items())]
 
 
 def _show(found: dict[str, Any]) -> None:

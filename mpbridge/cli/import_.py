@@ -138,10 +138,8 @@ def _print(found: Imported, told: Answer) -> None:
 
 
 def _data(found: Imported, told: Answer) -> dict[str, object]:
-    lists = record(found, *(attribute for attribute, _ in HEADINGS))
     return {
-        "stack": found.stack,
-        "version": found.version,
+        **record(found, "stack", "version"),
         "recipe": told.recipe,
         "answer": str(told),
         "overrides": {name: str(value) for name, value in told.overrides.items()},
@@ -152,7 +150,7 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
         "differs_here": {name: list(pair) for name, pair in apart(told, found.meaning, engine=found.engine).items()},
         "refused_here": list(refusals(told, found.run)),
         "hazards": list(_hazards(found)),
-        **lists,
+        **record(found, *(attribute for attribute, _ in HEADINGS)),
         "other": list(found.other),
     }
 

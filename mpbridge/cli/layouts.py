@@ -20,7 +20,7 @@ from mpbridge.planning.capability import refuse_unless_native
 from mpbridge.planning.estimate.candidates import PLACES, line
 from mpbridge.planning.estimate.layouts import Layout, search, why_none
 from mpbridge.planning.estimate.predict import timing
-from mpbridge.planning.memory.compare import REFERENCE
+from mpbridge.planning.memory.by_role import REFERENCE
 from mpbridge.precision.registry import recipe, recipes
 
 if TYPE_CHECKING:
@@ -75,14 +75,9 @@ def _search(
             mine = search(
                 made.policy, facts, where.machine, most=args.most, using=where.constants, stated=stated, refused=refused
             )
-            found += [
-                (
-                    made.recipe,
-                    one,
-                    line(one.run, made.facts if valid else None, left=left_batches(made)) or "as configured",
-                )
-                for one in mine
-            ]
+            configured, left = made.facts if valid else None, left_batches(made)
+            changes = [line(one.run, configured, left=left) or "as configured" for one in mine]
+            found += [(made.recipe, one, change) for one, change in zip(mine, changes, strict=True)]
             if not mine:
                 faults.append(f"{made.recipe}: {why_none(made.policy, facts, where.machine, refused, stated=stated)}")
             omitted |= left_out(facts)
@@ -216,26 +211,18 @@ def _print_ranking(
     print_line(f"target {where.line()}", "")
     legal = [advice for advice in order if advice.legal]
     for fits, title in ((True, "valid and fit, in order"), (False, "valid, but do not fit")):
-        rows = [
-            (
-                f"{place}{a.mark}",
-                a.recipe,
-                a.status,
-                _memory(a),
-                *_speed(a, price),
-                *([] if a.error is None else [f"{a.error:.2g}"]),
-                a.reason,
-            )
-            for place, a in enumerate(legal, start=1)
-            if a.fits is fits
-        ]
+        rows = []
+        for place, a in enumerate(legal, start=1):
+            if a.fits is fits:
+                error = () if a.error is None else (f"{a.error:.2g}",)
+                rows.append((f"{place}{a.mark}", a.recipe, a.status, _memory(a), *_speed(a, price), *error, a.reason))
         if fits and not rows:
             print_line(
                 "valid and fit: none in this layout (mpbridge check and mpbridge layouts name layouts that do)", ""
             )
         if rows:
-            error = ("gradient's error",) if any(a.error is not None for a in legal) else ()
-            columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", *error, "why")
+            head = ("gradient's error",) if any(a.error is not None for a in legal) else ()
+            columns = ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", *head, "why")
             print_table(columns, rows, title=title)
             print_line()
     for tie in ties:

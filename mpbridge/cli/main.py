@@ -57,20 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments and arguments[0] not in FOREIGN
     try:
-        for name in (
-            "stdout",
-            "stderr",
-        ):  # a run continues without a reader, for its files and checkpoints
+        for name in ("stdout", "stderr"):  # a run continues without a reader, for its files and checkpoints
             if arguments[:1] == ["train"] and getattr(sys, name) is None:
                 setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         if sys.stdout is None:  # closed by the caller: Python would silently discard output
-            text = (
-                "standard output is closed, so nothing could be printed (redirect it to /dev/null if that is intended)"
-            )
-            _complain(BadValue(text), as_json)
+            text = "standard output is closed, so nothing could be printed"
+            _complain(BadValue(f"{text} (redirect it to /dev/null if that is intended)"), as_json)
             return 2
-        code = _dispatch(arguments)
-        code = _flushed(code)
+        code = _flushed(_dispatch(arguments))
     except MpbridgeError as error:
         code = Refused.exit_code if _without_room(error) else error.exit_code
         _complain(error, as_json, code)
@@ -107,11 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _importer(error: ModuleNotFoundError) -> str:
     """'module (file, line)' of the import that failed."""
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if "importlib" not in frame.f_code.co_filename
-    ]
+    frames = [pair for pair in traceback.walk_tb(error.__traceback__) if "importlib" not in pair[0].f_code.co_filename]
     frame, line = frames[-1]
     return f"{frame.f_globals.get('__name__', '?')} ({frame.f_code.co_filename}, line {line})"
 
@@ -191,19 +181,9 @@ def _dispatch(arguments: list[str]) -> int:
     return int(found.run(args))
 
 
-PROCESSES = frozenset(
-    {
-        "--gpus",
-        "--num-gpus",
-        "--n-gpus",
-        "--ngpus",
-        "--nproc",
-        "--nproc-per-node",
-        "--world",
-        "--processes",
-        "--devices",
-    }
-)
+PROCESSES = frozenset({
+    "--gpus", "--num-gpus", "--n-gpus", "--ngpus", "--nproc", "--nproc-per-node", "--world", "--processes", "--devices",
+})  # fmt: skip
 """What other programs call --world-size."""
 
 
@@ -266,12 +246,8 @@ class Parser(argparse.ArgumentParser):
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """The verb's parser, with its arguments."""
     found = verb_of(verb)
-    parser = Parser(
-        prog=f"mpbridge {verb}",
-        description=found.SUMMARY,
-        formatter_class=_Formatter,
-        epilog=getattr(found, "EPILOG", None),
-    )
+    epilog = getattr(found, "EPILOG", None)
+    parser = Parser(prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=_Formatter, epilog=epilog)
     add_arguments(parser, found.ARGUMENTS)
     parser.quoted = getattr(found, "QUOTED", frozenset())
     if verb in FOREIGN:
@@ -293,22 +269,14 @@ def with_way(arguments: list[str]) -> list[str]:
 def _help(known: Sequence[str], *, every: bool = False) -> str:
     others = [verb for verb in known if verb not in DAY and not any(verb in group for group in PARTS.values())]
     groups = {"": DAY} | ({**PARTS, "also": tuple(others)} if every else {})
-    lines = [
-        f"mpbridge {VERSION}: one name decides every precision fact of a megatron-core training run",
-        "",
-        "usage: mpbridge COMMAND ...",
-    ]
+    head = f"mpbridge {VERSION}: one name decides every precision fact of a megatron-core training run"
+    lines = [head, "", "usage: mpbridge COMMAND ..."]
     for title, names in groups.items():
         lines += ["", *([f"{title}:"] if title else [])]
         lines += hanging([(f"  {verb}", str(verb_of(verb).SUMMARY)) for verb in names], columns_here())
-    return "\n".join(
-        [
-            *lines,
-            *([] if every else ["", f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]),
-            "",
-            "For details: mpbridge help COMMAND. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
-        ]
-    )
+    lines += [] if every else ["", f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]
+    codes = "Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early."
+    return "\n".join([*lines, "", f"For details: mpbridge help COMMAND. {codes}"])
 
 
 def _complain(error: MpbridgeError, as_json: bool, code: int | None = None) -> None:
@@ -318,9 +286,7 @@ def _complain(error: MpbridgeError, as_json: bool, code: int | None = None) -> N
         said = {"message": error.subject, "faults": list(error.faults)} if isinstance(error, Contradiction) else {}
         data = {"error": type(error).__name__, "exit_code": code or error.exit_code, "message": text} | said
         text = json.dumps(data | ({"rank": rank} if rank != "0" else {}))
-    elif (
-        rank != "0"
-    ):  # all processes of a job fail in the same way: rank 0 prints the full error, the others one line each
+    elif rank != "0":  # all processes of a job fail in the same way: rank 0 prints the full error, the others a line
         text = f"rank {rank}: {text.splitlines()[0] if text else ''}"
     with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still matters
         complain(text)

@@ -36,13 +36,9 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.common.probe import this_machine
     from mpbridge.training.admission import Admission
 
-    if args.audit:
-        args.overrides = [*args.overrides, f"train.audit={args.audit}"]
-    for given, setting in (
-        (args.reset_optimizer, "checkpoint.reset_optimizer=true"),
-        (args.deterministic, "train.deterministic=true"),
-    ):
-        args.overrides = [*args.overrides, *([setting] if given else [])]
+    asked = {f"train.audit={args.audit}": args.audit, "checkpoint.reset_optimizer=true": args.reset_optimizer}
+    asked["train.deterministic=true"] = args.deterministic
+    args.overrides = [*args.overrides, *(setting for setting, given in asked.items() if given)]
     world = _world_size()
     # with several processes, rank 0 checks once it can tell the others (train.loop)
     made = resolved(

@@ -255,9 +255,8 @@ def install() -> None:
 
 def apply(container: Any, recipe: Any, *, on_conflict: Literal["warn", "error"] = "warn") -> Any:
     """Writes any recipe onto Bridge's ConfigContainer before `pretrain`: `mpbridge.backend.megatron.bridge_container.apply`, which needs torch."""
-    return importlib.import_module("mpbridge.backend.megatron.bridge_container").apply(
-        container, recipe, on_conflict=on_conflict
-    )
+    room = importlib.import_module("mpbridge.backend.megatron.bridge_container")
+    return room.apply(container, recipe, on_conflict=on_conflict)
 
 
 def __getattr__(name: str) -> Any:

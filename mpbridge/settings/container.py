@@ -20,11 +20,10 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.settings.draft import BROUGHT, Draft, FaultFinder, joined
 from mpbridge.settings.load import COMMAND_LINE, TOP, dump_yaml, read
 from mpbridge.settings.read_back import as_mapping
-from mpbridge.settings.realized import emulation_faults
 from mpbridge.settings.schema import SECTIONS, Section, checked
 from mpbridge.settings.sections import OWN
 from mpbridge.settings.shape import smallest_world
-from mpbridge.settings.stages import Stage, as_plain, read_stages
+from mpbridge.settings.stages import Stage, as_plain, emulation_faults, read_stages
 
 if TYPE_CHECKING:
     from mpbridge.common.facts import RunFacts, Versions

@@ -23,9 +23,8 @@ from mpbridge.backend.devices.redirect import (
     set_state,
 )
 from mpbridge.common.upstream import Patch
-from mpbridge.te_cpu.cuda_states import REFUSED
 from mpbridge.te_cpu.played import Played
-from mpbridge.te_cpu.refusals import refused_name
+from mpbridge.te_cpu.refusals import REFUSED, refused_name
 
 _COUNTED = (
     "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
@@ -221,17 +220,26 @@ def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]
 def _device(original: Any) -> Any:
     """torch.device, of which torch's CPU build makes none from an index: it is one of the accelerator's. A class under torch's name, for isinstance, annotations and pickle."""
 
-    class DeviceMeta(type):
+    def make(*args: Any, **kwargs: Any) -> Any:
+        index = args[0] if args else kwargs.get("type", kwargs.get("index") if len(kwargs) == 1 else None)
+        if len(args) + len(kwargs) == 1 and isinstance(index, int) and not isinstance(index, bool):
+            return original("cuda", index)
+        return original(*args, **kwargs)
+
+    return class_of(original, make, __module__="torch", __qualname__="device", __doc__=original.__doc__)
+
+
+def class_of(original: Any, make: Callable[..., Any], **attributes: Any) -> Any:
+    """A class in the place of `original`, whose instances are that one's, made by `make`."""
+
+    class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            index = args[0] if args else kwargs.get("type", kwargs.get("index") if len(kwargs) == 1 else None)
-            if len(args) + len(kwargs) == 1 and isinstance(index, int) and not isinstance(index, bool):
-                return original("cuda", index)
-            return original(*args, **kwargs)
+            return make(*args, **kwargs)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, original)
 
-    return DeviceMeta("device", (), {"__module__": "torch", "__qualname__": "device", "__doc__": original.__doc__})
+    return Meta(original.__name__, (), attributes)
 
 
 def _profile(original: Any) -> Any:

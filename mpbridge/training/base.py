@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.backend.devices.together import rank
+from mpbridge.backend.devices.collectives import rank
 from mpbridge.settings.training import scheduler_arguments
 from mpbridge.training.checkpoint import store
 

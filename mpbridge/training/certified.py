@@ -17,7 +17,7 @@ from mpbridge.settings.schema import defaults
 if TYPE_CHECKING:
     import torch
 
-    from mpbridge.numerics.certificates.tensors import Linear
+    from mpbridge.numerics.certificates.figures import Linear
     from mpbridge.observe.telemetry.records import MeasuredStep
     from mpbridge.settings.container import Run
 
@@ -119,7 +119,7 @@ def tensors_of(file: Path) -> dict[str, Linear]:
     import torch
     from safetensors import safe_open
 
-    from mpbridge.numerics.certificates.tensors import TOKENS, Linear
+    from mpbridge.numerics.certificates.figures import TOKENS, Linear
 
     stored = header(file.parent, file.name)
     shapes = {name: list(one.shape) for name, one in stored.items() if one.dtype in ("F32", "BF16", "F16", "F64")}
@@ -145,7 +145,7 @@ def tensors_of(file: Path) -> dict[str, Linear]:
 
 
 def _linear(base: str, shapes: dict[str, list[int]], read: Any) -> Linear:
-    from mpbridge.numerics.certificates.tensors import Linear
+    from mpbridge.numerics.certificates.figures import Linear
 
     prefix = f"{base}." if base else ""
     missing = [f"{prefix}{side} is missing" for side in ("x", "w", "dy") if f"{prefix}{side}" not in shapes]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.backend.devices import device_layer
-from mpbridge.backend.devices.together import on_first_rank
+from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.errors import CheckpointError

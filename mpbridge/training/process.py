@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.backend.devices import device_layer
-from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank
+from mpbridge.backend.devices.collectives import agreed, is_of_a_lost_rank
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
 from mpbridge.backend.engines.registry import build_engine

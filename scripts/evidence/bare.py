@@ -21,7 +21,7 @@ class BareLoop:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from mpbridge.backend.megatron.configs import build_targets
+        from mpbridge.backend.megatron.targets import build_targets
         from mpbridge.backend.models.gpt import build_chunks
         from mpbridge.settings.training import scheduler_arguments
 

@@ -427,7 +427,7 @@ def engine_release_table() -> str:
 @table("cuda-names")
 def cuda_name_table() -> str:
     """What is played of CUDA, what is torch's own, and what is refused."""
-    from mpbridge.te_cpu.cuda_states import PLAYED_BESIDE, REAL, REFUSED
+    from mpbridge.te_cpu.refusals import PLAYED_BESIDE, REAL, REFUSED
 
     rows = []
     for kind, names in (("refused", REFUSED), ("real", REAL)):

@@ -397,6 +397,18 @@ def test_check_says_that_an_optimizers_package_is_not_here(engine, needs, capsys
     )
 
 
+def test_check_names_what_the_recipe_overrides(capsys):
+    assert main(["check", "--recipe", "bf16_mixed", "--target", "h100", "--json", "model.fp8=hybrid"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [note for note in notes if note.startswith("overridden: model.fp8: was hybrid, becomes none")]
+
+
+def test_check_weighs_layouts_with_fewer_ranks_than_optimizer_instances(capsys):
+    sharded = ["ddp.use_distributed_optimizer=true", "ddp.num_distributed_optimizer_instances=2"]
+    assert main(["check", "--recipe", "bf16_mixed", "--target", "h100", "--world-size", "2", *sharded]) == 0
+    assert "valid  yes" in capsys.readouterr().out
+
+
 def test_check_judges_the_machine_that_a_run_plays(capsys, monkeypatch):
     for module in ("cli._target", "settings.draft"):
         monkeypatch.setattr(f"mpbridge.{module}.played", lambda target, te: (machine(target or "h100"), ASSUMED))

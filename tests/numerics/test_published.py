@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from mpbridge.numerics.certificates.expected import Operands, varied, vary
-from mpbridge.numerics.certificates.figures import bits, concentration, gemm_figures, product
-from mpbridge.numerics.certificates.tensors import drawn
+from mpbridge.numerics.certificates.figures import bits, concentration, drawn, gemm_figures, product
 from mpbridge.numerics.modules import emulate_linears
 from mpbridge.planning.certificates import VARIANTS
 from mpbridge.precision.policy import Quant

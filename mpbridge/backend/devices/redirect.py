@@ -17,7 +17,7 @@ import torch
 from torch._dynamo import trace_rules
 from torch.utils import _device as contexts
 
-from mpbridge.backend.devices.half_products import half_patches
+from mpbridge.backend.devices.products import half_patches
 from mpbridge.common.upstream import Patch
 
 CPU = torch.device("cpu")

@@ -19,7 +19,6 @@ from mpbridge.planning.memory.names import any_gpt, unnamed
 from mpbridge.precision.config import ROWS, MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.regions import Region
 from mpbridge.precision.registry import describe, get_mixed_precision_config, key, model_of
 from mpbridge.precision.resolve import resolve
 
@@ -60,7 +59,8 @@ def export(
     own = describe(name).engine if isinstance(recipe, str) else None
     request = Request(
         name=name, config=config, policy=policy, engine=run.facts.engine if run is not None else engine or own or DEFAULT, version=words,
-        run=run, unnamed=_of_another_model(str(recipe), policy),
+        # all of its rules by module, if the recipe's evidence says that they are for another model
+        run=run, unnamed=policy.module_regions if model_of(str(recipe)) else unnamed(policy, *any_gpt()),
     )  # fmt: skip
     made: Export = module.export(request)
     others = _other_stages(run, stage)
@@ -106,11 +106,6 @@ def request_of(run: Any) -> Request:
     return Request(name=stage.recipe, config=stage.config, policy=policy, engine=run.facts.engine, version="", run=run)
 
 
-def _of_another_model(name: str, policy: PrecisionPolicy) -> tuple[Region, ...]:
-    """The rules under `modules` that match no linear of any megatron-core GPT; all of them if the recipe's evidence says that they are for another model."""
-    return policy.module_regions if model_of(name) else unnamed(policy, *any_gpt())
-
-
 def _stage(run: Any, recipe: Any) -> Any:
     """The run's stage with this recipe; the first if none has that name."""
     named = [stage for stage in run.stages if isinstance(recipe, str) and stage.recipe == key(recipe)]
@@ -134,15 +129,12 @@ def _with_the_models_own(run: Any, policy: PrecisionPolicy) -> PrecisionPolicy:
     own: dict[str, Any] = {
         fact: dtype(said[name]) if name.endswith("dtype") else said[name]
         for fact, (_, name) in STATED.items()
-        if said.get(name) not in (None, defaults.get(name, {}).get("default")) and _open(policy, fact)
+        if fact in OPEN and getattr(policy, fact) is None
+        if said.get(name) not in (None, defaults.get(name, {}).get("default"))
     }
     # megatron-core switches it on, whatever else is said
     own |= {"softmax_fp32": True} if said.get("apply_query_key_layer_scaling") else {}
     return dataclasses.replace(policy, **own)
-
-
-def _open(policy: PrecisionPolicy, fact: str) -> bool:
-    return fact in OPEN and getattr(policy, fact) is None
 
 
 _NUMBER = re.compile(r"(?:core_)?v?(\d+(?:\.\d+)*)", re.IGNORECASE)

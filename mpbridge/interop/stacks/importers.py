@@ -18,7 +18,7 @@ from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, re
 from mpbridge.interop.stacks.exporters import stack_module, version_for
 from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
-from mpbridge.interop.stacks.recognized import TITLES, Recognized, deepspeed_file, recognize_words
+from mpbridge.interop.stacks.recognized import LM, TITLES, Recognized, deepspeed_file, recognize_words
 from mpbridge.interop.stacks.sharded_torch import has_comment, read_comment
 from mpbridge.precision.yaml_loader import bounded_loader, said
 
@@ -46,7 +46,7 @@ def read_file(
             f"{path}: no such file, expected a stack's configuration, launch script or training script (--args takes arguments)"
         )
     if path.suffix in (".pt", ".ckpt", ".pth") or path.name == METADATA:
-        made = _lm().read_values(read_arguments(path), version=_version("megatron-lm", version))
+        made = _importer(LM).read_values(read_arguments(path), version=_version(LM, version))
         return _finished(made, version, env)
     text = text_of(path)
     if path.suffix == ".py":
@@ -158,28 +158,23 @@ def _read_words(
     undecided += (alone,) if NO_PROGRAM in script.notes else ()
     decides = f"--deepspeed_config: {cut(file or '')} decides: pass that file (--from deepspeed)"
     undecided += () if file is None else (decides,)
-    silent = not any(word.startswith("-") and PRECISION.search(word) for word in words)
+    silent = not any(word.startswith("-") and PRECISION.search(word) for word in words)  # no word says a precision
     undecided += tuple(told.assumed) if silent and name != "--args" else ()  # neither the stack nor a precision is said
     if not words and name != "--args":
         why = f": {script.notes[0]}" if script.notes else ""
         raise DataError(f"{name or 'the text'}: it has no {TITLES.get(told.stack, told.stack)} option{why}")
-    undecided += _unset(notes, words)
-    rules = {"rules": _rules_beside(script, words, beside)} if told.stack == "megatron-lm" else {}
+    # a variable without a value, where one is an option's name, or where nothing says a precision: what it holds would
+    undecided += tuple(note for note in notes if " no value" in note) if silent or "--" in words else ()
+    rules = {"rules": _rules_beside(script, words, beside)} if told.stack == LM else {}
     found = module.read(words, version=_version(told.stack, version), **rules)
     notes = tuple(note for note in notes if note not in undecided)
     found = dataclasses.replace(found, assumed=(*notes, *found.assumed), undecided=(*undecided, *found.undecided))
     return _finished(found, version)
 
 
-def _unset(notes: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
-    """Notes on variables without a value, where one is an option's name, or where no word says a precision: what it holds would."""
-    said = any(word.startswith("-") and PRECISION.search(word) for word in words)
-    return () if said and "--" not in words else tuple(note for note in notes if " no value" in note)
-
-
 def _rules_beside(script: LaunchScript, words: Sequence[str], beside: Path | None) -> Any:
     """The data of Megatron-LM's file of rules by module, if the script writes it or it stands where its name says; else None."""
-    option = _lm().MODULES_FILE
+    option = _importer(LM).MODULES_FILE
     named = next((after for word, after in itertools.pairwise([*words, ""]) if word == option), None)
     named = named or next((word.partition("=")[2] for word in words if word.startswith(f"{option}=")), None)
     if named is None:
@@ -310,10 +305,6 @@ def _importer(stack: str) -> Any:
         if not hasattr(module, "read_data"):
             raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
     return module
-
-
-def _lm() -> Any:
-    return importlib.import_module("mpbridge.interop.stacks.megatron_lm_import")
 
 
 def _version(stack: str, asked: str | None) -> str:

@@ -95,8 +95,10 @@ class Meaning:
 
     @property
     def quantization(self) -> str:
-        """The regions in words; 'none' if nothing is quantized."""
-        return quantization_text(self.regions)
+        """The regions as one line, first match first; 'none' if nothing is quantized."""
+        if all(not region.rules.distinct for region in self.regions):
+            return "none"
+        return "; ".join(f"{region_text(region)}: {region_rule(region)}" for region in self.regions)
 
     @property
     def held(self) -> Mapping[str, int]:
@@ -202,13 +204,6 @@ def stated(policy: PrecisionPolicy) -> dict[str, Any]:
     """The facts that a Meaning has only if the policy states them: dtypes of activations, and those of the model."""
     found = {name: getattr(policy, name) for name in STATED if name != "reuse_grad_buffer"}
     return found | {name: None for name in ("output", "pipeline") if found[name] is policy.compute}
-
-
-def quantization_text(regions: tuple[Region, ...]) -> str:
-    """Regions as one line, first match first."""
-    if all(not region.rules.distinct for region in regions):
-        return "none"
-    return "; ".join(f"{region_text(region)}: {region_rule(region)}" for region in regions)
 
 
 def rows(meaning: Meaning) -> dict[str, str]:

@@ -179,11 +179,8 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
             data[section] = value
     found = read_data(data, version=version)
     open_ = [f"{one}: known only at run time; left at its default" for one in not_known]
-    open_ += (
-        []
-        if is_known(made)
-        else [f"{made.callee}(...), which it starts from, is not in this checkout: what it sets beside"]
-    )
+    if not is_known(made):
+        open_.append(f"{made.callee}(...), which it starts from, is not in this checkout: what it sets beside")
     low = found.meaning.quantization
     # three of recipes/nemotronh/h100: nemotronh_47b and 56b, nemotron_nano_12b_v2
     misnamed = "_bf16_config" in name and low != "none"

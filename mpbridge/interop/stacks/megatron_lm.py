@@ -124,7 +124,8 @@ def _optimizer(request: Request) -> Flags:
     if wrapper:
         yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
         yield "--ckpt-format fsdp_dtensor"
-    if _optimizer_there(request, CORE[request.version]):
+    unknown = request.optimizer in EMERGING and BEFORE_018.holds(CORE[request.version])
+    if request.optimizer != "adam" and not unknown:
         # since 0.18 the distributed optimizer of what is not Adam is the layer-wise one
         layered = request.optimizer == "dist_muon" and not BEFORE_018.holds(CORE[request.version])
         yield f"--optimizer {'muon --use-distributed-optimizer' if layered else request.optimizer}"
@@ -133,11 +134,6 @@ def _optimizer(request: Request) -> Flags:
         reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
         yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
         yield f"--megatron-fsdp-main-grads-dtype {add} --megatron-fsdp-grad-comm-dtype {reduce}"
-
-
-def _optimizer_there(request: Request, core: str) -> bool:
-    """Whether the run's optimizer has to be named, and can be."""
-    return request.optimizer != "adam" and not (request.optimizer in EMERGING and BEFORE_018.holds(core))
 
 
 def _updates(request: Request) -> Mapping[str, str]:

@@ -105,13 +105,8 @@ class Arguments:
     @property
     def trained(self) -> Trained:
         """What trains the run."""
-        return Trained(
-            name=self["optimizer"],
-            core=CORE[self.version],
-            distributed=self.on("distributed"),
-            there=own_settings(self.version),
-            given=self.own,
-        )
+        name, core, there = self["optimizer"], CORE[self.version], own_settings(self.version)
+        return Trained(name=name, core=core, distributed=self.on("distributed"), there=there, given=self.own)
 
     @property
     def dtypes(self) -> bool:

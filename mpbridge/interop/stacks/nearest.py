@@ -64,10 +64,10 @@ def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning
         wanted = resolve(config)
     except MpbridgeError as error:
         return Answer(recipe=None, overrides={}, why=str(error))
-    if meaning is not None:
+    stated = (wanted.keep_fp32, wanted.frozen, wanted.logits, wanted.router, wanted.residual_fp32, wanted.softmax_fp32)
+    if meaning is not None and not any(stated):  # then a meaning has everything that the policy states
         for name in recipes:
-            own = recipes[name].engine or DEFAULT
-            if own == engine and _policy_free(wanted) and _means(name, own, meaning, wanted):
+            if (recipes[name].engine or DEFAULT) == engine and _means(name, engine, meaning, wanted):
                 return Answer(recipe=name, overrides={})
     found = [_from(name, config, wanted, engine) for name in recipes]
     candidates = [one for one in found if one is not None]
@@ -84,12 +84,6 @@ def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[s
     # what a stack leaves to the model is not a promise
     left = [name for name in OPEN if getattr(meaning, name) is None]
     return MappingProxyType({row: pair for row, pair in differences(meaning, mine).items() if row not in left})
-
-
-def _policy_free(policy: PrecisionPolicy) -> bool:
-    """Whether a Meaning has everything that the policy states."""
-    facts = (policy.keep_fp32, policy.frozen, policy.logits, policy.router, policy.residual_fp32, policy.softmax_fp32)
-    return not any(facts)
 
 
 def _beside(mine: Meaning, meaning: Meaning) -> Meaning:
@@ -157,12 +151,8 @@ def refusals(told: Answer, trains: Mapping[str, Any] = MappingProxyType({})) -> 
         return ()
     others = [name for name in engine_names() if name != own and not _errors(config, name, trains)]
     lines = [f"{error.found}: {error.rule}; cure: {error.cure} [{error.source}]" for error in errors]
-    named = (
-        f"engine={' or '.join(others)} allows it (megatron-core {_VERSIONS.megatron_core})"
-        if others
-        else "no engine of mpbridge allows it as it is"
-    )
-    return (*lines, named)
+    named = f"engine={' or '.join(others)} allows it (megatron-core {_VERSIONS.megatron_core})"
+    return (*lines, named if others else "no engine of mpbridge allows it as it is")
 
 
 def _errors(config: MixedPrecisionConfig, engine: str, trains: Mapping[str, Any]) -> tuple[Violation, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 from mpbridge.common.errors import cut
 from mpbridge.common.facts import BESIDE_ADAM, OWN_SETTINGS, reads
 from mpbridge.common.formats import say
-from mpbridge.planning.rules.muon import NEWTON_SCHULZ, WORDS
+from mpbridge.planning.rules.trained import NEWTON_SCHULZ, WORDS
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.megatron_spec.versions import BEFORE_018, described
 
@@ -212,7 +212,8 @@ class Trained:
         """(kind of note, whether it applies, text). where: the stack's setting that names the optimizer."""
         read, here = self.read, self.here
         for one, value in ((self.there[name], value) for name, value in self.given.items()):
-            unread = f"{one.told(cut(value))}: only {_reader(one.name)} reads it, and the optimizer is {cut(self.name)}"
+            reader = next((text for stem, text in _READERS.items() if one.name.startswith(stem)), "another optimizer")
+            unread = f"{one.told(cut(value))}: only {reader} reads it, and the optimizer is {cut(self.name)}"
             refused = f"{one.told(cut(value))}: refused there, which takes {', '.join(one.words)}"
             yield ("contradicts", not one.takes(value), refused) if one in read else ("inert", True, unread)
         for one in read:
@@ -234,11 +235,5 @@ class Trained:
         yield "contradicts", self.refused, f"{where}={self.name} with the distributed optimizer: megatron-core {self.core} refuses both together"  # fmt: skip
 
 
-def _reader(name: str) -> str:
-    """What reads a setting of one optimizer, in words."""
-    if name.startswith("lion_"):
-        return "the Lion beside Muon (muon_scalar_optimizer)"
-    return next((text for stem, text in _READERS.items() if name.startswith(stem)), "another optimizer")
-
-
-_READERS = {"sgd_": "SGD", "muon_": "Muon", "soap_": "SOAP"}
+_READERS = {"lion_": "the Lion beside Muon (muon_scalar_optimizer)", "sgd_": "SGD", "muon_": "Muon", "soap_": "SOAP"}
+"""Start of a setting's name -> what reads it, in words."""

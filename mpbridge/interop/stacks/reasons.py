@@ -256,15 +256,12 @@ def handover(a: Setup, b: Setup) -> str:
 
 
 def _arithmetic(a: Setup, b: Setup) -> str:
-    beyond = _beyond(a, b)
     if differences(a.meaning, b.meaning):
         other = arithmetic_differs(a.meaning, b.meaning)
         return "They compute differently" if other else "The same arithmetic, with a different layout of tensors"
-    return (
-        f"What mpbridge can express of both is the same, but not all of it: {beyond}"
-        if beyond
-        else "They mean the same"
-    )
+    beyond = _beyond(a, b)
+    text = f"What mpbridge can express of both is the same, but not all of it: {beyond}"
+    return text if beyond else "They mean the same"
 
 
 def _beyond(a: Setup, b: Setup) -> str:
@@ -275,8 +272,12 @@ def _beyond(a: Setup, b: Setup) -> str:
 
 
 def _way(a: Setup, b: Setup) -> str:
+    if a.stack == b.stack == OURS:
+        return _here(a, b)
     if a.stack == b.stack:
-        return _here(a, b) if a.stack == OURS else _there(a, b)
+        apart = differences(a.meaning, b.meaning)
+        state = "how that loader casts tensors is not verified" if apart else "all dtypes are the same"
+        return f"Both are {a.stack}: its own loader decides; {state}"
     if a.stack in _MEGATRON and b.stack in _MEGATRON:
         return f"Both write megatron-core's distributed checkpoints. {_MEGATRON_WAYS[b.stack]}"
     if a.stack in _MEGATRON and b.stack == OURS and traits(b.engine).checkpoints == "mcore":
@@ -294,12 +295,6 @@ def _here(a: Setup, b: Setup) -> str:
     if not differences(a.meaning, b.meaning):
         return "A checkpoint of A can be continued in B unchanged"
     return "A checkpoint of A can be continued in B if mpbridge resume-check, which knows the run, allows it"
-
-
-def _there(a: Setup, b: Setup) -> str:
-    same = not differences(a.meaning, b.meaning)
-    state = "all dtypes are the same" if same else "how that loader casts tensors is not verified"
-    return f"Both are {a.stack}: its own loader decides; {state}"
 
 
 def _rounded(a: Setup, b: Setup) -> str:

@@ -308,15 +308,10 @@ def read_comment(text: str, *, name: str, stack: str | None) -> Imported:
         rows(meaning)  # raises for values that are of no use
     except (MpbridgeError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise DataError(
-            f"{name}: the comment `mpbridge export --to {comment[1]}` in line {at} cannot be read_comment: {cut(error)}"
+            f"{name}: the comment `mpbridge export --to {comment[1]}` in line {at} cannot be read: {cut(error)}"
         ) from None
-    undecided = (
-        []
-        if _sum(code) == expected
-        else [
-            f"the {many} lines below line {at} were changed since `mpbridge export` wrote them, and are not read_comment: export again"
-        ]
-    )
+    changed = f"the {many} lines below line {at} were changed since `mpbridge export` wrote them, and are not read: export again"
+    undecided = [] if _sum(code) == expected else [changed]
     undecided += [f"line {one}: another export, which is not shown" for one, _ in found if one != at]
     made = Imported(
         stack=comment[1], version="", fields=fields, meaning=meaning, cannot_express=tuple(known.notes["cannot_express"]), undecided=tuple(undecided),

@@ -47,31 +47,25 @@ def export(request: Request) -> Export:
     optim = sgd if request.optimizer == "sgd" else {"optim": "adamw_torch"}
     said = {"dtype": SPELL[full.storage], **optim} | ({} if cast is None else {cast.short: True})
     theirs = read_data(said, version=request.version).meaning
-    flag = "".join(f', {name}="{value}"' for name, value in optim.items()) + (
-        "" if cast is None else f", {cast.short}=True"
-    )
-    code = "\n".join(
-        [
-            "import torch",
-            "from transformers import AutoModelForCausalLM, TrainingArguments",
-            "",
-            "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
-            f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
-            f'arguments = TrainingArguments(output_dir="out"{flag})',
-        ]
-    )
-    return exported(request, NAME, theirs, [Fragment(name="python", text=commented(NAME, theirs, code))])
+    given = ['output_dir="out"', *(f'{name}="{value}"' for name, value in optim.items())]
+    given += [] if cast is None else [f"{cast.short}=True"]
+    lines = [
+        "import torch",
+        "from transformers import AutoModelForCausalLM, TrainingArguments",
+        "",
+        "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
+        f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
+        f"arguments = TrainingArguments({', '.join(given)})",
+    ]
+    code = Fragment(name="python", text=commented(NAME, theirs, "\n".join(lines)))
+    return exported(request, NAME, theirs, [code])
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `--bf16 --fsdp full_shard ...`; `--torch_dtype`/`--dtype` of the example scripts is the loading dtype."""
     data, strays = options_of(words)
-    found = read_data(data, version=version, saved=False)
-    return dataclasses.replace(found, unknown=(*(stray(word, _options()) for word in strays), *found.unknown))
-
-
-def _options() -> list[str]:
-    return [f"--{name}" for name in known(NAME)[""]]
+    found, names = read_data(data, version=version, saved=False), [f"--{name}" for name in known(NAME)[""]]
+    return dataclasses.replace(found, unknown=(*(stray(word, names) for word in strays), *found.unknown))
 
 
 def read_data(data: Any, *, version: str, saved: bool = True) -> Imported:

@@ -13,10 +13,21 @@ import torch
 
 from mpbridge.common.facts import MUONS
 from mpbridge.common.formats import E2M1, E4M3
-from mpbridge.numerics.certificates.attention import attention_rows, newton_schulz_rows
 from mpbridge.numerics.certificates.expected import Expected, Operands, cast
-from mpbridge.numerics.certificates.figures import SIDES, bounds, gain, gemm_figures, operand_figures, product
-from mpbridge.numerics.certificates.tensors import KINDS, Linear, drawn, with_signal
+from mpbridge.numerics.certificates.figures import (
+    KINDS,
+    SIDES,
+    Linear,
+    attention_rows,
+    bounds,
+    drawn,
+    gain,
+    gemm_figures,
+    newton_schulz_rows,
+    operand_figures,
+    product,
+    with_signal,
+)
 from mpbridge.numerics.operands import COPY_OF, Side
 from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE

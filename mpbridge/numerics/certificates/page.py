@@ -13,7 +13,7 @@ from mpbridge.common.tables import Column
 from mpbridge.numerics.certificates.certificate import Certificate
 from mpbridge.numerics.certificates.expected import stochastic_e2m1
 from mpbridge.numerics.certificates.figures import concentration
-from mpbridge.numerics.rounding import round_nearest
+from mpbridge.numerics.codes import round_nearest
 from mpbridge.planning.closed_forms import lost_updates
 from mpbridge.precision.regions import GEMMS
 

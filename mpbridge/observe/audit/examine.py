@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import world_size
+from mpbridge.backend.devices.collectives import from_all, world_size
 from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.numerics.observation import modules
 from mpbridge.observe.audit.compute import compute_findings

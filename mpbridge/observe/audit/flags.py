@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.backend.devices.fp32_products import reduced
+from mpbridge.backend.devices.products import reduced
 from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.formats import DType, say
 from mpbridge.observe.audit.promise import Promises

@@ -69,7 +69,7 @@ class Held:
         stored = self.state.get("master_param")
         if stored is not None and local(self.updated).dtype is not torch.float32:
             if stored.dtype is torch.int16:
-                from mpbridge.numerics.adam import join
+                from mpbridge.numerics.optimizers import join
 
                 return join(local(self.updated).detach(), local(stored)).reshape(-1)
             if hasattr(self.inner, "get_unscaled_state"):

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import agreed, rank
+from mpbridge.backend.devices.collectives import agreed, from_all, rank
 from mpbridge.common.errors import AuditFailed
 from mpbridge.observe.audit.between import AsRead, Cadence, Shape, broken, fingerprint
 from mpbridge.observe.audit.compute import unread

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import world_size
+from mpbridge.backend.devices.collectives import from_all, world_size
 from mpbridge.common.errors import AuditFailed
 from mpbridge.numerics.observation.modules import is_rotary, module_paths
 from mpbridge.numerics.observation.tensors import digest, local

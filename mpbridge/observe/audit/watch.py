@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.backend.devices.together import world_size
+from mpbridge.backend.devices.collectives import world_size
 from mpbridge.numerics.observation.modules import (
     Graph,
     floating,

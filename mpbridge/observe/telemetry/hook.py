@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import largest, rank
+from mpbridge.backend.devices.collectives import from_all, largest, rank
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import opened_to_write
 from mpbridge.common.report.console import warn

@@ -20,8 +20,8 @@ from mpbridge.numerics.statistics import errors, spread
 from mpbridge.observe.telemetry.probe import Noise, Probe, normalised
 from mpbridge.observe.telemetry.records import OPERANDS
 from mpbridge.precision.regions import Gemm, Gemms
-from mpbridge.te_cpu.contents import codes_at_limit, scale_of, values_of
 from mpbridge.te_cpu.grouped_buffers import members
+from mpbridge.te_cpu.operands import codes_at_limit, gemm_values, scale_of
 from mpbridge.te_cpu.storages import storage_kind
 
 _GEMM: dict[tuple[bool, bool], Gemm] = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
@@ -114,7 +114,7 @@ class Tap:
                 known["gemms"].append(gemm)
             return
         try:
-            values = values_of(operand, column=column)
+            values = gemm_values(operand, column=column)
         except Exception as error:  # a release, a layout or a device that cannot be read: noted, and the run continues
             self._note(f"{type(operand).__name__}, {'column' if column else 'row'} copy: {type(error).__name__}")
             return

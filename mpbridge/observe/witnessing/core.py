@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpbridge.backend.devices.together import world_size
+from mpbridge.backend.devices.collectives import world_size
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.megatron import inside_fsdp
 from mpbridge.backend.megatron.inside_optimizer import main_weights, parts
@@ -111,14 +111,14 @@ class CoreLoop(Loop):
 
     def named_parameters(self) -> Iterable[tuple[str, Any]]:
         """Parameters by global name, with layers numbered over all pipeline stages."""
-        from mpbridge.backend.engines.live import bare, parameters
+        from mpbridge.backend.engines.mcore import bare, parameters
 
         for chunk in self.model:
             yield from parameters(bare(chunk))
 
     def tensors(self) -> list[Live]:
         """The live tensors as megatron-core has them."""
-        from mpbridge.backend.engines.live import live
+        from mpbridge.backend.engines.mcore import live
 
         return live(self.model, self.optimizer)
 

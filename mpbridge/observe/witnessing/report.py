@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.collectives import from_all
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.common.errors import AuditFailed
 from mpbridge.interop.stacks.meaning import LABELS

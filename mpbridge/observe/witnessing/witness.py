@@ -11,8 +11,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import rank
+from mpbridge.backend.devices.collectives import from_all, rank
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.base import Imported

@@ -21,14 +21,12 @@ from mpbridge.planning.rules import (
     construction,
     engine,
     environment,
-    frozen,
     hybrid,
     model,
-    muon,
     optimizer,
     quant,
-    realization,
     storage,
+    trained,
 )
 from mpbridge.planning.rules.base import Case, Rule, Violation
 from mpbridge.precision.megatron_spec.versions import missing
@@ -39,12 +37,11 @@ from mpbridge.precision.policy import PrecisionPolicy
 def rules() -> tuple[Rule, ...]:
     """All rows, in table order; ids are unique."""
     return (
-        realization.RULES
+        environment.REALIZATION
         + quant.RULES
         + storage.RULES
         + optimizer.RULES
-        + muon.RULES
-        + frozen.RULES
+        + trained.RULES
         + model.RULES
         + configs.RULES
         + hybrid.RULES

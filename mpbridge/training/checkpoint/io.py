@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank, on_first_rank
-from mpbridge.backend.engines.live import follow_main_weights
+from mpbridge.backend.devices.collectives import agreed, from_all, is_of_a_lost_rank, on_first_rank
+from mpbridge.backend.engines.mcore import follow_main_weights
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.common.tables import size

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import torch
 
-from mpbridge.backend.devices.together import summed
+from mpbridge.backend.devices.collectives import summed
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.facts import least_left

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mpbridge.backend.devices.together import on_first_rank
+from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.common.errors import BadValue, DataError
 from mpbridge.common.files import ProgressCallback, lock
 from mpbridge.common.report.console import rank

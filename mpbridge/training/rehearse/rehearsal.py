@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.collectives import from_all
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.pages.about import data_text, model_text
 from mpbridge.common.report.console import rank

@@ -11,8 +11,7 @@ from mpbridge.common.machines import machine
 from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.memory.activations import activations
 from mpbridge.planning.memory.activations import kept as kept_of
-from mpbridge.planning.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
-from mpbridge.planning.memory.compare import against_bf16
+from mpbridge.planning.memory.by_role import against_bf16, duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.planning.memory.keeps import trained_by
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.overheads import left_out_of_memory

@@ -16,8 +16,8 @@ from transformer_engine.pytorch.utils import attention_mask_func
 
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.cuda_names import played_patches
-from mpbridge.te_cpu.cuda_states import REFUSED, state
 from mpbridge.te_cpu.played import now
+from mpbridge.te_cpu.refusals import REFUSED, state
 
 
 def test_random_states_of_all_devices_are_kept_and_given_back() -> None:

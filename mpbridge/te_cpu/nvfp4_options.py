@@ -1,4 +1,4 @@
-"""NVFP4's options that exclude each other, by release, and the arithmetic that only a GPU has.
+"""NVFP4's options: those that exclude each other, by release, the arithmetic that only a GPU has, and Four Over Six.
 
 Source: `NVFP4Quantizer` in Transformer Engine's pytorch/csrc/quantizer.cpp, and common/cast/dispatch/quantize.cuh.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import Refused
+from mpbridge.numerics.kernels import four_over_six
 from mpbridge.te_cpu.played import now
 
 _ROWS = "Row-scaled NVFP4 quantization"
@@ -163,3 +164,46 @@ def rounds_multiplier(quantizer: Any, source: torch.Tensor) -> bool:
     """
     by_lines = not quantizer.with_2d_quantization and (quantizer.rowwise_usage or quantizer.with_rht)
     return by_lines and _in_tiles_of_32(source) and fast_math(quantizer)
+
+
+# --- Four Over Six -------------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class FourOverSix:
+    """A quantizer's settings for it (from release 2.17): each block maps its largest value to 6 or to 4, whichever gives the smaller error."""
+
+    bound: float
+    """Largest block scale: 448 or 256."""
+    squared: bool
+    """Whether blocks compare the sum of squared errors, not of their magnitudes."""
+    fast: bool
+    """Whether errors are those of the scaled tensor: NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH, which the extension reads at every cast."""
+
+    @classmethod
+    def of(cls, quantizer: Any) -> FourOverSix | None:
+        """The quantizer's settings; None if it does not use Four Over Six."""
+        if not _six(quantizer):
+            return None
+        fast = os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1"
+        return cls(float(quantizer.nvfp4_e4m3_max), quantizer.nvfp4_4over6_err_mode == "MSE", fast)
+
+    def factors(
+        self, x: torch.Tensor, peak: torch.Tensor, amax: torch.Tensor, square: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(multiplier, block scale) of [rows, columns], each [rows, columns/16] as `peak`, the blocks' amaxes.
+
+        amax: of the whole tensor, or per row. square: 16 rows share a choice.
+        """
+        rows, columns = x.shape
+        if square:  # the lines of a block are on the last axis
+            view = x.t().reshape(columns // 16, 16, rows)
+            overall = amax.float().reshape(())
+            found = four_over_six(view, peak.t().unsqueeze(1), overall, self.bound, self.squared, True, fast=self.fast)
+            multiplier, scale = (part.expand(columns // 16, 1, rows).squeeze(1).t() for part in found)
+            return multiplier, scale
+        lines = amax.float().reshape(-1, 1)
+        if lines.shape[0] > 1:
+            lines = lines.repeat_interleave(columns // 16, 0)
+        blocks, peaks = x.reshape(-1, 16), peak.reshape(-1, 1)
+        found = four_over_six(blocks, peaks, lines, self.bound, self.squared, False, fast=self.fast)
+        multiplier, scale = (part.reshape(rows, columns // 16) for part in found)
+        return multiplier, scale
