@@ -1,7 +1,6 @@
 """A witness's report of one step: the description, the findings, the nearest recipe; as text, as data, or as an error.
 
-And the checks that every sound training step passes regardless of precision, what a loop does after the update, and what cannot be judged in a step with no
-update or several.
+And the checks that every sound training step passes regardless of precision, and what a loop does after the update.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,9 +30,6 @@ from mpbridge.observe.audit.traffic import Traffic, traffic_findings
 from mpbridge.observe.audit.weights import Weights
 from mpbridge.observe.witnessing.describe import UNSEEN, Description, Nearest, lines
 from mpbridge.observe.witnessing.loops import Loop
-
-if TYPE_CHECKING:
-    from mpbridge.observe.witnessing.witness import Observation
 
 _WIDTH = 150
 
@@ -221,44 +217,3 @@ def hidden(loop: Loop) -> list[Finding]:
         return []
     why = f"{len(names)} are also split by tensor parallelism ({', '.join(names[:3])}): a rank computes only parts of their gradients"
     return [not_observed("gradients of cut linears", "reduced once", why)]
-
-
-def noted(findings: list[Finding], step: Observation, *, trains: bool, finite: bool) -> list[Finding]:
-    """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. If losses are not
-    scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped.
-
-    trains: False: an evaluation. finite: the gradients of a step without an update are finite.
-    """
-    applied = sum(one.applied for one in step.updates)
-    if not applied:
-        why = "the optimizer did not step while it was observed" if trains else "it is an evaluation"
-        if trains and step.scale != 1.0:
-            why += f" (gradients that overflow at a loss scale of {step.scale:g}?)"
-        if not finite:
-            why = "the gradients are not finite, and the loop skipped the update"
-        found = _unfollowed(findings, ("weights moved", "gradients"), why)
-        if step.updates or not trains or step.scale != 1.0 or not finite:
-            return found
-        cure = "nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()"
-        return [*found, Finding(subject="optimizer stepped", promised="once", found="never", ok=False, cure=cure)]
-    reasons = (
-        (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
-        (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
-        (
-            step.watch.transformed,
-            "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read",
-        ),
-        (len(step.steps) > 1, "backward passes ran between the steps of several optimizers (a GAN's)"),
-    )
-    why = next((why for holds, why in reasons if holds), "")
-    if why:
-        findings = _unfollowed(findings, ("gradients",), why)
-    if step.result is not None and step.result.lr == 0.0:
-        why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
-        findings = _unfollowed(findings, ("weights moved",), why)
-    return findings
-
-
-def _unfollowed(findings: list[Finding], subjects: tuple[str, ...], why: str) -> list[Finding]:
-    kept = [one for one in findings if one.subject not in subjects]
-    return kept + [not_observed(subject, "of one step", why) for subject in subjects]

@@ -17,7 +17,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.observe.audit.between import AsRead
 from mpbridge.observe.audit.examine import everywhere, judge, promises_of
-from mpbridge.observe.audit.findings import Report
+from mpbridge.observe.audit.findings import Finding, Report, not_observed
 from mpbridge.observe.audit.observe import Observed, look
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.snapshot import Before
@@ -25,7 +25,7 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.describe import describe, nearest
 from mpbridge.observe.witnessing.kinds import loop_of
 from mpbridge.observe.witnessing.loops import Loop, Update
-from mpbridge.observe.witnessing.report import Afterwards, Witnessed, changes, hidden, noted, sound, unmeant
+from mpbridge.observe.witnessing.report import Afterwards, Witnessed, changes, hidden, sound, unmeant
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
@@ -302,3 +302,44 @@ def _is_finite(loop: Loop) -> bool:
     """Whether this rank's gradients are finite."""
     grads = (live.tensor for live in loop.tensors() if live.role in ("grads", "main_grads"))
     return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)
+
+
+def noted(findings: list[Finding], step: Observation, *, trains: bool, finite: bool) -> list[Finding]:
+    """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. If losses are not
+    scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped.
+
+    trains: False: an evaluation. finite: the gradients of a step without an update are finite.
+    """
+    applied = sum(one.applied for one in step.updates)
+    if not applied:
+        why = "the optimizer did not step while it was observed" if trains else "it is an evaluation"
+        if trains and step.scale != 1.0:
+            why += f" (gradients that overflow at a loss scale of {step.scale:g}?)"
+        if not finite:
+            why = "the gradients are not finite, and the loop skipped the update"
+        found = _unfollowed(findings, ("weights moved", "gradients"), why)
+        if step.updates or not trains or step.scale != 1.0 or not finite:
+            return found
+        cure = "nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()"
+        return [*found, Finding(subject="optimizer stepped", promised="once", found="never", ok=False, cure=cure)]
+    reasons = (
+        (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
+        (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
+        (
+            step.watch.transformed,
+            "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read",
+        ),
+        (len(step.steps) > 1, "backward passes ran between the steps of several optimizers (a GAN's)"),
+    )
+    why = next((why for holds, why in reasons if holds), "")
+    if why:
+        findings = _unfollowed(findings, ("gradients",), why)
+    if step.result is not None and step.result.lr == 0.0:
+        why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
+        findings = _unfollowed(findings, ("weights moved",), why)
+    return findings
+
+
+def _unfollowed(findings: list[Finding], subjects: tuple[str, ...], why: str) -> list[Finding]:
+    kept = [one for one in findings if one.subject not in subjects]
+    return kept + [not_observed(subject, "of one step", why) for subject in subjects]
