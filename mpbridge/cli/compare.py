@@ -14,7 +14,8 @@ from mpbridge.common.errors import BadValue, DataError
 from mpbridge.common.formats import plain, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported
-from mpbridge.interop.stacks.importers import read_file
+from mpbridge.interop.stacks.exporters import request_of
+from mpbridge.interop.stacks.importers import load, ours, read_file, text_of
 from mpbridge.interop.stacks.meaning import LABELS, differences, label, of_policy, rows
 from mpbridge.interop.stacks.reasons import Setup, cost, handover
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
@@ -136,8 +137,6 @@ def _side(name: str, found: Imported | None) -> Setup:
 
 def _is_run(name: str | Path) -> bool:
     """Whether a YAML file that no recipe is called after is a run configuration of mpbridge."""
-    from mpbridge.interop.stacks.importers import load, ours, text_of
-
     path = Path(name)
     if key(str(name)) in recipes or path.suffix not in (".yaml", ".yml") or not path.is_file():
         return False
@@ -147,7 +146,6 @@ def _is_run(name: str | Path) -> bool:
 
 def _of_run(path: Path) -> Setup:
     """A run configuration of mpbridge: its recipe with its additions, its engine, and its model section."""
-    from mpbridge.interop.stacks.exporters import request_of
     from mpbridge.settings.container import ConfigContainer
 
     container = ConfigContainer.load(path, [], check=False)
@@ -160,8 +158,6 @@ def _of_run(path: Path) -> Setup:
 
 def _is_recipe(path: Path) -> bool:
     """Whether a YAML file is a recipe of mpbridge: it extends one, or is a flat mapping of recipe fields."""
-    from mpbridge.interop.stacks.importers import load, text_of
-
     if not path.is_file():
         return True  # the registry reports what is missing
     data = load(text_of(path), path.name)

@@ -12,7 +12,7 @@ from mpbridge.common.report.curves import PRECISION
 from mpbridge.common.report.progress import bar
 from mpbridge.settings.huggingface.served import CONTRACT
 from mpbridge.training.checkpoint.store import MANIFEST, step_of
-from mpbridge.training.disclosure.evidence import Evidence, read_evidence
+from mpbridge.training.disclosure.evidence import Evidence, model_card, read_evidence, write_mllog
 
 SUMMARY = "say what a run computed in: for a model card, MLPerf, or as a signed record"
 ARGUMENTS = (
@@ -33,16 +33,12 @@ def run(args: argparse.Namespace) -> int:
         return _sign(args)
     evidence = _evidence(args)
     if args.mllog is not None:
-        from mpbridge.training.disclosure.evidence import write_mllog
-
         keys = write_mllog(evidence, args.mllog)
         written = f"{'emulated; ' if evidence.emulated else ''}written to {args.mllog}"
         lines = (*(f"{key} = {value}" for key, value in keys.items()), written)
         data = {"keys": keys, "emulated": evidence.emulated, "written": str(args.mllog)}
         answer(args, data, lambda: print_line(*lines))
         return 0
-    from mpbridge.training.disclosure.evidence import model_card
-
     card = model_card(evidence)
     said = {"emulated": evidence.emulated, "card": card, "audits": evidence.audits, "precision": evidence.data}
     answer(args, {"folder": str(args.folder), **said}, lambda: print_whole(card))

@@ -9,17 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import TARGET, on_target, reference, sizes_of, target
+from mpbridge.cli._target import TARGET, TargetMachine, on_target, reference, sizes_of, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, resolved
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.tables import GIB
 from mpbridge.planning.estimate.predict import Estimate, Timing, timing
-from mpbridge.planning.memory.by_role import REFERENCE
+from mpbridge.planning.memory.by_role import REFERENCE, Memory
 
 if TYPE_CHECKING:
-    from mpbridge.cli._target import TargetMachine
-    from mpbridge.planning.memory.by_role import Memory
     from mpbridge.settings.container import Run
 
 SUMMARY = "predict step time, tokens/s and where the time goes, with an error band"

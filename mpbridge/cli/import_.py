@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpbridge.cli.options import JSON, arg
+from mpbridge.cli.options import JSON, arg, find_config
 from mpbridge.cli.text import answer, columns_here, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, cut
 from mpbridge.common.files import write
@@ -193,7 +193,6 @@ def _exported(args: argparse.Namespace) -> Export:
         if args.recipe is None:
             raise BadValue("give a RECIPE, or a run (--config FILE), whose own recipe is exported then")
         return export(args.recipe, args.to, version=args.stack_version, engine=args.engine)
-    from mpbridge.cli.options import find_config
     from mpbridge.settings.container import ConfigContainer
 
     path, engine = find_config(args.config), [f"engine={args.engine}"] if args.engine else []

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import TARGET, left_batches, left_out, on_target, target
+from mpbridge.cli._target import TARGET, TargetMachine, left_batches, left_out, on_target, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, container, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError
+from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables import size
 from mpbridge.planning.advice import ORDERS, Advice, advise, decides, order, with_ties
 from mpbridge.planning.capability import refuse_unless_native
@@ -21,11 +22,9 @@ from mpbridge.planning.estimate.candidates import PLACES, line
 from mpbridge.planning.estimate.layouts import Layout, search, why_none
 from mpbridge.planning.estimate.predict import timing
 from mpbridge.planning.memory.by_role import REFERENCE
-from mpbridge.precision.registry import recipe, recipes
+from mpbridge.precision.registry import describe, recipe, recipes
 
 if TYPE_CHECKING:
-    from mpbridge.cli._target import TargetMachine
-    from mpbridge.common.facts import RunFacts
     from mpbridge.settings.container import ConfigContainer, Run
 
 
@@ -112,8 +111,6 @@ def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> tuple[R
 
 def _names(args: argparse.Namespace) -> list[str | None]:
     """The distinct recipes; None: the file's. Raises UnknownName, RecipeError."""
-    from mpbridge.precision.registry import describe
-
     if not args.recipes:
         return [None]
     names = list(dict.fromkeys(args.recipes.split(",")))

@@ -11,6 +11,8 @@ from mpbridge.cli.options import JSON, RUN, arg, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.tables import ByteUnit, count, unit_for
+from mpbridge.planning.estimate.candidates import line
+from mpbridge.planning.estimate.layouts import nearest
 from mpbridge.planning.memory.activations import basis
 from mpbridge.planning.memory.by_role import (
     REFERENCE,
@@ -139,8 +141,6 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
 
 def _say_nearest(made: Run, outlook: Outlook) -> None:
     from mpbridge.cli.layouts import says_optimizer
-    from mpbridge.planning.estimate.candidates import line
-    from mpbridge.planning.estimate.layouts import nearest
 
     # no search: every layout would be rejected for the machine
     for violation in outlook.errors:

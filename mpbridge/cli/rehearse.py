@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli._target import TARGET, target
 from mpbridge.cli.options import JSON, RUN_HERE, arg, container, find_config, whole
 from mpbridge.cli.text import answer, print_line, print_table
-from mpbridge.common.errors import BadValue
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.files import write
+from mpbridge.precision.registry import get_mixed_precision_config
 
 if TYPE_CHECKING:
     from mpbridge.training.rehearse.report import Rehearsal
@@ -71,13 +73,10 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
 
 def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     """Tunes the last tunable recipe, and records the result."""
-    from mpbridge.common.errors import MpbridgeError
     from mpbridge.common.report.console import rank
-    from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.settings.container import ConfigContainer
     from mpbridge.training.tune.levels import prepared
-    from mpbridge.training.tune.report import lines, moved, write
-    from mpbridge.training.tune.run import tune
+    from mpbridge.training.tune.run import lines, moved, tune, write
 
     for recipe in reversed([one.recipe for one in result.recipes if one.failure is None]):
         try:
@@ -104,7 +103,6 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
 
 def _write(result: Rehearsal, folder: Path) -> Path:
     """Writes report.json, then index.html in `folder`. Returns the page's path."""
-    from mpbridge.common.files import write
     from mpbridge.training.rehearse.page import page
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,8 +113,6 @@ def _write(result: Rehearsal, folder: Path) -> Path:
 
 
 def _check_tune(args: argparse.Namespace) -> None:
-    from mpbridge.cli.options import find_config
-
     faults = []
     if not args.out.parent.is_dir() or args.out.is_dir():
         faults.append(f"--out {args.out}: expected a file name in an existing folder")
@@ -136,21 +132,20 @@ def _where(args: argparse.Namespace) -> Where:
     return Where(machine=found.machine, versions=found.versions, constants=found.constants, stack=args.stack)
 
 
-def _print_tuned(result: Tuned, recipe: str, out: Path) -> None:
-    from mpbridge.training.tune.report import lines, sections
-
-    for title, columns, rows in sections(result):
+def _print_tuned(data: dict[str, Any]) -> None:
+    for table in data["tables"]:
         print_line()
-        print_table(columns, rows, title=title)
+        print_table(table["columns"], table["rows"], title=table["title"])
     print_line()
-    for line in lines(result, recipe):
+    for line in data["lines"]:
         print_line(line)
+    out = data["path"]
     print_line(f"recipe: {out} (mpbridge show {out}; mpbridge train --recipe {out} --emulate)")
 
 
 def as_data(result: Tuned, content: dict[str, Any], out: Path) -> dict[str, Any]:
     """The recipe file and the tables as JSON types."""
-    from mpbridge.training.tune.report import lines, sections
+    from mpbridge.training.tune.run import lines, sections
 
     tables = [
         {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
@@ -185,8 +180,7 @@ class TuneVerb:
         budget = budget_of(args.budget)
         from mpbridge.common.report.console import rank
         from mpbridge.training.tune.choices import TUNED
-        from mpbridge.training.tune.report import write
-        from mpbridge.training.tune.run import tune
+        from mpbridge.training.tune.run import tune, write
 
         levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
         first = rank() == 0
@@ -199,6 +193,6 @@ class TuneVerb:
         )
         if first:
             write(args.out, content)
-            extends = str(content.get("extends", ""))
-            answer(args, as_data(result, content, args.out), lambda: _print_tuned(result, extends, args.out))
+            data = as_data(result, content, args.out)
+            answer(args, data, lambda: _print_tuned(data))
         return 0 if result.verdict.take == TUNED else 1

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import JSON, arg, whole
 from mpbridge.cli.text import answer, columns_here, paged, print_line, print_table, print_whole
-from mpbridge.common.report.curves import changes, read_history
+from mpbridge.common.errors import CheckpointError
+from mpbridge.common.report.curves import CURVES, changes, read_history, terminal
 from mpbridge.common.tables import table
 
 if TYPE_CHECKING:
@@ -73,8 +74,6 @@ def _verdict(found: Diagnosis, data: dict[str, Any]) -> str:
 
 def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
     """First, last and lowest value of each curve."""
-    from mpbridge.common.report.curves import CURVES
-
     made: dict[str, dict[str, float | None]] = {}
     series = {number: [value for _, value in run.curves.series(number)] for number in (*CURVES, "lr")}
     series["eval_loss"] = [row["eval_loss"] for row in run.curves.evaluations if row["eval_loss"] is not None]
@@ -98,7 +97,6 @@ def _precision(run: Evidence) -> dict[str, Any]:
 
 def _resume(run: Evidence) -> dict[str, Any]:
     """The newest checkpoint from which the run resumes, and why not if it does not."""
-    from mpbridge.common.errors import CheckpointError
     from mpbridge.training.checkpoint.store import check, locate, saved, step_of
 
     named = (run.config.get("checkpoint") or {}).get("save")
@@ -116,8 +114,6 @@ def _resume(run: Evidence) -> dict[str, Any]:
 
 
 def _print(found: Diagnosis, data: dict[str, Any]) -> None:
-    from mpbridge.common.report.curves import terminal
-
     run, of = found.run, data["of"]
     print_line(f"{data['run']}: {data['recipe']}, {data['steps']}{f' of {of}' if of else ''} steps\n")
     loss = run.curves.series("loss")

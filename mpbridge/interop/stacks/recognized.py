@@ -21,14 +21,8 @@ _EXAMPLES = frozenset({"model_name_or_path", "tokenizer_name", "dataset_name", "
 """Options of Transformers' example scripts beside those of TrainingArguments."""
 _ANYONES = ("__deepspeed", "__deepspeed_config", "__bf16", "__fp16")
 _DECIDES = (
-    "use_fsdp",
-    "use_deepspeed",
-    "use_megatron_lm",
-    "config_file",
-    "mixed_precision",
-    "deepspeed_config_file",
-    "zero_stage",
-)
+    "use_fsdp", "use_deepspeed", "use_megatron_lm", "config_file", "mixed_precision", "deepspeed_config_file", "zero_stage",
+)  # fmt: skip
 """Options of `accelerate launch` that may change what its program's own arguments mean."""
 
 

@@ -25,13 +25,8 @@ DEFAULT_VERSION = "5.23"
 _FSDP1 = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """Strategies that FSDP2 does not have."""
 _LOADERS = (
-    "finetuning_type",
-    "dist_config",
-    "model_class",
-    "quantization_bit",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-)
+    "finetuning_type", "dist_config", "model_class", "quantization_bit", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+)  # fmt: skip
 """Keys of programs that load a model by their own rules; LLaMA-Factory's, whose files have the keys of TrainingArguments beside them."""
 _LOADS = frozenset({"dtype", "torch_dtype"})
 """Options of the example scripts, which are read beside TrainingArguments' own."""
