@@ -20,6 +20,7 @@ from mpbridge.common.replacement import Replacement
 from mpbridge.common.transformer_engine import choose, played_versions
 from mpbridge.common.versions import release as numbers
 from mpbridge.te_cpu import played as stage
+from mpbridge.te_cpu.autocast import cuda_lists
 from mpbridge.te_cpu.cuda_names import played_patches
 from mpbridge.te_cpu.loading import environment, loaded
 from mpbridge.te_cpu.played import Played
@@ -66,6 +67,7 @@ def transformer_engine_on_cpu(
         replacement = Replacement(lambda: played_patches(played))
         replacement.enter()
         stack.callback(replacement.leave)
+        stack.enter_context(cuda_lists())
         stack.enter_context(_compiling_off())
         stack.enter_context(environment())
         stack.enter_context(_quiet())

@@ -16,11 +16,13 @@ from mpbridge.backend.devices.redirect import (
     NullStream,
     get_state,
     is_pinned,
+    is_plain,
     names_cuda,
     nothing,
     pin,
     same,
     set_state,
+    to_cpu,
 )
 from mpbridge.common.replacement import Patch
 from mpbridge.te_cpu.cuda_states import REFUSED
@@ -213,9 +215,24 @@ def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]
         yield owner, "profile", _profile(profiler.profile)
     yield torch, "Stream", NullStream
     yield torch, "Event", HostEvent
+    yield torch.Tensor, "cpu", _copied(torch.Tensor.cpu, lambda where: True)
+    # torch.device("cpu") may be the device of a tensor that stands for one on the GPU
+    yield torch.Tensor, "to", _copied(to_cpu(torch.Tensor.to), lambda where: isinstance(where, str) and where == "cpu")
     yield torch.Tensor, "pin_memory", pin
     yield torch.Tensor, "is_pinned", is_pinned
     yield torch, "compile", _noted(torch.compile, played)
+
+
+def _copied(original: Any, to_host: Callable[[Any], bool]) -> Any:
+    """A move that copies what goes to the host, as from a GPU: a script that keeps the copy goes on changing the tensor on the GPU."""
+
+    @functools.wraps(original)
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        copies = found is self and is_plain(self) and to_host(args[0] if args else kwargs.get("device"))
+        return found.clone() if copies else found
+
+    return move
 
 
 def _device(original: Any) -> Any:

@@ -217,24 +217,26 @@ def same(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor is of torch's own class, not of a library's."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
 def _marked(tensor: Any) -> Any:
     """The tensor, whose storage, and with it every view, says that it is pinned."""
-    if type(tensor) in _PLAIN:
+    if is_plain(tensor):
         tensor.untyped_storage()._mpbridge_pinned = True
     return tensor
 
 
 def is_pinned(tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """`Tensor.is_pinned` as on a machine with a GPU."""
-    return type(tensor) in _PLAIN and hasattr(tensor.untyped_storage(), "_mpbridge_pinned")
+    return is_plain(tensor) and hasattr(tensor.untyped_storage(), "_mpbridge_pinned")
 
 
 def pin(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """`Tensor.pin_memory` as on a machine with a GPU: a copy, or the tensor itself if it is pinned already or of a library's own class."""
-    return tensor if type(tensor) not in _PLAIN or is_pinned(tensor) else _marked(tensor.clone())
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    return tensor if not is_plain(tensor) or is_pinned(tensor) else _marked(tensor.clone())
 
 
 class CpuAutocast(torch.autocast):
