@@ -22,11 +22,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.common import incomplete_te
-from mpbridge.common.chatter import without_chatter
+from mpbridge.common import upstream
 from mpbridge.common.shipped import VERSION as __version__
 
-incomplete_te.install()
+upstream.install()
 
 _HOME = {
     "ConfigContainer": "settings.container",
@@ -46,7 +45,7 @@ _HOME = {
     "register": "precision.registry",
     "resolve": "precision.registry",
     "transformer_engine_on_cpu": "te_cpu.context",
-    "tune_module": "training.tune.module",
+    "tune_module": "training.tune.run",
     "witness": "observe.witnessing.witness",
     "wrap": "backend.engines.wrap",
 }
@@ -87,13 +86,13 @@ if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.training.loop import pretrain
-    from mpbridge.training.tune.module import tune_module
+    from mpbridge.training.tune.run import tune_module
 
 if not TYPE_CHECKING:  # visible to mypy, this would make every name of the package Any
 
     def __getattr__(name: str) -> Any:
         if name == "pretrain":  # a script that trains by it, as `mpbridge train` does
-            without_chatter()
+            upstream.without_chatter()
         if name in _HOME:
             return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,14 +15,13 @@ from mpbridge.common.machines import Machine, machine
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.common.transformer_engine import RELEASES
 from mpbridge.common.versions import release
-from mpbridge.planning.estimate.constants import Constants
-from mpbridge.planning.estimate.machine_file import read_machine
+from mpbridge.planning.capability import ASSUMED
+from mpbridge.planning.estimate.constants import Constants, read_machine
 from mpbridge.planning.estimate.predict import longer
-from mpbridge.planning.hardware.capability import ASSUMED
-from mpbridge.planning.memory.compare import REFERENCE
-from mpbridge.planning.memory.limitations import left_out_of_memory, left_out_of_time
+from mpbridge.planning.memory.by_role import REFERENCE
+from mpbridge.planning.memory.overheads import left_out_of_memory, left_out_of_time
 from mpbridge.planning.outlook import Outlook
-from mpbridge.settings.realized import emulation_faults, is_played, played
+from mpbridge.settings.stages import emulation_faults, is_played, played
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
@@ -69,13 +68,9 @@ class TargetMachine:
 
     def line(self) -> str:
         """A one-line description."""
-        have = [
-            f"{name.replace('_', ' ')} {value}"
-            for name, value in dataclasses.asdict(self.versions).items()
-            if value and name != "python"
-        ]
+        have = ", ".join(_named(self.versions).values()) or "nothing installed"
         assumed = f" (assumed: {', '.join(self.assumed)})" if self.assumed else ""
-        return f"{self.machine.label} with {', '.join(have) or 'nothing installed'}{assumed}"
+        return f"{self.machine.label} with {have}{assumed}"
 
 
 def asked(args: argparse.Namespace, **more: Any) -> tuple[TargetMachine, Run]:
@@ -133,30 +128,28 @@ TARGET = (
 
 def target(args: argparse.Namespace) -> TargetMachine:
     """The machine and versions that the arguments name. Raises UnknownName with the nearest names."""
-    given = {
-        field: _version(option, getattr(args, option))
-        for option, field in OPTIONS.items()
-        if getattr(args, option) is not None
-    }
+    said = {option: text for option in OPTIONS if (text := getattr(args, option)) is not None}
+    given = {OPTIONS[option]: _version(option, text) for option, text in said.items()}
     if getattr(args, "machine_file", None) is not None:
         if args.target is not None:
             raise BadValue(f"--target {args.target} and --machine-file {args.machine_file}: use only one of them")
         read, held = read_machine(Path(args.machine_file))
-        return TargetMachine(
-            machine=read, versions=dataclasses.replace(installed(), **given), here=False, constants=held
-        )
+        versions = dataclasses.replace(installed(), **given)
+        return TargetMachine(machine=read, versions=versions, here=False, constants=held)
     if args.target is None:
         return TargetMachine(machine=this_machine(), versions=dataclasses.replace(installed(), **given), here=not given)
     found = machine(args.target)
     core = installed().megatron_core or ASSUMED.megatron_core  # its config classes are those that the run is built from
     base = dataclasses.replace(ASSUMED, megatron_core=core)
     base = base if found.gpu else dataclasses.replace(base, transformer_engine=None, cuda=None)
-    assumed = tuple(
-        f"{name.replace('_', ' ')} {value}"
-        for name, value in dataclasses.asdict(base).items()
-        if value and name not in given and name != "python"
-    )
+    assumed = tuple(text for name, text in _named(base).items() if name not in given)
     return TargetMachine(machine=found, versions=dataclasses.replace(base, **given), here=False, assumed=assumed)
+
+
+def _named(versions: Versions) -> dict[str, str]:
+    """Field -> 'transformer engine 2.11.0' of what is there, apart from Python."""
+    found = dataclasses.asdict(versions)
+    return {name: f"{name.replace('_', ' ')} {value}" for name, value in found.items() if value and name != "python"}
 
 
 def _version(option: str, text: str) -> str | None:

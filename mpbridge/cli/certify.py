@@ -10,11 +10,10 @@ from mpbridge.cli.options import JSON, arg, container
 from mpbridge.cli.text import answer, paged, print_line, print_table
 from mpbridge.common.errors import BadValue
 from mpbridge.common.transformer_engine import tried
-from mpbridge.planning.certificates.variants import VARIANTS
+from mpbridge.planning.certificates import VARIANTS, Row
 
 if TYPE_CHECKING:
     from mpbridge.numerics.certificates.certificate import Certificate
-    from mpbridge.planning.certificates.row import Row
 
 SUMMARY = "compute what a recipe's rounding does to operands, GEMMs and the optimizer, with a bound beside each figure"
 ARGUMENTS = (

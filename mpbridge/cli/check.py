@@ -15,12 +15,11 @@ from mpbridge.cli.options import DEFAULT_CONFIG, JSON, RUN, arg
 from mpbridge.cli.text import answer as print_answer
 from mpbridge.cli.text import print_line, print_table, record
 from mpbridge.common.errors import Contradiction, MpbridgeError
-from mpbridge.common.tables.table import Column
-from mpbridge.common.tables.units import GIB, processes
+from mpbridge.common.tables import GIB, Column, processes
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.advice import Advice, advise, peak
-from mpbridge.planning.certificates.optimizer import sentence
-from mpbridge.planning.estimate.overrides import line
+from mpbridge.planning.certificates import sentence
+from mpbridge.planning.estimate.candidates import line
 from mpbridge.planning.outlook import Outlook
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, spans, token_multiple
@@ -28,9 +27,8 @@ from mpbridge.planning.rules.table import rules
 from mpbridge.precision.registry import recipes
 from mpbridge.settings.container import Run
 from mpbridge.settings.huggingface.served import served_as
-from mpbridge.training.admission import Admission, resume_faults
+from mpbridge.training.admission import Admission, on_cpu, resume_faults, scale_warmup
 from mpbridge.training.certified import training_of
-from mpbridge.training.preflight import on_cpu, scale_warmup
 
 SUMMARY = "say before a run whether it is valid, fits and how fast it is, what was assumed, and what else would run"
 _BATCHES = ("micro_batch_size", "global_batch_size")
@@ -72,7 +70,12 @@ def run(args: argparse.Namespace) -> int:
         raise Contradiction(faults, subject="the run cannot start")
     outlook = where.outlook(made)
     lost = sentence(made.policy, training_of(made))
-    notes = [*admission.notes, *admission.trackers, *([f"{lost} (mpbridge certify)"] if lost else [])]
+    notes = [
+        *(f"overridden: {write}" for write in made.plan.conflicts),
+        *admission.notes,
+        *admission.trackers,
+        *([f"{lost} (mpbridge certify)"] if lost else []),
+    ]
     assumed, others = _assumed(args, made, where), _others(made, where, outlook)
     answer = _Answer(made=made, where=where, outlook=outlook, assumed=assumed, others=others, notes=notes)
     print_answer(args, as_data(answer) if args.json else {}, lambda: _print(answer))
@@ -146,13 +149,9 @@ def as_data(answer: _Answer) -> dict[str, Any]:
     """The answer as JSON types."""
     made, where, one = answer.made, answer.where, answer.outlook
     return {
-        "ok": one.ok,
-        "verdict": one.verdict,
-        "objections": one.objections,
+        **record(one, "ok", "verdict", "objections"),
         "undecided": {name: why for name, why in (("fits", one.no_answer), ("time", one.no_time)) if why},
-        "recipe": made.recipe,
-        "engine": made.engine,
-        "world_size": made.world_size,
+        **record(made, "recipe", "engine", "world_size"),
         "parallel": dataclasses.asdict(made.facts.parallel),
         "target": {
             "machine": where.machine.name,

@@ -14,10 +14,10 @@ from mpbridge.common.errors import BadValue, DataError
 from mpbridge.common.formats import plain, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported
-from mpbridge.interop.stacks.costs import cost
-from mpbridge.interop.stacks.handover import Setup, handover
-from mpbridge.interop.stacks.importers import read_file
+from mpbridge.interop.stacks.exporters import request_of
+from mpbridge.interop.stacks.importers import load, ours, read_file, text_of
 from mpbridge.interop.stacks.meaning import LABELS, differences, label, of_policy, rows
+from mpbridge.interop.stacks.reasons import Setup, cost, handover
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     read = tuple(None if args.execute else _foreign(name, args.stack, args.stack_version, env) for name in given)
     if (args.stack is not None or env or args.stack_version) and not any(read):
         raise BadValue("--from, --stack-version and --env are for files of other stacks: neither A nor B is one")
-    a, b = (_side(name) if found is None else _of_file(found) for name, found in zip(given, read, strict=True))
+    a, b = (_side(name, found) for name, found in zip(given, read, strict=True))
     verdict = handover(a, b)
     fields = _fields(given) if read == (None, None) and not any(map(_is_run, given)) else None
     data = _data(given, (a, b), read, verdict) | ({} if fields is None else {"fields": fields})
@@ -124,13 +124,11 @@ def _foreign(name: str, stack: str | None, version: str | None, env: Mapping[str
     return None
 
 
-def _of_file(found: Imported) -> Setup:
-    unsaid = (*found.contradicts, *found.cannot_express)
-    return Setup(meaning=found.meaning, stack=found.stack, engine=found.engine, unsaid=unsaid)
-
-
-def _side(name: str) -> Setup:
-    """The meaning of a recipe, by its name or file, or of a run of mpbridge."""
+def _side(name: str, found: Imported | None) -> Setup:
+    """The meaning of another stack's file that was read, of a recipe, by its name or file, or of a run of mpbridge."""
+    if found is not None:
+        unsaid = (*found.contradicts, *found.cannot_express)
+        return Setup(meaning=found.meaning, stack=found.stack, engine=found.engine, unsaid=unsaid)
     if _is_run(name):
         return _of_run(Path(name))
     engine = describe(name).engine or DEFAULT
@@ -139,8 +137,6 @@ def _side(name: str) -> Setup:
 
 def _is_run(name: str | Path) -> bool:
     """Whether a YAML file that no recipe is called after is a run configuration of mpbridge."""
-    from mpbridge.interop.stacks.importers import load, ours, text_of
-
     path = Path(name)
     if key(str(name)) in recipes or path.suffix not in (".yaml", ".yml") or not path.is_file():
         return False
@@ -150,7 +146,6 @@ def _is_run(name: str | Path) -> bool:
 
 def _of_run(path: Path) -> Setup:
     """A run configuration of mpbridge: its recipe with its additions, its engine, and its model section."""
-    from mpbridge.interop.stacks.exporters import request_of
     from mpbridge.settings.container import ConfigContainer
 
     container = ConfigContainer.load(path, [], check=False)
@@ -163,8 +158,6 @@ def _of_run(path: Path) -> Setup:
 
 def _is_recipe(path: Path) -> bool:
     """Whether a YAML file is a recipe of mpbridge: it extends one, or is a flat mapping of recipe fields."""
-    from mpbridge.interop.stacks.importers import load, text_of
-
     if not path.is_file():
         return True  # the registry reports what is missing
     data = load(text_of(path), path.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from typing import Any
 
 from mpbridge.cli.options import add_arguments, arg
@@ -39,19 +38,19 @@ def run(args: argparse.Namespace) -> int:
 
 def everything(shtab: Any) -> argparse.ArgumentParser:
     """One parser with all verbs; arguments for recipes, machines, configurations and files are marked as such."""
-    from mpbridge.cli.main import verbs
+    from mpbridge.cli.main import verb_of, verbs
 
     parser = argparse.ArgumentParser(prog="mpbridge", description="one name decides every precision fact of a run")
     parser.add_argument("--version", action="version", version="", help="the version")
     below = parser.add_subparsers(dest="command")
     known = verbs()
-    for verb, module in known.items():
-        found: Any = importlib.import_module(module)
+    for verb in known:
+        found = verb_of(verb)
         sub = below.add_parser(verb, description=found.SUMMARY, help=found.SUMMARY)
         add_arguments(sub, found.ARGUMENTS)
         for action in sub._actions:
             _annotate(action, shtab)
-    below.add_parser("help", help="what a command does").add_argument("verb", nargs="?", choices=list(known))
+    below.add_parser("help", help="what a command does").add_argument("verb", nargs="?", choices=known)
     return parser
 
 

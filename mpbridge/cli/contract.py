@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, UnknownName
+from mpbridge.common.files import LIMITS, regular, why
 from mpbridge.common.machines import machine
 from mpbridge.settings.huggingface.folder import PREFIX, folder_of
 from mpbridge.settings.huggingface.kept import ENGINES
@@ -17,6 +19,8 @@ from mpbridge.settings.huggingface.kept import ENGINES
 if TYPE_CHECKING:
     from mpbridge.training.serving.differences import Difference
     from mpbridge.training.serving.folder import Report
+    from mpbridge.training.serving.mismatch import Mismatch
+
 
 SUMMARY = "compare a folder of served weights with the run that trained them"
 MOST = 12
@@ -44,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     gpu = None if args.target is None else machine(args.target)
     with bar("compared", quiet=args.json) as told:
         report = examine(folder, path, recipe=args.recipe, engines=_engines(args.engine), target=gpu, told=told)
-    differences = [record(one, "name", "kind", what=one.text, error=_finite(one.error)) for one in report.found]
+    differences = [
+        record(one, "name", "kind", what=one.text, error=one.error if one.error < float("inf") else None)
+        for one in report.found
+    ]
     said = {"high_precision": report.high, "differences": differences, "notes": report.notes}
     facts = {"folder": str(folder), **record(report, "format", "recipe", "quantized", **said)}
     answer(args, facts, lambda: _print(folder, path, report))
@@ -90,5 +97,48 @@ def _rows(found: Sequence[Difference]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _finite(error: float) -> float | None:
-    return error if error < float("inf") else None
+MOST_LINEARS = 4
+"""Number of linears that are printed."""
+
+
+def _print_mismatch(path: Path, folder: Path, found: Mismatch) -> None:
+    print_line(f"{path} against {folder}: {found.tokens:,} tokens, training's loss {found.loss:.4f}")
+    rows = [
+        (one.name, f"{one.mean:.2e}", f"{one.k3:.2e}", f"{one.greedy:.2%}", f"{one.loss:.4f}")
+        for one in found.distances
+    ]
+    print_table(("served", "mean |d log p|", "k3", "greedy tokens that change", "loss"), rows)
+    print_line()
+    worst = [(name, f"{error:.2e}") for name, error in list(found.linears.items())[:MOST_LINEARS]]
+    print_table(("linear", "its output's error on training's inputs"), worst)
+
+
+class MismatchVerb:
+    """`mpbridge mismatch RUN DIR --tokens FILE`: log-probabilities under training's numerics and under those of a served folder, emulated on this CPU."""
+
+    SUMMARY = "measure how far a served folder's log-probabilities are from training's"
+    ARGUMENTS = (
+        arg("run RUN", "a checkpoint, or a folder of them"),
+        arg("folder DIR", "a folder of served weights of the same model"),
+        arg("--tokens FILE", "a text, tokenized as the run's data", Path, required=True),
+        arg("--sequences N", "number of sequences (default: 8)", int, least=1, default=8),
+        JSON,
+    )
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Prints the distances."""
+        from mpbridge.training.checkpoint.store import locate
+        from mpbridge.training.serving.mismatch import mismatch
+
+        try:
+            with regular(args.tokens) as stream:
+                text = stream.read(LIMITS["text"].size).decode("utf-8", errors="replace")
+        except OSError as error:
+            raise BadValue(f"{args.tokens} cannot be read: {why(error)}") from None
+        path = locate(Path(args.run.removeprefix("ckpt:")))
+        folder = folder_of(f"{PREFIX}{args.folder.removeprefix(PREFIX)}")
+        found = mismatch(path, folder, text, sequences=args.sequences)
+        data = {"run": str(path), "folder": str(folder)} | dataclasses.asdict(found)
+        answer(args, data, lambda: _print_mismatch(path, folder, found))
+        return 0

@@ -6,16 +6,14 @@ import argparse
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue, Contradiction
 from mpbridge.settings.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 from mpbridge.training.admission import place_fault
-
-if TYPE_CHECKING:
-    from mpbridge.training.data.sources import Sources
+from mpbridge.training.data.sources import Sources, fetch, find
 
 SUMMARY = "pack a corpus into .bin/.idx, or describe one"
 ARGUMENTS = (
@@ -39,8 +37,6 @@ def run(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace) -> None:
     from mpbridge.common.report.progress import bar
     from mpbridge.training.data.prepare import cache_folder, prepare, write_pairs
-    from mpbridge.training.data.sources import find
-    from mpbridge.training.data.tokenizer import fetch
 
     _refuse_bad(args)
     name = args.tokenizer or BYTE
@@ -94,10 +90,13 @@ def _inspect(args: argparse.Namespace) -> None:
     if args.tokenizer:
         found["tokenizer"] = _tokenizer(args)
     if args.sources:
-        from mpbridge.training.data.sources import find
-
         sources = find("stdlib" if args.sources == ["stdlib"] else args.sources)
-        found |= _packed(sources) if sources.prefixes else _raw(sources)
+        if sources.prefixes:
+            from mpbridge.training.data.prepare import pair
+
+            found["pairs"] = [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]
+        else:
+            found["files"] = _raw(sources)
     answer(args, found, lambda: _show(found))
 
 
@@ -106,8 +105,6 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
         return {"name": BYTE, "tokens": 259, "end of text": 256, "padding": 257}
     if is_factory(args.tokenizer):
         raise BadValue(f"--tokenizer {args.tokenizer}: this tokenizer is code, which inspect does not run")
-    from mpbridge.training.data.tokenizer import fetch
-
     fetch(args.tokenizer)
     files = tokenizer_files(args.tokenizer, args.end_of_text)
     end = (
@@ -126,19 +123,11 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _packed(sources: Sources) -> dict[str, Any]:
-    from mpbridge.training.data.pairs import pair
-
-    return {"pairs": [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]}
-
-
-def _raw(sources: Sources) -> dict[str, Any]:
+def _raw(sources: Sources) -> list[dict[str, Any]]:
     kinds: dict[str, list[int]] = {}
     for path in sources.files:
         kinds.setdefault(path.suffix or "no ending", []).append(path.stat().st_size)
-    return {
-        "files": [{"kind": kind, "files": len(sizes), "bytes": sum(sizes)} for kind, sizes in sorted(kinds.items())]
-    }
+    return [{"kind": kind, "files": len(sizes), "bytes": sum(sizes)} for kind, sizes in sorted(kinds.items())]
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ from mpbridge.cli.options import JSON, arg
 from mpbridge.cli.text import answer, print_line, print_table, print_whole
 from mpbridge.common.machines import Machine, machines
 from mpbridge.common.probe import environment, gpus
-from mpbridge.common.tables.units import size
-from mpbridge.planning.hardware.capability import Capability, can_run
+from mpbridge.common.tables import size
+from mpbridge.planning.capability import Capability, can_run
 from mpbridge.precision.megatron_spec.versions import missing
 from mpbridge.precision.registry import recipe, recipes
 from mpbridge.precision.resolve import resolve

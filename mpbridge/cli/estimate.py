@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli._target import TARGET, on_target, reference, sizes_of, target
+from mpbridge.cli._target import TARGET, TargetMachine, on_target, reference, sizes_of, target
 from mpbridge.cli.options import JSON, PRICE, RUN, arg, resolved
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.errors import BadValue, MpbridgeError
-from mpbridge.common.tables.units import GIB
-from mpbridge.planning.estimate.predict import Estimate
-from mpbridge.planning.estimate.timing import Timing, timing
-from mpbridge.planning.memory.compare import REFERENCE
+from mpbridge.common.tables import GIB
+from mpbridge.planning.estimate.predict import Estimate, Timing, timing
+from mpbridge.planning.memory.by_role import REFERENCE, Memory
 
 if TYPE_CHECKING:
-    from mpbridge.cli._target import TargetMachine
-    from mpbridge.planning.memory.by_role import Memory
     from mpbridge.settings.container import Run
 
 SUMMARY = "predict step time, tokens/s and where the time goes, with an error band"
@@ -38,14 +36,13 @@ def run(args: argparse.Namespace) -> int:
     drawn = args.plot is not None and _drawn(Path(args.plot))
     where = target(args)
     measured = timing(Path(args.against)) if args.against else None
-    made = (
-        _run_of(measured, where)
-        if measured is not None
-        else resolved(args, machine=where.machine, versions=where.versions)
-    )
+    if measured is None:
+        made = resolved(args, machine=where.machine, versions=where.versions)
+    else:
+        made = _run_of(measured, where)
     outlook = where.outlook(made)
     mine = outlook.time
-    other = _reference(made, where)
+    plain, other = _reference(made, where)
     theirs = None if other is None else _data(REFERENCE, other, args.price)
     data = _data(made.recipe, mine, args.price) | {"reference": theirs}
     data |= record(outlook, "verdict", "objections")
@@ -59,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
         )
     if drawn:
         sys.stdout.flush()  # print the answer first, in case the picture cannot be written
-        _plot(Path(args.plot), made, where, mine, other)
+        _plot(Path(args.plot), made, plain, where, mine, other)
     return 0
 
 
 def _drawn(path: Path) -> bool:
     """Whether a picture will be drawn. Raises BadValue before any prediction if it could not be written."""
     from mpbridge.common.pages.document import writable
-    from mpbridge.common.report.pictures import drawable
+    from mpbridge.common.report.curves import drawable
 
     writable(path, option="--plot")
     return drawable()
@@ -81,22 +78,14 @@ def _run_of(measured: Timing, where: TargetMachine) -> Run:
     return on_target(box, measured.world_size, where)
 
 
-def _reference(made: Run, where: TargetMachine) -> Estimate | None:
-    """bf16_mixed on the same machine and layout; None if it cannot run there or is the requested recipe."""
-    run = _plain_run(made, where)
-    try:
-        return None if run is None else where.outlook(run).time
-    except MpbridgeError:
-        return None
-
-
-def _plain_run(made: Run, where: TargetMachine) -> Run | None:
-    if made.recipe == REFERENCE:
-        return None
-    try:
-        return reference(made, where)
-    except MpbridgeError:
-        return None
+def _reference(made: Run, where: TargetMachine) -> tuple[Run | None, Estimate | None]:
+    """bf16_mixed on the same machine and layout, and its time; None if it cannot run there, has no time or is the requested recipe."""
+    run = time = None
+    if made.recipe != REFERENCE:
+        with contextlib.suppress(MpbridgeError):
+            run = reference(made, where)
+            time = where.outlook(run).time
+    return run, time
 
 
 def _data(recipe: str, one: Estimate, price: float | None) -> dict[str, Any]:
@@ -146,12 +135,13 @@ def _few(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
-def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None) -> None:
+def _plot(
+    path: Path, made: Run, plain: Run | None, where: TargetMachine, mine: Estimate, other: Estimate | None
+) -> None:
     """Two panels: where the time goes, and the fullest rank's memory, with the recipe above bf16_mixed."""
-    from mpbridge.common.report.pictures import Panel, stacked_bars
+    from mpbridge.common.report.curves import Panel, stacked_bars
 
     time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
-    plain = _plain_run(made, where)
     held = {run.recipe: _by_role(where.outlook(run).memory) for run in (made, plain) if run is not None}
     panels = (
         Panel(f"Predicted step, {mine.world} GPUs", "seconds per step", time),

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from mpbridge.cli.options import JSON, arg
-from mpbridge.cli.text import answer, print_line, print_table, record
-from mpbridge.common.errors import BadValue
+from mpbridge.cli.options import JSON, arg, find_config
+from mpbridge.cli.text import answer, columns_here, print_line, print_table, print_whole, record
+from mpbridge.common.errors import BadValue, cut
 from mpbridge.common.files import write
 from mpbridge.common.formats import plain
-from mpbridge.interop.stacks.base import Imported
-from mpbridge.interop.stacks.exporters import STACKS, stack_module
+from mpbridge.common.prose import prose
+from mpbridge.interop.stacks.base import Export, Imported
+from mpbridge.interop.stacks.exporters import STACKS, export, stack_module
 from mpbridge.interop.stacks.importers import read_args, read_file
 from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.meaning import label, rows
 from mpbridge.interop.stacks.nearest import Answer, apart, refusals
 from mpbridge.interop.stacks.nearest import answer as answer_for
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.registry import key, recipes
 
 SUMMARY = "translate another stack's configuration to a recipe"
 QUOTED = frozenset({"--args"})
@@ -104,11 +109,6 @@ def _hazards(found: Imported) -> tuple[str, ...]:
     )
 
 
-def _trains(found: Imported) -> str:
-    """The optimizer for which the answer is judged: megatron-core's own are the same there."""
-    return str(found.run.get("optimizer", ""))
-
-
 def _print(found: Imported, told: Answer) -> None:
     doubt = "undecided; with what is not said at its defaults, " if found.undecided else ""
     print_line(f"{found.stack} {found.version}: {doubt}{told}")
@@ -120,7 +120,7 @@ def _print(found: Imported, told: Answer) -> None:
         print_line("\nwhere the recipe differs here:")
         for name, (there, here) in differs.items():
             print_line(f"  {label(name, found.meaning)}: {there} there, {here} here")
-    forbidden = refusals(told, _trains(found))
+    forbidden = refusals(told, found.run)
     if forbidden:
         print_line("\nmpbridge does not train this as it is:")
         print_line(*forbidden, indent="  ")
@@ -138,10 +138,8 @@ def _print(found: Imported, told: Answer) -> None:
 
 
 def _data(found: Imported, told: Answer) -> dict[str, object]:
-    lists = record(found, *(attribute for attribute, _ in HEADINGS))
     return {
-        "stack": found.stack,
-        "version": found.version,
+        **record(found, "stack", "version"),
         "recipe": told.recipe,
         "answer": str(told),
         "overrides": {name: str(value) for name, value in told.overrides.items()},
@@ -150,9 +148,9 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
         "run": {f"optimizer.{name}": plain(value) for name, value in found.run.items()},
         "meaning": rows(found.meaning),
         "differs_here": {name: list(pair) for name, pair in apart(told, found.meaning, engine=found.engine).items()},
-        "refused_here": list(refusals(told, _trains(found))),
+        "refused_here": list(refusals(told, found.run)),
         "hazards": list(_hazards(found)),
-        **lists,
+        **record(found, *(attribute for attribute, _ in HEADINGS)),
         "other": list(found.other),
     }
 
@@ -168,3 +166,87 @@ def _write(path: Path, found: Imported, told: Answer) -> None:
     engine = {} if told.engine is None else {"engine": told.engine}
     text = yaml.safe_dump({"extends": told.recipe, **engine, **said}, sort_keys=False)
     write(path, f"# from {found.stack} {found.version}\n{text}")
+
+
+def _print_export(recipe: str | None, made: Export) -> None:
+    for piece in made.pieces:
+        print_whole(f"# {made.stack} {made.version}: {piece.name}")
+        print_whole(piece.text)
+        print_line()
+    words = {
+        "exact": "exact",
+        "layout": "same arithmetic, different layout",
+        "different": "different arithmetic",
+        "impossible": "not all of it can be expressed there",
+    }
+    on = f"{made.stack}{f' {made.version}' if made.assumed else ''}"
+    given = ", given what is assumed below" if made.assumed else ""
+    said = [f"{recipe or 'the run'} on {on}: {words[made.fidelity]}{given}", *(f"  {line}" for line in made.lines)]
+    said += ["assumed:", *(f"  {line}" for line in made.assumed)] if made.assumed else []
+    width = columns_here()
+    lines = prose("\n".join(said), width and width - 2).split("\n")
+    print_whole("\n".join(f"# {line}" for line in lines))  # comments, so that what is printed can be saved as it is
+
+
+def _exported(args: argparse.Namespace) -> Export:
+    if args.config is None:
+        if args.recipe is None:
+            raise BadValue("give a RECIPE, or a run (--config FILE), whose own recipe is exported then")
+        return export(args.recipe, args.to, version=args.stack_version, engine=args.engine)
+    from mpbridge.settings.container import ConfigContainer
+
+    path, engine = find_config(args.config), [f"engine={args.engine}"] if args.engine else []
+    container = ConfigContainer.load(path, engine, check=False)
+    given = container.mixed_precision
+    stages = given if isinstance(given, list | tuple) else ()
+    if len(stages) > 1:
+        names = [str(stage["recipe"]) for stage in stages if isinstance(stage, Mapping) and "recipe" in stage]
+        if args.recipe is None or key(args.recipe) not in map(key, names):
+            none = "" if args.recipe is None else f" and none is {args.recipe}"
+            raise BadValue(f"{args.config} has stages ({', '.join(names)}){none}: name the one to export")
+    elif args.recipe is not None:
+        container = ConfigContainer.load(path, [f"mixed_precision.recipe='{args.recipe}'", *engine], check=False)
+    run = container.resolved(container.smallest_world())
+    made = export(args.recipe or _own(run), args.to, version=args.stack_version, engine=run.facts.engine, run=run)
+    stated = _stated(given) if args.recipe is not None else ""
+    if not stated:
+        return made
+    text = f"{args.recipe} replaces the mixed_precision of {args.config} ({stated}); without RECIPE the run's own is exported"
+    return dataclasses.replace(made, assumed=(*made.assumed, text))
+
+
+def _own(run: Any) -> Any:
+    """A run's recipe by name; its config if it has none that is registered."""
+    stage = run.stages[0]
+    return stage.recipe if key(stage.recipe) in recipes else stage.config
+
+
+def _stated(given: Any) -> str:
+    """The fields of a precision that a run states without the name of a recipe."""
+    said = given.given() if isinstance(given, MixedPrecisionConfig) else given
+    fields = said if isinstance(said, Mapping) and "recipe" not in said else {}
+    return ", ".join(f"{name}={cut(value)}" for name, value in fields.items())
+
+
+class ExportVerb:
+    """`mpbridge export NAME --to STACK`: writes a recipe as another stack's configuration, with a line for each fact that is not preserved."""
+
+    SUMMARY = "write a recipe as another stack's configuration"
+    ARGUMENTS = (
+        arg("recipe RECIPE", "a name (mpbridge list), a YAML file, package.module:function or file.py:function; none with --config: the run's own", nargs="?"),
+        arg("--to STACK", f"one of {', '.join(STACKS)}", required=True),
+        arg("--stack-version V", "of the stack (default: the latest supported; for an unsupported one the nearest is used, with a note)"),
+        arg("--config FILE", "a run whose engine and precision additions are exported too"),
+        arg("--engine NAME", "the engine it is meant for (default: the recipe's)"),
+        JSON,
+    )  # fmt: skip
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Prints the pieces to paste. Returns 1 if something cannot be expressed there."""
+        made = _exported(args)
+        pieces = [record(piece, "name", "text") for piece in made.pieces]
+        lines = [record(line, "fidelity", "fact", "text") for line in made.lines]
+        said = record(made, "stack", "version", "fidelity", "assumed", pieces=pieces, lines=lines)
+        answer(args, {"recipe": args.recipe, **said}, lambda: _print_export(args.recipe, made))
+        return 1 if made.fidelity == "impossible" else 0

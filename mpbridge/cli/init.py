@@ -15,16 +15,16 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.files import folder_for, text_of, write
 from mpbridge.common.machines import key, machine
 from mpbridge.common.probe import installed, this_machine
-from mpbridge.planning.hardware.capability import ASSUMED, can_run
+from mpbridge.planning.capability import ASSUMED, can_run
 from mpbridge.planning.memory.by_role import fit
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.container import ConfigContainer
-from mpbridge.settings.corpus import entries_of
 from mpbridge.settings.huggingface.folder import is_reference
 from mpbridge.settings.huggingface.section import tree
 from mpbridge.settings.load import EXTENDS, dump_yaml
+from mpbridge.settings.training import entries_of
 from mpbridge.training.admission import place_fault
 from mpbridge.training.data.sources import located
 
@@ -141,27 +141,37 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
                 undone.callback((folder / name).unlink, missing_ok=True)
                 write(folder / name, text)
             undone.pop_all()
-    except (
-        FileNotFoundError,
-        PermissionError,
-    ) as error:  # such as in /proc, whose folders say that they can be written to
+    except (FileNotFoundError, PermissionError) as error:  # as in /proc, whose folders say that they can be written to
         raise BadValue(
             f"{folder} cannot be created ({error.strerror}), expected a folder, or a path where one can be created"
         ) from None
 
 
 def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) -> str:
-    """The commands of this configuration with this recipe."""
+    """README.md: the commands of this configuration with this recipe. settings: what config.yaml leaves to the user, each preceded by a blank."""
     policy, target = resolve(get_mixed_precision_config(args.recipe)), _target(args)
     base = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
     base.mixed_precision = args.recipe
-    return readme(
-        target=target,
-        settings=settings,
-        processes=args.world_size or _processes(base, target),
-        log_dir=(config.get("logger") or {}).get("log_dir") or "run",
-        quantized=policy.quantized,
-    )
+    processes = args.world_size or _processes(base, target)
+    log_dir = (config.get("logger") or {}).get("log_dir") or "run"
+    run = f"train --config config.yaml{settings}"
+    several = f"torchrun --nproc-per-node {max(2, processes)} -m mpbridge {run}"
+    if processes > 8:
+        several = f"mpbridge launch --nodes {-(-processes // 8)} --gpus-per-node 8 -- {run}"
+    check = f"mpbridge check --config config.yaml --target {target} --world-size {processes}{settings}"
+    commands = [
+        (f"mpbridge plan --config config.yaml{settings}", "which fields the recipe writes"),
+        (check, "valid there? does it fit? how fast?"),
+    ]
+    if processes == 1:
+        short = "" if "train.train_iters" in settings else " train.train_iters=20"
+        commands.append((f"mpbridge {run}{short}", "train: settings follow the options"))
+    if processes == 1 and policy.quantized:
+        commands.append((f"mpbridge {run} --emulate", "without such a GPU: emulate its rounding"))
+    commands += [(several, ""), (f"mpbridge report {log_dir}", "how it went: audits, curves, can it resume?")]
+    width = max(len(command) for command, said in commands if said)
+    lines = [f"{command:{width}}  # {said}" if said else command for command, said in commands]
+    return _README.format(commands="\n".join(lines))
 
 
 def _target(args: argparse.Namespace) -> str:
@@ -245,35 +255,3 @@ def _loaded(text: str) -> Any:
         return load_yaml(text)
     except yaml.YAMLError:
         return None
-
-
-def readme(*, target: str, settings: str, processes: int, log_dir: str, quantized: bool) -> str:
-    """README.md of a starter folder.
-
-    target: a machine that runs the recipe; settings: what config.yaml leaves to the user, each preceded by a blank; processes: the smallest world.
-    """
-    run = f"train --config config.yaml{settings}"
-    several = f"torchrun --nproc-per-node {max(2, processes)} -m mpbridge {run}"
-    if processes > 8:
-        several = f"mpbridge launch --nodes {-(-processes // 8)} --gpus-per-node 8 -- {run}"
-    alone = [(f"mpbridge {run} train.train_iters=20", "train: settings follow the options")]
-    if "train.train_iters" in settings:
-        alone = [(f"mpbridge {run}", "train: settings follow the options")]
-    commands = [
-        (f"mpbridge plan --config config.yaml{settings}", "which fields the recipe writes"),
-        (
-            f"mpbridge check --config config.yaml --target {target} --world-size {processes}{settings}",
-            "valid there? does it fit? how fast?",
-        ),
-        *(alone if processes == 1 else []),
-        *(
-            [(f"mpbridge {run} --emulate", "without such a GPU: emulate its rounding")]
-            if quantized and processes == 1
-            else []
-        ),
-        (several, ""),
-        (f"mpbridge report {log_dir}", "how it went: audits, curves, can it resume?"),
-    ]
-    width = max(len(command) for command, said in commands if said)
-    lines = [f"{command:{width}}  # {said}" if said else command for command, said in commands]
-    return _README.format(commands="\n".join(lines))

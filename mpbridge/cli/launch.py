@@ -18,7 +18,7 @@ from mpbridge.cli.text import complain, print_line, print_whole
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused
 from mpbridge.common.machines import machine
 from mpbridge.common.shipped import VERSION
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import broken
 from mpbridge.settings.training import ANNOUNCED
@@ -100,7 +100,7 @@ def _resumable(words: list[str], args: argparse.Namespace) -> list[str]:
     """train's arguments plus the setting that makes the same command resume. Raises Contradiction, BadValue or Refused before anything is queued."""
     from mpbridge.cli.main import parser_of, with_way
 
-    given: Any = parser_of("train", "mpbridge.cli.train").parse_intermixed_args(with_way(words))
+    given: Any = parser_of("train").parse_intermixed_args(with_way(words))
     if given.reset_optimizer:
         given.overrides = [*given.overrides, "checkpoint.reset_optimizer=true"]
     # an image's contents are not known here

@@ -14,18 +14,24 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mpbridge.cli.options import add_arguments, too_small
 from mpbridge.cli.text import columns_here, complain, print_line
-from mpbridge.common.chatter import without_chatter
 from mpbridge.common.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName, nearest
 from mpbridge.common.files import NO_ROOM
+from mpbridge.common.prose import hanging, prose
 from mpbridge.common.shipped import VERSION, install
-from mpbridge.common.tables.prose import hanging, prose
+from mpbridge.common.upstream import without_chatter
 
 NOT_VERBS = frozenset({"main", "options", "text"})
+BESIDE = {
+    "audit": "report", "precision": "report", "diagnose": "report", "recommend": "layouts", "export": "import", "verify": "disclose",
+    "mismatch": "contract", "calibrate": "simulate", "tune": "rehearse", "on-cpu": "train",
+}  # fmt: skip
+"""Verb -> the verb in whose module it stands, as a class (`audit`: AuditVerb): they share their subject."""
 FOREIGN = frozenset({"on-cpu", "launch"})
 """Verbs that end in another command, whose arguments are not theirs, regardless of position."""
 NEEDED = {"megatron": "megatron-core", "torch": "torch", "numpy": "NumPy"}
@@ -51,20 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in arguments and arguments[0] not in FOREIGN
     try:
-        for name in (
-            "stdout",
-            "stderr",
-        ):  # a run continues without a reader, for its files and checkpoints
+        for name in ("stdout", "stderr"):  # a run continues without a reader, for its files and checkpoints
             if arguments[:1] == ["train"] and getattr(sys, name) is None:
                 setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         if sys.stdout is None:  # closed by the caller: Python would silently discard output
-            text = (
-                "standard output is closed, so nothing could be printed (redirect it to /dev/null if that is intended)"
-            )
-            _complain(BadValue(text), as_json)
+            text = "standard output is closed, so nothing could be printed"
+            _complain(BadValue(f"{text} (redirect it to /dev/null if that is intended)"), as_json)
             return 2
-        code = _dispatch(arguments)
-        code = _flushed(code)
+        code = _flushed(_dispatch(arguments))
     except MpbridgeError as error:
         code = Refused.exit_code if _without_room(error) else error.exit_code
         _complain(error, as_json, code)
@@ -101,11 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _importer(error: ModuleNotFoundError) -> str:
     """'module (file, line)' of the import that failed."""
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if "importlib" not in frame.f_code.co_filename
-    ]
+    frames = [pair for pair in traceback.walk_tb(error.__traceback__) if "importlib" not in pair[0].f_code.co_filename]
     frame, line = frames[-1]
     return f"{frame.f_globals.get('__name__', '?')} ({frame.f_code.co_filename}, line {line})"
 
@@ -133,17 +129,19 @@ def _stop_printing() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def verbs() -> dict[str, str]:
-    """verb -> module, in the order of the help text; found by looking, not by importing."""
-    names = sorted(
-        path.stem
-        for path in Path(__file__).parent.glob("*.py")
-        if path.stem not in NOT_VERBS and not path.stem.startswith("_")
-    )
+def verbs() -> tuple[str, ...]:
+    """The verbs, in the order of the help text; found by looking, not by importing."""
+    modules = (path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
     # a module ends in an underscore if its verb is a Python keyword: import_.py is `mpbridge import`
-    found = {name.rstrip("_").replace("_", "-"): f"mpbridge.cli.{name}" for name in names}
-    first = [*DAY, *(verb for group in PARTS.values() for verb in group)]
-    return {verb: found[verb] for verb in [*first, *(verb for verb in found if verb not in first)]}
+    names = {name.rstrip("_").replace("_", "-") for name in modules if name not in NOT_VERBS} | BESIDE.keys()
+    return tuple(dict.fromkeys((*DAY, *(verb for group in PARTS.values() for verb in group), *sorted(names))))
+
+
+def verb_of(verb: str) -> Any:
+    """What has SUMMARY, ARGUMENTS and run of a verb: its module, or a class in that of another."""
+    home = BESIDE.get(verb, verb).replace("-", "_")
+    module = importlib.import_module(f"mpbridge.cli.{home}{'_' * iskeyword(home)}")
+    return getattr(module, verb.title().replace("-", "") + "Verb") if verb in BESIDE else module
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -176,26 +174,16 @@ def _dispatch(arguments: list[str]) -> int:
         before = " ".join(["mpbridge", verb, *rest[: rest.index("")]])
         raise BadValue(f"{before} '': an empty argument, expected a value (a variable of the shell that is not set?)")
     # intermixed: key=value may come before, between and after options
-    args = parser_of(verb, known[verb]).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
-    found: Any = importlib.import_module(known[verb])
+    args = parser_of(verb).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
+    found = verb_of(verb)
     if verb not in FOREIGN and (faults := too_small(args, found.ARGUMENTS)):
         raise BadValue("; ".join(faults))
     return int(found.run(args))
 
 
-PROCESSES = frozenset(
-    {
-        "--gpus",
-        "--num-gpus",
-        "--n-gpus",
-        "--ngpus",
-        "--nproc",
-        "--nproc-per-node",
-        "--world",
-        "--processes",
-        "--devices",
-    }
-)
+PROCESSES = frozenset({
+    "--gpus", "--num-gpus", "--n-gpus", "--ngpus", "--nproc", "--nproc-per-node", "--world", "--processes", "--devices",
+})  # fmt: skip
 """What other programs call --world-size."""
 
 
@@ -255,15 +243,11 @@ class Parser(argparse.ArgumentParser):
         return f"nearest: {', '.join(dict.fromkeys(found))}; " if found else ""
 
 
-def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
+def parser_of(verb: str) -> argparse.ArgumentParser:
     """The verb's parser, with its arguments."""
-    found: Any = importlib.import_module(module)
-    parser = Parser(
-        prog=f"mpbridge {verb}",
-        description=found.SUMMARY,
-        formatter_class=_Formatter,
-        epilog=getattr(found, "EPILOG", None),
-    )
+    found = verb_of(verb)
+    epilog = getattr(found, "EPILOG", None)
+    parser = Parser(prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=_Formatter, epilog=epilog)
     add_arguments(parser, found.ARGUMENTS)
     parser.quoted = getattr(found, "QUOTED", frozenset())
     if verb in FOREIGN:
@@ -282,27 +266,17 @@ def with_way(arguments: list[str]) -> list[str]:
     return out
 
 
-def _help(known: dict[str, str], *, every: bool = False) -> str:
+def _help(known: Sequence[str], *, every: bool = False) -> str:
     others = [verb for verb in known if verb not in DAY and not any(verb in group for group in PARTS.values())]
     groups = {"": DAY} | ({**PARTS, "also": tuple(others)} if every else {})
-    lines = [
-        f"mpbridge {VERSION}: one name decides every precision fact of a megatron-core training run",
-        "",
-        "usage: mpbridge COMMAND ...",
-    ]
+    head = f"mpbridge {VERSION}: one name decides every precision fact of a megatron-core training run"
+    lines = [head, "", "usage: mpbridge COMMAND ..."]
     for title, names in groups.items():
         lines += ["", *([f"{title}:"] if title else [])]
-        lines += hanging(
-            [(f"  {verb}", str(importlib.import_module(known[verb]).SUMMARY)) for verb in names], columns_here()
-        )
-    return "\n".join(
-        [
-            *lines,
-            *([] if every else ["", f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]),
-            "",
-            "For details: mpbridge help COMMAND. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
-        ]
-    )
+        lines += hanging([(f"  {verb}", str(verb_of(verb).SUMMARY)) for verb in names], columns_here())
+    lines += [] if every else ["", f"more: mpbridge help --all ({len(known) - len(DAY)} more commands)"]
+    codes = "Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early."
+    return "\n".join([*lines, "", f"For details: mpbridge help COMMAND. {codes}"])
 
 
 def _complain(error: MpbridgeError, as_json: bool, code: int | None = None) -> None:
@@ -312,9 +286,7 @@ def _complain(error: MpbridgeError, as_json: bool, code: int | None = None) -> N
         said = {"message": error.subject, "faults": list(error.faults)} if isinstance(error, Contradiction) else {}
         data = {"error": type(error).__name__, "exit_code": code or error.exit_code, "message": text} | said
         text = json.dumps(data | ({"rank": rank} if rank != "0" else {}))
-    elif (
-        rank != "0"
-    ):  # all processes of a job fail in the same way: rank 0 prints the full error, the others one line each
+    elif rank != "0":  # all processes of a job fail in the same way: rank 0 prints the full error, the others a line
         text = f"rank {rank}: {text.splitlines()[0] if text else ''}"
     with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still matters
         complain(text)

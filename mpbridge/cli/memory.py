@@ -10,11 +10,23 @@ from mpbridge.cli._target import TARGET, TargetMachine, asked, left_batches, ref
 from mpbridge.cli.options import JSON, RUN, arg, whole
 from mpbridge.cli.text import answer, print_line, print_table, record
 from mpbridge.common.facts import RunFacts
-from mpbridge.common.tables.units import ByteUnit, count, unit_for
+from mpbridge.common.tables import ByteUnit, count, unit_for
+from mpbridge.planning.estimate.candidates import line
+from mpbridge.planning.estimate.layouts import nearest
 from mpbridge.planning.memory.activations import basis
-from mpbridge.planning.memory.by_role import STATES, Fit, Memory, duplicate_main, fullest, memory, total_parameters
-from mpbridge.planning.memory.compare import REFERENCE, Comparison, against_bf16
-from mpbridge.planning.memory.limitations import left_out_of_memory
+from mpbridge.planning.memory.by_role import (
+    REFERENCE,
+    STATES,
+    Comparison,
+    Fit,
+    Memory,
+    against_bf16,
+    duplicate_main,
+    fullest,
+    memory,
+    total_parameters,
+)
+from mpbridge.planning.memory.overheads import left_out_of_memory
 from mpbridge.planning.outlook import Outlook
 from mpbridge.settings.container import Run
 
@@ -36,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     mine = outlook.memory if args.rank is None else memory(made.policy, facts, rank=args.rank)
     other = reference(made, where)
     compared = against_bf16(made.policy, facts, mine=mine, reference=(other.policy, where.facts(other.facts)))
-    stages = _stages(made, facts) if args.stages else ()
+    pipeline = facts.parallel.pipeline
+    firsts = range(0, facts.parallel.world_size, facts.parallel.world_size // pipeline) if args.stages else ()
+    stages = tuple(memory(made.policy, facts, rank=rank) for rank in firsts)
     data = as_data(made, facts, compared, outlook.fit, stages) | record(outlook, "verdict", "objections")
     answer(args, data, lambda: _print(made, where, outlook, compared, stages))
     return 0 if outlook.ok else 1
@@ -47,8 +61,7 @@ def as_data(
 ) -> dict[str, Any]:
     """The estimate as JSON types, in bytes."""
     return {
-        "recipe": made.recipe,
-        "world_size": made.world_size,
+        **record(made, "recipe", "world_size"),
         "parameters": total_parameters(facts),
         **_data(compared.mine),
         "reference": {"recipe": REFERENCE} | _data(compared.reference),
@@ -73,18 +86,15 @@ def _data(one: Memory) -> dict[str, Any]:
     }
 
 
-def _stages(made: Run, facts: RunFacts) -> tuple[Memory, ...]:
-    step = facts.parallel.world_size // facts.parallel.pipeline
-    return tuple(memory(made.policy, facts, rank=stage * step) for stage in range(facts.parallel.pipeline))
-
-
 def _print(made: Run, where: TargetMachine, outlook: Outlook, compared: Comparison, stages: tuple[Memory, ...]) -> None:
     facts, mine, other = outlook.facts, compared.mine, compared.reference
     unit = unit_for(max(mine.needed, other.needed))
     gpus = f"{made.world_size} GPU{'s' * (made.world_size > 1)}"
+    full, here = fullest(made.policy, facts, mine), f"rank {mine.rank} (stage {mine.stage})"
+    which = f"{here} is the fullest" if mine.rank == full else f"{here}; rank {full} is the fullest"
     print_line(
         f"recipe {made.recipe}, engine {made.engine}: {count(total_parameters(facts))} parameters on {gpus}",
-        f"{sizes_of(facts.parallel)}; {_which(made, facts, mine)}",
+        f"{sizes_of(facts.parallel)}; {which}",
         "",
     )
     columns = ("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "basis")
@@ -99,7 +109,8 @@ def _print(made: Run, where: TargetMachine, outlook: Outlook, compared: Comparis
     for words in left_out_of_memory(facts):
         print_line(f"left out: {words}")
     if outlook.fit is not None:
-        _say_fit(outlook.fit, where, unit, _fullest_words(made, facts, mine))
+        # the rank that the verdict is about, if the table shows another one
+        _say_fit(outlook.fit, where, unit, "" if full == mine.rank else f"rank {full}, the fullest, needs ")
         if outlook.answer == "does not fit":
             _say_nearest(made, outlook)
     if "valid" in outlook.objections:
@@ -115,7 +126,7 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
     measured = f"{known_by}, +-{mine.uncertainty:.0%}{f': {why}' if why else ''}"
     return [
         *(
-            (name, unit.of(mine.roles.get(name, 0)), unit.of(other.roles.get(name, 0)), _each(mine, name), "")
+            (name, unit.of(mine.roles.get(name, 0)), unit.of(other.roles.get(name, 0)), f"{mine.roles.get(name, 0) / max(1, mine.elements):.2f}", "")
             for name in STATES
             if name in mine.roles or name in other.roles
         ),
@@ -130,8 +141,6 @@ def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[s
 
 def _say_nearest(made: Run, outlook: Outlook) -> None:
     from mpbridge.cli.layouts import says_optimizer
-    from mpbridge.planning.estimate.layouts import nearest
-    from mpbridge.planning.estimate.overrides import line
 
     # no search: every layout would be rejected for the machine
     for violation in outlook.errors:
@@ -144,12 +153,6 @@ def _say_nearest(made: Run, outlook: Outlook) -> None:
         if found is not None
         else f"no layout fits on up to {64 * outlook.facts.parallel.world_size} GPUs"
     )
-
-
-def _which(made: Run, facts: RunFacts, mine: Memory) -> str:
-    full = fullest(made.policy, facts, mine)
-    here = f"rank {mine.rank} (stage {mine.stage})"
-    return f"{here} is the fullest" if mine.rank == full else f"{here}; rank {full} is the fullest"
 
 
 def _beside(
@@ -170,12 +173,6 @@ def _beside(
     ]
 
 
-def _fullest_words(made: Run, facts: RunFacts, mine: Memory) -> str:
-    """The rank that the verdict is about, if the table shows another one."""
-    full = fullest(made.policy, facts, mine)
-    return "" if full == mine.rank else f"rank {full}, the fullest, needs "
-
-
 def _say_fit(fits: Fit, where: TargetMachine, unit: ByteUnit, whose: str) -> None:
     need, off, have = (unit.of(size) for size in (fits.needed, fits.band, fits.available))
     print_line()
@@ -184,7 +181,3 @@ def _say_fit(fits: Fit, where: TargetMachine, unit: ByteUnit, whose: str) -> Non
     )
     for way in fits.ways:
         print_line(way, indent="  ")
-
-
-def _each(mine: Memory, name: str) -> str:
-    return f"{mine.roles.get(name, 0) / max(1, mine.elements):.2f}"

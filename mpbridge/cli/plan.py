@@ -6,15 +6,15 @@ import argparse
 
 from mpbridge.cli.options import JSON, RUN, arg, resolved
 from mpbridge.cli.show import facts
-from mpbridge.cli.text import answer, print_line, print_table, show_table
+from mpbridge.cli.text import answer, print_line, print_table, record, show_table
 from mpbridge.common.facts import BESIDE_ADAM, MUONS
 from mpbridge.common.formats import DType, say
-from mpbridge.common.tables.units import processes
+from mpbridge.common.tables import processes
 from mpbridge.planning.memory.keeps import STATES, is_frozen, keeps, kept_fp32
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
 from mpbridge.planning.memory.names import refuse_idle_rules
 from mpbridge.planning.memory.ranks import Coordinates
-from mpbridge.planning.rules.muon import NEWTON_SCHULZ
+from mpbridge.planning.rules.trained import NEWTON_SCHULZ
 from mpbridge.precision.globs import is_adapter
 from mpbridge.precision.sync.plan import plain
 from mpbridge.settings.container import Run
@@ -41,10 +41,7 @@ def as_data(made: Run) -> dict[str, object]:
     """The plan and its context as JSON types."""
     depth = made.facts.shape.num_layers
     return {
-        "recipe": made.recipe,
-        "engine": made.engine,
-        "world_size": made.world_size,
-        "brought": made.brought,
+        **record(made, "recipe", "engine", "world_size", "brought"),
         "meaning": dict(meaning(made)),
         **made.plan.as_data(),
         "bf16_layers": list(made.policy.bf16_layers(depth)) if made.policy.quantized else None,
@@ -119,13 +116,8 @@ def _print(made: Run, *, explain: bool) -> None:
 
 
 def _explained(made: Run) -> list[tuple[str, str, str]]:
-    homes = dict(made.inputs) | {
-        "train": made.train,
-        "data": made.data,
-        "scheduler": made.scheduler,
-        "checkpoint": made.checkpoint,
-        "logger": made.logger,
-    }
+    beside = ("train", "data", "scheduler", "checkpoint", "logger")
+    homes = {**made.inputs, **{name: getattr(made, name) for name in beside}}
     rows = []
     for name, source in made.origin.items():
         section, _, key = name.partition(".")

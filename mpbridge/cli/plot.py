@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import arg, whole
 from mpbridge.cli.text import columns_here, complain, print_line, print_whole
+from mpbridge.common.errors import Refused
 
 if TYPE_CHECKING:
     from mpbridge.common.report.curves import Curves
@@ -27,10 +28,8 @@ ARGUMENTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Prints one plot for each number and run, and writes the picture; without matplotlib only the picture is missing."""
-    from mpbridge.common.errors import Refused
     from mpbridge.common.pages.document import writable
-    from mpbridge.common.report.curves import CURVES, picture
-    from mpbridge.common.report.pictures import drawable
+    from mpbridge.common.report.curves import CURVES, drawable, picture
 
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.options import arg, find_config, whole
-from mpbridge.cli.text import print_line
-from mpbridge.common.errors import BadValue
+from mpbridge.cli._target import TARGET, target
+from mpbridge.cli.options import JSON, RUN_HERE, arg, container, find_config, whole
+from mpbridge.cli.text import answer, print_line, print_table
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.files import write
+from mpbridge.precision.registry import get_mixed_precision_config
 
 if TYPE_CHECKING:
     from mpbridge.training.rehearse.report import Rehearsal
+    from mpbridge.training.tune.levels import Where
+    from mpbridge.training.tune.tuning import Tuned
+
 
 SUMMARY = "train a few steps under several recipes, emulated, and see which tensors lose precision"
 ARGUMENTS = (
@@ -67,9 +73,7 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
 
 def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     """Tunes the last tunable recipe, and records the result."""
-    from mpbridge.common.errors import MpbridgeError
     from mpbridge.common.report.console import rank
-    from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.settings.container import ConfigContainer
     from mpbridge.training.tune.levels import prepared
     from mpbridge.training.tune.report import lines, moved, write
@@ -100,7 +104,6 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
 
 def _write(result: Rehearsal, folder: Path) -> Path:
     """Writes report.json, then index.html in `folder`. Returns the page's path."""
-    from mpbridge.common.files import write
     from mpbridge.training.rehearse.page import page
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,3 +111,90 @@ def _write(result: Rehearsal, folder: Path) -> Path:
     path = folder / "index.html"
     write(path, page(result))
     return path
+
+
+def _check_tune(args: argparse.Namespace) -> None:
+    faults = []
+    if not args.out.parent.is_dir() or args.out.is_dir():
+        faults.append(f"--out {args.out}: expected a file name in an existing folder")
+    if args.out.suffix not in (".yaml", ".yml"):
+        faults.append(f"--out {args.out}: a recipe file ends in .yaml")
+    if faults:
+        raise BadValue("; ".join(faults))
+    find_config(args.config)
+
+
+def _where(args: argparse.Namespace) -> Where:
+    from mpbridge.training.tune.levels import Where
+
+    if args.target is None and getattr(args, "machine_file", None) is None:
+        return Where(stack=args.stack)
+    found = target(args)
+    return Where(machine=found.machine, versions=found.versions, constants=found.constants, stack=args.stack)
+
+
+def _print_tuned(data: dict[str, Any]) -> None:
+    for table in data["tables"]:
+        print_line()
+        print_table(table["columns"], table["rows"], title=table["title"])
+    print_line()
+    for line in data["lines"]:
+        print_line(line)
+    out = data["path"]
+    print_line(f"recipe: {out} (mpbridge show {out}; mpbridge train --recipe {out} --emulate)")
+
+
+def as_data(result: Tuned, content: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The recipe file and the tables as JSON types."""
+    from mpbridge.training.tune.report import lines, sections
+
+    tables = [
+        {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
+        for title, columns, rows in sections(result)
+    ]
+    said = {"take": result.verdict.take, "tables": tables, "lines": lines(result, str(content.get("extends", "")))}
+    return {"path": str(out), "content": content, **said}
+
+
+class TuneVerb:
+    """`mpbridge tune`: measures which linears can run in low precision under a budget, and writes a recipe file."""
+
+    SUMMARY = "find which linears of this model can run in low precision under a budget, and write the recipe"
+    ARGUMENTS = (
+        *RUN_HERE, *TARGET,
+        arg("--levels A,B,...", "levels that linears may be raised to, as in `modules:` (default: mxfp8 for four bits; high precision is always included)"),
+        arg("--budget WHAT=X", "time=1.1 (predicted GEMM and quantization time relative to the all-low recipe), memory=40GB (on the fullest rank) or gradient-error=0.3 (default: what the last 15 %% of the layers in high precision cost)"),
+        arg("--batches N", "global batches for scoring (default: 8)", whole, default=8),
+        arg("--unseen N", "global batches for validation (default: 4)", whole, default=4),
+        arg("--stack NAME", "stack that the recipe will be exported to (`mpbridge export`): only levels that it can express are proposed"),
+        arg("--checkpoint DIR", "checkpoint with the weights to measure (default: randomly initialized weights)"),
+        arg("--out FILE", "the recipe file (default: tuned.yaml)", Path, default=Path("tuned.yaml")),
+        JSON,
+    )  # fmt: skip
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Tunes, prints the result and writes the recipe. Returns 1 if a simple rule is no worse, and names it."""
+        from mpbridge.training.tune.levels import budget_of
+
+        _check_tune(args)
+        budget = budget_of(args.budget)
+        from mpbridge.common.report.console import rank
+        from mpbridge.training.tune.choices import TUNED
+        from mpbridge.training.tune.report import write
+        from mpbridge.training.tune.run import tune
+
+        levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
+        first = rank() == 0
+        speak = print_line if first and not args.json else lambda text: None
+        box = container(args)
+        if args.checkpoint:
+            box.checkpoint["load"] = args.checkpoint
+        result, content = tune(
+            box, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen, where=_where(args), say=speak
+        )
+        if first:
+            write(args.out, content)
+            data = as_data(result, content, args.out)
+            answer(args, data, lambda: _print_tuned(data))
+        return 0 if result.verdict.take == TUNED else 1

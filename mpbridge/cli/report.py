@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.cli.diagnose import ARGUMENTS as ARGUMENTS
-from mpbridge.cli.text import answer, columns_here, paged, print_line, print_whole
+from mpbridge.cli.options import JSON, arg, whole
+from mpbridge.cli.text import answer, columns_here, paged, print_line, print_table, print_whole
+from mpbridge.common.errors import CheckpointError
+from mpbridge.common.report.curves import CURVES, changes, read_history, terminal
+from mpbridge.common.tables import table
 
 if TYPE_CHECKING:
     from mpbridge.observe.diagnose.diagnosis import Diagnosis
     from mpbridge.observe.diagnose.evidence import Evidence
 
+
 SUMMARY = "say after or during a run how it went: curves, audits, low precision, diagnosis, whether it can resume"
+ARGUMENTS = (
+    arg("run_folder RUN", "the run's folder (logger.log_dir)", Path),
+    arg("--against RUN_B", "a run to compare with, preferably a healthy one", Path),
+    arg("--out FILE", "write a page: a self-contained HTML file", Path),
+    JSON,
+)
 HEIGHT, WIDTH = 8, 72
 """Lines and columns of the loss."""
 
@@ -33,8 +44,6 @@ def run(args: argparse.Namespace) -> int:
 
 def as_data(found: Diagnosis) -> dict[str, Any]:
     """Every part of the report as JSON types."""
-    from mpbridge.cli.audit import judged
-
     run = found.run
     audits = judged(run.audits)
     data = {
@@ -65,8 +74,6 @@ def _verdict(found: Diagnosis, data: dict[str, Any]) -> str:
 
 def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
     """First, last and lowest value of each curve."""
-    from mpbridge.common.report.curves import CURVES
-
     made: dict[str, dict[str, float | None]] = {}
     series = {number: [value for _, value in run.curves.series(number)] for number in (*CURVES, "lr")}
     series["eval_loss"] = [row["eval_loss"] for row in run.curves.evaluations if row["eval_loss"] is not None]
@@ -80,8 +87,6 @@ def _curves(run: Evidence) -> dict[str, dict[str, float | None]]:
 
 def _precision(run: Evidence) -> dict[str, Any]:
     """The worst operand of the latest measurement."""
-    from mpbridge.cli.precision import worst
-
     quantized = [one for one in run.measured if one.tables["operands"]]
     rows = worst(quantized[-1].tables["operands"], 1) if quantized else []
     return {
@@ -92,7 +97,6 @@ def _precision(run: Evidence) -> dict[str, Any]:
 
 def _resume(run: Evidence) -> dict[str, Any]:
     """The newest checkpoint from which the run resumes, and why not if it does not."""
-    from mpbridge.common.errors import CheckpointError
     from mpbridge.training.checkpoint.store import check, locate, saved, step_of
 
     named = (run.config.get("checkpoint") or {}).get("save")
@@ -110,8 +114,6 @@ def _resume(run: Evidence) -> dict[str, Any]:
 
 
 def _print(found: Diagnosis, data: dict[str, Any]) -> None:
-    from mpbridge.common.report.curves import terminal
-
     run, of = found.run, data["of"]
     print_line(f"{data['run']}: {data['recipe']}, {data['steps']}{f' of {of}' if of else ''} steps\n")
     loss = run.curves.series("loss")
@@ -152,3 +154,156 @@ def _said(precision: dict[str, Any]) -> str:
     error = row["row_error"]
     size = f"row error {error:.2%}" if isinstance(error, float) else "row error not known"
     return f"{measured}; largest at step {row['step']}: {row['linear']} {row['side']} ({row['format']}), {size}"
+
+
+def _print_diagnosis(found: Diagnosis) -> None:
+    run = found.run
+    steps = len(run.curves.rows)
+    print_line(
+        f"{run.folder}: {run.recipe}, {steps} step{'s' * (steps != 1)}, {len(run.measured)} measured", found.verdict
+    )
+    for one in found.onsets:
+        print_line(f"step {one.step}: {one.what}", indent="  ")
+    _section("First anomalous tensors:", [str(one) for one in found.odd[:6]])
+    _section("What changed:" if found.healthy else "What changed before:", found.changes)
+    for number, suspect in enumerate(found.suspects, start=1):
+        print_line()
+        print_line(f"{number}. {suspect.cause} (step {suspect.step}, evidence {suspect.score:.2f}): {suspect.sentence}")
+        for word, lines in (("seen: ", suspect.evidence), ("try:  ", suspect.advice)):
+            for line in lines:
+                print_line(f"{word}{line}", indent="   ")
+    _section("Compared with the other run:", found.against)
+    _section("What cannot be determined:", run.gaps)
+    _section("What can still be determined:", run.remaining)
+
+
+def _section(title: str, lines: Sequence[str]) -> None:
+    """Prints lines indented under a title, if there are any."""
+    if lines:
+        print_line(f"\n{title}")
+        print_line(*lines, indent="  ")
+
+
+class DiagnoseVerb:
+    """`mpbridge diagnose`: explains from its files why a run diverged."""
+
+    SUMMARY = "find a run's first anomalous step and tensors, and the likely causes, from its files"
+    ARGUMENTS = ARGUMENTS
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Prints the diagnosis. Returns 0 if nothing is anomalous, else 1."""
+        from mpbridge.observe.diagnose.diagnosis import diagnose
+        from mpbridge.observe.diagnose.page import diagnosis_page
+
+        with paged(args, lambda: diagnosis_page(found)):
+            found = diagnose(args.run_folder, args.against)
+            answer(args, found.as_data(), lambda: _print_diagnosis(found))
+        return 0 if found.healthy else 1
+
+
+UNPROVED = "no update was ever audited, so main weights and moments are unverified"
+
+
+def judged(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """{"ok": whether all were as promised, or None if no update was ever audited; "words": the same in a sentence; "audits": how many}."""
+    bad = [one for one in history if not one["ok"]]
+    proved = any("weights moved" in one["facts"] for one in history)
+    if bad:
+        words = f"{len(bad)} of {len(history)} not as promised, first at step {bad[0]['step']}: {'; '.join(bad[0].get('faults', ())) or 'see there'}"
+    elif not history:
+        words = "none"
+    else:
+        words = f"{len(history)} as promised, the last of step {history[-1]['step']}" if proved else UNPROVED
+    return {"ok": False if bad else True if proved else None, "audits": len(history), "words": words}
+
+
+def _print_audits(audits: list[dict[str, Any]]) -> None:
+    last = max(audits, key=lambda one: ("weights moved" in one["facts"], one["step"]))
+    print_line(f"{last['recipe']}, {len(audits)} audits; the last complete one, of step {last['step']}:")
+    rows = [(name, *map(str, fact)) for name, fact in last["facts"].items()]
+    print_table(("what", "promised", "found", ""), rows)
+    for one in audits:
+        verdict = "as promised" if one["ok"] else "NOT as promised"
+        unseen = len(one.get("not_observed", {}))
+        print_line(
+            f"step {one['step']:>6}  {one['stage']:<6}  {verdict}{f', {unseen} not observed' if unseen else ''}  ({one['reason']})"
+        )
+        for line in (*one.get("faults", ()), *one["changes"]):
+            print_line(line, indent=" " * 13)
+
+
+class AuditVerb:
+    """`mpbridge audit RUN_DIR`: shows what a run promised, what its audits found and when, and what changed between them. Loads no framework."""
+
+    SUMMARY = "show what a run's audits found, when, and what changed between them"
+    ARGUMENTS = (arg("run_dir RUN_DIR", "the run's folder (logger.log_dir), or its precision.json", Path), JSON)
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Prints the audits. Returns 0 if all were as promised, 1 if one was not or no update was ever audited."""
+        history = read_history(args.run_dir)
+        found = judged(history)
+        audits = [
+            {**one, "changes": changes(before, one)} for before, one in zip([None, *history], history, strict=False)
+        ]
+        data = {"ok": found["ok"] is True, "words": found["words"], "audits": audits}
+        answer(args, data, lambda: _print_audits(audits))
+        if found["ok"] is None and not args.json:
+            print_line(UNPROVED)
+        return 0 if found["ok"] else 1
+
+
+def _worst_table(step: int, rows: Sequence[Mapping[str, Any]], top: int) -> object:
+    columns = ("linear", "operand", "format", "flushed", "saturated", "row error", "SQNR dB", "amax", "scale", "stale")
+    made = []
+    for row in worst(rows, top):
+        cells = [row["linear"], f"{row['side']} {row['copy']}", row["format"]]
+        cells += [_shown(row[name], "{:.2%}") for name in ("flushed", "saturated", "row_error")]
+        cells += [_shown(row[name], text) for name, text in (("sqnr", "{:.1f}"), ("amax", "{:.3g}"), ("scale", "{:.3g}"), ("staleness", "2**{:+.1f}"))]  # fmt: skip
+        made.append(cells)
+    return table(f"operands with the largest row errors, step {step}", columns, made, right=columns[3:])
+
+
+def worst(rows: Sequence[Mapping[str, Any]], top: int) -> list[Mapping[str, Any]]:
+    """The rows with the largest row errors, largest first."""
+    known = [row["row_error"] if isinstance(row["row_error"], float) else 0.0 for row in rows]
+    return [rows[i] for i in sorted(range(len(rows)), key=known.__getitem__, reverse=True)[:top]]
+
+
+def _shown(value: object, text: str) -> str:
+    return text.format(value) if isinstance(value, (int, float)) else ""
+
+
+class PrecisionVerb:
+    """`mpbridge precision`: shows what low precision does to a run's tensors during training."""
+
+    SUMMARY = "show what low precision does to a run's tensors: worst operands, and a page"
+    ARGUMENTS = (
+        arg("run_folder RUN", "the run's folder (logger.log_dir)", Path),
+        arg("--out FILE", "the page (default: precision.html in the folder)", Path),
+        arg("--top N", "operands to print (default: 10)", whole, least=1, default=10),
+    )
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Prints the worst operands of the latest measurement and writes the page. Returns 1 if nothing was measured."""
+        from mpbridge.common.pages.document import writable, write
+        from mpbridge.common.report.console import console, tell
+        from mpbridge.observe.diagnose.evidence import gather
+        from mpbridge.observe.diagnose.page import precision_page
+
+        target = args.out or args.run_folder / "precision.html"
+        found = gather(args.run_folder)
+        writable(target)
+        out = console()
+        for gap in found.gaps:
+            print_line(gap)
+        measured = [one for one in found.measured if one.tables["operands"]]
+        if measured:
+            out.print(_worst_table(measured[-1].step, measured[-1].tables["operands"], args.top))
+        elif found.measured:
+            print_line("no GEMM of this run is quantized: its linears and weights are on the page")
+        write(target, precision_page(found).html())
+        tell(out, f"page: {target}")
+        return 0 if found.measured else 1

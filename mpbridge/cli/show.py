@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     known = evidence_of(args.recipe)
     if not model_of(args.recipe):
         refuse_idle_rules(policy, *any_gpt(args.layers), depth=args.layers)
-    meaning, costs = facts(policy, *_shapes(args.layers), engine=entry.engine), card(args.recipe)
+    # the linears of any GPT of that depth, if it is known
+    shapes = () if args.layers is None else any_gpt(args.layers)
+    meaning, costs = facts(policy, *shapes, engine=entry.engine), card(args.recipe)
     data = {
         **as_data(entry),
         "config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint(),
@@ -61,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(entry: Recipe, tables: Iterable[tuple[str, tuple[str, str], list[tuple[str, str]]]]) -> None:
     print_line(f"{entry.name}: {entry.summary}", "")
-    _lines(_papers(entry))
+    papers = _papers(entry)
+    width = max(len(label) for label, _ in papers)
+    for label, text in papers:
+        print_line(f"{label:{width}}  {text}")
     for title, columns, rows in tables:
         print_line()
         print_table(columns, rows, title=title)
@@ -93,11 +98,6 @@ def _costs(known: Card) -> list[tuple[str, str]]:
     ]
 
 
-def _shapes(layers: int | None) -> tuple[ModelShape, ...]:
-    """The linears of any GPT of that depth; () if the depth is unknown."""
-    return () if layers is None else any_gpt(layers)
-
-
 def facts(policy: PrecisionPolicy, *shapes: ModelShape, engine: str | None = None) -> list[tuple[str, str]]:
     """The policy's facts as label and text. shapes, of one depth: adds the rule of each linear, and the layers that are not quantized."""
     meaning = of_policy(policy, engine=engine or DEFAULT)
@@ -127,11 +127,8 @@ def facts(policy: PrecisionPolicy, *shapes: ModelShape, engine: str | None = Non
 def _mamba(policy: PrecisionPolicy, shape: ModelShape) -> list[tuple[str, str]]:
     """What becomes of the parameters that megatron-core makes in FP32 in a Mamba layer, and the dtype of the scan (ssm/mamba_mixer.py)."""
     first, narrow = shape.pattern.index("M"), say(policy.params)
-    made = (
-        {}
-        if policy.params is DType.FP32
-        else dict.fromkeys(("A_log", "D"), f"{narrow}, cast from the fp32 that it is made in")
-    )
+    cast = f"{narrow}, cast from the fp32 that it is made in"
+    made = {} if policy.params is DType.FP32 else {"A_log": cast, "D": cast}
     rows = []
     for name in ("A_log", "D", "dt_bias"):
         kept = kept_fp32(policy, f"decoder.layers.{first}.mixer.{name}")
@@ -181,9 +178,3 @@ def _scale(policy: PrecisionPolicy) -> str:
     if not scale.dynamic:
         return say(scale.static)
     return f"dynamic from {say(scale.initial)}, at least {scale.minimum:g}, doubled after {scale.window:g} good steps"
-
-
-def _lines(rows: list[tuple[str, str]]) -> None:
-    width = max(len(label) for label, _ in rows)
-    for label, text in rows:
-        print_line(f"{label:{width}}  {text}")

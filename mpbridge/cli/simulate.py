@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import JSON, RUN, arg, container
-from mpbridge.cli.text import answer, print_line, print_table, record
+from mpbridge.cli.text import answer, print_line, print_table, print_whole, record
 from mpbridge.common.errors import BadValue
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
     from mpbridge.training.simulate import Simulated
+
 
 SUMMARY = (
     "build ranks of any world here without memory, and compare live tensors, audit and a step with the predictions"
@@ -69,3 +71,30 @@ def _ranks(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise BadValue(f"--ranks {text}: expected comma-separated numbers, such as 0,511,1023") from None
+
+
+class CalibrateVerb:
+    """`mpbridge calibrate`: measures GEMMs, copies and collectives on this machine and writes a machine file for estimate, recommend and layouts."""
+
+    SUMMARY = "measure this machine's GEMMs, copies and collectives, for --machine-file"
+    ARGUMENTS = (
+        arg("--out FILE", "the machine file (default: machine.yaml)", Path, default=Path("machine.yaml")),
+        arg("--seconds S", "approximate duration (default: 20, at most 600)", float, default=20.0),
+    )
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Measures, writes and prints; under torchrun also measures collectives, and rank 0 writes."""
+        from mpbridge.common.pages.document import writable, write
+        from mpbridge.training.simulate.calibrate import measure
+
+        if not 0 < args.seconds <= 600:
+            raise BadValue(f"--seconds {args.seconds:g}: expected more than 0 and at most 600")
+        writable(args.out)
+        text = measure(args.seconds)
+        if text is None:
+            return 0
+        write(args.out, text)
+        print_whole(text.removesuffix("\n"))
+        print_line(f"written: {args.out}; use it as --machine-file {args.out}")
+        return 0

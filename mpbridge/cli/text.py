@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.common.tables.prose import printable, prose
-from mpbridge.common.tables.table import Column, Table, table
+from mpbridge.common.prose import printable, prose
+from mpbridge.common.tables import Column, Table, table
 
 if TYPE_CHECKING:
     from mpbridge.common.pages.document import Page
@@ -29,15 +29,10 @@ def on_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def print_json(data: Mapping[str, Any]) -> None:
-    """A verb's answer, in the form of its schema: indented, with the form's version; numbers that JSON lacks are "nan", "inf" and "-inf", as in metrics.jsonl."""
-    print(json.dumps(answer_of(data), indent=2, default=str, allow_nan=False))
-
-
 def answer(args: argparse.Namespace, data: Mapping[str, Any], show: Callable[[], object]) -> None:
-    """Prints a verb's answer: its record under --json, otherwise what `show` prints."""
+    """Prints a verb's answer: its record under --json, in the form of its schema, otherwise what `show` prints."""
     if args.json:
-        print_json(data)
+        print(json.dumps(answer_of(data), indent=2, default=str, allow_nan=False))
     else:
         show()
 
@@ -63,7 +58,7 @@ def record(thing: Any, *names: str, **more: Any) -> dict[str, Any]:
 
 
 def answer_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` as it is printed, with the version of its form."""
+    """`data` as it is printed, with the version of its form; numbers that JSON lacks are "nan", "inf" and "-inf", as in metrics.jsonl."""
     answer: dict[str, Any] = _finite({"schema_version": SCHEMA_VERSION} | dict(data))
     return answer
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import RUN_HERE, arg, resolved
@@ -13,6 +16,7 @@ from mpbridge.common.errors import BadValue, Conflict
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
+
 
 SUMMARY = "pretrain a GPT with a recipe"
 STOPPED = 3
@@ -32,13 +36,9 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.common.probe import this_machine
     from mpbridge.training.admission import Admission
 
-    if args.audit:
-        args.overrides = [*args.overrides, f"train.audit={args.audit}"]
-    for given, setting in (
-        (args.reset_optimizer, "checkpoint.reset_optimizer=true"),
-        (args.deterministic, "train.deterministic=true"),
-    ):
-        args.overrides = [*args.overrides, *([setting] if given else [])]
+    asked = {f"train.audit={args.audit}": args.audit, "checkpoint.reset_optimizer=true": args.reset_optimizer}
+    asked["train.deterministic=true"] = args.deterministic
+    args.overrides = [*args.overrides, *(setting for setting, given in asked.items() if given)]
     world = _world_size()
     # with several processes, rank 0 checks once it can tell the others (train.loop)
     made = resolved(
@@ -62,7 +62,7 @@ def _train(args: argparse.Namespace, made: Run) -> int:
         raise Conflict(
             "\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)])
         )
-    from mpbridge.planning.rules.admit import require_here
+    from mpbridge.planning.rules.table import require_here
 
     if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)
@@ -84,3 +84,43 @@ def _world_size() -> int:
     if not text.isdigit() or int(text) < 1:
         raise BadValue(f"WORLD_SIZE={text!r} in the environment: expected the number of processes, as torchrun sets it")
     return int(text)
+
+
+class OnCpuVerb:
+    """`mpbridge on-cpu --target GPU SCRIPT ARGS`: runs a CUDA-only training script on a CPU, with Transformer Engine's own Python."""
+
+    SUMMARY = "run a CUDA-only script on the CPU, simulating a GPU"
+    ARGUMENTS = (
+        arg("--target GPU", "the machine to simulate (default: h100)", default="h100"),
+        arg("--te X.Y", "the Transformer Engine release (default: the installed one)"),
+        arg("-m MODULE", "a module in the place of the script, as python -m runs it", nargs="..."),
+        arg("command SCRIPT ARGS", "the script and its own arguments", nargs="..."),
+    )
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        """Runs the script and returns its exit code. Under torchrun: torchrun ... -m mpbridge on-cpu SCRIPT ARGS."""
+        by_module = args.m is not None
+        command = list(args.m if by_module else args.command)
+        if not command:
+            raise BadValue("on-cpu: the script is missing (mpbridge on-cpu --target h100 pretrain_gpt.py ...)")
+        script = command[0]
+        if not by_module and not Path(script).is_file():
+            raise BadValue(f"{script}: no such file (expected a Python script, or -m and a module name)")
+        from mpbridge.te_cpu.context import transformer_engine_on_cpu
+        from mpbridge.te_cpu.foreign import foreign_code
+
+        before = list(sys.argv), list(sys.path)
+        with transformer_engine_on_cpu(args.target, te=args.te), foreign_code():
+            sys.argv = command
+            try:
+                if by_module:
+                    sys.path.insert(0, str(Path.cwd()))  # as python -m puts it
+                    runpy.run_module(script, run_name="__main__", alter_sys=True)
+                else:
+                    # the script's folder comes first, as python puts it
+                    sys.path.insert(0, str(Path(script).resolve().parent))
+                    runpy.run_path(script, run_name="__main__")
+            finally:
+                sys.argv, sys.path[:] = before
+        return 0

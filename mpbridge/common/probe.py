@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpbridge.common.distributions import version
 from mpbridge.common.facts import Versions
-from mpbridge.common.incomplete_te import has_libraries
 from mpbridge.common.machines import Machine, like, machine
-from mpbridge.common.versions import release
+from mpbridge.common.upstream import has_libraries
+from mpbridge.common.versions import release, version
 
 WATCHED = (
     "NVTE_",

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from mpbridge.common.distributions import entry_points
 from mpbridge.common.errors import BadValue, DuplicateName, UnknownName
+from mpbridge.common.versions import entry_points
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -12,8 +12,8 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.facts import Versions
-from mpbridge.common.incomplete_te import has_libraries
 from mpbridge.common.shipped import install
+from mpbridge.common.upstream import has_libraries
 from mpbridge.common.versions import release as numbers
 
 VARIABLE = "MPBRIDGE_TE_PATH"

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from mpbridge.common.errors import Contradiction, MpbridgeError, UnknownName
 from mpbridge.common.formats import DType, dtype, say
-from mpbridge.interop.stacks.megatron_bridge_fields import FIELDS, BridgeFields
-from mpbridge.interop.stacks.megatron_bridge_import import read_data
+from mpbridge.interop.stacks.megatron_bridge_import import FIELDS, BridgeFields, read_data
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
 from mpbridge.precision.config import twin_clashes
@@ -256,9 +255,8 @@ def install() -> None:
 
 def apply(container: Any, recipe: Any, *, on_conflict: Literal["warn", "error"] = "warn") -> Any:
     """Writes any recipe onto Bridge's ConfigContainer before `pretrain`: `mpbridge.backend.megatron.bridge_container.apply`, which needs torch."""
-    return importlib.import_module("mpbridge.backend.megatron.bridge_container").apply(
-        container, recipe, on_conflict=on_conflict
-    )
+    room = importlib.import_module("mpbridge.backend.megatron.bridge_container")
+    return room.apply(container, recipe, on_conflict=on_conflict)
 
 
 def __getattr__(name: str) -> Any:

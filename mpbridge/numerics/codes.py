@@ -1,17 +1,73 @@
-"""Bit codes of the low-precision formats: what a kernel stores, whereas `rounding` returns the values that a GEMM reads.
+"""Rounding to the low-precision formats: the values that a GEMM reads (`round_nearest`, `round_stochastic`), and the bit codes that a kernel stores.
 
-FP8 uses torch's own conversion, which rounds to nearest even as `rounding.round_nearest` does once the value is within the format's
-range. A test compares every code, tie and neighbour with `rounding`. Unlike its values, a code keeps the sign of a zero.
+Values are fp32 on the format's grid, and match the hardware conversions `cvt.rn.satfinite` and `cvt.rs.satfinite`. Only float arithmetic is used:
+inductor leaves its vector registers for every reinterpretation of bits, which costs four times as much as the rounding itself. The sign of zero
+is not kept: it does not affect a GEMM.
+
+FP8 codes use torch's own conversion, which rounds to nearest even as `round_nearest` does once the value is within the format's range. A test
+compares every code, tie and neighbour. Unlike values, a code keeps the sign of a zero.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
 from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
 
+_FP32_MANTISSA = 23
+
+
+def smallest_normal(number: NumberFormat) -> float:
+    """2**-6 for E4M3, 2**-14 for E5M2, 1 for E2M1."""
+    return 2.0 ** (1 - number.bias)
+
+
+def _nan_to_largest(rounded: torch.Tensor, y: torch.Tensor, number: NumberFormat) -> torch.Tensor:
+    # E2M1 has no NaN: the hardware converts it to +6
+    return torch.where(y == y, rounded, number.largest) if number.name == E2M1.name else rounded
+
+
+def round_nearest(y: torch.Tensor, number: NumberFormat) -> torch.Tensor:
+    """fp32 `y` rounded to nearest even in `number`, saturating: beyond the largest value, and for infinities, the largest value.
+
+    NaN stays NaN, except in E2M1, which has no NaN: there it becomes +6.
+
+    `anchor` has the wanted spacing as its unit in the last place, so that fp32's own rounding of `anchor - clamped` rounds y. A multiple
+    of y works for normal numbers: it is an even number of units whenever y is a tie, and where the difference falls below the anchor's
+    power of two, y is so close to a power of two that the finer spacing rounds it to the same value. Below the smallest normal the spacing
+    is constant.
+    """
+    clamped = y.clamp(-number.largest, number.largest)
+    lift = 2.0 ** (_FP32_MANTISSA - number.mantissa)
+    floor = smallest_normal(number)
+    anchor = torch.where(clamped.abs() < floor, 1.5 * floor * lift, clamped * lift)
+    return _nan_to_largest(anchor - (anchor - clamped), y, number)
+
+
+def round_stochastic(y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """fp32 `y` rounded to E2M1: up in magnitude with a probability equal to its relative distance from the grid point below, saturating at 6.
+
+    random: uint8 of y's shape, uniform; eight bits per element, as the hardware instruction takes, so a probability is a multiple of 1/256,
+    rounded down. Beyond that, only saturation biases the result. NaN becomes +6.
+    """
+    size = y.abs().clamp_max(E2M1.largest)
+    spacing = torch.where(size >= 4, 2.0, torch.where(size >= 2, 1.0, 0.5))
+    units = torch.where(size >= 4, 0.5, torch.where(size >= 2, 1.0, 2.0))
+    up = torch.floor(size * units + random.to(torch.float32) * (1.0 / 256.0)) * spacing
+    return _nan_to_largest(torch.copysign(up.clamp_max(E2M1.largest), y), y, E2M1)
+
+
+def random_bytes(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Uniform uint8 of that shape on the generator's device; drawn as int64, which is six times cheaper than torch.rand."""
+    count = math.prod(shape)
+    words = torch.empty((count + 7) // 8, dtype=torch.int64, device=generator.device)
+    return words.random_(-(2**63), None, generator=generator).view(torch.uint8)[:count].view(shape)
+
+
+# --- bit codes -------------------------------------------------------------------------------------------------------------------------------
 TORCH_FP8 = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2}
 EIGHT_BITS = frozenset(value for name, value in vars(torch).items() if name.startswith("float8_"))
 """The 8-bit floats of this torch: 2.6 has no E8M0."""
@@ -51,7 +107,7 @@ def encode_e2m1(y: torch.Tensor, random: torch.Tensor | None = None) -> torch.Te
     per element; None: to nearest even.
 
     A magnitude's code is 2m below 2, m + 2 below 4 and m / 2 + 4 beyond: the lowest of the three, each rounded. Equal to
-    `rounding.round_nearest` and `round_stochastic`, of whose values it is the code, at a third of the passes over memory.
+    `round_nearest` and `round_stochastic`, of whose values it is the code, at a third of the passes over memory.
     """
     size = y.abs().clamp_(max=E2M1.largest)
     if random is None:

@@ -13,9 +13,7 @@ import torch
 from mpbridge.common.errors import BadValue, CheckpointError, Refused
 from mpbridge.numerics.gemm import Observer, Plug
 from mpbridge.numerics.kernels import compiler
-from mpbridge.numerics.linear import EmulatedLinear
-from mpbridge.numerics.listening import Listener, Pausable
-from mpbridge.numerics.norms import unrounded
+from mpbridge.numerics.linear import EmulatedLinear, Listener, Pausable, unrounded
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import Release, options_of, release_of, rules_for
 from mpbridge.precision.modules import layers_text

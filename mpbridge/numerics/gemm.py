@@ -137,7 +137,7 @@ class QuantizedLinear(torch.autograd.Function):
         high: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x: [..., in]; first: this linear opens its context; replay: activation recomputation. high: x before it was rounded to its dtype, if
-        that is what is quantized (`norms`).
+        that is what is quantized (`linear.unrounded`).
         """
         with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and have no effect here
             flat = (

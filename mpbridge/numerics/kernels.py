@@ -27,7 +27,7 @@ import torch.fx.experimental._config
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from mpbridge.common.formats import E2M1, NumberFormat
-from mpbridge.numerics.rounding import round_nearest, round_stochastic
+from mpbridge.numerics.codes import round_nearest, round_stochastic
 from mpbridge.numerics.scales import (
     Rules,
     magnitude,

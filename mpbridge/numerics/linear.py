@@ -1,20 +1,115 @@
-"""The forward pass of a linear layer under emulation."""
+"""A linear layer under emulation: its forward pass, the norm before it, and high precision that reports the three products to a listener."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from mpbridge.numerics.gemm import Plug, QuantizedLinear, check_shapes
-from mpbridge.numerics.listening import HeardLinear
 
 if TYPE_CHECKING:
     from mpbridge.precision.policy import Quant
 
 
+class Pausable:
+    """What assigns rules to the linears of a model, and can suspend them."""
+
+    is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """High precision in the block; nothing is observed or counted."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+
+# --- high precision: a listener can compute what a format would do to the products, one linear at a time --------------------------------------
+class Listener(Protocol):
+    """Receives a linear's products in the backward pass."""
+
+    def hear(
+        self,
+        slot: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        dy: torch.Tensor,
+        dx: torch.Tensor | None,
+        dw: torch.Tensor | None,
+        *,
+        expert: bool,
+    ) -> None:
+        """slot: the linear's global name. x [tokens, in], weight [out, in], dy [tokens, out]; dx and dw from the high-precision GEMMs, None if
+        not needed. Valid until the call returns.
+        """
+
+
+class HeardLinear(torch.autograd.Function):
+    """Y = X Wt + b in high precision; the listener is called as soon as dX and dW exist, so nothing outlives the linear's backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        slot: str,
+        expert: bool,
+        listener: Listener,
+    ) -> torch.Tensor:
+        """x: [..., in]; expert: token counts vary, as in an expert's linear."""
+        ctx.save_for_backward(x, weight)
+        ctx.slot, ctx.expert, ctx.listener, ctx.has_bias = slot, expert, listener, bias is not None
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of x, weight and bias."""
+        x, weight = ctx.saved_tensors
+        dy, flat = grad.reshape(-1, grad.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        dw = (dy.t() @ flat).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        ctx.listener.hear(ctx.slot, flat, weight, dy, dx, dw, expert=ctx.expert)
+        db = dy.float().sum(0).to(grad.dtype) if ctx.has_bias else None
+        return None if dx is None else dx.view(x.shape), dw, db, None, None, None
+
+
+# --- norms in FP32, as Transformer Engine's kernels compute them: the result that delayed scaling quantizes, before it is rounded to 16 bits --
+# Under delayed scaling its norm kernel itself casts to FP8; under every other scaling the norm's 16-bit output is quantized
+# (`rmsnorm_fwd` in Transformer Engine's pytorch/csrc/extensions/normalization.cpp: FULLY_FUSED, FUSED_NORM_AMAX, UNFUSED).
+def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(FP32 result, reciprocal root mean square of each row) of FP32 [..., columns]."""
+    inverse = torch.rsqrt(x.square().mean(-1) + eps)
+    return x * inverse.unsqueeze(-1) * gain, inverse
+
+
+def layer_norm(
+    x: torch.Tensor, gain: torch.Tensor, shift: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(FP32 result, mean, reciprocal standard deviation of each row) of FP32 [..., columns]."""
+    return torch.native_layer_norm(x, [x.shape[-1]], gain, shift, eps)
+
+
+@torch.no_grad()
+def unrounded(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """The FP32 output of the module `norm` (torch's RMSNorm or LayerNorm) for `x`."""
+    with torch._C.DisableTorchFunction():
+        source, gain = x.detach().float(), norm.weight.detach().float()
+        if isinstance(norm, torch.nn.RMSNorm):
+            eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+            return rms_norm(source, gain, eps)[0]
+        shift = None if norm.bias is None else norm.bias.detach().float()
+        return layer_norm(source, gain, shift, norm.eps)[0]
+
+
+# --- emulated --------------------------------------------------------------------------------------------------------------------------------
 def apply(
     plug: Plug,
     x: torch.Tensor,

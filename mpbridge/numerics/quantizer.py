@@ -20,7 +20,7 @@ import torch
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.formats import FORMATS, NumberFormat
-from mpbridge.numerics.delayed import AmaxTable
+from mpbridge.numerics.codes import random_bytes
 from mpbridge.numerics.kernels import (
     BLOCK_RULES,
     TensorPair,
@@ -44,9 +44,8 @@ from mpbridge.numerics.operands import (
     square_peaks,
     view_of,
 )
-from mpbridge.numerics.rounding import random_bytes
 from mpbridge.numerics.rules import Release, options_of
-from mpbridge.numerics.scales import DEFAULT_RELEASE, rules_for
+from mpbridge.numerics.scales import DEFAULT_RELEASE, AmaxTable, rules_for
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.regions import Gemm
 from mpbridge.precision.scalings import SCALINGS, Block

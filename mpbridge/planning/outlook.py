@@ -10,12 +10,12 @@ from functools import cached_property
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import Machine
-from mpbridge.common.tables.units import GIB
+from mpbridge.common.tables import GIB
+from mpbridge.planning.capability import Capability, can_run, refuse_unless_native
 from mpbridge.planning.estimate.bounds import Bounds, FamilyBounds
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.layouts import nearest, search
 from mpbridge.planning.estimate.predict import Estimate, estimate
-from mpbridge.planning.hardware.capability import Capability, can_run, refuse_unless_native
 from mpbridge.planning.memory.by_role import Fit, Memory, fit, memory, verdict
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.gemm_shapes import Misfit, lint

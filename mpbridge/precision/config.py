@@ -228,7 +228,7 @@ class MixedPrecisionConfig:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        from mpbridge.common.tables.table import facts
+        from mpbridge.common.tables import facts
 
         return facts(type(self).__name__, self.as_data()).html()
 

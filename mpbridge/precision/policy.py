@@ -101,7 +101,7 @@ class PrecisionPolicy:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        from mpbridge.common.tables.table import fields
+        from mpbridge.common.tables import fields
 
         return fields("precision policy", self).html()
 

@@ -38,7 +38,7 @@ class Recipe:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: its metadata and fields."""
-        from mpbridge.common.tables.table import facts
+        from mpbridge.common.tables import facts
 
         about = {"summary": self.summary, "status": self.status, "source": self.source, "engine": self.engine}
         config = {} if self.foreign else self.make().as_data()

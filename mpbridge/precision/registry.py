@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, overload
 
-from mpbridge.common.distributions import entry_points
 from mpbridge.common.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName, cut
 from mpbridge.common.shipped import recipe_file, recipe_files
 from mpbridge.common.traits import traits
+from mpbridge.common.versions import entry_points
 from mpbridge.precision import resolve as configs
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy

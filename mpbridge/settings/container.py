@@ -20,12 +20,10 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.settings.draft import BROUGHT, Draft, FaultFinder, joined
 from mpbridge.settings.load import COMMAND_LINE, TOP, dump_yaml, read
 from mpbridge.settings.read_back import as_mapping
-from mpbridge.settings.realized import emulation_faults
-from mpbridge.settings.schema import SECTIONS, checked
-from mpbridge.settings.section import Section
+from mpbridge.settings.schema import SECTIONS, Section, checked
 from mpbridge.settings.sections import OWN
 from mpbridge.settings.shape import smallest_world
-from mpbridge.settings.stages import Stage, as_plain, read_stages
+from mpbridge.settings.stages import Stage, as_plain, emulation_faults, read_stages
 
 if TYPE_CHECKING:
     from mpbridge.common.facts import RunFacts, Versions
@@ -234,7 +232,7 @@ class ConfigContainer:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: what was set, by section."""
-        from mpbridge.common.tables.table import table
+        from mpbridge.common.tables import table
 
         rows = [
             (section, name, value)

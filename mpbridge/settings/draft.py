@@ -15,12 +15,10 @@ from mpbridge.precision.inert import inert
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.schedule import spans
 from mpbridge.precision.sync.plan import Plan, plain, plan
-from mpbridge.settings.corpus import data_faults
-from mpbridge.settings.realized import DEFAULT_TARGET, is_fast, is_played, played
 from mpbridge.settings.schema import defaults
 from mpbridge.settings.shape import model_shape, padded_vocabulary, parallel_of, shape_faults, vocabulary
-from mpbridge.settings.stages import Stage
-from mpbridge.settings.training import batch_faults, fitting_batch, nonfinite_faults, training_faults
+from mpbridge.settings.stages import DEFAULT_TARGET, Stage, is_fast, is_played, played
+from mpbridge.settings.training import batch_faults, data_faults, fitting_batch, nonfinite_faults, training_faults
 
 FaultFinder = Callable[[Mapping[str, dict[str, Any]]], list[str]]
 """Finds faults in the sections of a run."""

@@ -1,7 +1,8 @@
-"""The legal values of each setting: megatron-core's fields from the generated schema, ours from their dataclasses. Imports no framework."""
+"""The legal values of each setting: megatron-core's fields from the generated schema, ours from their dataclasses; a section whose settings are attributes too. Imports no framework."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -9,15 +10,14 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Self, Union, get_args, get_origin
 
 from mpbridge.common.errors import MOST_NAMED, BadValue, UnknownName
 from mpbridge.common.formats import DType, dtype
 from mpbridge.precision.field_values import yaml_kind
 from mpbridge.precision.megatron_spec.schema import CLASSES, records
 from mpbridge.precision.megatron_spec.versions import current, nearest
-from mpbridge.settings.limits import LIMITS, WORDS
-from mpbridge.settings.sections import GPT, OWN
+from mpbridge.settings.sections import GPT, LIMITS, OWN, WORDS
 
 SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger", "audit")
 ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
@@ -257,5 +257,65 @@ def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _short(value: Any) -> str:
     if isinstance(value, DType):
         return value.short
-    text = repr(value)
+    text = (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    )
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class Section(dict[str, Any]):
+    """The settings given for one section of ConfigContainer: `section["lr"]` and `section.lr` are the same setting; typed.pyi has their types for editors and mypy.
+
+    Reading a setting that was not given returns its default and stores nothing. An attribute that is not a setting raises UnknownName with the
+    nearest name; keys are checked by `ConfigContainer.faults`, all at once.
+    """
+
+    __slots__ = ("_section",)
+    _section: str
+
+    def __init__(self, section: str, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        object.__setattr__(self, "_section", section)
+
+    if not TYPE_CHECKING:  # seen by mypy, these would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):  # copy and pickle look up methods that a mapping does not have
+                raise AttributeError(name)
+            if name in self:
+                return self[name]
+            # a mutable default is copied, so the caller may change it
+            return copy.copy(self._known(name).default)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            self._known(name)
+            self[name] = value
+
+        def __delattr__(self, name: str) -> None:
+            self._known(name)
+            self.pop(name, None)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *settings(self._section, latent=True)})
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """The completions that a notebook offers after `section["`."""
+        return sorted(settings(self._section, latent=True))
+
+    def _repr_html_(self) -> str:
+        """HTML for notebooks."""
+        from mpbridge.common.tables import facts
+
+        return facts(self._section, self).html()
+
+    def __copy__(self) -> Self:
+        return type(self)(self._section, self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._section, dict(self))
+
+    def _known(self, name: str) -> Any:
+        known = settings(self._section, latent=True)
+        if name not in known:
+            raise UnknownName(f"setting in {self._section}", name, known)
+        return known[name]

@@ -1,13 +1,63 @@
-"""The settings that a training run needs: a number of steps, a batch that the ranks can divide, a learning rate."""
+"""The settings that a training run needs: a number of steps, a batch that the ranks can divide, a learning rate, and what the data section says without any file; and megatron-core's
+learning-rate and weight-decay schedule, which counts samples and never needs the amount of data."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from mpbridge.common.errors import BadValue
+from mpbridge.common.errors import BadValue, Contradiction, brief
 from mpbridge.common.facts import Parallel
+from mpbridge.settings.huggingface.tokenizers import BYTE
+from mpbridge.settings.schema import defaults
+
+SPLITS = ("train", "valid", "test")
+"""Parts of a corpus, in the order of data.split."""
+
+
+def split_shares(given: str | Sequence[float]) -> tuple[tuple[float, float] | None, ...]:
+    """Start and end of each part of `SPLITS` as fractions of the sequences; None: an empty part. Raises BadValue.
+
+    The way megatron-core splits a corpus (datasets/blended_megatron_dataset_config.py): weights are normalised and laid end to end.
+    """
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        weights = [float(part) for part in parts]
+    except (TypeError, ValueError):
+        weights = []
+    sound = weights and all(math.isfinite(weight) and weight >= 0 for weight in weights)
+    if not sound or len(weights) > len(SPLITS) or sum(weights) <= 0:
+        raise BadValue(f"data.split={brief(given)}: expected up to three weights, as in '98,1,1'")
+    shares, start = [], 0.0
+    for weight in [*weights, 0.0, 0.0][: len(SPLITS)]:
+        end = start + weight / sum(weights)
+        shares.append((start, end) if weight else None)
+        start = end
+    return tuple(shares)
+
+
+def entries_of(corpus: str | Sequence[str]) -> list[str]:
+    """data.corpus or data.valid as a list."""
+    return [corpus] if isinstance(corpus, str) else [str(entry) for entry in corpus]
+
+
+def data_faults(data: Mapping[str, Any]) -> Iterator[str]:
+    """Every fault in a data section with its defaults filled in that does not depend on the files."""
+    try:
+        if split_shares(data["split"])[0] is None:
+            yield f"data.split={brief(data['split'])} leaves nothing to train on: give the first part a weight"
+    except BadValue as error:
+        yield str(error)
+    if not data["corpus"]:
+        yield f"data.corpus={brief(data['corpus'])}: expected 'stdlib', or at least one file, folder, glob, data set or prefix"
+    count, weights = len(entries_of(data["corpus"] or "stdlib")), data["weights"]
+    if weights is not None and (len(weights) != count or not all(math.isfinite(one) and one > 0 for one in weights)):
+        yield f"data.weights={brief(weights)}: expected a number above 0 for each entry of data.corpus, which has {count}"
+    if data["tokenizer"] == BYTE and data["end_of_text"] is not None:
+        yield f"data.end_of_text={brief(data['end_of_text'])}: data.tokenizer=byte always ends a text with 256: drop it"
+
 
 ANNOUNCED = "MPBRIDGE_NOTICE"
 """Environment variable that announces the scheduler's notice, as USR1. A launcher ignores the signal, its ranks inherit that, and handle it nevertheless."""
@@ -95,3 +145,78 @@ def training_faults(sections: Mapping[str, Mapping[str, Any]], parallel: Paralle
     """Settings that a training run lacks or cannot divide."""
     train = sections["train"]
     return [*_fault(train_iters, train), *rate_faults(sections["optimizer"]), *batch_faults(train, parallel)]
+
+
+_DEFAULTS = defaults("scheduler")
+_WEIGHT_DECAY = defaults("optimizer")["weight_decay"]
+
+
+def scheduler_arguments(run: Any) -> dict[str, Any]:
+    """The arguments of megatron-core's OptimizerParamScheduler other than the optimizer, for a resolved run. Raises Contradiction with every fault."""
+    return schedule(run.scheduler, run.inputs["optimizer"], run.train)
+
+
+def schedule(section: Mapping[str, Any], optimizer: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
+    """Like `scheduler_arguments`, from the sections."""
+    plan, steps = _DEFAULTS | _given(section), train_iters(train)
+    batch, warmup = int(train["global_batch_size"]), _warmup(plan, steps)
+    # a run shorter than its warm-up never decays, so unless a decay was requested its end may be after the run's
+    decay = int(plan["lr_decay_iters"] or max(steps, warmup + 1))
+    weight_decay = _given(optimizer).get("weight_decay", _WEIGHT_DECAY)
+    first, last = (
+        float(weight_decay if plan[name] is None else plan[name]) for name in ("start_weight_decay", "end_weight_decay")
+    )
+    faults = [*rate_faults(optimizer), *_faults(plan, optimizer, warmup, decay, first, last)]
+    if faults:
+        raise Contradiction(faults, subject="the learning-rate schedule contradicts itself")
+    return {
+        "init_lr": float(plan["lr_warmup_init"]),
+        "max_lr": float(optimizer["lr"]),
+        "min_lr": float(optimizer.get("min_lr") or 0.0),
+        "lr_warmup_steps": warmup * batch,
+        "lr_decay_steps": decay * batch,
+        "lr_decay_style": plan["lr_decay_style"],
+        "start_wd": first,
+        "end_wd": last,
+        "wd_incr_steps": max(1, steps) * batch,
+        "wd_incr_style": plan["weight_decay_incr_style"],
+        "use_checkpoint_opt_param_scheduler": bool(plan["use_checkpoint_opt_param_scheduler"]),
+        "override_opt_param_scheduler": bool(plan["override_opt_param_scheduler"]),
+        "wsd_decay_steps": int(plan["lr_wsd_decay_iters"]) * batch if plan["lr_wsd_decay_iters"] else None,
+        "lr_wsd_decay_style": plan["lr_wsd_decay_style"],
+    }
+
+
+def _given(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if value is not None}
+
+
+def _faults(
+    plan: Mapping[str, Any], optimizer: Mapping[str, Any], warmup: int, decay: int, first: float, last: float
+) -> list[str]:
+    """The schedule's faults. first, last: weight decay at both ends."""
+    start, peak = plan["lr_warmup_init"], optimizer.get("lr") or 0.0
+    checks = (
+        (start > peak, f"scheduler.lr_warmup_init={start} is above optimizer.lr={peak}"),
+        (warmup >= decay, f"scheduler.lr_warmup_iters={warmup} does not end before scheduler.lr_decay_iters={decay}"),
+        (
+            plan["lr_decay_style"] == "WSD" and plan["lr_wsd_decay_iters"] is None,
+            "scheduler.lr_decay_style='WSD' requires scheduler.lr_wsd_decay_iters",
+        ),
+        (first > last, f"scheduler.start_weight_decay={first} is above end_weight_decay={last}"),
+        (
+            first < last and plan["weight_decay_incr_style"] == "constant",
+            f"scheduler.start_weight_decay={first} and end_weight_decay={last} differ: set scheduler.weight_decay_incr_style=linear or cosine",
+        ),
+    )
+    return [text for broken, text in checks if broken]
+
+
+def _warmup(plan: Mapping[str, Any], steps: int) -> int:
+    iterations, fraction = plan.get("lr_warmup_iters") or 0, plan.get("lr_warmup_fraction")
+    if fraction is not None and iterations:
+        raise Contradiction(
+            [f"scheduler.lr_warmup_iters={iterations} and lr_warmup_fraction={fraction} are both set; keep one"],
+            subject="the schedule",
+        )
+    return round(float(fraction) * steps) if fraction is not None else int(iterations)

@@ -1,16 +1,21 @@
-"""Activations and their gradients: computed in FP32, rounded to the input's dtype, then quantized if a quantizer is given."""
+"""Activations and their gradients: computed in FP32, rounded to the input's dtype, then quantized if a quantizer is given.
+
+From release 2.19 on some take one factor per row (a token's routing probability). Source: common/activation/scaled_activation.h,
+scaled_swiglu.cu, scaled_srelu.cu.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from mpbridge.te_cpu.operands import is_quantized, values_of
+from mpbridge.te_cpu.played import KERNELS
 from mpbridge.te_cpu.quantize import quantized
-from mpbridge.te_cpu.registry import KERNELS
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -94,8 +99,25 @@ def situ_gate(beta1: float = 4.0, beta2: float = 25.0) -> Map:
     return gate
 
 
-def _enter(name: str, gradient: str, made_by: Callable[..., Map]) -> None:
-    """Registers an activation and its gradient, which take the numbers of `made_by` last."""
+def _fixed(function: Map) -> Callable[..., Map]:
+    return lambda: function
+
+
+_MADE_BY: dict[str, Callable[..., Map]] = {
+    **{name: _fixed(function) for name, function in FUNCTIONS.items()}, "clamped_swiglu": clamped_gate, "situglu": situ_gate
+}  # fmt: skip
+"""Activation -> what makes its function from its numbers."""
+
+
+def _gradient_of(name: str) -> str:
+    """'dswiglu' for 'swiglu', 'clamped_dswiglu' for 'clamped_swiglu'."""
+    family, underscore, last = name.rpartition("_")
+    return f"{family}{underscore}d{last}"
+
+
+def _enter(name: str) -> None:
+    """Registers an activation and its gradient, which take its numbers last."""
+    made_by = _MADE_BY[name]
 
     def forward(input: torch.Tensor, quantizer: Any = None, *given: float, **named: float) -> Any:
         return quantized(made_by(*given, **named)(_source(input)).to(input.dtype), quantizer)
@@ -107,12 +129,53 @@ def _enter(name: str, gradient: str, made_by: Callable[..., Map]) -> None:
         dx = _backward(made_by(), grad, fwd_input)
         return [dx.reshape(-1, dx.shape[-1]).float().sum(0).to(dx.dtype), quantized(dx, quantizer)]
 
-    KERNELS[name], KERNELS[gradient] = forward, backward
+    KERNELS[name], KERNELS[_gradient_of(name)] = forward, backward
     if name in _PLAIN:
         KERNELS[f"dbias_d{name}"] = with_bias
 
 
-for _name, _function in FUNCTIONS.items():
-    _enter(_name, f"d{_name}", lambda function=_function: function)
-_enter("clamped_swiglu", "clamped_dswiglu", clamped_gate)
-_enter("situglu", "dsituglu", situ_gate)
+# --- times one factor per row --------------------------------------------------------------------------------------------------------------
+def _unwoven(function: Map, size: int) -> Map:
+    """A gated function whose input alternates `size` columns of the gate with `size` of the linear part; 0: all of the gate, then all of the linear part."""
+
+    def gate(x: torch.Tensor) -> torch.Tensor:
+        if size:
+            x = x.reshape(*x.shape[:-1], -1, 2, size).transpose(-3, -2).flatten(-3)
+        return function(x)
+
+    return gate
+
+
+def _enter_scaled(name: str) -> None:
+    """Registers an activation times factors, FP32 throughout and rounded once. All but the squared ReLU are gated, and take `glu_interleave_size` after their numbers."""
+    made_by = _MADE_BY[name]
+    numbers = [*signature(made_by).parameters, *(() if name == "srelu" else ("glu_interleave_size",))]
+
+    def forward(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, *given: Any, **named: Any) -> Any:
+        named |= dict(zip(numbers, given, strict=False))
+        size = named.pop("glu_interleave_size", 0)
+        rows = input.detach().float().reshape(-1, input.shape[-1])
+        found = _unwoven(made_by(**named), size)(rows) * act_scales.detach().float().reshape(-1, 1)
+        return quantized(found.to(input.dtype).reshape(*input.shape[:-1], -1), quantizer)
+
+    def backward(
+        grad: torch.Tensor, fwd_input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, *given: Any, **named: Any
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Gradients of the input and, unless `compute_scale_grad` is False, of the scales."""
+        named |= dict(zip([*numbers, "compute_scale_grad"], given, strict=False))
+        wanted, size = named.pop("compute_scale_grad", True), named.pop("glu_interleave_size", 0)
+        with torch.enable_grad():
+            rows = fwd_input.detach().float().reshape(-1, fwd_input.shape[-1]).requires_grad_()
+            found = _unwoven(made_by(**named), size)(rows)
+            of_rows = grad.detach().float().reshape(found.shape)
+            (dx,) = torch.autograd.grad(found, rows, of_rows * act_scales.detach().float().reshape(-1, 1))
+        of_scales = (found.detach() * of_rows).sum(-1).to(act_scales.dtype).reshape(act_scales.shape)
+        return quantized(dx.to(fwd_input.dtype).reshape(fwd_input.shape), quantizer), of_scales if wanted else None
+
+    KERNELS[f"scaled_{name}"], KERNELS[f"scaled_{_gradient_of(name)}"] = forward, backward
+
+
+for _name in _MADE_BY:
+    _enter(_name)
+for _name in ("swiglu", "situglu", "clamped_swiglu", "srelu"):
+    _enter_scaled(_name)

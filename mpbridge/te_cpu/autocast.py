@@ -17,7 +17,7 @@ import torch
 from torch.amp import autocast_mode
 
 from mpbridge.common.errors import BadValue
-from mpbridge.common.replacement import Patch
+from mpbridge.common.upstream import Patch
 
 _HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

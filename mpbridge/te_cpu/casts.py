@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.common.formats import E4M3
-from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.numerics.rounding import random_bytes
+from mpbridge.numerics.codes import encode_e2m1, encode_fp8, pack_e2m1, random_bytes
 from mpbridge.numerics.scales import (
     mxfp8_exponent,
     mxfp8_factors,
@@ -21,8 +20,7 @@ from mpbridge.numerics.scales import (
     scale_from_amax,
 )
 from mpbridge.te_cpu.enums import number_format
-from mpbridge.te_cpu.four_over_six import FourOverSix
-from mpbridge.te_cpu.nvfp4_checks import check, refuse_approximations, rounds_multiplier
+from mpbridge.te_cpu.nvfp4_options import FourOverSix, check, refuse_approximations, rounds_multiplier
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import empty_quantized, fused_nvfp4, is_compact, kind_of, rows_of, swizzles
 from mpbridge.te_cpu.swizzle import swizzled, swizzled_columns
@@ -111,23 +109,19 @@ def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     # [rows / 32, columns / 32] for blocks of 32 x 32, available from release 2.19 on; both copies share them
     squares = x.reshape(rows // 32, 32, columns // 32, 32)
     square = peaks_over(squares, (1, 3)) if getattr(quantizer, "with_2d_quantization", False) else None
-    if quantizer.rowwise_usage:
-        view = x.reshape(rows, columns // 32, 32)
-        peaks = peaks_over(view, -1) if square is None else square.repeat_interleave(32, 0)
+    copies = (
+        ("rowwise", x.reshape(rows, columns // 32, 32), -1, 0, swizzled),
+        ("columnwise", x.reshape(rows // 32, 32, columns), 1, 1, swizzled_columns),
+    )
+    for name, view, along, lines, order in copies:
+        if not getattr(quantizer, f"{name}_usage"):
+            continue
+        peaks = peaks_over(view, along) if square is None else square.repeat_interleave(32, lines)
         exponent = mxfp8_exponent(peaks, number)
         multiplier, _ = mxfp8_factors(exponent, now().rules)
-        out._rowwise_data.copy_(
-            encode_fp8(view.float() * multiplier.unsqueeze(-1), number).view(out._rowwise_data.shape)
-        )
-        _put(out._rowwise_scale_inv, exponent, swizzled if tiles else None)
-    if quantizer.columnwise_usage:
-        view = x.reshape(rows // 32, 32, columns)
-        peaks = peaks_over(view, 1) if square is None else square.repeat_interleave(32, 1)
-        exponent = mxfp8_exponent(peaks, number)
-        multiplier, _ = mxfp8_factors(exponent, now().rules)
-        codes = encode_fp8(view.float() * multiplier.unsqueeze(1), number)
-        out._columnwise_data.copy_(codes.view(out._columnwise_data.shape))
-        _put(out._columnwise_scale_inv, exponent, swizzled_columns if tiles else None)
+        data = getattr(out, f"_{name}_data")
+        data.copy_(encode_fp8(view.float() * multiplier.unsqueeze(along), number).view(data.shape))
+        _put(getattr(out, f"_{name}_scale_inv"), exponent, order if tiles else None)
 
 
 def _put(place: torch.Tensor, scales: torch.Tensor, order: Any) -> None:

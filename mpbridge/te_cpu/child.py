@@ -11,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mpbridge.te_cpu.children import VARIABLE
 from mpbridge.te_cpu.context import transformer_engine_on_cpu
-from mpbridge.te_cpu.foreign import foreign_code
+from mpbridge.te_cpu.foreign import VARIABLE, foreign_code
 
 _STAY = ExitStack()
 atexit.register(_STAY.close)  # later, at the interpreter's end, modules are gone

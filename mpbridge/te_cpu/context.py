@@ -10,14 +10,15 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 import torch
+import torch._dynamo
 
 from mpbridge.backend.devices.mamba import mamba_on_cpu
 from mpbridge.common.errors import Refused, UnknownName
 from mpbridge.common.machines import Machine, machines
 from mpbridge.common.machines import machine as machine_of
 from mpbridge.common.probe import installed, playing
-from mpbridge.common.replacement import Replacement
 from mpbridge.common.transformer_engine import choose, played_versions
+from mpbridge.common.upstream import Patch, Replacement
 from mpbridge.common.versions import release as numbers
 from mpbridge.te_cpu import played as stage
 from mpbridge.te_cpu.autocast import cuda_lists
@@ -64,13 +65,13 @@ def transformer_engine_on_cpu(
     with ExitStack() as stack:
         stage.enter(played)
         stack.callback(stage.leave)
-        replacement = Replacement(lambda: played_patches(played))
+        replacement = Replacement(lambda: _replaced(played))
         replacement.enter()
         stack.callback(replacement.leave)
         stack.enter_context(cuda_lists())
-        stack.enter_context(_compiling_off())
+        # on a CPU torch.compile takes seconds per function
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
         stack.enter_context(environment())
-        stack.enter_context(_quiet())
         stack.enter_context(playing(wanted, versions))
         stack.enter_context(mamba_on_cpu())
         found = stack.enter_context(loaded(package))
@@ -126,30 +127,9 @@ _TALKERS = (
     # install FlashAttention
     "DotProductAttention",
 )
+"""Loggers whose warnings always apply here."""
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences loggers whose warnings always apply here."""
-    loggers = [logging.getLogger(name) for name in _TALKERS]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, value in zip(loggers, before, strict=True):
-            logger.disabled = value
-
-
-@contextmanager
-def _compiling_off() -> Iterator[None]:
-    """Turns torch.compile off: on a CPU it takes seconds per function."""
-    import torch._dynamo
-
-    before = torch._dynamo.config.disable
-    torch._dynamo.config.disable = True
-    try:
-        yield
-    finally:
-        torch._dynamo.config.disable = before
+def _replaced(played: Played) -> Iterator[Patch]:
+    yield from played_patches(played)
+    yield from ((logging.getLogger(name), "disabled", True) for name in _TALKERS)

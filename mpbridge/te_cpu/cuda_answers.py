@@ -16,18 +16,15 @@ from mpbridge.backend.devices.redirect import (
     NullStream,
     get_state,
     is_pinned,
-    is_plain,
     names_cuda,
     nothing,
     pin,
     same,
     set_state,
-    to_cpu,
 )
-from mpbridge.common.replacement import Patch
-from mpbridge.te_cpu.cuda_states import REFUSED
+from mpbridge.common.upstream import Patch
 from mpbridge.te_cpu.played import Played
-from mpbridge.te_cpu.refusals import refused_name
+from mpbridge.te_cpu.refusals import REFUSED, refused_name
 
 _COUNTED = (
     "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
@@ -215,40 +212,34 @@ def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]
         yield owner, "profile", _profile(profiler.profile)
     yield torch, "Stream", NullStream
     yield torch, "Event", HostEvent
-    yield torch.Tensor, "cpu", _copied(torch.Tensor.cpu, lambda where: True)
-    # torch.device("cpu") may be the device of a tensor that stands for one on the GPU
-    yield torch.Tensor, "to", _copied(to_cpu(torch.Tensor.to), lambda where: isinstance(where, str) and where == "cpu")
     yield torch.Tensor, "pin_memory", pin
     yield torch.Tensor, "is_pinned", is_pinned
     yield torch, "compile", _noted(torch.compile, played)
 
 
-def _copied(original: Any, to_host: Callable[[Any], bool]) -> Any:
-    """A move that copies what goes to the host, as from a GPU: a script that keeps the copy goes on changing the tensor on the GPU."""
-
-    @functools.wraps(original)
-    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, *args, **kwargs)
-        copies = found is self and is_plain(self) and to_host(args[0] if args else kwargs.get("device"))
-        return found.clone() if copies else found
-
-    return move
-
-
 def _device(original: Any) -> Any:
     """torch.device, of which torch's CPU build makes none from an index: it is one of the accelerator's. A class under torch's name, for isinstance, annotations and pickle."""
 
-    class DeviceMeta(type):
+    def make(*args: Any, **kwargs: Any) -> Any:
+        index = args[0] if args else kwargs.get("type", kwargs.get("index") if len(kwargs) == 1 else None)
+        if len(args) + len(kwargs) == 1 and isinstance(index, int) and not isinstance(index, bool):
+            return original("cuda", index)
+        return original(*args, **kwargs)
+
+    return class_of(original, make, __module__="torch", __qualname__="device", __doc__=original.__doc__)
+
+
+def class_of(original: Any, make: Callable[..., Any], **attributes: Any) -> Any:
+    """A class in the place of `original`, whose instances are that one's, made by `make`."""
+
+    class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            index = args[0] if args else kwargs.get("type", kwargs.get("index") if len(kwargs) == 1 else None)
-            if len(args) + len(kwargs) == 1 and isinstance(index, int) and not isinstance(index, bool):
-                return original("cuda", index)
-            return original(*args, **kwargs)
+            return make(*args, **kwargs)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, original)
 
-    return DeviceMeta("device", (), {"__module__": "torch", "__qualname__": "device", "__doc__": original.__doc__})
+    return Meta(original.__name__, (), attributes)
 
 
 def _profile(original: Any) -> Any:

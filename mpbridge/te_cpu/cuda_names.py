@@ -18,15 +18,15 @@ from torch.distributed import _symmetric_memory, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 
-from mpbridge.backend.devices.coalesce import one_by_one
+from mpbridge.backend.devices.collectives import one_by_one
 from mpbridge.backend.devices.redirect import CPU, cuda_patches, names_cuda, nothing, on_cpu
-from mpbridge.common.replacement import Patch
 from mpbridge.common.transformer_engine import CUDA_VERSION
+from mpbridge.common.upstream import Patch
 from mpbridge.numerics.codes import EIGHT_BITS
 from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand
 from mpbridge.te_cpu import autocast, premultiplied
-from mpbridge.te_cpu.cuda_answers import answers
+from mpbridge.te_cpu.cuda_answers import answers, class_of
 from mpbridge.te_cpu.played import Played
 
 
@@ -78,15 +78,7 @@ def _unoccupied() -> int:
 
 def _generator(original: Any) -> Any:
     """A class, since libraries that are imported later annotate with `torch.Generator | None` and call isinstance."""
-
-    class GeneratorMeta(type):
-        def __call__(cls, device: Any = "cpu") -> Any:
-            return original("cpu" if names_cuda(device) else device)
-
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, original)
-
-    return GeneratorMeta("Generator", (), {})
+    return class_of(original, lambda device="cpu": original("cpu" if names_cuda(device) else device))
 
 
 def _scaled_mm(original: Any) -> Any:

@@ -13,6 +13,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import json
 import os
 import socket
 import sys
@@ -20,14 +21,44 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from mpbridge.te_cpu import apex
-from mpbridge.te_cpu.children import children_play
+from mpbridge.te_cpu.loading import restored
+from mpbridge.te_cpu.module import APEX, make_apex
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.refusals import caller
 
+# --- processes that a script starts by spawn ----------------------------------------------------------------------------------------------
+VARIABLE = "MPBRIDGE_CHILD"
+"""What a child process plays: the machine, the release, and the parent's main module by name or by path (JSON)."""
+
+
+@contextlib.contextmanager
+def children_play(machine: str, te: str) -> Iterator[None]:
+    """In the block, processes started by spawn or forkserver also play `machine` with release `te`.
+
+    Every process sees a real GPU; a played machine exists only in its own process, so a child's import of Transformer Engine would fail for
+    lack of the compiled library. Therefore a child starts in `child`, plays what its parent plays, and continues with the parent's main module.
+    """
+    original = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        found = original(name)
+        main = {key: found.pop(key) for key in ("init_main_from_name", "init_main_from_path") if key in found}
+        os.environ[VARIABLE] = json.dumps({"machine": machine, "te": te, **main})
+        return found | {"init_main_from_name": "mpbridge.te_cpu.child"}
+
+    spawn.get_preparation_data = get_preparation_data
+    try:
+        with restored([VARIABLE]):
+            yield
+    finally:
+        spawn.get_preparation_data = original
+
+
+# --- modules that are missing or not built ------------------------------------------------------------------------------------------------
 _TRITON = (
     "triton", "triton.language", "triton.language.core", "triton.language.extra", "triton.language.extra.libdevice", "triton.language.math",
     "triton.language.standard", "triton.runtime", "triton.runtime.driver", "triton.runtime.jit", "triton.testing", "triton.tools",
@@ -196,28 +227,23 @@ def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator
     connections: CUDA_DEVICE_MAX_CONNECTIONS=1 too, which Megatron-LM's scripts require. own_port: this process is not part of its parent's world.
     """
     made = _stand_in_for_triton()
-    if importlib.util.find_spec(apex.NAME) is None:
-        sys.modules[apex.NAME] = apex.make()
-        made.append(apex.NAME)
+    if importlib.util.find_spec(APEX) is None:
+        sys.modules[APEX] = make_apex()
+        made.append(APEX)
     finders: list[Any] = [_HelperFinder(), _UtilsFinder()]
     sys.meta_path[:0] = finders
     added = not hasattr(typing, "override")
     if added:
         typing.override = lambda method: method  # type: ignore[attr-defined]
-    before = {name: os.environ.get(name) for name in (*_WORLD, _MADE_UP, "CUDA_DEVICE_MAX_CONNECTIONS")}
-    os.environ.update(_world_of_one(own_port))
-    if connections:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     played = now()
     try:
-        with children_play(played.machine.name, ".".join(map(str, played.release))):
-            yield
+        with restored((*_WORLD, _MADE_UP, "CUDA_DEVICE_MAX_CONNECTIONS")):
+            os.environ.update(_world_of_one(own_port))
+            if connections:
+                os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            with children_play(played.machine.name, ".".join(map(str, played.release))):
+                yield
     finally:
-        for name, old in before.items():
-            if old is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = old
         for name in made:
             sys.modules.pop(name, None)
         for finder in finders:

@@ -15,7 +15,7 @@ from mpbridge.te_cpu.activations import gelu_gradient, gelu_value
 from mpbridge.te_cpu.casts import fill, new_quantized
 from mpbridge.te_cpu.enums import torch_dtype
 from mpbridge.te_cpu.operands import gemm_operand, rows_and_columns
-from mpbridge.te_cpu.registry import kernel
+from mpbridge.te_cpu.played import kernel
 from mpbridge.te_cpu.storages import coerced, storage_kind
 
 

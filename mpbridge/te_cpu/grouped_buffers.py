@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from mpbridge.te_cpu.grouped import splits_to_offsets
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import empty_quantized, kind_of, swizzles
+from mpbridge.te_cpu.swizzle import splits_to_offsets
 
 Sizes = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Rows and columns of every group, int64 [groups], None where they are equal; and the elements at which groups begin, int64 [groups + 1], if known."""
-_TILE = 128
+TILE = 128
 """Rows of a tile of scales."""
 Group = tuple[Any, int, tuple[int, int]]
 """A tensor that shares the buffers, the element at which its data start, its shape."""
@@ -49,7 +49,7 @@ def is_one_tensor(grouped: Any) -> bool:
         and kind_of(grouped.quantizer) == "mxfp8"
         and grouped.first_dims is None
         and grouped.last_dims is None
-        and grouped.logical_shape[0] // grouped.num_tensors % _TILE
+        and grouped.logical_shape[0] // grouped.num_tensors % TILE
         and not grouped._with_gemm_swizzled_scales
     )
 

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from mpbridge.te_cpu.grouped_buffers import Sizes
+from mpbridge.te_cpu.grouped_buffers import TILE, Sizes
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.refusals import refusal
 from mpbridge.te_cpu.storages import kind_of
 
 _SINCE = (2, 20)
 """The first release whose grouped tensors are laid out as here."""
-_TILE = 128
-"""Rows of a tile of scales."""
 _ALIGNED = 16
 """Bytes to which the tensor memory accelerator's rows are aligned (TMA_GMEM_ALIGNMENT)."""
 _MOST = 64
@@ -62,10 +60,8 @@ def check_quantizable(quantizer: Any, shape: tuple[int, int], num_tensors: int, 
         else [shape[0] if last_dims is not None else shape[0] // num_tensors]
     )
     for count in rows:
-        if count % _TILE:  # else its scales would not begin on a tile's boundary
-            raise RuntimeError(
-                f"First dimension of each tensor in a group must be divisible by {_TILE}, found {count}."
-            )
+        if count % TILE:  # else its scales would not begin on a tile's boundary
+            raise RuntimeError(f"First dimension of each tensor in a group must be divisible by {TILE}, found {count}.")
 
 
 def _check_mxfp8(
@@ -75,16 +71,16 @@ def _check_mxfp8(
         raise RuntimeError(
             "MXFP8 grouped quantization needs compute capability 10.0: its kernel is empty on older GPUs."
         )
-    if shape[0] % _TILE and (first_dims is None or last_dims is None):
-        raise RuntimeError(f"First logical dimension of a grouped tensor must be divisible by {_TILE}.")
+    if shape[0] % TILE and (first_dims is None or last_dims is None):
+        raise RuntimeError(f"First logical dimension of a grouped tensor must be divisible by {TILE}.")
     if last_dims is None:
         return
     _check_number(num_tensors)
     for count in last_dims.tolist():
-        if count % _TILE:
+        if count % TILE:
             raise RuntimeError(
                 "For varying last dimensions support, the last dimension of each tensor in a group must be divisible "
-                f"by {_TILE}, found {count}."
+                f"by {TILE}, found {count}."
             )
 
 
@@ -110,12 +106,12 @@ def check_dequantizable(grouped: Any, shape: tuple[int, int]) -> None:
         raise RuntimeError("Input must have scales in compact format.")
     if kind == "block" and grouped.last_dims is not None:
         raise RuntimeError("Grouped FP8 block-scaling dequantize supports no varying last dimension.")
-    if kind == "block" and shape[1] % _TILE:
-        raise RuntimeError(f"Last dim must be a multiple of {_TILE} for FP8 block-scaling dequantize (got {shape[1]}).")
+    if kind == "block" and shape[1] % TILE:
+        raise RuntimeError(f"Last dim must be a multiple of {TILE} for FP8 block-scaling dequantize (got {shape[1]}).")
     if kind == "mxfp8" and grouped.last_dims is not None:
         _check_number(grouped.num_tensors)
-        if shape[1] % _TILE:
-            raise RuntimeError(f"Last dimension of a grouped tensor should be divisible by {_TILE}.")
+        if shape[1] % TILE:
+            raise RuntimeError(f"Last dimension of a grouped tensor should be divisible by {TILE}.")
 
 
 def _on_hopper() -> bool:
@@ -132,8 +128,8 @@ def _check_nvfp4(quantizer: Any, shape: tuple[int, int], num_tensors: int) -> No
     if not quantizer.with_post_rht_amax:
         raise RuntimeError("grouped NVFP4 RHT quantization expects post-RHT amax buffers.")
     for size, which in zip(shape, ("First", "Last"), strict=True):
-        if size % _TILE:
-            raise RuntimeError(f"{which} dimension of a grouped tensor should be divisible by {_TILE}.")
+        if size % TILE:
+            raise RuntimeError(f"{which} dimension of a grouped tensor should be divisible by {TILE}.")
     if num_tensors > _MOST:
         raise RuntimeError(f"Number of tensors should be less than or equal to {_MOST}")
 

@@ -18,8 +18,7 @@ from mpbridge.te_cpu.gemm_checks import dtype_code, dtype_name, is_blockwise, mo
 from mpbridge.te_cpu.grouped_buffers import members
 from mpbridge.te_cpu.grouped_checks import require
 from mpbridge.te_cpu.operands import rows_and_columns
-from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.registry import KERNELS
+from mpbridge.te_cpu.played import KERNELS, now
 from mpbridge.te_cpu.storages import kind_of, storage_kind
 
 _INPUTS = (DType.kFloat8E4M3, DType.kFloat8E5M2, DType.kBFloat16, DType.kFloat16, DType.kFloat4E2M1)

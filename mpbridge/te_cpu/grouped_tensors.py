@@ -24,8 +24,7 @@ from mpbridge.te_cpu.casts import (
     store,
 )
 from mpbridge.te_cpu.enums import torch_dtype
-from mpbridge.te_cpu.grouped import tiles
-from mpbridge.te_cpu.grouped_buffers import Group, empty_grouped, is_one_tensor, members, new_grouped, part
+from mpbridge.te_cpu.grouped_buffers import TILE, Group, empty_grouped, is_one_tensor, members, new_grouped, part
 from mpbridge.te_cpu.grouped_checks import (
     check_amaxes,
     check_dequantizable,
@@ -35,14 +34,11 @@ from mpbridge.te_cpu.grouped_checks import (
     require,
     two_dimensions,
 )
-from mpbridge.te_cpu.nvfp4_checks import check
-from mpbridge.te_cpu.played import now
+from mpbridge.te_cpu.nvfp4_options import check
+from mpbridge.te_cpu.played import kernel, now
 from mpbridge.te_cpu.quantize import dequantize, in_order, quantized
-from mpbridge.te_cpu.registry import kernel
 from mpbridge.te_cpu.storages import empty_quantized, kind_of, rows_of
-
-_TILE = 128
-"""Rows of a tile of scales."""
+from mpbridge.te_cpu.swizzle import tiles
 
 
 @kernel
@@ -197,7 +193,7 @@ def _in_tile_order(parts: Sequence[Group], name: str, scales: torch.Tensor, unif
         at += stored.numel()
     _, _, shape = parts[0]
     along = shape[1] if name == "rowwise" else shape[0]
-    return made.view(-1, -(-along // _TILE) * 4) if uniform else made
+    return made.view(-1, -(-along // TILE) * 4) if uniform else made
 
 
 @kernel
@@ -221,9 +217,9 @@ def group_requantize_inplace(
     if grouped_x._with_gemm_swizzled_scales:
         return None
     rows, columns = (int(size) for size in grouped_x.logical_shape)
-    if rows % _TILE or columns % _TILE:
+    if rows % TILE or columns % TILE:
         raise RuntimeError(
-            f"Requantizing a grouped input requires dims that are multiples of {_TILE}, but got ({rows}, {columns})."
+            f"Requantizing a grouped input requires dims that are multiples of {TILE}, but got ({rows}, {columns})."
         )
     values = None
     if columnwise or return_dequantized:

@@ -55,15 +55,23 @@ def refuse_foreign() -> None:
 @contextmanager
 def environment() -> Iterator[None]:
     """The variables that Transformer Engine reads while it is imported; variables that are already set are kept."""
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    added = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    with restored(added):
+        os.environ.update(added)
+        yield
+
+
+@contextmanager
+def restored(names: Iterable[str]) -> Iterator[None]:
+    """In the block these variables may be set or changed; afterwards they are as they were."""
+    before = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
         for name, old in before.items():
-            if old is None:
-                os.environ.pop(name, None)
+            os.environ.pop(name, None)
+            if old is not None:
+                os.environ[name] = old
 
 
 class _Metadata:

@@ -1,4 +1,4 @@
-"""Our `transformer_engine_torch`: the table of kernels, the release's enumerations, and refusals for the rest."""
+"""Our `transformer_engine_torch`: the table of kernels, the release's enumerations, and refusals for the rest; and Apex's `fused_weight_gradient_mlp_cuda`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import importlib
 import types
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mpbridge.te_cpu import autocast
 from mpbridge.te_cpu.enums import enumerations
+from mpbridge.te_cpu.played import KERNELS
 from mpbridge.te_cpu.refusals import refused
-from mpbridge.te_cpu.registry import KERNELS
 
 NAME = "transformer_engine_torch"
 _SUBJECTS = (
-    "activations", "gemm", "grouped", "grouped_gemm", "grouped_tensors", "moe", "multi_tensor", "norms", "nvfp4_slices", "optimizers", "quantize", "rope", "router", "scaled_activations", "scaling", "sequences",
-    "softmax",
+    "activations", "attention", "gemm", "grouped_gemm", "grouped_tensors", "moe", "multi_tensor", "norms", "quantize", "router", "slices",
+    "swizzle",
 )  # fmt: skip
 
 
@@ -70,3 +71,25 @@ def opaque(kernel: Callable[..., Any]) -> Callable[..., Any]:
                 return kernel(*args, **kwargs)
 
     return call
+
+
+# --- Apex: the GEMM of a weight gradient that adds into the main gradient -----------------------------------------------------------------
+APEX = "fused_weight_gradient_mlp_cuda"
+
+
+def _accumulate_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [out, in] += gradients^T inputs, over all leading axes. The sum is FP32 and rounded to main_grad's dtype once, as a GEMM with beta = 1 does.
+
+    Source: csrc/megatron/fused_weight_gradient_dense*.cu of NVIDIA's Apex.
+    """
+    wide = gradients.reshape(-1, gradients.shape[-1]).float().t() @ inputs.reshape(-1, inputs.shape[-1]).float()
+    main_grad.copy_(wide.add_(main_grad.float()))
+
+
+def make_apex() -> types.ModuleType:
+    """The module: `wgrad_gemm_accum_fp32` adds into FP32, `wgrad_gemm_accum_fp16` into 16 bits."""
+    made = types.ModuleType(APEX, "Apex's weight gradients on a CPU, by mpbridge.")
+    made.__spec__ = ModuleSpec(APEX, None)
+    # opaque, as the compiled extension is to an audit
+    made.wgrad_gemm_accum_fp32 = made.wgrad_gemm_accum_fp16 = opaque(_accumulate_weight_gradient)  # type: ignore[attr-defined]
+    return made

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.te_cpu.registry import KERNELS, kernel
+from mpbridge.te_cpu.played import KERNELS, kernel
 
 
 # --- padding -------------------------------------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from mpbridge.numerics.norms import layer_norm, rms_norm
+from mpbridge.numerics.linear import layer_norm, rms_norm
 from mpbridge.te_cpu.casts import fill
 from mpbridge.te_cpu.enums import torch_dtype
+from mpbridge.te_cpu.played import kernel
 from mpbridge.te_cpu.quantize import buffers, quantized
-from mpbridge.te_cpu.registry import kernel
 
 
 def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:

@@ -9,12 +9,11 @@ import torch
 
 from mpbridge.te_cpu.casts import fill, turned
 from mpbridge.te_cpu.enums import torch_dtype
-from mpbridge.te_cpu.grouped import swizzle_scales_for_gemm_
-from mpbridge.te_cpu.nvfp4_checks import cast_together, check_split, refuse_approximations
+from mpbridge.te_cpu.nvfp4_options import cast_together, check_split, refuse_approximations
 from mpbridge.te_cpu.operands import is_quantized, values_of
-from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.registry import kernel
+from mpbridge.te_cpu.played import kernel, now
 from mpbridge.te_cpu.storages import coerced, empty_quantized, fused_nvfp4, kind_of, storage_kind, swizzles
+from mpbridge.te_cpu.swizzle import swizzle_scales_for_gemm_
 
 
 def plain(tensor: Any) -> torch.Tensor:
@@ -146,17 +145,11 @@ def fp8_transpose(input: torch.Tensor, dtype: Any = None, *, out: torch.Tensor |
     """Per-tensor FP8's column copy of its codes."""
     del dtype
     made = turned(input)
-    if out is None:
-        return made
-    out.copy_(made.view(out.shape))
-    return out
+    return made if out is None else out.copy_(made.view(out.shape))
 
 
 @kernel
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """The first two dimensions exchanged, contiguous."""
     made = tensor.detach().transpose(0, 1).contiguous()
-    if out is None:
-        return made
-    out.copy_(made)
-    return out
+    return made if out is None else out.copy_(made)

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.registry import KERNELS, argument_lists, kernel
+from mpbridge.te_cpu.played import KERNELS, argument_lists, kernel, now
 
 _EPSILON = 1e-20
 """Added to the sum of sigmoid scores (common/fused_router/utils.h)."""

@@ -17,7 +17,7 @@ import torch
 
 from mpbridge.backend.devices import redirect
 from mpbridge.common.errors import Refused
-from mpbridge.te_cpu.nvfp4_checks import check_usages
+from mpbridge.te_cpu.nvfp4_options import check_usages
 from mpbridge.te_cpu.played import now
 
 QuantizerKind = Literal["delayed", "current", "mxfp8", "block", "nvfp4"]

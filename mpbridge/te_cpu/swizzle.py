@@ -1,11 +1,17 @@
-"""Block scales in the order in which tensor cores read them: tiles of 128 rows by 4 columns, 512 bytes each.
+"""Block scales in the order in which tensor cores read them: tiles of 128 rows by 4 columns, 512 bytes each; offsets and addresses for grouped linears.
 
 Source: NVIDIA's cuBLAS documentation, "1D block scaling factors layout"; Transformer Engine's common/swizzle/swizzle.cu.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+
+from mpbridge.te_cpu.played import KERNELS, kernel
+from mpbridge.te_cpu.storages import rows_of, storage_kind, up
 
 
 def swizzled(scales: torch.Tensor) -> torch.Tensor:
@@ -31,3 +37,118 @@ def unswizzled_columns(scales: torch.Tensor) -> torch.Tensor:
     """The inverse of `swizzled_columns`."""
     blocks, columns = scales.shape
     return unswizzled(scales.reshape(columns, blocks)).t()
+
+
+_ALIGNMENT = 16
+"""Bytes to which each tensor's scales are rounded up in their common buffer."""
+
+
+@kernel
+def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
+    """[splits + 1] int64: where each split's elements begin, and their number."""
+    return splits_to_offsets_multi(
+        first_dims, first_dims.device, strides=[logical_last_dim], include_leading_zero=[True], dtypes=[torch.int64]
+    )[1][0]
+
+
+@kernel
+def splits_to_offsets_multi(
+    split_sizes: torch.Tensor,
+    device: Any,
+    *,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool = False,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(sizes in int64, for each stride the cumulative sums of the sizes times that stride). Raises RuntimeError for lists of different lengths."""
+    if not len(strides) == len(include_leading_zero) == len(dtypes):
+        raise RuntimeError(
+            f"strides, include_leading_zero, and dtypes must have matching lengths, but got {len(strides)}, {len(include_leading_zero)}, and {len(dtypes)}."
+        )
+    sizes = split_sizes.to(torch.int64)
+    ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    return sizes, [
+        (ends if zero else ends[1:]).mul(stride).to(dtype)
+        for stride, zero, dtype in zip(strides, include_leading_zero, dtypes, strict=True)
+    ]
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+
+
+@kernel
+def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> torch.Tensor:
+    """Addresses of the tensors' data, int64."""
+    return _addresses(tensors)
+
+
+# --- scales in tile order ------------------------------------------------------------------------------------------------------------------
+_Reorder = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _by_row(block: int) -> tuple[_Reorder, Callable[[int, int], tuple[int, int]]]:
+    return swizzled, lambda rows, columns: (rows, columns // block)
+
+
+_KINDS: dict[str, tuple[_Reorder, Callable[[int, int], tuple[int, int]]]] = {
+    "mxfp8_rowwise": _by_row(32),
+    "mxfp8_columnwise": (swizzled_columns, lambda rows, columns: (rows // 32, columns)),
+    "nvfp4": _by_row(16),
+}
+"""Copy of a quantized tensor -> how its scales are put in tile order, and their shape for a [rows, columns] tensor."""
+
+
+def tiles(scales: torch.Tensor, kind: str, rows: int, columns: int) -> torch.Tensor:
+    """Padded scales of a [rows, columns] tensor in tile order, in the same shape; their padding is zero."""
+    order, shape = _KINDS[kind]
+    high, wide = shape(rows, columns)
+    clean = torch.zeros(scales.shape, dtype=torch.uint8)
+    clean[:high, :wide] = scales.detach().view(torch.uint8)[:high, :wide]
+    return order(clean)
+
+
+@kernel
+def swizzle_scales_for_gemm_(tensor: Any) -> None:
+    """Puts the block scales of an MXFP8 or NVFP4 tensor in tile order, once; other tensors are not changed."""
+    kind = storage_kind(tensor)
+    if kind not in ("mxfp8", "nvfp4") or tensor._with_gemm_swizzled_scales:
+        return
+    rows, columns = rows_of(tensor.size()), int(tensor.size()[-1])
+    if tensor._rowwise_scale_inv is not None:
+        name = "nvfp4" if kind == "nvfp4" else "mxfp8_rowwise"
+        tensor._rowwise_scale_inv = tiles(tensor._rowwise_scale_inv, name, rows, columns)
+    if tensor._columnwise_scale_inv is not None:  # NVFP4's column copy is the transpose's row copy
+        turned = (columns, rows) if kind == "nvfp4" else (rows, columns)
+        name = "nvfp4" if kind == "nvfp4" else "mxfp8_columnwise"
+        tensor._columnwise_scale_inv = tiles(tensor._columnwise_scale_inv, name, *turned)
+    tensor._with_gemm_swizzled_scales = True
+
+
+def _discrete(
+    data_tensors: Sequence[torch.Tensor], scale_tensors: Sequence[torch.Tensor], swizzle_type: str, device: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(addresses of the data, addresses of the scales in tile order, the buffer that holds the scales), for weights in separate tensors.
+
+    Every tensor has the first one's shape. Source: pytorch/csrc/extensions/grouped_mlp_experimental.cpp. Raises RuntimeError, as the
+    extension does.
+    """
+    if len(data_tensors) != len(scale_tensors):
+        raise RuntimeError(
+            f"Expected data_tensors and scale_tensors to have matching sizes, but got {len(data_tensors)} and {len(scale_tensors)}."
+        )
+    if swizzle_type not in _KINDS:
+        raise RuntimeError(f"Unsupported swizzle type ({swizzle_type}). Expected one of: {', '.join(_KINDS)}.")
+    if not data_tensors:
+        return _addresses([]), _addresses([]), torch.empty(0, dtype=torch.uint8)
+    shape = data_tensors[0].shape
+    rows, columns = rows_of(shape), shape[-1] * (2 if swizzle_type == "nvfp4" else 1)
+    stride = up(scale_tensors[0].numel(), _ALIGNMENT)
+    buffer = torch.zeros(len(scale_tensors), stride, dtype=torch.uint8)
+    for row, scales in zip(buffer, scale_tensors, strict=True):
+        row[: scales.numel()] = tiles(scales, swizzle_type, rows, columns).reshape(-1)
+    return _addresses(data_tensors), _addresses(list(buffer)), buffer.view(-1)
+
+
+KERNELS["grouped_mlp_experimental.swizzle_scales_and_pack_ptrs_for_discrete_weights"] = _discrete

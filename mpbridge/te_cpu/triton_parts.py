@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpbridge.te_cpu.played import now
-from mpbridge.te_cpu.registry import argument_lists
+from mpbridge.te_cpu.played import argument_lists, now
 
 
 # --- permutation ---------------------------------------------------------------------------------------------------------------------------

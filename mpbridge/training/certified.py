@@ -10,17 +10,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.planning.certificates.optimizer import Training
-from mpbridge.planning.certificates.row import Row
+from mpbridge.planning.certificates import Row, Training
 from mpbridge.settings.huggingface.folder import header
 from mpbridge.settings.schema import defaults
-from mpbridge.training.lr import scheduler
 
 if TYPE_CHECKING:
     import torch
 
-    from mpbridge.numerics.certificates.tensors import Linear
-    from mpbridge.observe.telemetry.reading import MeasuredStep
+    from mpbridge.numerics.certificates.figures import Linear
+    from mpbridge.observe.telemetry.records import MeasuredStep
     from mpbridge.settings.container import Run
 
 STANDARD_DEVIATION = 0.02
@@ -53,6 +51,8 @@ def training_of(run: Run, *, whole: bool = False, sigma: float | None = None) ->
 
 def _schedule(run: Run) -> tuple[tuple[float, float], ...]:
     """(share of the run, learning rate) from megatron-core's own scheduler."""
+    from mpbridge.training.base import scheduler
+
     group: dict[str, Any] = {"lr": 0.0, "max_lr": None, "min_lr": None}
     made = scheduler(run, SimpleNamespace(param_groups=[group]))
     total = int(run.train["train_iters"]) * int(run.train["global_batch_size"])
@@ -78,8 +78,8 @@ def own_tensors(given: Path) -> OwnTensors:
     """A safetensors file, or a run's folder: its operands, if it kept any, and its last measured step. Raises BadValue, Contradiction."""
     if not given.is_dir():
         return OwnTensors(linears=tensors_of(given))
-    from mpbridge.observe.telemetry.reading import read
-    from mpbridge.observe.telemetry.windows import FILE
+    from mpbridge.observe.telemetry.probe import WINDOWS
+    from mpbridge.observe.telemetry.records import read
 
     measured = read(given).measured
     rows = measured[-1].tables["weights"] if measured else []
@@ -90,7 +90,7 @@ def own_tensors(given: Path) -> OwnTensors:
         raise BadValue(
             f"--tensors {given}: no measured weights (expected a run with logger.precision_every=N, or a safetensors file)"
         )
-    linears = tensors_of(given / FILE) if (given / FILE).is_file() else {}
+    linears = tensors_of(given / WINDOWS) if (given / WINDOWS).is_file() else {}
     beside = tuple(row for name in linears for row in _measured(measured[-1], name))
     import statistics  # slow to import
 
@@ -119,7 +119,7 @@ def tensors_of(file: Path) -> dict[str, Linear]:
     import torch
     from safetensors import safe_open
 
-    from mpbridge.numerics.certificates.tensors import TOKENS, Linear
+    from mpbridge.numerics.certificates.figures import TOKENS, Linear
 
     stored = header(file.parent, file.name)
     shapes = {name: list(one.shape) for name, one in stored.items() if one.dtype in ("F32", "BF16", "F16", "F64")}
@@ -145,7 +145,7 @@ def tensors_of(file: Path) -> dict[str, Linear]:
 
 
 def _linear(base: str, shapes: dict[str, list[int]], read: Any) -> Linear:
-    from mpbridge.numerics.certificates.tensors import Linear
+    from mpbridge.numerics.certificates.figures import Linear
 
     prefix = f"{base}." if base else ""
     missing = [f"{prefix}{side} is missing" for side in ("x", "w", "dy") if f"{prefix}{side}" not in shapes]

@@ -1,24 +1,37 @@
-"""Checkpointer: loads the run's initial state, saves at intervals (in the background on request) and at the end, and prints the resume command."""
+"""What a run saves and where it goes on: a Checkpointer loads its initial state, saves at intervals (in the background on request) and at the end, and prints the resume command;
+the reaction to steps that are not finite; and schedules of recipes: the current stage, the rules over all stages before step 0, and the switch at a step boundary."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import shlex
+import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mpbridge.backend.devices.together import on_first_rank
+from mpbridge.backend.devices.collectives import on_first_rank
+from mpbridge.backend.engines.registry import build_engine
+from mpbridge.common.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.common.report.metrics import record
 from mpbridge.numerics.observation.operations import unobserved
-from mpbridge.training.admission import beginning
-from mpbridge.training.base import Hook
+from mpbridge.planning.rules.table import require_here
+from mpbridge.precision.schedule import Span, spans
+from mpbridge.settings.training import parse_nonfinite
+from mpbridge.training.admission import beginning, resume_point
+from mpbridge.training.base import Hook, scheduler
 from mpbridge.training.checkpoint import io as checkpoint
-from mpbridge.training.checkpoint import read_back, store
+from mpbridge.training.checkpoint import reader, store
+from mpbridge.training.checkpoint.continuation import of_run
+from mpbridge.training.checkpoint.verdict import Verdict, verdict
 
 if TYPE_CHECKING:
+    from mpbridge.backend.engines.contract import StepResult
     from mpbridge.settings.container import Run
     from mpbridge.training.base import Training
 
@@ -87,8 +100,8 @@ class Checkpointer(Hook):
         groups = getattr(training.engine.optimizer, "param_groups", ())
         beta2 = min((float(group["betas"][1]) for group in groups if group.get("betas")), default=None)
         with unobserved():
-            found = read_back.mean_second(training.engine)
-        if beta2 is not None and (text := read_back.lost(saved, found, beta2)):
+            found = reader.mean_second(training.engine)
+        if beta2 is not None and (text := reader.lost(saved, found, beta2)):
             training.notes["optimizer states"] = "lost at the resume"
             record(training, "moments", text, saved=saved, found=found)
 
@@ -151,6 +164,52 @@ class Checkpointer(Hook):
         pending.finish(**self.keep)
 
 
+class Nonfinite(Hook):
+    """The reaction to a step whose loss or gradients are not finite (its update is never applied): skip it, stop, or roll back to the last checkpoint."""
+
+    def __init__(self, setting: str, checkpointer: Checkpointer) -> None:
+        self.act, self.left = parse_nonfinite(setting)
+        self.checkpointer = checkpointer
+        self.before = 0
+
+    def started(self, training: Training) -> None:
+        """Starts counting from the loaded state."""
+        self.before = training.counters.nonfinite
+
+    def stepped(self, training: Training, result: StepResult) -> None:
+        """Acts on the step just counted; the counters decide what is not finite (an overflow that the loss scale handles is not counted)."""
+        if training.counters.nonfinite == self.before:
+            return
+        self.before = training.counters.nonfinite
+        at, norm = training.counters.iteration, result.grad_norm
+        what = f"loss {result.loss:g}, gradient norm {'not finite' if norm is None else format(norm, 'g')}"
+        facts: dict[str, Any] = {"loss": result.loss, "grad_norm": norm, "nonfinite_steps": training.counters.nonfinite}
+        text = f"step {at} is not finite ({what}; {training.counters.nonfinite} such steps so far)"
+        training.notes["non-finite steps"] = training.counters.nonfinite
+        if self.act == "skip":
+            record(training, "nonfinite", f"{text}: its update was skipped", **facts)
+        elif self.act == "stop":
+            training.stop = f"step {at} is not finite"
+            record(training, "nonfinite", f"{text}: the run stops (train.nonfinite=stop)", **facts)
+        else:
+            self._back(training, text, facts)
+
+    def _back(self, training: Training, text: str, facts: dict[str, Any]) -> None:
+        place = self.checkpointer.rewind(training) if self.left else None
+        if place is None:
+            why = "no rollback is left" if not self.left else "there is no checkpoint to roll back to"
+            training.stop = f"not finite, and {why}"
+            record(training, "nonfinite", f"{text}: the run stops, {why}", **facts)
+            return
+        self.left -= 1
+        record(
+            training,
+            "rollback",
+            f"{text}: rolled back to {place.name}, continuing after the samples already read; {self.left} rollbacks left",
+            **facts,
+        )
+
+
 def resume_line(folder: Path) -> str:
     """The command that resumes from the newest checkpoint in `folder`."""
     setting = f"checkpoint.load={folder}"
@@ -166,3 +225,107 @@ def resume_line(folder: Path) -> str:
         without = ", without --reset-optimizer" if any(word.startswith(once[1:]) for word in rest) else ""
         return f"the same command with {shlex.quote(setting)}{without}"
     return shlex.join([*(word for word in words if not word.startswith(once)), setting])
+
+
+def spans_of(run: Run) -> tuple[Span[Any], ...]:
+    """The stages of a run as step ranges. Raises Contradiction if they do not fit its length."""
+    train = run.train
+    tokens = int(train["global_batch_size"]) * run.facts.shape.seq_length
+    return spans(run.stages, steps=int(train["train_iters"]), tokens_per_step=tokens)
+
+
+def stage_run(run: Run, index: int) -> Run:
+    """`run` with the recipe of its stage `index`; everything else, including the list of stages, unchanged. Raises Contradiction."""
+    container = run.container.copy()
+    given: Any = run.container.mixed_precision
+    part = given[index]
+    container.mixed_precision = (
+        {name: value for name, value in part.items() if name != "until"} if isinstance(part, Mapping) else part
+    )
+    container.engine = run.facts.engine
+    made = container.resolved(run.facts.parallel.world_size, run.facts.machine, run.facts.versions)
+    return dataclasses.replace(made, container=run.container, stages=run.stages)
+
+
+def at_stage(run: Run) -> Run:
+    """`run` with the recipe of the stage of its first step: the first stage, or the one that its checkpoint is in."""
+    if len(run.stages) < 2:
+        return run
+    place = resume_point(run.checkpoint)
+    done = store.step_of(place) if place is not None else 0
+    found = spans_of(run)
+    index = next((span.index for span in found if span.holds(done)), found[-1].index)
+    return stage_run(run, index)
+
+
+def check_stages(run: Run) -> list[str]:
+    """A line for each stage and transition of `run`; empty for a run with one recipe.
+
+    Raises Refused with every violation of a rule or of the machine's capability in any stage, and every transition that would lose the optimizer's states.
+    """
+    if len(run.stages) < 2:
+        return []
+    runs = [stage_run(run, span.index) for span in spans_of(run)]
+    faults, lines = [], []
+    for span, made in zip(spans_of(run), runs, strict=True):
+        try:
+            require_here(made.policy, made.facts)
+        except MpbridgeError as error:
+            faults.append(f"stage {span.index + 1} ({made.recipe}): {error}")
+        lines.append(f"stage {span.index + 1}: {made.recipe}, steps {span.start + 1} to {span.stop}")
+    for index, (before, after) in enumerate(itertools.pairwise(runs), start=1):
+        answer = verdict(of_run(before), of_run(after))
+        lines.append(f"  then {before.recipe} -> {after.recipe}: {_short(answer)}")
+        if not answer.goes_on:
+            faults.append(
+                f"from stage {index} to {index + 1} ({before.recipe} -> {after.recipe}): {'; '.join(answer.why)}"
+            )
+    if faults:
+        raise Refused(str(Contradiction(faults, subject="the schedule of recipes cannot be run")))
+    return lines
+
+
+def _short(answer: Verdict) -> str:
+    return answer.kind + (f" (lost: {'; '.join(answer.lost)})" if answer.lost else "")
+
+
+class Stages(Hook):
+    """Requests the next stage's run when a stage is over; the loop then calls `switch`."""
+
+    def __init__(self, run: Run) -> None:
+        self.spans = spans_of(run) if len(run.stages) > 1 else ()
+        self.runs = [stage_run(run, span.index) for span in self.spans]
+
+    def stepped(self, training: Training, result: Any) -> None:
+        """Sets `training.next_run` after the last step of a stage (also if a rollback went back past a switch)."""
+        done = training.counters.iteration
+        index = next((span.index for span in self.spans if span.holds(done)), None)
+        if index is None:
+            return
+        wanted, now = self.runs[index], training.run
+        if (wanted.recipe, wanted.policy) != (now.recipe, now.policy):
+            training.next_run = wanted
+
+
+def switch(training: Training) -> None:
+    """Closes the engine and continues with `training.next_run`, with main weights, moments and counters exactly as they were.
+
+    The state passes through a checkpoint, so it is the one that a resume would load. Every rank must call it.
+    """
+    before, after = training.run, training.next_run
+    assert after is not None
+    folder = on_first_rank(lambda: store.room(before, "switch"))
+    try:
+        place = checkpoint.save(training, folder).finish()
+        training.engine.close()
+        training.run, training.next_run = after, None
+        training.engine = build_engine(after)
+        training.scheduler = scheduler(after, training.engine.optimizer)
+        answer = checkpoint.load(training, place)
+    finally:
+        on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
+    text = f"step {training.counters.iteration}: {before.recipe} -> {after.recipe}: {_short(answer)}"
+    record(
+        training, "recipe", text, before=before.recipe, after=after.recipe, verdict=answer.kind, lost=list(answer.lost)
+    )
+    training.notes[f"recipe from step {training.counters.iteration + 1}"] = after.recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -13,29 +14,26 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.backend.devices import device_layer
-from mpbridge.backend.devices.together import on_first_rank
+from mpbridge.backend.devices.collectives import on_first_rank
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.engines.registry import build_engine
-from mpbridge.common.report.console import console, rank, tell
+from mpbridge.common.errors import CheckpointError
+from mpbridge.common.files import why, write
+from mpbridge.common.report.console import console, rank, tell, warn
 from mpbridge.common.report.metrics import MetricsLog
 from mpbridge.common.report.progress import ProgressLine
-from mpbridge.common.tables.table import table
+from mpbridge.common.tables import table
 from mpbridge.observe.audit import AuditHook
 from mpbridge.observe.audit.replicas import agree
 from mpbridge.observe.telemetry.hook import StatisticsHook
-from mpbridge.planning.estimate.flops import whole_square_flops_per_token
+from mpbridge.planning.estimate.gemms import whole_square_flops_per_token
 from mpbridge.settings.training import microbatches, train_iters
 from mpbridge.te_cpu.context import stage_of
-from mpbridge.training.admission import require_admission
-from mpbridge.training.base import Hook, Hooks, Training
-from mpbridge.training.checkpointer import Checkpointer
+from mpbridge.training.admission import preflight, require_admission, settings_of, write_precision
+from mpbridge.training.base import Counters, Hook, Hooks, Meter, Summary, Training, line, scheduler
+from mpbridge.training.checkpointer import Checkpointer, Nonfinite, Stages, at_stage, check_stages, switch
 from mpbridge.training.data.batches import Feed
-from mpbridge.training.faults import Nonfinite, Signals, explained
-from mpbridge.training.lr import scheduler
-from mpbridge.training.machine import data_parallel, process_group, process_settings
-from mpbridge.training.metrics import Counters, Meter, Summary, line, write_summary, write_timing
-from mpbridge.training.preflight import preflight, write_precision
-from mpbridge.training.stages import Stages, at_stage, check_stages, switch
+from mpbridge.training.process import Signals, data_parallel, explained, process_group, process_settings
 
 if TYPE_CHECKING:
     from mpbridge.backend.engines.contract import Batch
@@ -238,3 +236,33 @@ class _Steps:
             log_dir=os.fspath(log_dir) if log_dir else None,
             notes=training.notes,
         )
+
+
+def write_summary(summary: Summary, folder: Path | None) -> None:
+    """Writes `folder`/summary.json; does nothing if folder is None. A write error is only reported on stderr, since the run is over and its summary printed."""
+    if folder is not None:
+        _write(folder / "summary.json", summary.as_data())
+
+
+def _write(path: Path, data: Any) -> None:
+    text = json.dumps(data, indent=2, default=str) + "\n"
+    try:
+        write(path, text)
+    except (OSError, CheckpointError) as error:
+        warn(f"{path} cannot be written ({why(error)}) and is incomplete")
+
+
+def write_timing(run: Any, meter: Any, folder: Path | None) -> None:
+    """Writes `folder`/timing.json, which `mpbridge estimate --against` and `recommend --runs` read; does nothing without a folder or a step."""
+    if folder is None or not meter.steps:
+        return
+    times = sorted(took for took, _ in meter._times)
+    data = {
+        "recipe": run.recipe,
+        "seconds": times[len(times) // 2],
+        "tokens_per_second": meter.rate / meter.processes,
+        "steps": len(times),
+        "world_size": meter.processes,
+        "config": settings_of(run),
+    }
+    _write(folder / "timing.json", data)

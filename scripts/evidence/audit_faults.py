@@ -133,7 +133,7 @@ def stepped(
     A step that fails with the fault in it is a row too: no audit has to name what ends the run by itself.
     """
     from mpbridge.observe.audit import AuditHook
-    from mpbridge.training.lr import scheduler
+    from mpbridge.training.base import scheduler
 
     engine.undo = []
     rates = scheduler(engine.run, engine.optimizer)

@@ -21,9 +21,9 @@ class BareLoop:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from mpbridge.backend.megatron.configs import build_targets
+        from mpbridge.backend.megatron.targets import build_targets
         from mpbridge.backend.models.gpt import build_chunks
-        from mpbridge.training.lr import scheduler_arguments
+        from mpbridge.settings.training import scheduler_arguments
 
         self.run, self.data, self.cuda = run, data, cuda
         targets = build_targets(run, cuda=cuda)

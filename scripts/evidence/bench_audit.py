@@ -54,9 +54,9 @@ def measured(rounds: int, recipe: str, emulate: str, *more: str) -> dict[str, fl
     """Medians over rounds: an audited step, and a second plain one, over the plain step before it; invariants and the check before a checkpoint likewise."""
     from mpbridge.backend.engines.registry import build_engine
     from mpbridge.observe.audit import AuditHook
+    from mpbridge.observe.audit.between import broken
     from mpbridge.observe.audit.examine import audit, promises_of
-    from mpbridge.observe.audit.invariants import broken
-    from mpbridge.observe.audit.updates import Updates
+    from mpbridge.observe.audit.flags import Updates
     from mpbridge.training.data.batches import Feed
 
     # from 2**32 FP16's first steps are skipped, and none of those is audited
@@ -135,7 +135,7 @@ def rows(names: list[str], rounds: int, te: bool) -> None:
     """Measures those rows in this process, and writes each down."""
     warnings.simplefilter("ignore")
     with transformer_engine_on_cpu("b200") if te else nullcontext():
-        from mpbridge.training.machine import process_group
+        from mpbridge.training.process import process_group
 
         with process_group(False):
             for name in names:

@@ -31,7 +31,7 @@ from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.engines.parallel import ModelParallel, start_process_group, stop_process_group
 from mpbridge.backend.engines.registry import build_engine
 from mpbridge.common.probe import installed, this_machine
-from mpbridge.planning.estimate.flops import whole_square_flops_per_token
+from mpbridge.planning.estimate.gemms import whole_square_flops_per_token
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.settings.container import ConfigContainer
 

@@ -101,7 +101,7 @@ def main() -> int:
     args = parser.parse_args()
     seconds: dict[str, list[float]] = {arm: [] for arm in (*RECIPES, AGAIN)}
     with transformer_engine_on_cpu("b200"):
-        from mpbridge.training.machine import process_group
+        from mpbridge.training.process import process_group
 
         with process_group(False):
             for _ in range(args.rounds):

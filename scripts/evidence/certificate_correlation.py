@@ -28,8 +28,7 @@ from mpbridge import get_mixed_precision_config, resolve
 from mpbridge.numerics.certificates.certificate import certificate
 from mpbridge.numerics.certificates.expected import varied, vary
 from mpbridge.numerics.modules import emulate_linears
-from mpbridge.planning.certificates.optimizer import Training
-from mpbridge.planning.certificates.variants import VARIANTS
+from mpbridge.planning.certificates import VARIANTS, Training
 from mpbridge.precision.policy import PrecisionPolicy
 
 DATA = Path(__file__).resolve().parent / "data" / "certificate_correlation.json"

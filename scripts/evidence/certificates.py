@@ -16,14 +16,12 @@ import torch
 
 from mpbridge import ConfigContainer
 from mpbridge.common.formats import E4M3, FORMATS, DType
-from mpbridge.numerics.certificates.attention import mismatch
 from mpbridge.numerics.certificates.certificate import Certificate, certificate
 from mpbridge.numerics.certificates.expected import Operands, ms_eden
-from mpbridge.numerics.certificates.figures import bits, operand_figures
-from mpbridge.numerics.rounding import round_nearest
-from mpbridge.planning.certificates.scales import second_pass
-from mpbridge.planning.certificates.states import half_gap
-from mpbridge.planning.certificates.variants import VARIANTS, Variant
+from mpbridge.numerics.certificates.figures import bits, mismatch, operand_figures
+from mpbridge.numerics.codes import round_nearest
+from mpbridge.planning.certificates import VARIANTS, Variant
+from mpbridge.planning.closed_forms import half_gap, second_pass
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.recipes import BUILT_IN
 from mpbridge.training.certified import training_of

@@ -13,9 +13,9 @@ import measured
 from published import CORES, RECIPES, ROOT
 
 from mpbridge.common.machines import machine
-from mpbridge.planning.estimate.flops import model_flops_per_token
+from mpbridge.planning.capability import ASSUMED
+from mpbridge.planning.estimate.gemms import model_flops_per_token
 from mpbridge.planning.estimate.predict import estimate
-from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.settings.container import ConfigContainer, Run
 

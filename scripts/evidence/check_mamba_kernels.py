@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from mpbridge.numerics import mamba
+from mpbridge.backend.devices import mamba
 
 
 def _first(self: Any, *given: Any, **named: Any) -> Any:

@@ -17,9 +17,8 @@ import numpy as np
 from published import CORES, FITTED, UNUSUAL, run_of, timed
 
 from mpbridge.planning.estimate.constants import DATA, Constants, constants
-from mpbridge.planning.estimate.flops import model_flops_per_token
-from mpbridge.planning.estimate.predict import _band, _peak
-from mpbridge.planning.estimate.step import Ideal, ideal, seconds
+from mpbridge.planning.estimate.gemms import model_flops_per_token
+from mpbridge.planning.estimate.predict import Ideal, _band, _peak, ideal, seconds
 
 SPREAD = 0.05
 """Relative error above which a row counts linearly instead of quadratically."""

@@ -24,7 +24,7 @@ READERS: Mapping[str, tuple[str, str, tuple[bytes, ...]]] = {
     "recipe": ("recipe.yaml", "registry.get_mixed_precision_config(str(file), code=False)", (b"extends: bf16_mixed\nfp8: hybrid\n",)),
     "run": ("run.yaml", "container.ConfigContainer.load(file).resolved(1)", (b"model: {num_layers: 2, hidden_size: 64}\nmixed_precision: bf16_mixed\n",)),
     "metrics": ("metrics.jsonl", "curves.read_curves(file.parent)", (b'{"iteration": 1, "loss": 3.0, "grad_norm": "nan"}\n',)),
-    "audits": ("precision.json", "history.read_history(file.parent)", (b'{"audit": {"history": [{"step": 1, "ok": true, "facts": {"a": ["b", "c", "ok"]}}]}}',)),
+    "audits": ("precision.json", "curves.read_history(file.parent)", (b'{"audit": {"history": [{"step": 1, "ok": true, "facts": {"a": ["b", "c", "ok"]}}]}}',)),
     "safetensors": ("model.safetensors", "folder.tensors(file.parent)", (b'\x40\0\0\0\0\0\0\0{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}          \0\0',)),
     "huggingface": ("config.json", "section.model_section(file.parent)", (
         b'{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "intermediate_size": 128}',
@@ -33,7 +33,7 @@ READERS: Mapping[str, tuple[str, str, tuple[bytes, ...]]] = {
     "archive": ("common.pt", "archive.spelled(archive.load(archive.BytesIO(file.read_bytes()), 0, file.stat().st_size))", ()),
     "metadata": (".metadata", "converter_process._metadata(file)", (b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(X\x13\x00\x00\x00state_dict_metadata}X\x0c\x00\x00\x00storage_data}ub.",)),
     "arguments": ("model_optim_rng.pt", "importers.read_file(file)", ()),
-    "index": ("index.json", "index.read_index(file.parent, {'a': {'bytes': 64}})", (b'{"schema": 1, "files": ["a"], "tensors": {"w": {"dtype": "float32", "shape": [4], "pieces": [[0, 0, [0], [4]]]}}, "objects": {"o": [0, 16, 8]}}',)),
+    "index": ("index.json", "format.read_index(file.parent, {'a': {'bytes': 64}})", (b'{"schema": 1, "files": ["a"], "tensors": {"w": {"dtype": "float32", "shape": [4], "pieces": [[0, 0, [0], [4]]]}}, "objects": {"o": [0, 16, 8]}}',)),
     "state": ("state.json", "continuation.read_state(file.parent)", (b'{"map": [["a", 1], ["b", {"tuple": [1, 2]}]]}',)),
     "manifest": ("manifest.json", "store.read_manifest(file.parent)", (b'{"schema": 3, "files": {"a": {"bytes": 1, "sha256": "00"}}}',)),
     "script": ("train.sh", "importers.read_file(file)", (
@@ -74,14 +74,14 @@ def archives() -> tuple[bytes, bytes]:
 def reader_of(name: str) -> Callable[[Path], object]:
     """The call of a reader, on a file of its name. Imports what it calls."""
     from mpbridge.common import safe_unpickler
-    from mpbridge.common.report import curves, history
+    from mpbridge.common.report import curves
     from mpbridge.interop.stacks import importers
     from mpbridge.precision import registry
     from mpbridge.settings import container
     from mpbridge.settings.huggingface import folder, section
-    from mpbridge.training.checkpoint import archive, continuation, converter_process, index, store
+    from mpbridge.training.checkpoint import archive, continuation, converter_process, format, store
 
-    modules = (safe_unpickler, curves, history, importers, registry, container, folder, section, archive, continuation, converter_process, index, store)  # fmt: skip
+    modules = (safe_unpickler, curves, importers, registry, container, folder, section, archive, continuation, converter_process, format, store)  # fmt: skip
     found: Callable[[Path], object] = eval(f"lambda file: {READERS[name][1]}", {one.__name__.rpartition(".")[2]: one for one in modules})  # fmt: skip
     return found
 

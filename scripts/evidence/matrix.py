@@ -16,6 +16,7 @@ import datetime
 import itertools
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -29,6 +30,8 @@ PAGE = ROOT / "docs/reference/compatibility.md"
 MARKS = ("<!-- matrix -->", "<!-- end of matrix -->")
 WRONG = ("failure", "error")
 SHOWN = ("torch", "megatron-core", "numpy", "torchao", "pytest")
+EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+"""What a CPU may have, the widest first."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,14 @@ def ran_on(python: Path) -> dict[str, str]:
     commit = git("rev-parse", "--short=8", "HEAD").strip() + ("+" if changed else "")
     ask = f"import importlib.metadata as m, platform; print(platform.python_version(), *(m.version(n) for n in {SHOWN!r}))"
     have = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
-    return {"commit": commit, "day": str(datetime.date.today()), **dict(zip(("Python", *SHOWN), have, strict=True))}
+    flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("flags")[2].partition("\n")[0].split())
+    cpu = next((one for one in EXTENSIONS if one in flags), platform.machine())
+    return {
+        "CPU": cpu,
+        "commit": commit,
+        "day": str(datetime.date.today()),
+        **dict(zip(("Python", *SHOWN), have, strict=True)),
+    }
 
 
 def read(report: Path) -> dict[str, tuple[str, str]]:
@@ -164,7 +174,7 @@ def rows(name: str, part: str, report: Path) -> tuple[str, list[str]]:
     passed_alone = {test for test in wrong if later.get(test, ("", ""))[0] == "passed"}
     kinds = [kind for kind, _ in cases.values()]
     counts = (kinds.count("passed"), kinds.count("skipped"), len(passed_alone), len(wrong) - len(passed_alone))
-    cells = [name, f"`{part}`", *(ran[key] for key in ("Python", *SHOWN, "commit", "day")), *map(str, counts)]
+    cells = [name, f"`{part}`", *(ran[key] for key in ("Python", *SHOWN, "CPU", "commit", "day")), *map(str, counts)]
     lines = [
         f"* {name}, `{part}`: `{test}`{' (passed alone)' if test in passed_alone else ''}: {re.sub(r'[`|<>*]', '', why)[:200]}"
         for test, why in wrong.items()
@@ -191,6 +201,7 @@ def write(folder: Path) -> tuple[list[str], list[str]]:
         "part",
         "Python",
         *SHOWN,
+        "CPU",
         "commit",
         "day",
         "passed",

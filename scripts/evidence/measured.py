@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that it runs in a checkout without installation
 
 from mpbridge.common.machines import machine
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.settings.container import ConfigContainer, Run
 
 _VOCABULARIES = {

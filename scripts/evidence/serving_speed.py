@@ -38,7 +38,7 @@ def checkpoint(root: Path, layers: int, hidden: int) -> Path:
     from safetensors.torch import save_file
 
     from mpbridge.settings.container import ConfigContainer
-    from mpbridge.training.weights.to_checkpoint import to_checkpoint
+    from mpbridge.training.weights.convert import to_checkpoint
 
     heads, wide = hidden // 128, 4 * hidden
     config: dict[str, Any] = {
@@ -113,8 +113,8 @@ def measure(path: Path, target: Path, method: str, recipe: str) -> dict[str, Any
     from mpbridge.training.checkpoint.reader import Contents
     from mpbridge.training.serving import cast
     from mpbridge.training.serving.cast import Served
-    from mpbridge.training.weights import shards
-    from mpbridge.training.weights.to_folder import to_folder
+    from mpbridge.training.weights import files
+    from mpbridge.training.weights.convert import to_folder
 
     torch.set_num_threads(1)
     calls: dict[str, list[tuple[float, int]]] = {}
@@ -138,8 +138,8 @@ def measure(path: Path, target: Path, method: str, recipe: str) -> dict[str, Any
     timed(store, "check", "checksums of the checkpoint", lambda args, made: 1)
     timed(Contents, "tensor", "read", lambda args, made: made.numel())
     timed(cast, "stored", "quantize", lambda args, made: made.codes.numel())
-    timed(shards, "facts_of", "SHA-256", lambda args, made: args[0].nbytes)
-    timed(shards, "_write", "write", lambda args, made: len(args[1]))
+    timed(files, "facts_of", "SHA-256", lambda args, made: args[0].nbytes)
+    timed(files, "_write", "write", lambda args, made: len(args[1]))
     began = time.process_time()
     to_folder(path, target, casting=partial(Served, method=method, recipe=recipe))
     total = time.process_time() - began

@@ -363,7 +363,7 @@ def main() -> int:
     os.environ["NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"] = "1"  # read by Transformer Engine at import
     found: dict[str, list[dict[str, Any]]] = {}
     with transformer_engine_on_cpu(args.machine, te=args.te):
-        from mpbridge.training.machine import process_group
+        from mpbridge.training.process import process_group
 
         with process_group(False):
             print(HEAD)

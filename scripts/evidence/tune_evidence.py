@@ -53,7 +53,7 @@ def opened(args: argparse.Namespace) -> Any:
 
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.settings.container import ConfigContainer
-    from mpbridge.training.machine import process_group
+    from mpbridge.training.process import process_group
     from mpbridge.training.tune.levels import base_of
     from mpbridge.training.tune.run import opened
 

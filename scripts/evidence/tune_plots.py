@@ -126,7 +126,7 @@ def _training_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def draw(data: dict[str, Any]) -> list[str]:
     """Writes docs/tuning_*.png for the available data; returns their names."""
-    from mpbridge.common.report.pictures import pyplot
+    from mpbridge.common.report.curves import pyplot
 
     plt, drawn = pyplot(), []
     for name, needs, picture in (

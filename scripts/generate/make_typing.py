@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypedDict, TypeV
 
 import torch
 
-from mpbridge.settings.section import Section
+from mpbridge.settings.schema import Section
 from mpbridge.common.formats import DType
 
 Dtype: TypeAlias = str | torch.dtype | DType

@@ -46,7 +46,7 @@ def table(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    from mpbridge.common.tables.table import table as made
+    from mpbridge.common.tables import table as made
 
     return made("", columns, ([str(cell) for cell in row] for row in rows)).markdown()
 
@@ -141,7 +141,7 @@ def field_table() -> str:
 @table("audit-cost")
 def audit_cost_table() -> str:
     """What an audited step takes, as scripts/evidence/bench_audit.py measured it."""
-    from mpbridge.observe.audit.cadence import LATEST, SHARE, SOONEST
+    from mpbridge.observe.audit.between import LATEST, SHARE, SOONEST
 
     def row(name: str, one: dict[str, float]) -> tuple[str, ...]:
         interval = min(LATEST, max(SOONEST, math.ceil((one["audited"] - 1) / SHARE)))
@@ -326,7 +326,7 @@ def option_table() -> str:
 def recipe_machine_table() -> str:
     """Which recipe runs on which GPU, with the versions that a target is assumed to have."""
     from mpbridge.common.machines import machines
-    from mpbridge.planning.hardware.capability import ASSUMED, can_run
+    from mpbridge.planning.capability import ASSUMED, can_run
     from mpbridge.precision.recipes import BUILT_IN
     from mpbridge.precision.resolve import resolve
 
@@ -427,7 +427,7 @@ def engine_release_table() -> str:
 @table("cuda-names")
 def cuda_name_table() -> str:
     """What is played of CUDA, what is torch's own, and what is refused."""
-    from mpbridge.te_cpu.cuda_states import PLAYED_BESIDE, REAL, REFUSED
+    from mpbridge.te_cpu.refusals import PLAYED_BESIDE, REAL, REFUSED
 
     rows = []
     for kind, names in (("refused", REFUSED), ("real", REAL)):
@@ -510,7 +510,7 @@ def certificate_table() -> str:
 
 @table("certificate-variants")
 def certificate_variant_table() -> str:
-    from mpbridge.planning.certificates.variants import NOT_OFFERED, VARIANTS
+    from mpbridge.planning.certificates import NOT_OFFERED, VARIANTS
 
     rows = certificate_rows(evidence("certificates")["variants"], "variant")
     words = [(f"`{one.name}`", one.words, "yes" if one.offered else NOT_OFFERED) for one in VARIANTS.values()]
@@ -592,9 +592,8 @@ def settings_table(section: str) -> str:
     from mpbridge.precision.megatron_spec.classes import NOT_PRECISION, PROCESS_WIDE, USERS_OWN
     from mpbridge.precision.megatron_spec.fields import TABLE
     from mpbridge.precision.megatron_spec.versions import described
-    from mpbridge.settings.limits import LIMITS
     from mpbridge.settings.schema import settings
-    from mpbridge.settings.sections import GPT, OWN
+    from mpbridge.settings.sections import GPT, LIMITS, OWN
 
     said = notes(GPT if section == "model" else OWN[section]) if section == "model" or section in OWN else {}
     for (target, field), text in (USERS_OWN | PROCESS_WIDE | NOT_PRECISION).items():
@@ -658,8 +657,8 @@ def command_table() -> str:
     from mpbridge.cli.main import parser_of, verbs
 
     parts = []
-    for verb, module in verbs().items():
-        parser = parser_of(verb, module)
+    for verb in verbs():
+        parser = parser_of(verb)
         rows = []
         for action in parser._actions:
             if isinstance(action, argparse._HelpAction):

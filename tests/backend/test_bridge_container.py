@@ -14,7 +14,7 @@ from mpbridge.common.errors import BadValue, Conflict, Refused
 from mpbridge.common.machines import machine
 from mpbridge.common.probe import playing
 from mpbridge.compat import megatron_bridge
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 
 
 def container(**more):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -17,11 +16,11 @@ import mpbridge
 from mpbridge.cli import main as cli
 from mpbridge.cli import text
 from mpbridge.cli.main import main
-from mpbridge.common.chatter import UPSTREAM
 from mpbridge.common.errors import Refused
 from mpbridge.common.machines import machine
-from mpbridge.common.tables.units import count
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.common.tables import count
+from mpbridge.common.upstream import UPSTREAM
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
 from tests.te_cpu.wheels import FOLDERS, release_or_skip
@@ -48,10 +47,10 @@ def said(capsys):
 
 def test_every_verb_has_what_the_entry_asks_for():
     assert {"list", "show", "compare", "plan", "train"} <= set(cli.verbs())
-    for module in map(importlib.import_module, cli.verbs().values()):
-        assert module.SUMMARY
-        assert module.ARGUMENTS
-        assert callable(module.run)
+    for verb in map(cli.verb_of, cli.verbs()):
+        assert verb.SUMMARY
+        assert verb.ARGUMENTS
+        assert callable(verb.run)
 
 
 ANSWERS = [
@@ -269,7 +268,7 @@ def test_only_megatron_cores_warnings_about_itself_are_silent(monkeypatch, said,
             warnings.warn(f"{words}: so it is", UserWarning, stacklevel=1)
         return 0
 
-    monkeypatch.setattr(importlib.import_module(cli.verbs()[verb]), "run", warn)
+    monkeypatch.setattr(cli.verb_of(verb), "run", warn)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert said(verb, "a.b=1")[0] == 0
@@ -396,6 +395,18 @@ def test_check_says_that_an_optimizers_package_is_not_here(engine, needs, capsys
         any(note.startswith("to train: optimizer.optimizer=muon") and "Emerging-Optimizers" in note for note in notes)
         is needs
     )
+
+
+def test_check_names_what_the_recipe_overrides(capsys):
+    assert main(["check", "--recipe", "bf16_mixed", "--target", "h100", "--json", "model.fp8=hybrid"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [note for note in notes if note.startswith("overridden: model.fp8: was hybrid, becomes none")]
+
+
+def test_check_weighs_layouts_with_fewer_ranks_than_optimizer_instances(capsys):
+    sharded = ["ddp.use_distributed_optimizer=true", "ddp.num_distributed_optimizer_instances=2"]
+    assert main(["check", "--recipe", "bf16_mixed", "--target", "h100", "--world-size", "2", *sharded]) == 0
+    assert "valid  yes" in capsys.readouterr().out
 
 
 def test_check_judges_the_machine_that_a_run_plays(capsys, monkeypatch):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import pytest
 
-from mpbridge.cli.main import main, verbs
+from mpbridge.cli.main import main, verb_of, verbs
 from mpbridge.cli.options import JSON
 from mpbridge.cli.text import SCHEMA_VERSION, SCHEMAS
 from tests.schemas import wrong
@@ -40,7 +39,7 @@ def test_answers_hold_to_their_schema(words, capsys, tmp_path):
 
 
 def test_every_verb_with_json_has_one_schema():
-    printing = [verb for verb, module in verbs().items() if JSON in importlib.import_module(module).ARGUMENTS]
+    printing = [verb for verb in verbs() if JSON in verb_of(verb).ARGUMENTS]
     assert sorted(path.stem for path in SCHEMAS.glob("*.json")) == sorted(printing)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import io
 import json
 import os
@@ -16,8 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mpbridge.cli.main import main, verbs
-from mpbridge.common.tables.table import table
+from mpbridge.cli.main import main, verb_of, verbs
+from mpbridge.common.tables import table
 from tests.settings.huggingface import published
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,7 +217,7 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
 
 
 def test_every_verb_that_reads_a_configuration_is_given_them() -> None:
-    modules = {verb: importlib.import_module(module).ARGUMENTS for verb, module in verbs().items()}
+    modules = {verb: verb_of(verb).ARGUMENTS for verb in verbs()}
     assert {verb for verb, arguments in modules.items() if "--config" in [one.name for one in arguments]} <= set(ON_RUNS)  # fmt: skip
 
 

@@ -14,8 +14,8 @@ import mpbridge.cli
 from mpbridge.cli.main import main, verbs
 from mpbridge.cli.text import print_line
 from mpbridge.common.errors import BadValue
+from mpbridge.common.prose import prose
 from mpbridge.common.report.console import console, tell
-from mpbridge.common.tables.prose import prose
 
 RUN = ["--config", "llama3_8b", "--target", "h100"]
 LONG_ARGS = "--bf16 --fp8-format hybrid --fp8-recipe delayed --num-layers 2 --moe-router-dtype fp32"

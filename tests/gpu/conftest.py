@@ -35,7 +35,7 @@ def transformer_engine():
 def native_reason(name: str) -> str | None:
     """Why this machine cannot run the recipe `name` natively; None when it can."""
     from mpbridge.common.probe import installed, this_machine
-    from mpbridge.planning.hardware.capability import can_run
+    from mpbridge.planning.capability import can_run
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
 

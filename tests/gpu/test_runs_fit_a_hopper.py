@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mpbridge.common.machines import machine
-from mpbridge.planning.hardware.capability import ASSUMED, can_run
+from mpbridge.planning.capability import ASSUMED, can_run
 from mpbridge.planning.rules.table import require
 from tests.gpu.test_training import HOPPER
 

@@ -30,7 +30,7 @@ def stored(run, monkeypatch, *, transformer_engine: bool) -> dict[str, tuple]:
     from mpbridge.backend.devices import device_layer
     from mpbridge.backend.engines.optimizers import CpuFusedAdam
     from mpbridge.backend.engines.parallel import ModelParallel
-    from mpbridge.backend.megatron.configs import build_targets
+    from mpbridge.backend.megatron.targets import build_targets
     from mpbridge.backend.models.gpt import build_chunks
 
     with device_layer(False, fused_adam=CpuFusedAdam):

@@ -27,7 +27,7 @@ QUANTIZED = [name for name, policy in POLICIES.items() if policy.quantized and p
 def synced(name: str):
     from mpbridge.backend.megatron.targets import build
     from mpbridge.common.machines import machine
-    from mpbridge.planning.hardware.capability import ASSUMED
+    from mpbridge.planning.capability import ASSUMED
     from mpbridge.precision.sync.plan import plan
 
     policy = resolve(get_mixed_precision_config(name), layers=LAYERS)

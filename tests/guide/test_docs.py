@@ -137,11 +137,9 @@ def check(command: str) -> None:
     if "-m" in words and words[words.index("-m") + 1] == "mpbridge":  # torchrun, or python
         words = words[words.index("-m") + 1 :]
     if "scripts/pretrain.py" in words:
-        parser_of("train", verbs()["train"]).parse_intermixed_args(
-            with_way(words[words.index("scripts/pretrain.py") + 1 :])
-        )
+        parser_of("train").parse_intermixed_args(with_way(words[words.index("scripts/pretrain.py") + 1 :]))
     elif words[:1] == ["mpbridge"] and words[1] != "--version":
-        parser_of(words[1], verbs()[words[1]]).parse_intermixed_args(with_way(words[2:]))
+        parser_of(words[1]).parse_intermixed_args(with_way(words[2:]))
 
 
 @pytest.mark.parametrize("block", list(blocks("console")))

@@ -36,7 +36,7 @@ def test_no_two_files_import_each_other_in_a_circle() -> None:
     """Imports for types alone count too; those of the package itself do not, since it loads its names when they are asked for."""
     graph = grimp.build_graph("mpbridge", exclude_type_checking_imports=False, cache_dir=None)
     files = {name: graph.find_modules_directly_imported_by(name) - {"mpbridge"} for name in graph.modules}
-    assert len(files) > 400
+    assert len(files) > 300
     graphlib.TopologicalSorter(files).prepare()  # raises CycleError with the circle
 
 

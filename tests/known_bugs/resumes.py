@@ -13,7 +13,7 @@ from typing import Any
 from mpbridge import ConfigContainer, pretrain
 from mpbridge.backend.engines.mcore import McoreEngine
 from mpbridge.common.errors import CheckpointError
-from mpbridge.numerics.delayed import AmaxTable
+from mpbridge.numerics.scales import AmaxTable
 from mpbridge.training.checkpoint import io
 from tests.backend.engines import tiny
 

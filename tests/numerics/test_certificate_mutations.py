@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mpbridge.common.formats import DType
-from mpbridge.planning.certificates import scales, states
+from mpbridge.planning import closed_forms
 from tests.numerics import test_certificates as numerics
 from tests.planning import test_certificates as planning
 
@@ -139,9 +139,8 @@ def test_every_derivation_is_in_the_table() -> None:
     covered = {name for of, *_ in MUTATIONS for name in of.split()}
     public = {
         name
-        for module in (scales, states)
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        for name, value in vars(closed_forms).items()
+        if inspect.isfunction(value) and value.__module__ == closed_forms.__name__ and not name.startswith("_")
     }
     assert public <= covered
     assert Path(numerics.__file__).name in {Path(inspect.getfile(test)).name for _, _, test, _ in MUTATIONS}

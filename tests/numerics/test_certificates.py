@@ -15,10 +15,12 @@ import torch
 from mpbridge.cli.certify import table_of
 from mpbridge.cli.main import main
 from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
-from mpbridge.numerics.certificates import attention
+from mpbridge.numerics.certificates import figures
 from mpbridge.numerics.certificates.certificate import certificate
 from mpbridge.numerics.certificates.expected import Operands, ms_eden, stochastic_e2m1
 from mpbridge.numerics.certificates.figures import (
+    KINDS,
+    Linear,
     bits,
     bounds,
     concentration,
@@ -27,12 +29,10 @@ from mpbridge.numerics.certificates.figures import (
     operand_figures,
     product,
 )
-from mpbridge.numerics.certificates.tensors import KINDS, Linear
-from mpbridge.numerics.newton_schulz import newton_schulz
-from mpbridge.numerics.rounding import round_stochastic
-from mpbridge.planning.certificates.optimizer import Training
-from mpbridge.planning.certificates.scales import clipping, nvfp4_second_pass, relative_error, second_pass
-from mpbridge.planning.certificates.variants import VARIANTS
+from mpbridge.numerics.codes import round_stochastic
+from mpbridge.numerics.optimizers import newton_schulz
+from mpbridge.planning.certificates import VARIANTS, Training
+from mpbridge.planning.closed_forms import clipping, nvfp4_second_pass, relative_error, second_pass
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -252,11 +252,11 @@ def test_rowwise_is_torchaos_own() -> None:
 
 
 def test_attention_errs_to_one_side_only_if_rounded_before_the_division() -> None:
-    before = [attention.attention_bias(torch.bfloat16, sign=sign, rows=512)[0] for sign in (-1.0, 1.0)]
-    after = attention.attention_bias(torch.bfloat16, divided=True, rows=512)[0]
+    before = [figures.attention_bias(torch.bfloat16, sign=sign, rows=512)[0] for sign in (-1.0, 1.0)]
+    after = figures.attention_bias(torch.bfloat16, divided=True, rows=512)[0]
     assert all(0.15 < value < 0.25 for value in before)
     assert abs(after) < 0.05
-    assert 6 < attention.mismatch(torch.bfloat16) / attention.mismatch(torch.float16) < 10
+    assert 6 < figures.mismatch(torch.bfloat16) / figures.mismatch(torch.float16) < 10
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
@@ -281,7 +281,7 @@ def test_newton_schulz_moves_singular_values_by_its_polynomial_and_errs_by_its_p
         square = narrow(x) @ narrow(x).T
         x = 3.4445 * x + narrow(-4.7750 * square + 2.0315 * (narrow(square) @ narrow(square))) @ narrow(x)
     wanted = bits(float(((x - exact) ** 2).sum() / (exact**2).sum()))
-    rows = {row.where: row.value for row in attention.newton_schulz_rows()}
+    rows = {row.where: row.value for row in figures.newton_schulz_rows()}
     assert rows["Newton-Schulz in FP32, products of BF16 (medium)"] == pytest.approx(wanted, abs=0.1)
     # three more mantissa bits
     high = rows["Newton-Schulz in FP32, products of TF32 (high)"]

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from mpbridge.common.formats import E2M1, E4M3, E5M2
-from mpbridge.numerics.codes import decode_e2m1, decode_fp8, encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.numerics.rounding import round_nearest, round_stochastic
+from mpbridge.numerics.codes import (
+    decode_e2m1,
+    decode_fp8,
+    encode_e2m1,
+    encode_fp8,
+    pack_e2m1,
+    round_nearest,
+    round_stochastic,
+)
 from mpbridge.numerics.scales import magnitude, peaks_over
 
 ORACLE = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from mpbridge.backend.devices import mamba
 from mpbridge.common.errors import Refused
-from mpbridge.numerics import mamba
 
 
 def recurrence(x, dt, A, B, C, D, z, dt_bias, state=None):

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.backend.engines.emulated import EmulatedEngine
-from mpbridge.backend.engines.registry import build_engine
+from mpbridge.backend.engines.registry import EmulatedEngine, build_engine
 from mpbridge.backend.megatron.emulated_linears import emulation_for
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve

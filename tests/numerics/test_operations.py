@@ -14,7 +14,7 @@ import mpbridge
 from mpbridge.common.errors import Refused
 from mpbridge.numerics.observation.operations import COLLECTIVES, GEMMS, OperationObserver
 from mpbridge.observe.audit import Watch
-from mpbridge.observe.audit.updates import Updates
+from mpbridge.observe.audit.flags import Updates
 
 try:
     from mpbridge.training.simulate.rank import Recorder

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from mpbridge.numerics.certificates.expected import Operands, varied, vary
-from mpbridge.numerics.certificates.figures import bits, concentration, gemm_figures, product
-from mpbridge.numerics.certificates.tensors import drawn
+from mpbridge.numerics.certificates.figures import bits, concentration, drawn, gemm_figures, product
 from mpbridge.numerics.modules import emulate_linears
-from mpbridge.planning.certificates.variants import VARIANTS
+from mpbridge.planning.certificates import VARIANTS
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.recipes import BUILT_IN
 from mpbridge.precision.registry import get_mixed_precision_config

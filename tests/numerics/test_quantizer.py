@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mpbridge.common.errors import CheckpointError, Refused
 from mpbridge.common.formats import E4M3
+from mpbridge.numerics.codes import round_nearest
 from mpbridge.numerics.operands import COPY_OF
 from mpbridge.numerics.quantizer import Quantizer, Randomness
-from mpbridge.numerics.rounding import round_nearest
 from mpbridge.numerics.stored import StoredWeight, stored
 from mpbridge.precision.policy import Quant
 from tests.numerics import golden

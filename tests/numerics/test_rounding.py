@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
+from mpbridge.numerics.codes import random_bytes, round_nearest, round_stochastic
 from mpbridge.numerics.kernels import kernel
-from mpbridge.numerics.rounding import random_bytes, round_nearest, round_stochastic
 
 pytestmark = pytest.mark.usefixtures("compiling")
 

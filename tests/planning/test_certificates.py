@@ -11,9 +11,9 @@ import torch
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.cli.main import main
 from mpbridge.common.formats import E4M3, E5M2, DType
-from mpbridge.planning.certificates import states
-from mpbridge.planning.certificates.optimizer import Training, lost_line, optimizer_rows, sentence
-from mpbridge.planning.certificates.scales import clipping, second_pass
+from mpbridge.planning import closed_forms
+from mpbridge.planning.certificates import Training, lost_line, optimizer_rows, sentence
+from mpbridge.planning.closed_forms import clipping, second_pass
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 
@@ -38,11 +38,11 @@ def close(share: float, predicted: float, count: int = N) -> bool:
 def test_lost_updates_are_those_that_a_cast_loses(lr: float, sigma: float, kind: DType) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = stored(torch.randn(N, generator=generator) * sigma, kind)
-    update = torch.randn(N, generator=generator) * lr * states.ratio_of(0.9)
+    update = torch.randn(N, generator=generator) * lr * closed_forms.ratio_of(0.9)
     moved = stored(weights - update, kind)
-    assert close(float((moved == weights).double().mean()), states.lost_updates(lr, sigma, kind))
+    assert close(float((moved == weights).double().mean()), closed_forms.lost_updates(lr, sigma, kind))
     kept = float(((weights - moved).double() * update).sum() / update.double().square().sum())
-    assert kept == pytest.approx(states.movement_kept(lr, sigma, kind), abs=0.02)
+    assert kept == pytest.approx(closed_forms.movement_kept(lr, sigma, kind), abs=0.02)
 
 
 @pytest.mark.parametrize("step", [1, 12, 300])
@@ -50,14 +50,14 @@ def test_an_update_is_as_large_as_adams_under_noise(step: int) -> None:
     generator, m = torch.Generator().manual_seed(0), torch.zeros(20_000)
     for _ in range(step):
         m = 0.9 * m + 0.1 * torch.randn(20_000, generator=generator)
-    assert float((m / (1 - 0.9**step)).std()) == pytest.approx(states.ratio_of(0.9, step), rel=0.02)
-    assert states.ratio_of(0.9) == pytest.approx(states.ratio_of(0.9, 10_000))
+    assert float((m / (1 - 0.9**step)).std()) == pytest.approx(closed_forms.ratio_of(0.9, step), rel=0.02)
+    assert closed_forms.ratio_of(0.9) == pytest.approx(closed_forms.ratio_of(0.9, 10_000))
 
 
 def test_the_rate_at_which_half_is_lost_loses_half() -> None:
-    rate = states.rate_for(0.5, 0.02, DType.BF16)
-    assert states.lost_updates(rate, 0.02, DType.BF16) == pytest.approx(0.5, abs=1e-9)
-    assert states.lost_updates(0.0, 0.02, DType.BF16) == 1.0
+    rate = closed_forms.rate_for(0.5, 0.02, DType.BF16)
+    assert closed_forms.lost_updates(rate, 0.02, DType.BF16) == pytest.approx(0.5, abs=1e-9)
+    assert closed_forms.lost_updates(0.0, 0.02, DType.BF16) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -69,26 +69,31 @@ def test_second_moments_stand_still_as_often_as_casts_say(kind: DType, beta2: fl
     v = stored(torch.exp2(torch.rand(N, generator=generator)), kind)
     gradient = torch.randn(N, generator=generator) * v.sqrt()
     after = stored(beta2 * v + (1 - beta2) * gradient.square(), kind)
-    assert close(float((after == v).double().mean()), states.second_moment_stalls(kind, beta2)) or kind is DType.UINT8
+    assert (
+        close(float((after == v).double().mean()), closed_forms.second_moment_stalls(kind, beta2))
+        or kind is DType.UINT8
+    )
     # E4M3's mantissas of a rounded uniform logarithm are few, so the mean over a continuous one is coarser
-    assert float((after == v).double().mean()) == pytest.approx(states.second_moment_stalls(kind, beta2), abs=0.04)
+    assert float((after == v).double().mean()) == pytest.approx(
+        closed_forms.second_moment_stalls(kind, beta2), abs=0.04
+    )
 
 
 @pytest.mark.parametrize("kind", [DType.BF16, DType.FP16])
 def test_first_moments_stand_still_as_often_as_casts_say(kind: DType) -> None:
     generator = torch.Generator().manual_seed(0)
     root = torch.exp2(torch.rand(N, generator=generator))
-    m = stored(torch.randn(N, generator=generator) * states.ratio_of(0.9) * root, kind)
+    m = stored(torch.randn(N, generator=generator) * closed_forms.ratio_of(0.9) * root, kind)
     after = stored(0.9 * m + 0.1 * torch.randn(N, generator=generator) * root, kind)
     still = float((after - m == 0).double().mean())
-    assert still == pytest.approx(states.first_moment_stalls(kind, 0.9), rel=0.3, abs=3e-4)
+    assert still == pytest.approx(closed_forms.first_moment_stalls(kind, 0.9), rel=0.3, abs=3e-4)
 
 
 @pytest.mark.parametrize("beta2", [0.95, 0.99, 0.998, 0.9981, 0.999])
 def test_a_second_moment_falls_without_gradients_or_never(beta2: float) -> None:
     v = (1 + torch.arange(128) / 128).bfloat16().float()
     falls = bool(((beta2 * v).bfloat16().float() < v)[1:].any())  # below a power of two the spacing is halved
-    assert states.second_moment_can_fall(DType.BF16, beta2) == falls
+    assert closed_forms.second_moment_can_fall(DType.BF16, beta2) == falls
 
 
 @pytest.mark.parametrize("count", [8, 64, 512])
@@ -101,19 +106,19 @@ def test_sums_of_micro_batches_lose_the_predicted_bits(count: int) -> None:
         total = (total + gradient).bfloat16().float()
         exact += gradient
     found = -0.5 * math.log2(float((total - exact).square().sum() / exact.square().sum()))
-    assert found == pytest.approx(states.accumulation_bits(DType.BF16, count), abs=0.1)
+    assert found == pytest.approx(closed_forms.accumulation_bits(DType.BF16, count), abs=0.1)
 
 
 def test_equal_gradients_stop_adding_up_at_the_predicted_number() -> None:
     total, one = torch.zeros((), dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)
     for _ in range(400):
         total = total + one
-    assert float(total) == states.accumulation_stops_at(DType.BF16) == 256
+    assert float(total) == closed_forms.accumulation_stops_at(DType.BF16) == 256
 
 
 @pytest.mark.parametrize("kind", [DType.UINT8, DType.FP16])
 def test_a_second_moment_below_the_ratio_is_flushed_and_above_it_is_not(kind: DType) -> None:
-    ratio = states.flush_ratio(kind)
+    ratio = closed_forms.flush_ratio(kind)
     assert ratio is not None
     param = torch.nn.Parameter(torch.zeros(3))
     optimizer = CpuFusedAdam([param], exp_avg_sq_dtype=kind.torch())

@@ -19,8 +19,8 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.settings.container import ConfigContainer, Run
-from mpbridge.settings.realized import emulation_faults
 from mpbridge.settings.sections import Train
+from mpbridge.settings.stages import emulation_faults
 
 MODEL = {
     "num_layers": 4,

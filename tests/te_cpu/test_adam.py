@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpbridge.te_cpu import optimizers
+from mpbridge.te_cpu import multi_tensor
 
 BETAS, LR, EPS = (0.9, 0.999), 1e-2, 1e-8
 
@@ -28,7 +28,7 @@ def test_weights_and_both_moments_are_those_of_the_formula(mode: int, decay: flo
     b1, b2, lr, decay32 = (float(np.float32(value)) for value in (*BETAS, LR, decay))
     k1, k2 = (float(np.float32(1) - np.float32(beta)) for beta in BETAS)
     for step in (1, 2, 3):
-        optimizers.multi_tensor_adam(0, None, [[grad], [weight], [m], [v]], LR, *BETAS, EPS, step, mode, 1, decay)
+        multi_tensor.multi_tensor_adam(0, None, [[grad], [weight], [m], [v]], LR, *BETAS, EPS, step, mode, 1, decay)
         g, dg = grad.double().numpy(), np.zeros(weight.shape)
         if mode == 0:
             term = decay32 * p
@@ -63,6 +63,6 @@ def test_a_transposed_weight_is_updated_as_its_copy_is() -> None:
             torch.zeros(5, 3).t() for _ in range(2)
         ]
         weight, grad, m, v = (one.contiguous() if plain else one for one in tensors)
-        optimizers.multi_tensor_adam(0, None, [[grad], [weight], [m], [v]], LR, *BETAS, EPS, 1, 1, 1, 0.1)
+        multi_tensor.multi_tensor_adam(0, None, [[grad], [weight], [m], [v]], LR, *BETAS, EPS, 1, 1, 1, 0.1)
         results.append((weight, m, v))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -8,7 +8,7 @@ import pytest
 
 from mpbridge.common.transformer_engine import GEMM_ENTRIES, choose
 from mpbridge.te_cpu.module import make_module
-from mpbridge.te_cpu.registry import KERNELS
+from mpbridge.te_cpu.played import KERNELS
 from tests.te_cpu.wheels import FOLDERS, NEWEST, OLDEST, release_or_skip
 
 OTHERS = re.compile("workspace|swizzle|^bulk_overlap_|^gemm_inf$")

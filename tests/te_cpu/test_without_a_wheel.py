@@ -15,8 +15,8 @@ from mpbridge import ConfigContainer, transformer_engine_on_cpu
 from mpbridge.cli.main import with_way
 from mpbridge.common import transformer_engine as packages
 from mpbridge.common.errors import Contradiction, Refused, UnknownName
-from mpbridge.common.incomplete_te import Guard
 from mpbridge.common.machines import machine
+from mpbridge.common.upstream import Guard
 from tests.forked import forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ def test_settings_that_do_not_fit_are_faults(settings, fault) -> None:
 
 
 def test_a_run_without_the_package_is_a_fault_of_the_configuration(nowhere) -> None:
-    importlib.import_module("mpbridge.settings.realized").package.cache_clear()
+    importlib.import_module("mpbridge.settings.stages").package.cache_clear()
     config = ConfigContainer.load(ROOT / "configs/gpt_tiny.yaml", ["emulate=te"])
     with pytest.raises(Contradiction, match=r"\.\[te-cpu\]"):
         config.resolved()
@@ -158,7 +158,7 @@ def test_coalesced_gathers_keep_every_dtype() -> None:
     """In a process of its own: it needs a process group."""
     code = """
 import torch, torch.distributed as dist
-from mpbridge.backend.devices.coalesce import one_by_one
+from mpbridge.backend.devices.collectives import one_by_one
 dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
 codes, values = torch.tensor([1, 255, 7, 129], dtype=torch.uint8), torch.tensor([0.5, -0.02, 0.03, 1.0]).bfloat16()
 for first, second in ((codes, values), (values, codes)):

@@ -84,7 +84,7 @@ def main() -> None:
     with transformer_engine_on_cpu(machine, te=te):
         import torch.distributed as dist
 
-        from mpbridge.training.machine import process_group
+        from mpbridge.training.process import process_group
 
         runs = registry(played) if names == [REGISTRY] else {name: settings(name, played) for name in names}
         with process_group(False):

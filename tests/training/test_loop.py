@@ -184,7 +184,8 @@ def test_everything_is_given_back_even_by_a_run_that_fails(tmp_path: Path) -> No
 def test_a_summary_that_cannot_be_written_is_named_and_ends_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mpbridge.training.metrics import Summary, write_summary
+    from mpbridge.training.base import Summary
+    from mpbridge.training.loop import write_summary
 
     (tmp_path / "summary.json").mkdir()
     write_summary(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mpbridge.common.errors import BadValue, Contradiction
-from mpbridge.settings.training import train_iters
-from mpbridge.training.lr import scheduler, scheduler_arguments
+from mpbridge.settings.training import scheduler_arguments, train_iters
+from mpbridge.training.base import scheduler
 
 BATCH = 8
 

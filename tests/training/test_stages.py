@@ -8,7 +8,7 @@ import pytest
 
 from mpbridge.common.errors import Contradiction, Refused
 from mpbridge.common.report.metrics import EVENTS
-from mpbridge.training import stages
+from mpbridge.training import checkpointer
 from mpbridge.training.checkpoint import store
 from tests.training.checkpoint.test_resume import values
 from tests.training.survival import Hook, go, job, run
@@ -137,7 +137,7 @@ def test_each_transition_is_told():
         ],
         emulate=True,
     )
-    assert stages.check_stages(made) == [
+    assert checkpointer.check_stages(made) == [
         "stage 1: bf16_with_fp8_delayed_scaling_mixed, steps 1 to 4",
         "stage 2: bf16_mixed, steps 5 to 6",
         "  then bf16_with_fp8_delayed_scaling_mixed -> bf16_mixed: lossy (lost: amax history of delayed scaling (1024 steps))",

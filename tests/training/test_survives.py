@@ -18,8 +18,8 @@ from mpbridge.cli.main import entry, main
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.report.metrics import read
 from mpbridge.training.checkpoint import store
-from mpbridge.training.faults import Signals
 from mpbridge.training.loop import pretrain
+from mpbridge.training.process import Signals
 from tests.forked import forked
 from tests.training.survival import Hook, Text, go, run
 from tests.training.test_faults import Signal, events
@@ -67,11 +67,11 @@ def test_under_torchrun_a_signal_that_comes_twice_at_once_does_not_insist(monkey
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_under_torchrun_a_launcher_that_is_gone_before_the_run_stands_is_noticed(monkeypatch, gone):
-    from mpbridge.training import faults
+    from mpbridge.training import process
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     if gone:  # another process than the one that started this one is the parent now
-        monkeypatch.setattr(faults, "_launcher", [os.getppid() + 1])
+        monkeypatch.setattr(process, "_launcher", [os.getppid() + 1])
     signals = Signals()
     signals.built(None)
     try:

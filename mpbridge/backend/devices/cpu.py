@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from mpbridge.backend.devices.coalesce import one_by_one
+from mpbridge.backend.devices.collectives import one_by_one
 from mpbridge.backend.devices.redirect import NullStream, cuda_patches, get_state, set_state, split_sizes
-from mpbridge.backend.megatron import cpu as megatron
+from mpbridge.backend.megatron import process as megatron
 from mpbridge.common.errors import BadValue
-from mpbridge.common.replacement import MISSING, Patch, Replacement
+from mpbridge.common.upstream import MISSING, Patch, Replacement
 
 
 class _StandIn:
@@ -51,7 +51,7 @@ class _StandIn:
 
 
 def _core_patches() -> Iterable[Patch]:
-    return megatron.patches(
+    return megatron.cpu_patches(
         get_state=get_state, set_state=set_state, split_sizes=split_sizes, stream=NullStream(), coalescing=one_by_one
     )
 

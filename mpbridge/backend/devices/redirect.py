@@ -17,8 +17,8 @@ import torch
 from torch._dynamo import trace_rules
 from torch.utils import _device as contexts
 
-from mpbridge.backend.devices.half_products import half_patches
-from mpbridge.common.replacement import Patch
+from mpbridge.backend.devices.products import half_patches
+from mpbridge.common.upstream import Patch
 
 CPU = torch.device("cpu")
 
@@ -217,26 +217,24 @@ def same(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
-def is_plain(tensor: Any) -> bool:
-    """Whether a tensor is of torch's own class, not of a library's."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
 def _marked(tensor: Any) -> Any:
     """The tensor, whose storage, and with it every view, says that it is pinned."""
-    if is_plain(tensor):
+    if type(tensor) in _PLAIN:
         tensor.untyped_storage()._mpbridge_pinned = True
     return tensor
 
 
 def is_pinned(tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """`Tensor.is_pinned` as on a machine with a GPU."""
-    return is_plain(tensor) and hasattr(tensor.untyped_storage(), "_mpbridge_pinned")
+    return type(tensor) in _PLAIN and hasattr(tensor.untyped_storage(), "_mpbridge_pinned")
 
 
 def pin(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """`Tensor.pin_memory` as on a machine with a GPU: a copy, or the tensor itself if it is pinned already or of a library's own class."""
-    return tensor if not is_plain(tensor) or is_pinned(tensor) else _marked(tensor.clone())
+    return tensor if type(tensor) not in _PLAIN or is_pinned(tensor) else _marked(tensor.clone())
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CpuAutocast(torch.autocast):

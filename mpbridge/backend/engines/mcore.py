@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from mpbridge.backend.engines.base import BaseEngine
+from mpbridge.backend.engines.base import BaseEngine, keep_moments, learning_rate, update
 from mpbridge.backend.engines.contract import Batch, Live, StepResult
 from mpbridge.backend.engines.mcore_traits import TRAITS
-from mpbridge.backend.engines.steps import keep_moments, learning_rate, update
 from mpbridge.backend.megatron.inside_optimizer import (
+    counted_gradients,
     emerging,
     factors_stored,
     gather_mxfp8,
     gather_now,
     in_order,
+    main_weights,
     number_states,
     padded,
+    parts,
     refresh_mxfp8,
 )
 from mpbridge.backend.megatron.sharded import layer_by_layer
-from mpbridge.common.facts import BESIDE_ADAM
+from mpbridge.backend.models.gpt import global_names
+from mpbridge.common.facts import BESIDE_ADAM, STATE_ROLES
 from mpbridge.planning.memory.layers import frozen_apart
-
-if TYPE_CHECKING:
-    pass
 
 
 class McoreEngine(BaseEngine):
@@ -39,7 +39,7 @@ class McoreEngine(BaseEngine):
         from megatron.core.optimizer import get_megatron_optimizer
 
         from mpbridge.backend.engines.parallel import ModelParallel
-        from mpbridge.backend.megatron.configs import build_targets
+        from mpbridge.backend.megatron.targets import build_targets
         from mpbridge.backend.models.gpt import build_chunks
 
         targets = build_targets(self.run, cuda=self.cuda)
@@ -93,8 +93,6 @@ class McoreEngine(BaseEngine):
 
     def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
         """(parameter, its current reduced gradient), each element on one rank of the job only: for a sharded gradient this rank's part, flat."""
-        from mpbridge.backend.megatron.inside_optimizer import counted_gradients
-
         return list(counted_gradients(self.optimizer, self.named_parameters()))
 
     def _zero_grad(self) -> None:
@@ -128,23 +126,17 @@ class McoreEngine(BaseEngine):
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Parameters of this rank by their global name (layers counted over all pipeline stages, experts over all expert-parallel ranks)."""
-        from mpbridge.backend.engines.live import bare, parameters
-
         for chunk in self.model:
             yield from parameters(bare(chunk))
 
     def tensors(self) -> Iterable[Live]:
         """Every tensor that plays a role, as it exists at this moment; views of one buffer share storage (gradients, distributed parameters)."""
-        from mpbridge.backend.engines.live import live
-
         with self._layer():
             self._gather_parameters()
             return live(self.model, self.optimizer)
 
     def tensors_at_rest(self) -> Iterable[Live]:
         """As `tensors`, without a gather: with overlap_param_gather parameters may be one update old."""
-        from mpbridge.backend.engines.live import live
-
         return live(self.model, self.optimizer)
 
     def _gather_parameters(self) -> None:
@@ -158,8 +150,6 @@ class McoreEngine(BaseEngine):
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
         """Sharded state dict of model ('model', or 'model0', ... if stages interleave) and 'optimizer', loss scaler included."""
-        from mpbridge.backend.engines.live import allocate_moments, bare
-
         with self._layer():
             self._gather_parameters()
             allocate_moments(self.optimizer)
@@ -187,8 +177,6 @@ class McoreEngine(BaseEngine):
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
         """Loads what `state` returned; optimizer=False: weights only, main weights rebuilt from them."""
-        from mpbridge.backend.engines.live import bare, forget_main_weights
-
         with self._layer():
             for i, chunk in enumerate(self.model):
                 bare(chunk).load_state_dict(state["model" if len(self.model) == 1 else f"model{i}"], strict=True)
@@ -198,3 +186,111 @@ class McoreEngine(BaseEngine):
             else:
                 self.optimizer.reload_model_params()
                 forget_main_weights(self.optimizer)
+
+
+# --- which live tensors of a megatron-core model and optimizer play which role ---------------------------------------------------------------
+def bare(chunk: Any) -> Any:
+    """The GPTModel inside its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of a bare model by global name."""
+    names = global_names(model)
+    for name, parameter in model.named_parameters():
+        yield names[name], parameter
+
+
+def live(chunks: list[Any], optimizer: Any) -> list[Live]:
+    """Every tensor that exists at this moment: parameters, buffers, gradients with their buffers' padding, main weights, main gradients, moments."""
+    names: dict[torch.Tensor, str] = {}
+    found = []
+    for chunk in chunks:
+        model = bare(chunk)
+        for name, parameter in parameters(model):
+            names[parameter] = name
+            found.append(Live(role="params", parameter=name, tensor=parameter.detach()))
+            grad = getattr(parameter, "main_grad", None)
+            if grad is not None:
+                found.append(Live(role="grads", parameter=name, tensor=grad))
+        full = global_names(model)
+        found += [Live(role="buffers", parameter=full[name], tensor=buffer) for name, buffer in model.named_buffers()]
+        found += _padding(chunk)
+    for part in parts(optimizer):
+        found += _optimizer_tensors(part, names)
+    return found
+
+
+def _padding(chunk: Any) -> Iterator[Live]:
+    """The elements of the distributed optimizer's buffers that belong to no parameter: alignment between parameters and at the end."""
+    for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+        ranges = sorted(index[:2] for index in buffer.param_index_map.values())
+        for data in (buffer.grad_data, buffer.param_data):
+            if data is None:
+                continue
+            ends = [0, *(end for _, end in ranges)]
+            starts = [*(start for start, _ in ranges), data.numel()]
+            yield from (
+                Live(role="padding", parameter="", tensor=data[a:b]) for a, b in zip(ends, starts, strict=True) if a < b
+            )
+
+
+def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Live]:
+    for parameter, updated in main_weights(part):
+        name = names[parameter]
+        if updated is not parameter and not _one_storage(updated, parameter):
+            yield Live(role="main_params", parameter=name, tensor=updated.detach())
+        for attribute in ("decoupled_grad", "grad"):
+            grad = getattr(updated, attribute, None)
+            if grad is not None:
+                yield Live(role="main_grads", parameter=name, tensor=grad)
+        state = part.optimizer.state.get(updated, {})
+        for key, role in STATE_ROLES.items():
+            if isinstance(state.get(key), torch.Tensor):
+                # Transformer Engine's FP8 moments report FP32 as their dtype; their codes are what is stored
+                yield Live(role=role, parameter=name, tensor=getattr(state[key], "_data", state[key]))
+
+
+def _one_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether one is a view of the other, or two quantized weights (wrappers without storage) share the storage of their codes."""
+    codes = [getattr(tensor, "_data", None) if hasattr(tensor, "_scale_inv") else tensor for tensor in (first, second)]
+    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in codes)
+    return plain and codes[0].untyped_storage().data_ptr() == codes[1].untyped_storage().data_ptr()  # type: ignore[union-attr]
+
+
+def follow_main_weights(chunks: list[Any], optimizer: Any) -> None:
+    """Rounds the loaded main weights into the parameters: a checkpoint of the other realization has weights at rest rounded by another rule.
+
+    Where FusedAdam owns the main weights, or parameters are their own, megatron-core's copy does nothing."""
+    for part in parts(optimizer):
+        copy = getattr(part, "_copy_main_params_to_model_params", None)
+        if copy is not None:
+            copy()
+    for chunk in chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
+            gather_now([chunk])
+
+
+def forget_main_weights(optimizer: Any) -> None:
+    """Makes FusedAdam's own main weights follow the parameters again; megatron-core's `reload_model_params` does not update them."""
+    for part in parts(optimizer):
+        inner = part.optimizer
+        if not getattr(inner, "master_weights", False):
+            continue
+        for parameter, state in inner.state.items():
+            if "master_param" not in state:
+                continue
+            if state["master_param"].dtype is torch.int16:
+                # a parameter that was just loaded equals its main weight: the remainder is zero
+                state["master_param"].zero_()
+            else:
+                inner.set_scaled_state(parameter, "master_param", parameter.detach().float())
+
+
+def allocate_moments(optimizer: Any) -> None:
+    """Gives parameters that were never updated zero moments: a checkpoint without them could not be loaded (for example, if all steps so far overflowed)."""
+    for part in parts(optimizer):
+        if part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, part.config)

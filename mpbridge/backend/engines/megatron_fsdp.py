@@ -14,8 +14,8 @@ from mpbridge.backend.engines.base import ShardedEngine
 from mpbridge.backend.engines.contract import Batch, Live, StepResult
 from mpbridge.backend.engines.megatron_fsdp_traits import TRAITS
 from mpbridge.backend.megatron import inside_fsdp as inside
-from mpbridge.backend.megatron.configs import sections
 from mpbridge.backend.megatron.inside_optimizer import never_decoupled
+from mpbridge.backend.megatron.targets import sections
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -43,7 +43,7 @@ class MegatronFsdpEngine(ShardedEngine):
 
         from mpbridge.backend.engines.parallel import ModelParallel
         from mpbridge.backend.engines.shard_optimizer import ShardOptimizer
-        from mpbridge.backend.megatron.configs import build_targets
+        from mpbridge.backend.megatron.targets import build_targets
         from mpbridge.backend.models.gpt import build_chunks
 
         run = self.run
@@ -77,7 +77,7 @@ class MegatronFsdpEngine(ShardedEngine):
 
     def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
         """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
-        from mpbridge.backend.engines.steps import learning_rate
+        from mpbridge.backend.engines.base import learning_rate
 
         with self._stepping():
             wrapped = self.model[0]

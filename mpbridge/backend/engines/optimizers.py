@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import BadValue
-from mpbridge.numerics.adam import BLOCK, Scalars, join, split, update
+from mpbridge.numerics.optimizers import BLOCK, Scalars, join, split, update
 
 LARGEST: Mapping[torch.dtype, float] = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
 """What a scaled state's absolute maximum is mapped to: half of FP16's largest value, the largest value of E4M3 (fused_adam.py, dtype_to_range_map)."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpbridge.backend.megatron import process_state
+from mpbridge.backend.megatron import process
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import Parallel
 
@@ -52,7 +52,7 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
-_LAYOUTS: dict[tuple[Any, Parallel, int], process_state.State] = {}
+_LAYOUTS: dict[tuple[Any, Parallel, int], process.State] = {}
 """megatron-core's groups of every layout that this world has had. They are reused and never destroyed one by one: destroying a gloo group while
 its last work is being released terminates the process ("terminate called without an active exception"; seen after expert and interleaved pipeline runs)."""
 
@@ -68,17 +68,17 @@ class ModelParallel:
             raise BadValue(
                 "megatron-core's parallel state is in use, expected none: close the other engine first (one engine at a time per process)"
             )
-        self._before = process_state.process_wide()
-        self._variables = {name: os.environ.get(name) for name in process_state.ATTENTION_VARIABLES}
+        self._before = process.process_wide()
+        self._variables = {name: os.environ.get(name) for name in process.ATTENTION_VARIABLES}
         try:
             layout = (dist.group.WORLD, sizes, optimizer_instances)
             known = _LAYOUTS.get(layout)
             if known is None:
                 _initialize(sizes, optimizer_instances)
-                _LAYOUTS[layout] = process_state.layout()
+                _LAYOUTS[layout] = process.layout()
             else:
-                process_state.restore(known)
-                process_state.fresh_buffers()
+                process.restore(known)
+                process.fresh_buffers()
             seed_everything(seed)
         except BaseException:
             self.stop()
@@ -86,9 +86,9 @@ class ModelParallel:
 
     def stop(self) -> None:
         """Restores megatron-core's globals; the process groups are kept for the next engine with the same layout."""
-        process_state.restore(self._before)
-        process_state.forget_angles()
-        process_state.forget_router_losses()
+        process.restore(self._before)
+        process.forget_angles()
+        process.forget_router_losses()
         for name, value in self._variables.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -12,7 +12,7 @@ import torch
 from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.engines.shard_optimizer import ShardOptimizer
 from mpbridge.common.facts import ADAMS, OPTIMIZERS, STATE_ROLES
-from mpbridge.numerics.adam import join, split
+from mpbridge.numerics.optimizers import join, split
 
 _GROUP_FACTS = ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult")
 

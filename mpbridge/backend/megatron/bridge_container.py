@@ -17,8 +17,8 @@ from mpbridge.common.facts import OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.formats import plain
 from mpbridge.common.traits import DEFAULT, traits
 from mpbridge.planning.memory.keeps import updater
-from mpbridge.planning.rules.admit import require_here
 from mpbridge.planning.rules.base import Violation
+from mpbridge.planning.rules.table import require_here
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config, key

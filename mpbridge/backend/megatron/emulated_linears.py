@@ -1,6 +1,6 @@
 """The emulation in megatron-core: its parallel linears with quantized GEMMs, provided by a BackendSpecProvider.
 
-How an engine uses it (`engines/emulated.py` does it for every engine; `emulation_for` returns None if the run is not emulated or its
+How an engine uses it (`engines/registry.py` does it for every engine; `emulation_for` returns None if the run is not emulated or its
 recipe quantizes nothing):
 
     emulation = emulation_for(run)                        # CoreEmulation | None

@@ -35,9 +35,8 @@ from megatron.core.transformer.transformer_layer import (
 from mpbridge.backend.megatron.inside_model import latent_attention_takes, multiply_in, router_biases_in_fp32
 from mpbridge.backend.megatron.quant_recipe import enter_chunk
 from mpbridge.backend.models.adapters import add_adapters, freeze
-from mpbridge.backend.models.hybrid import hybrid_model, is_mamba
+from mpbridge.backend.models.hybrid import hybrid_model, is_mamba, keep_wide
 from mpbridge.backend.models.local_spec import CpuSpecProvider
-from mpbridge.backend.models.residual import keep_wide
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import ModelShape
 from mpbridge.precision.policy import PrecisionPolicy

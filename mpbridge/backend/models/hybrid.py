@@ -1,22 +1,62 @@
-"""megatron-core's MambaModel from a pattern of layers (`model.hybrid_override_pattern`): M a Mamba layer, * attention, - an MLP, E a mixture of experts."""
+"""Layers that megatron-core does not put together as a run asks: the FP32 residual stream, and MambaModel from a pattern of layers (`model.hybrid_override_pattern`): M a Mamba layer, * attention, - an MLP, E a mixture of experts."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from mpbridge.backend.devices.mamba import mamba_on_cpu
-from mpbridge.backend.models.residual import keep_wide
 from mpbridge.common.errors import Refused
 
+# --- the FP32 residual stream: megatron-core rounds it to 16 bits in its first addition (fused_bias_dropout.py of 0.16.1) --------------------
+Add = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 
+
+def wide_add(training: bool, fused: bool) -> Add:
+    """Replaces megatron-core's get_bias_dropout_add; the sum has the residual's dtype. fused: accepted because megatron-core passes it, and ignored."""
+
+    def add(
+        with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
+    ) -> torch.Tensor:
+        x, bias = with_bias
+        branch = F.dropout(x if bias is None else x + bias, p=probability, training=training)
+        return residual + branch.to(residual.dtype)
+
+    return add
+
+
+def keep_wide(config: Any, spec: Any) -> None:
+    """Makes every layer of a layer or block spec add in the residual's dtype, if the config has an FP32 residual stream."""
+    if not config.fp32_residual_connection:
+        return
+    for layer in _layers(spec):
+        for name in ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda"):
+            if callable(getattr(layer, name, None)) and "bias_dropout_add" in getattr(layer, name).__name__:
+                setattr(layer, name, wide_add)
+
+
+def _layers(spec: Any) -> Iterator[Any]:
+    """The submodules of every transformer layer in a spec."""
+    if hasattr(spec, "layer_specs"):
+        for one in spec.layer_specs:
+            yield from _layers(one)
+    elif hasattr(getattr(spec, "submodules", None), "mamba_layer"):
+        for one in vars(spec.submodules).values():
+            yield from _layers(one)
+    elif getattr(spec, "submodules", None) is not None:
+        yield spec.submodules
+
+
+# --- MambaModel -----------------------------------------------------------------------------------------------------------------------------
 def hybrid_model(
     config: Any, arguments: Mapping[str, Any], layers: Any, provider: Any, *, cuda: bool, first: bool, last: bool
 ) -> Any:

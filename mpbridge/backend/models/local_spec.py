@@ -1,16 +1,134 @@
-"""Replacements, behind megatron-core's BackendSpecProvider, for modules of its local spec that do not work on a CPU, or are slow there."""
+"""Replacements, behind megatron-core's BackendSpecProvider, for modules of its local spec that do not work on a CPU, or are slow there.
+
+Causal attention is matrix products over blocks of queries, each with the keys that it can attend to.
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
 
 from mpbridge.backend.megatron.inside_model import experts_in_turn
-from mpbridge.backend.models.attention import CausalAttention, attends_plainly
+
+BLOCK = 128
+"""Queries per block. Half of the scores of a causal matrix are never needed; blocks of 128 skip most of them and keep the products large."""
+
+LONGEST = 2048
+"""Sequence length up to which probabilities are kept for the backward pass (2 bytes x heads x length**2 / 2 per sample in BF16)."""
+
+
+class BlockedAttention(torch.autograd.Function):
+    """softmax(scale q kT + causal mask) v of [sequence, batch, heads, width] tensors, as [sequence, batch, heads x width].
+
+    Compared with torch's flash kernel on an AVX512-BF16 CPU (BF16, one thread, 16 heads of 64), forward and backward take 8.5 ms instead of 14.2 at length 256,
+    and 83 instead of 122 at 1024. The softmax is computed in FP32 and probabilities are stored in the input's dtype, as in megatron-core's own attention.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """Keeps the probabilities of every block."""
+        length, batch, heads = query.shape[:3]
+        q, k, v = (tensor.reshape(length, batch * heads, -1).transpose(0, 1) for tensor in (query, key, value))
+        mask = torch.full((BLOCK, BLOCK), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
+        out = torch.empty(length, batch * heads, v.shape[-1], dtype=q.dtype, device=q.device)
+        kept = []
+        for start in range(0, length, BLOCK):
+            end = min(start + BLOCK, length)
+            scores = torch.bmm(q[:, start:end], k[:, :end].transpose(1, 2))
+            scores[:, :, start:end] += mask[: end - start, : end - start]
+            # torch's softmax of 16-bit scores computes in FP32 and rounds the result
+            kept.append(torch.softmax(scores.mul_(scale), -1))
+            out[start:end] = torch.bmm(kept[-1], v[:, :end]).transpose(0, 1)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.scale, ctx.shape = scale, (length, batch, heads, -1)
+        return out.view(length, batch, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of query, key and value; starts at the last block, which attends to all keys."""
+        q, k, v, *kept = ctx.saved_tensors
+        length = q.shape[1]
+        grad = grads[0].reshape(length, q.shape[0], -1).transpose(0, 1)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for index in reversed(range(len(kept))):
+            start, probabilities = index * BLOCK, kept[index]
+            end = min(start + BLOCK, length)
+            block = grad[:, start:end]
+            dv[:, :end] += torch.bmm(probabilities.transpose(1, 2), block)
+            from_probabilities = torch.bmm(block, v[:, :end].transpose(1, 2))
+            scores = torch._softmax_backward_data(from_probabilities, probabilities, -1, probabilities.dtype).mul_(
+                ctx.scale
+            )
+            dq[:, start:end] = torch.bmm(scores, k[:, :end])
+            dk[:, :end] += torch.bmm(scores.transpose(1, 2), q[:, start:end])
+        return *(tensor.transpose(0, 1).reshape(ctx.shape) for tensor in (dq, dk, dv)), None
+
+
+class CausalAttention(MegatronModule):  # type: ignore[misc]
+    """megatron-core's core attention on a CPU: blocked products, or torch's flash kernel for dropout and for long sequences."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        # unused: process groups, and the widths of keys and values, which megatron-core's own local attention does not accept (so MLA needs this class)
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """[sequence, batch, heads x width] from query, key and value of [sequence, batch, heads, width]; the mask is always causal, and a given one is ignored."""
+        shared = query.shape[2] // key.shape[2]
+        if shared > 1:
+            key, value = key.repeat_interleave(shared, dim=2), value.repeat_interleave(shared, dim=2)
+        scale = self.softmax_scale or query.shape[-1] ** -0.5
+        dropout = self.dropout if self.training else 0.0
+        if dropout or query.shape[0] > LONGEST:
+            return self._flash(query, key, value, scale, dropout)
+        out: torch.Tensor = BlockedAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+        return out
+
+    def _flash(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropout: float
+    ) -> torch.Tensor:
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        # if heads are split over tensor-parallel ranks, each draws its own dropout pattern; under sequence parallelism megatron-core forks the RNG state outside
+        fork = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
+        with fork:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=scale)
+        return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Empty: there are no parameters."""
+        return {}
+
+
+def attends_plainly(config: Any) -> bool:
+    """Whether `CausalAttention` supports `config`: FP32 softmax, no window, no sink, no per-layer scaling."""
+    plain = config.softmax_type == "vanilla" and config.window_size is None and not config.apply_query_key_layer_scaling
+    return bool(plain and config.attention_softmax_in_fp32)
 
 
 class LayerNorm(torch.nn.LayerNorm):

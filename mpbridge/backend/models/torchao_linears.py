@@ -13,7 +13,7 @@ from mpbridge.backend.megatron.emulated_linears import EmulatedBackend, _Emulate
 from mpbridge.backend.megatron.inside_model import LocalMatmul
 from mpbridge.common.errors import Refused
 from mpbridge.common.shipped import install
-from mpbridge.numerics.listening import Pausable
+from mpbridge.numerics.linear import Pausable
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 from mpbridge.precision.wording import rule_words
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.common.shipped import VERSION
-from mpbridge.common.tables.table import Column
+from mpbridge.common.tables import Column
 
 GLOSSARY: Mapping[str, str] = {
     "amax": "The largest absolute value of a tensor.",

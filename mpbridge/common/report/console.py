@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from mpbridge.common.tables.prose import printable, prose
+from mpbridge.common.prose import printable, prose
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,7 +1,11 @@
-"""Curves of runs from their metrics.jsonl, read even if the file is damaged, drawn in a terminal or as a picture. Loads no framework."""
+"""What a run's folder tells, read without any framework: the audits in precision.json, the curves in metrics.jsonl (even if the file is damaged).
+
+Drawn in a terminal, or as pictures through matplotlib, if that is installed; bars of time and memory too.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -9,10 +13,143 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpbridge.common.errors import BadValue
-from mpbridge.common.files import lines_of
-from mpbridge.common.report.history import PRECISION
+from mpbridge.common import files
+from mpbridge.common.errors import BadValue, MpbridgeError
+from mpbridge.common.files import lines_of, text_of
+from mpbridge.common.shipped import install
 
+PRECISION = "precision.json"
+"""File in the run's folder: what was requested, decided, overridden and found."""
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """The audits of the run in `folder`, oldest first. Raises BadValue if there are none."""
+    path = folder / PRECISION if folder.is_dir() else folder
+    try:
+        section = json.loads(text_of(path, kind="json"))["audit"]
+        history = [_audit(one) for one in section["history"]]
+        if not history:
+            raise ValueError("no audit")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise BadValue(
+            f"{path} has no audits (expected the precision.json of a run: `mpbridge train ... logger.log_dir=DIR`)"
+        ) from None
+    return history
+
+
+def _audit(one: Any) -> dict[str, Any]:
+    """The audit, checked to have everything that readers need. Raises ValueError otherwise."""
+    audit = {"stage": "", "reason": "", "recipe": "", "faults": [], "not_observed": {}, **one}
+    facts, faults = audit["facts"], audit["faults"]
+    words = all(isinstance(audit[name], str) for name in ("stage", "reason", "recipe"))
+    kinds = (
+        words
+        and type(audit["step"]) is int
+        and type(audit["ok"]) is bool
+        and isinstance(audit["not_observed"], (dict, list))
+    )
+    lists = isinstance(facts, dict) and isinstance(faults, list) and all(isinstance(fact, list) and len(fact) == 3 for fact in facts.values())  # fmt: skip
+    if not (kinds and lists):
+        raise ValueError("not an audit's short form")
+    return audit
+
+
+def changes(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> list[str]:
+    """What an audit found differently from the previous one, as 'exp_avg: found bf16, before fp32'; counts that vary naturally are omitted."""
+    lines: list[str] = []
+    if before is None or before["stage"] != after["stage"]:
+        return lines
+    for subject, (promised, found, state) in after["facts"].items():
+        old = before["facts"].get(subject)
+        if old is None:
+            continue
+        if (old[0], old[2]) != (promised, state) or (old[1] != found and subject not in _VARYING):
+            lines.append(
+                f"{subject}: {found} ({state}), before {old[1]} ({old[2]})"
+                + ("" if old[0] == promised else f", promised {promised} instead of {old[0]}")
+            )
+    return lines
+
+
+_VARYING = frozenset({"gradient norm", "weights moved", "loss scale", "quantized GEMMs"})
+
+
+# --- pictures ------------------------------------------------------------------------------------------------------------------------------
+MISSING = f"matplotlib is not installed ({install('plot')})"
+
+
+def drawable() -> bool:
+    """Whether pictures can be drawn, which is said on stderr if not: the caller checks before expensive work, and continues without."""
+    import importlib.util
+
+    try:
+        there = importlib.util.find_spec("matplotlib") is not None
+    except ValueError:  # it is in sys.modules without a spec
+        there = False
+    if not there:
+        from mpbridge.common.report.console import warn
+
+        warn(f"no picture: {MISSING}")
+    return there
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot without a display. Raises MpbridgeError with the extra's name where it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MpbridgeError(f"no picture: {MISSING}") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One set of bars: name -> parts in order."""
+
+    title: str
+    unit: str
+    bars: Mapping[str, Mapping[str, float]]
+
+
+def stacked_bars(path: Path, panels: Sequence[Panel]) -> None:
+    """Writes a picture of the panels, one above the other, with a horizontal stacked bar for each name. Raises MpbridgeError
+    if matplotlib is missing, BadValue if the file cannot be written."""
+    plt = pyplot()
+    height = sum(2.2 + 0.6 * len(panel.bars) for panel in panels)
+    figure = plt.figure(figsize=(10, height), layout="constrained")
+    for panel, part in zip(panels, figure.subfigures(len(panels), 1, squeeze=False)[:, 0], strict=True):
+        _draw(part.subplots(), panel, plt.get_cmap("tab20"))
+        # the layout makes room for a part's legend, and none for one that hangs below its axes
+        part.legend(fontsize=7, ncol=4, loc="outside lower center")
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure in the format of the name's ending (PNG without one) and closes it. Raises BadValue if it cannot be written."""
+    drawn = io.BytesIO()
+    try:
+        figure.savefig(drawn, dpi=110, format=path.suffix.lstrip(".") or "png")
+        files.write(path, drawn.getvalue())
+    except (OSError, ValueError) as error:
+        raise BadValue(f"picture {path} cannot be written: {files.why(error)}") from None
+    finally:
+        pyplot().close(figure)
+
+
+def _draw(axes: Any, panel: Panel, colours: Any) -> None:
+    parts = list(dict.fromkeys(part for bar in panel.bars.values() for part in bar))
+    for index, part in enumerate(parts):
+        left = [sum(bar.get(earlier, 0.0) for earlier in parts[:index]) for bar in panel.bars.values()]
+        width = [bar.get(part, 0.0) for bar in panel.bars.values()]
+        axes.barh(list(panel.bars), width, left=left, label=part, color=colours(index % 20))
+    axes.set(xlabel=panel.unit, title=panel.title)
+    axes.invert_yaxis()
+
+
+# --- curves --------------------------------------------------------------------------------------------------------------------------------
 METRICS = "metrics.jsonl"
 CURVES: Mapping[str, tuple[str, bool]] = {
     "loss": ("loss, nats per token", False),
@@ -147,8 +284,6 @@ _FP32_LARGEST = 3.4028234663852886e38
 
 def picture(runs: Sequence[Curves], path: Path) -> None:
     """Draws all curves of all runs in one picture. Raises MpbridgeError without matplotlib, BadValue if the picture cannot be written."""
-    from mpbridge.common.report.pictures import pyplot, save
-
     plt = pyplot()
     figure, all_axes = plt.subplots(2, 2, figsize=(12, 7))
     for (number, (label, log)), axes in zip(CURVES.items(), all_axes.flat, strict=True):

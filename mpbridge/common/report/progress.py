@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from mpbridge.common.prose import printable
 from mpbridge.common.report.console import tell
-from mpbridge.common.tables.prose import printable
 
 REDRAW = 0.25
 """Minimum seconds between redraws: rich's own refresh thread would compete with training for CPU cores."""

@@ -137,13 +137,8 @@ def read_data(data: Any, *, version: str) -> Imported:
     else:
         strategy = read.text("distributed.strategy", "fsdp2").lower()
     other = read.at("model") is None and read.at("recipe_args") is not None
-    read.note_rows(
-        (
-            "undecided",
-            other,
-            "recipe_args without a model: their recipe loads the models, in dtypes that this file does not say",
-        )
-    )
+    text = "recipe_args without a model: their recipe loads the models, in dtypes that this file does not say"
+    read.note("undecided", text, other)
     storage, quant, gate = _storage(read), _quant(read), read.dtype("model.backend.gate_precision")
     _backend(read)
     ends = None if quant is None else _ends(read)
@@ -207,11 +202,8 @@ def _fsdp2(read: Reader, storage: DType) -> Meaning:
         param = read.dtype("distributed.mp_policy.param_dtype", storage) or storage
         reduce = read.dtype("distributed.mp_policy.reduce_dtype", param) or param
         since = f"no reduce_dtype: gradients are reduced in param_dtype ({param.short}) before torch 2.15, and since then in the parameters' own dtype ({storage.short})"
-        read.note(
-            "assumed",
-            f"distributed.mp_policy: {since}",
-            param is not storage and read.at("distributed.mp_policy.reduce_dtype") is None,
-        )
+        unsaid = param is not storage and read.at("distributed.mp_policy.reduce_dtype") is None
+        read.note("assumed", f"distributed.mp_policy: {since}", unsaid)
         read.asked |= {"distributed.mp_policy._target_", "distributed.mp_policy.cast_forward_inputs"}
         output = read.dtype("distributed.mp_policy.output_dtype", param) or param
     handed = None if output is param else output

@@ -12,7 +12,6 @@ from mpbridge.common.errors import cut
 from mpbridge.common.facts import ADAMS
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, MainWeights, engine_names, traits
-from mpbridge.interop.stacks.costs import cost
 from mpbridge.interop.stacks.meaning import (
     LAYOUT,
     OPEN,
@@ -23,9 +22,8 @@ from mpbridge.interop.stacks.meaning import (
     of_policy,
     stored,
 )
-from mpbridge.interop.stacks.optimizer_settings import Trained
-from mpbridge.interop.stacks.optimizers import ADAM, MOMENTS, NOT_SAID, optimizer_named
-from mpbridge.interop.stacks.reasons import reasons
+from mpbridge.interop.stacks.optimizers import ADAM, MOMENTS, NOT_SAID, Trained, optimizer_named
+from mpbridge.interop.stacks.reasons import cost, reasons
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import PrecisionPolicy

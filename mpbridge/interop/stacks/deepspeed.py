@@ -26,7 +26,7 @@ DEFAULT_VERSION = "0.19"
 OVERFLOW = (
     "check_grad_overflow is also on for bf16: such a step is skipped, as in mpbridge; Megatron-LM's own loop stops"
 )
-"""The default reaction to overflowing gradients (mpbridge's is train.faults.Nonfinite)."""
+"""The default reaction to overflowing gradients (mpbridge's is training.checkpointer.Nonfinite)."""
 
 
 def export(request: Request) -> Export:
@@ -49,12 +49,9 @@ def export(request: Request) -> Export:
 
 
 def _config(policy: PrecisionPolicy) -> dict[str, Any]:
-    config: dict[str, Any] = {}
     if policy.autocast is not None and policy.params is DType.FP32 and policy.loss_scale is None:
-        return {
-            "torch_autocast": {"enabled": True, "dtype": policy.compute.value},
-            "zero_optimization": {"stage": 1},
-        }
+        return {"torch_autocast": {"enabled": True, "dtype": policy.compute.value}, "zero_optimization": {"stage": 1}}
+    config: dict[str, Any] = {}
     if policy.compute is DType.BF16:
         config["bf16"] = {"enabled": True}
         if policy.main_params is policy.params is DType.BF16:

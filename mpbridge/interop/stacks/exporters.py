@@ -1,24 +1,24 @@
-"""export(): a recipe in another stack's configuration, by the stack's name."""
+"""export(): a recipe in another stack's configuration, by the stack's name; and which version of a stack is read or written."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mpbridge.common.errors import UnknownName
+from mpbridge.common.errors import BadValue, UnknownName, cut
 from mpbridge.common.formats import dtype, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Export, Line, Request
 from mpbridge.interop.stacks.meaning import OPEN, STATED, Meaning
-from mpbridge.interop.stacks.versions import version_for
 from mpbridge.planning.memory.names import any_gpt, unnamed
 from mpbridge.precision.config import ROWS, MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.regions import Region
 from mpbridge.precision.registry import describe, get_mixed_precision_config, key, model_of
 from mpbridge.precision.resolve import resolve
 
@@ -59,7 +59,8 @@ def export(
     own = describe(name).engine if isinstance(recipe, str) else None
     request = Request(
         name=name, config=config, policy=policy, engine=run.facts.engine if run is not None else engine or own or DEFAULT, version=words,
-        run=run, unnamed=_of_another_model(str(recipe), policy),
+        # all of its rules by module, if the recipe's evidence says that they are for another model
+        run=run, unnamed=policy.module_regions if model_of(str(recipe)) else unnamed(policy, *any_gpt()),
     )  # fmt: skip
     made: Export = module.export(request)
     others = _other_stages(run, stage)
@@ -105,11 +106,6 @@ def request_of(run: Any) -> Request:
     return Request(name=stage.recipe, config=stage.config, policy=policy, engine=run.facts.engine, version="", run=run)
 
 
-def _of_another_model(name: str, policy: PrecisionPolicy) -> tuple[Region, ...]:
-    """The rules under `modules` that match no linear of any megatron-core GPT; all of them if the recipe's evidence says that they are for another model."""
-    return policy.module_regions if model_of(name) else unnamed(policy, *any_gpt())
-
-
 def _stage(run: Any, recipe: Any) -> Any:
     """The run's stage with this recipe; the first if none has that name."""
     named = [stage for stage in run.stages if isinstance(recipe, str) and stage.recipe == key(recipe)]
@@ -133,12 +129,48 @@ def _with_the_models_own(run: Any, policy: PrecisionPolicy) -> PrecisionPolicy:
     own: dict[str, Any] = {
         fact: dtype(said[name]) if name.endswith("dtype") else said[name]
         for fact, (_, name) in STATED.items()
-        if said.get(name) not in (None, defaults.get(name, {}).get("default")) and _open(policy, fact)
+        if fact in OPEN and getattr(policy, fact) is None
+        if said.get(name) not in (None, defaults.get(name, {}).get("default"))
     }
     # megatron-core switches it on, whatever else is said
     own |= {"softmax_fp32": True} if said.get("apply_query_key_layer_scaling") else {}
     return dataclasses.replace(policy, **own)
 
 
-def _open(policy: PrecisionPolicy, fact: str) -> bool:
-    return fact in OPEN and getattr(policy, fact) is None
+_NUMBER = re.compile(r"(?:core_)?v?(\d+(?:\.\d+)*)", re.IGNORECASE)
+
+
+def version_for(module: ModuleType, asked: str | None, *, doing: str) -> tuple[str, tuple[str, ...]]:
+    """(version to use, assumption) of a stack's module; nothing is assumed for a supported version.
+
+    asked: None: the latest supported one. For an unsupported one: the last supported version before it, else the first; the latest if it is not a number.
+    doing: the verb in the assumption ('read', 'written'). Raises BadValue for an empty version.
+    """
+    versions: Mapping[str, str] = module.VERSIONS
+    if asked is None:
+        return str(module.DEFAULT_VERSION), ()
+    wanted = asked.strip()
+    if not wanted:
+        raise BadValue(f"the version of {module.NAME} is empty: give one, or omit it for {module.DEFAULT_VERSION}")
+    exact = next((key for key, what in versions.items() if wanted in (key, *re.split(r"[,\s]+", what))), None)
+    if exact is not None:
+        return exact, ()
+    found = _nearest(wanted, versions) or str(module.DEFAULT_VERSION)
+    known = ", ".join(f"{key} ({what})" for key, what in versions.items())
+    text = f"{module.NAME} {cut(wanted)} is not supported (known: {known}): {doing} as {found}, whose settings may mean something else there"
+    return found, (text,)
+
+
+def _nearest(wanted: str, versions: Mapping[str, str]) -> str | None:
+    """The last version up to `wanted`, else the first; None if either has no number."""
+    number, numbers = _number(wanted), {key: _number(key) for key in versions}
+    known = {key: value for key, value in numbers.items() if value is not None}
+    if number is None or not known:
+        return None
+    before = [key for key, value in known.items() if value <= number[: len(value)]]
+    return max(before, key=known.__getitem__) if before else min(known, key=known.__getitem__)
+
+
+def _number(version: str) -> tuple[int, ...] | None:
+    found = _NUMBER.match(version)
+    return None if found is None else tuple(int(part[:9]) for part in found[1].split("."))

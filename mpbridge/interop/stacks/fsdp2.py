@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
-from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.meaning import Meaning
 from mpbridge.interop.stacks.sharded_torch import (
     BY_TORCHAO,
     SPELL,
     TORCHAO,
+    commented,
     filter_lines,
     regions_there,
     scaler_arguments,

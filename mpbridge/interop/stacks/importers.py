@@ -15,11 +15,11 @@ from mpbridge.common.errors import MOST_SHOWN, BadValue, DataError, cut
 from mpbridge.common.files import text_of as read_bounded
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.interop.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
-from mpbridge.interop.stacks.exporters import stack_module
+from mpbridge.interop.stacks.exporters import stack_module, version_for
 from mpbridge.interop.stacks.known_keys import PRECISION
 from mpbridge.interop.stacks.launch_script import NO_PROGRAM, LaunchScript, read_script, read_words
-from mpbridge.interop.stacks.recognized import TITLES, Recognized, deepspeed_file, recognize_words
-from mpbridge.interop.stacks.versions import version_for
+from mpbridge.interop.stacks.recognized import LM, TITLES, Recognized, deepspeed_file, recognize_words
+from mpbridge.interop.stacks.sharded_torch import has_comment, read_comment
 from mpbridge.precision.yaml_loader import bounded_loader, said
 
 LONGEST = 2000
@@ -46,7 +46,7 @@ def read_file(
             f"{path}: no such file, expected a stack's configuration, launch script or training script (--args takes arguments)"
         )
     if path.suffix in (".pt", ".ckpt", ".pth") or path.name == METADATA:
-        made = _lm().read_values(read_arguments(path), version=_version("megatron-lm", version))
+        made = _importer(LM).read_values(read_arguments(path), version=_version(LM, version))
         return _finished(made, version, env)
     text = text_of(path)
     if path.suffix == ".py":
@@ -85,12 +85,10 @@ def read_python(
 
     Raises DataError if the stack has no such files, and for expressions that are nested too deeply.
     """
-    from mpbridge.interop.stacks import data_comment
-
     name = path.name if path is not None else "the file"
     try:
-        if not function and data_comment.has_comment(text):
-            exported = data_comment.read(text, name=name, stack=stack)
+        if not function and has_comment(text):
+            exported = read_comment(text, name=name, stack=stack)
             found = dataclasses.replace(exported, version=_version(exported.stack, version))
         else:
             found = _of_function(text, path, name, function, stack, version)
@@ -112,7 +110,7 @@ def _of_function(
             f"{name}: a Python script{f' of {stack}' if stack else ''} would have to be executed: pass its configuration file or its arguments (--args)."
             f" Of Python, functions of {' and '.join(functions)} are read as text, and what `mpbridge export` wrote, by its comment"
         )
-    module, source = _importer(stack), Module(text, path, name)
+    module, source = stack_module(stack), Module(text, path, name)
     reading = Reading(opaque=module.OPAQUE)
     if not function:
         public = [one for one in source.functions if not one.startswith("_")]
@@ -160,28 +158,23 @@ def _read_words(
     undecided += (alone,) if NO_PROGRAM in script.notes else ()
     decides = f"--deepspeed_config: {cut(file or '')} decides: pass that file (--from deepspeed)"
     undecided += () if file is None else (decides,)
-    silent = not any(word.startswith("-") and PRECISION.search(word) for word in words)
+    silent = not any(word.startswith("-") and PRECISION.search(word) for word in words)  # no word says a precision
     undecided += tuple(told.assumed) if silent and name != "--args" else ()  # neither the stack nor a precision is said
     if not words and name != "--args":
         why = f": {script.notes[0]}" if script.notes else ""
         raise DataError(f"{name or 'the text'}: it has no {TITLES.get(told.stack, told.stack)} option{why}")
-    undecided += _unset(notes, words)
-    rules = {"rules": _rules_beside(script, words, beside)} if told.stack == "megatron-lm" else {}
+    # a variable without a value, where one is an option's name, or where nothing says a precision: what it holds would
+    undecided += tuple(note for note in notes if " no value" in note) if silent or "--" in words else ()
+    rules = {"rules": _rules_beside(script, words, beside)} if told.stack == LM else {}
     found = module.read(words, version=_version(told.stack, version), **rules)
     notes = tuple(note for note in notes if note not in undecided)
     found = dataclasses.replace(found, assumed=(*notes, *found.assumed), undecided=(*undecided, *found.undecided))
     return _finished(found, version)
 
 
-def _unset(notes: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
-    """Notes on variables without a value, where one is an option's name, or where no word says a precision: what it holds would."""
-    said = any(word.startswith("-") and PRECISION.search(word) for word in words)
-    return () if said and "--" not in words else tuple(note for note in notes if " no value" in note)
-
-
 def _rules_beside(script: LaunchScript, words: Sequence[str], beside: Path | None) -> Any:
     """The data of Megatron-LM's file of rules by module, if the script writes it or it stands where its name says; else None."""
-    option = _lm().MODULES_FILE
+    option = _importer(LM).MODULES_FILE
     named = next((after for word, after in itertools.pairwise([*words, ""]) if word == option), None)
     named = named or next((word.partition("=")[2] for word in words if word.startswith(f"{option}=")), None)
     if named is None:
@@ -312,10 +305,6 @@ def _importer(stack: str) -> Any:
         if not hasattr(module, "read_data"):
             raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
     return module
-
-
-def _lm() -> Any:
-    return importlib.import_module("mpbridge.interop.stacks.megatron_lm_import")
 
 
 def _version(stack: str, asked: str | None) -> str:

@@ -18,7 +18,7 @@ from mpbridge.common.errors import cut, nearest
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, updated_by
 from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.optimizer_settings import Trained
+from mpbridge.interop.stacks.optimizers import Trained
 from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, in_force, raise_faults
 
 PRECISION = re.compile(
@@ -44,45 +44,37 @@ def imported(
     read: Reader, stack: str, version: str, meaning: Meaning, fields: Mapping[str, Any], *, engine: str = DEFAULT, optimizer: Any = None,
     where: str = "optimizer", momentum: Any = None, trained: Trained | None = None, under: str = "", own: str = "",
 ) -> Imported:  # fmt: skip
-    """What was read: its meaning, the reader's notes and the rest of its data. optimizer: as the setting `where` names it. Raises BadValue for its faults."""
+    """What was read: its meaning, the reader's notes, and the data that was not read: unknown keys with the nearest name, keys that are not about precision,
+    and what is left open.
+
+    optimizer: as the setting `where` names it. under: the section in `read`, if that is not a whole file. own: additional owner of keys that no list has (a
+    script's own). Raises BadValue listing every value that could not be read.
+    """
     raise_faults(read.faults, f"this configuration of {stack}")
     notes: dict[str, Any] = {kind: tuple(lines) for kind, lines in read.notes.items()}
     found = Imported(stack=stack, version=version, fields=fields, engine=engine, meaning=meaning, **notes)
-    return with_rest(
-        updated_by(found, optimizer, where, momentum=momentum, trained=trained), read, under=under, own=own
-    )
-
-
-def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") -> Imported:
-    """`found`, plus the data that was not read: unknown keys with the nearest name, keys that are not about precision, and what is left open.
-
-    under: the section in `read`, if that is not a whole file. own: additional owner of keys that no list has (a script's own). Raises BadValue listing every value that could not be read.
-    """
-    raise_faults(read.faults, f"this configuration of {found.stack}")
-    sections = known(found.stack)
+    found = updated_by(found, optimizer, where, momentum=momentum, trained=trained)
+    sections = known(stack)
     unknown, other, open_ = [*found.unknown], [*found.other], [*found.assumed]
-    low = [
-        cut(f"{path}={value}")
-        for path, value in _leaves(read.data)
-        if isinstance(value, str) and EIGHT_BIT.search(value)
-    ]
-    cannot = (
-        *found.cannot_express,
-        *(f"{one}: 8-bit moments are not modelled: the moments and bytes shown are those of full ones" for one in low),
+    cannot, low = (
+        [*found.cannot_express],
+        "8-bit moments are not modelled: the moments and bytes shown are those of full ones",
     )
     said = " ".join((*found.unknown, *found.inert, *found.cannot_express))
     for path, value in _leaves(read.data):
-        where = cut(f"{under}.{path}" if under else path)
+        place = cut(f"{under}.{path}" if under else path)
+        if isinstance(value, str) and EIGHT_BIT.search(value):
+            cannot.append(f"{cut(f'{path}={value}')}: {low}")
         if path in read.asked or any(path.startswith(f"{one}.") for one in read.whole):
             continue
-        fault = _unknown(where, sections, suggest=len(unknown) < MOST_SUGGESTED)
+        fault = _unknown(place, sections, suggest=len(unknown) < MOST_SUGGESTED)
         if fault is not None:
-            if f"{where} " not in f"{said} " and f"{where}:" not in said:
+            if f"{place} " not in f"{said} " and f"{place}:" not in said:
                 unknown.append(f"{fault}{own}" if own else fault)
-        elif PRECISION.search(where) and value not in _OFF and where not in said:
-            open_.append(f"{where}={cut(value)}: concerns precision, but decides nothing that is read here")
+        elif PRECISION.search(place) and value not in _OFF and place not in said:
+            open_.append(f"{place}={cut(value)}: concerns precision, but decides nothing that is read here")
         else:
-            other.append(where)
+            other.append(place)
     if len(open_) - len(found.assumed) > MANY:
         names = ", ".join(line.partition("=")[0] for line in open_[len(found.assumed) :])
         open_ = [*found.assumed, f"{names}: concern precision, but decide nothing that is read here"]
@@ -92,7 +84,7 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
     return dataclasses.replace(
         found,
         undecided=(*found.undecided, *(f"{autos[path]}: say true or false" for path in decide)),
-        cannot_express=cannot,
+        cannot_express=tuple(cannot),
         unknown=tuple(dict.fromkeys(unknown)),
         other=tuple(dict.fromkeys(other)),
         in_force=(*found.in_force, *in_force(read.silent, under)),

@@ -294,9 +294,7 @@ class _Script:
         if array:
             words = self.expanded((one for command in commands(written[1:-1]) for one in command.words), notes)
         else:
-            words = [
-                " ".join(self.one(written, notes))
-            ]  # as a shell joins the words of a quoted array in an assignment
+            words = [" ".join(self.one(written, notes))]  # as a shell joins a quoted array's words in an assignment
         self.spend((*words, *old.words), len(notes) + len(old.notes))
         if where:
             adds = adds or bool(re.search(rf"\$\{{?{name}\b", written))  # before its own value or behind it

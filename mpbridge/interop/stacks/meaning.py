@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.facts import OptimizerFacts
 from mpbridge.common.formats import DType, say
 from mpbridge.common.traits import DEFAULT, traits
 from mpbridge.interop.stacks.optimizers import ADAM, MOMENTS, Optimizer
 from mpbridge.planning.memory.keeps import keeps, updater, wires
+from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Gemms, Quant, Region
+from mpbridge.precision.resolve import resolve
 from mpbridge.precision.wording import region_rule, region_text
 
 Sharded = Literal["nothing", "optimizer", "gradients", "everything"]
@@ -91,8 +95,10 @@ class Meaning:
 
     @property
     def quantization(self) -> str:
-        """The regions in words; 'none' if nothing is quantized."""
-        return quantization_text(self.regions)
+        """The regions as one line, first match first; 'none' if nothing is quantized."""
+        if all(not region.rules.distinct for region in self.regions):
+            return "none"
+        return "; ".join(f"{region_text(region)}: {region_rule(region)}" for region in self.regions)
 
     @property
     def held(self) -> Mapping[str, int]:
@@ -200,13 +206,6 @@ def stated(policy: PrecisionPolicy) -> dict[str, Any]:
     return found | {name: None for name in ("output", "pipeline") if found[name] is policy.compute}
 
 
-def quantization_text(regions: tuple[Region, ...]) -> str:
-    """Regions as one line, first match first."""
-    if all(not region.rules.distinct for region in regions):
-        return "none"
-    return "; ".join(f"{region_text(region)}: {region_rule(region)}" for region in regions)
-
-
 def rows(meaning: Meaning) -> dict[str, str]:
     """Every row of LABELS as text, and those of STATED that are set."""
     values = {name: getattr(meaning, name) for name in LABELS if name not in ("bytes", "loss_scale")}
@@ -302,3 +301,34 @@ def _scale(scale: LossScale | None) -> str:
         return f"static {say(scale.static)}"
     text = f"dynamic from {say(scale.initial)}, window {scale.window:g}, hysteresis {scale.hysteresis}"
     return text if scale.minimum == 1 else f"{text}, minimum {scale.minimum:g}"
+
+
+_BASE = frozenset({"bf16", "fp16", "fp32", "grad_reduce_in_fp32"})
+
+
+def described(
+    fields: Mapping[str, Any], contradicts: list[str], *, engine: str = DEFAULT, sharded: Sharded | None = None
+) -> Meaning:
+    """The meaning of MixedPrecisionConfig fields; if they are refused, the meaning of most of them, with the refusal and the omissions in `contradicts`."""
+    try:
+        return of_policy(resolve(MixedPrecisionConfig.from_data(fields)), engine=engine, sharded=sharded)
+    except MpbridgeError as error:
+        contradicts.append(str(error))
+    # quantization details come last, after the facts that readers look for first
+    optional = sorted((name for name in fields if name not in _BASE), key=lambda name: name.startswith(("fp8", "fp4")))
+    quantized = tuple(name for name in optional if name.startswith(("fp8", "fp4", "first_", "num_layers")))
+    pairs = itertools.combinations(optional, 2)
+    for left in (*itertools.combinations(optional, 1), *pairs, quantized, tuple(optional)):
+        rest = {name: value for name, value in fields.items() if name not in left}
+        try:
+            meaning = of_policy(resolve(MixedPrecisionConfig.from_data(rest)), engine=engine, sharded=sharded)
+        except MpbridgeError:
+            continue
+        if left:
+            contradicts.append(f"not described: {', '.join(f'{name}={say(fields[name])}' for name in left)}")
+        return meaning
+    base = DType.BF16 if fields.get("bf16") else DType.FP16 if fields.get("fp16") else DType.FP32
+    wire = DType.FP32 if fields.get("grad_reduce_in_fp32", True) else base
+    main = None if base is DType.FP32 else DType.FP32
+    contradicts.append("only storage and communication are described")
+    return Meaning(storage=base, compute=base, main=main, wire=wire, accumulator=wire, sharded=sharded or "optimizer")

@@ -1,4 +1,4 @@
-"""Megatron Bridge: a recipe as the precision part of its run_config.yaml.
+"""Megatron Bridge: a recipe as the precision part of its run_config.yaml; and its recipe functions, read from their text.
 
 Read at 067f987d: `MixedPrecisionConfig` (training/mixed_precision.py) takes precedence over the same fields of ddp, optimizer and model.
 """
@@ -6,19 +6,32 @@ Read at 067f987d: `MixedPrecisionConfig` (training/mixed_precision.py) takes pre
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from mpbridge.common.errors import DataError
 from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
-from mpbridge.interop.stacks.megatron_bridge_fields import CORE, FIELDS, NAME, TARGET
-from mpbridge.interop.stacks.megatron_bridge_import import read_data
+from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, exported
+from mpbridge.interop.stacks.known_keys import unknown_of
+from mpbridge.interop.stacks.megatron_bridge_import import (
+    CORE,
+    DIFFERS,
+    FIELDS,
+    MODEL,
+    NAME,
+    OPTIMIZER,
+    TARGET,
+    read_data,
+)
 from mpbridge.interop.stacks.megatron_modules import in_core, reasons, softmax_of
-from mpbridge.interop.stacks.optimizer_settings import at_ours, settings
+from mpbridge.interop.stacks.optimizers import at_ours, settings
+from mpbridge.interop.stacks.python_values import SourceObject, Unknown, is_known, known_fields
 from mpbridge.interop.stacks.sharded_torch import environment
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
+from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 
 VERSIONS = {"0.6": "main, 067f987d"}
 DEFAULT_VERSION = "0.6"
@@ -128,3 +141,68 @@ def _moved(policy: PrecisionPolicy) -> dict[str, str]:
     """Why main weights that FusedAdam would keep as remainders are whole there."""
     text = "its setup() copies fp8_recipe to the optimizer though FP8 is off, which moves them from FusedAdam to megatron-core: set cfg.optimizer.fp8_recipe after setup"
     return {"main": text} if policy.precision_aware and not policy.quantized else {}
+
+
+OPAQUE = frozenset({"get_mixed_precision_config"})
+"""Functions of which the arguments are read, not the body."""
+_SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType({
+    "mixed_precision": frozenset(FIELDS),
+    "optimizer": frozenset({*OPTIMIZER, "use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "optimizer", *settings(CORE)}),
+    "ddp": frozenset({
+        "grad_reduce_in_fp32", "use_distributed_optimizer", "use_megatron_fsdp", "megatron_fsdp_main_params_dtype",
+        "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype",
+    }),
+    "model": frozenset({*MODEL, "bf16", "fp16", "fp8", "fp8_param", "fp8_recipe", "fp4", "first_last_layers_bf16"}),
+    "dist": frozenset({"use_megatron_fsdp"}),
+})  # fmt: skip
+"""The fields that are read from a recipe function's sections."""
+
+
+def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
+    """The meaning of the ConfigContainer that a recipe function returns, from the function's text. Raises DataError if the text does not determine its precision."""
+    if not isinstance(made, SourceObject) or "mixed_precision" not in made.attributes:
+        raise DataError(f"{name}: its text does not determine the mixed_precision of what it returns")
+    data, not_known, unknown = dict[str, Any](), list[str](), list[str]()
+    if made.attributes.get("peft") is not None:
+        data["peft"] = "..."
+    for section, wanted in _SECTIONS.items():
+        value = made.attributes.get(section)
+        if isinstance(value, Unknown) and section in ("optimizer", "ddp"):
+            not_known.append(f"{section} = {value.text}")
+        if section == "mixed_precision":
+            value = _named_recipe(value, name)
+        if isinstance(value, SourceObject):
+            unknown += unknown_of(NAME, section, value.attributes)
+            rules = {"quant_recipe": "..."} if value.attributes.get("quant_recipe") is not None else {}
+            data[section] = known_fields(value, wanted, not_known, section) | rules
+        elif isinstance(value, str):
+            data[section] = value
+    found = read_data(data, version=version)
+    open_ = [f"{one}: known only at run time; left at its default" for one in not_known]
+    if not is_known(made):
+        open_.append(f"{made.callee}(...), which it starts from, is not in this checkout: what it sets beside")
+    low = found.meaning.quantization
+    # three of recipes/nemotronh/h100: nemotronh_47b and 56b, nemotron_nano_12b_v2
+    misnamed = "_bf16_config" in name and low != "none"
+    said = (f"{name} says BF16, and its GEMMs are quantized: {low}",) if misnamed else ()
+    return dataclasses.replace(
+        found, unknown=(*found.unknown, *unknown), contradicts=(*found.contradicts, *said), undecided=(*found.undecided, *open_), assumed=(*found.assumed, *dict.fromkeys(notes))
+    )  # fmt: skip
+
+
+def _named_recipe(value: Any, name: str) -> Any:
+    """mixed_precision as a recipe's name, or as an object created by a call, with the attributes set on it since."""
+    if isinstance(value, Unknown):
+        raise DataError(f"{name}: mixed_precision = {value.text}: known only at run time")
+    if not isinstance(value, SourceObject) or value.callee.endswith("MixedPrecisionConfig"):
+        return value
+    last = value.callee.rpartition(".")[2]
+    asked = value.arguments[0] if last in OPAQUE and value.arguments else last
+    if not isinstance(asked, str) or key(asked) not in recipes:
+        raise DataError(
+            f"{name}: mixed_precision = {value.callee}(...): no recipe has that name, and its source is not in this checkout"
+        )
+    said = get_mixed_precision_config(key(asked)).derive(**DIFFERS.get(key(asked), {})).stored()
+    base = {field: said[field].short if isinstance(said[field], DType) else said[field] for field in FIELDS}
+    set_since = value.attributes
+    return SourceObject(callee=TARGET, attributes={**{n: v for n, v in base.items() if v is not None}, **set_since})

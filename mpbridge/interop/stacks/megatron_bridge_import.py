@@ -1,4 +1,5 @@
-"""Interprets Megatron Bridge's run_config.yaml, or overrides on its command line.
+"""Interprets Megatron Bridge's run_config.yaml, or overrides on its command line; the fields of its MixedPrecisionConfig, and its values of recipes that
+mpbridge states otherwise. Read at 067f987d.
 
 mixed_precision takes precedence over the same fields of model, optimizer and ddp; `_target_` and `_call_` entries are read as names, never imported.
 """
@@ -7,31 +8,86 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpbridge.common.errors import BadValue, DataError, UnknownName, brief, cut, nearest
+from mpbridge.common.errors import BadValue, UnknownName, brief, cut, nearest
 from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with
-from mpbridge.interop.stacks.described import described
-from mpbridge.interop.stacks.known_keys import imported, unknown_of
-from mpbridge.interop.stacks.meaning import Sharded
-from mpbridge.interop.stacks.megatron_bridge_fields import CORE, DIFFERS, FIELDS, NAME, TARGET
-from mpbridge.interop.stacks.optimizer_settings import Trained, settings
-from mpbridge.interop.stacks.python_values import SourceObject, Unknown, is_known, known_fields
+from mpbridge.interop.stacks.known_keys import imported
+from mpbridge.interop.stacks.meaning import Sharded, described
+from mpbridge.interop.stacks.optimizers import Trained, settings
 from mpbridge.interop.stacks.reading import Reader, raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.precision_field import Target
 from mpbridge.precision.megatron_spec.schema import records
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 
+if TYPE_CHECKING:
+    import torch
+
+
+NAME = "megatron-bridge"
+CORE = "0.20.0"
+"""The megatron-core that it belongs to."""
+TARGET = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig"
+
+
+@dataclass(kw_only=True)
+class BridgeFields:
+    """The fields of Bridge's MixedPrecisionConfig, with its defaults; a script compares them with Bridge's source."""
+
+    fp32: bool = False
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: torch.dtype | None = None
+    pipeline_dtype: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
+    autocast_enabled: bool = False
+    grad_reduce_in_fp32: bool = True
+    fp8: str | None = None
+    fp8_recipe: str = "tensorwise"
+    first_last_layers_bf16: bool = False
+    fp8_margin: int = 0
+    fp8_amax_history_len: int = 1
+    fp8_amax_compute_algo: str = "most_recent"
+    fp8_wgrad: bool = True
+    fp8_dot_product_attention: bool = False
+    fp8_multi_head_attention: bool = False
+    fp8_param: bool | None = None
+    fp8_param_gather: bool = False
+    fp4: str | None = None
+    fp4_recipe: str = "nvfp4"
+    fp4_param: bool | None = None
+    fp4_param_gather: bool = False
+    loss_scale: float | None = None
+    initial_loss_scale: float | None = 4294967296
+    min_loss_scale: float = 1.0
+    loss_scale_window: float = 1000
+    hysteresis: int = 2
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+
+
+FIELDS: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(BridgeFields)}
+
+DIFFERS: dict[str, dict[str, Any]] = {
+    "bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
+    "nemotron_3_super_bf16_with_nvfp4_mixed": {"fp4_param_gather": True, "modules": None},
+    "nemotron_3_ultra_bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
+}
+"""Its values of recipes with the same name but different values in mpbridge; scripts/evidence/stacks/bridge_exports.py compares all of them."""
+
+
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
-_OPTIMIZER = (
+OPTIMIZER = (
     "use_precision_aware_optimizer", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders",
 )  # fmt: skip
-_MODEL = (
+MODEL = (
     "moe_router_dtype", "fp32_residual_connection", "attention_softmax_in_fp32", "fp8_quantizer_factory", "fp4_quantizer_factory",
 )  # fmt: skip
 
@@ -71,7 +127,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     read_ = Reader.of(data, "a run_config.yaml")
     fields = _precision(read_)
     _optimizer(read_, fields)
-    for name in _MODEL:
+    for name in MODEL:
         value = read_.at(f"model.{name}")
         if name == "moe_router_dtype" and value not in (None, "fp32", "fp64"):
             read_.whole.add(f"model.{name}")
@@ -125,74 +181,6 @@ def _trained(read_: Reader, distributed: bool) -> Trained:
     for one in (one for one in trained.read if one.name not in given):
         read_.default(paths[one.name], one.default)
     return trained
-
-
-OPAQUE = frozenset({"get_mixed_precision_config"})
-"""Functions of which the arguments are read, not the body."""
-_SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType({
-    "mixed_precision": frozenset(FIELDS),
-    "optimizer": frozenset({*_OPTIMIZER, "use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "optimizer", *settings(CORE)}),
-    "ddp": frozenset({
-        "grad_reduce_in_fp32", "use_distributed_optimizer", "use_megatron_fsdp", "megatron_fsdp_main_params_dtype",
-        "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype",
-    }),
-    "model": frozenset({*_MODEL, "bf16", "fp16", "fp8", "fp8_param", "fp8_recipe", "fp4", "first_last_layers_bf16"}),
-    "dist": frozenset({"use_megatron_fsdp"}),
-})  # fmt: skip
-"""The fields that are read from a recipe function's sections."""
-
-
-def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
-    """The meaning of the ConfigContainer that a recipe function returns, from the function's text. Raises DataError if the text does not determine its precision."""
-    if not isinstance(made, SourceObject) or "mixed_precision" not in made.attributes:
-        raise DataError(f"{name}: its text does not determine the mixed_precision of what it returns")
-    data, not_known, unknown = dict[str, Any](), list[str](), list[str]()
-    if made.attributes.get("peft") is not None:
-        data["peft"] = "..."
-    for section, wanted in _SECTIONS.items():
-        value = made.attributes.get(section)
-        if isinstance(value, Unknown) and section in ("optimizer", "ddp"):
-            not_known.append(f"{section} = {value.text}")
-        if section == "mixed_precision":
-            value = _named_recipe(value, name)
-        if isinstance(value, SourceObject):
-            unknown += unknown_of(NAME, section, value.attributes)
-            rules = {"quant_recipe": "..."} if value.attributes.get("quant_recipe") is not None else {}
-            data[section] = known_fields(value, wanted, not_known, section) | rules
-        elif isinstance(value, str):
-            data[section] = value
-    found = read_data(data, version=version)
-    open_ = [f"{one}: known only at run time; left at its default" for one in not_known]
-    open_ += (
-        []
-        if is_known(made)
-        else [f"{made.callee}(...), which it starts from, is not in this checkout: what it sets beside"]
-    )
-    low = found.meaning.quantization
-    # three of recipes/nemotronh/h100: nemotronh_47b and 56b, nemotron_nano_12b_v2
-    misnamed = "_bf16_config" in name and low != "none"
-    said = (f"{name} says BF16, and its GEMMs are quantized: {low}",) if misnamed else ()
-    return dataclasses.replace(
-        found, unknown=(*found.unknown, *unknown), contradicts=(*found.contradicts, *said), undecided=(*found.undecided, *open_), assumed=(*found.assumed, *dict.fromkeys(notes))
-    )  # fmt: skip
-
-
-def _named_recipe(value: Any, name: str) -> Any:
-    """mixed_precision as a recipe's name, or as an object created by a call, with the attributes set on it since."""
-    if isinstance(value, Unknown):
-        raise DataError(f"{name}: mixed_precision = {value.text}: known only at run time")
-    if not isinstance(value, SourceObject) or value.callee.endswith("MixedPrecisionConfig"):
-        return value
-    last = value.callee.rpartition(".")[2]
-    asked = value.arguments[0] if last in OPAQUE and value.arguments else last
-    if not isinstance(asked, str) or key(asked) not in recipes:
-        raise DataError(
-            f"{name}: mixed_precision = {value.callee}(...): no recipe has that name, and its source is not in this checkout"
-        )
-    said = get_mixed_precision_config(key(asked)).derive(**DIFFERS.get(key(asked), {})).stored()
-    base = {field: said[field].short if isinstance(said[field], DType) else said[field] for field in FIELDS}
-    set_since = value.attributes
-    return SourceObject(callee=TARGET, attributes={**{n: v for n, v in base.items() if v is not None}, **set_since})
 
 
 def _precision(read_: Reader) -> dict[str, Any]:
@@ -315,9 +303,9 @@ def _without_section(read_: Reader) -> dict[str, Any]:
 
 def _optimizer(read_: Reader, fields: dict[str, Any]) -> None:
     aware = read_.flag("optimizer.use_precision_aware_optimizer")
-    given = {name: f"optimizer.{name}" for name in _OPTIMIZER if read_.at(f"optimizer.{name}") is not None}
+    given = {name: f"optimizer.{name}" for name in OPTIMIZER if read_.at(f"optimizer.{name}") is not None}
     dtypes = {name: read_.dtype(path) for name, path in given.items() if name.endswith("_dtype")}
-    for name in (one for one in _OPTIMIZER if aware and one.endswith("_dtype") and one not in given):
+    for name in (one for one in OPTIMIZER if aware and one.endswith("_dtype") and one not in given):
         read_.default(f"optimizer.{name}", DType.FP32)
     if aware:
         fields |= {name: read_.flag(path) for name, path in given.items() if name not in dtypes}

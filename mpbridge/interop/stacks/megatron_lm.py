@@ -13,12 +13,11 @@ from mpbridge.common.facts import BESIDE_ADAM, EMERGING
 from mpbridge.common.formats import DType
 from mpbridge.interop.stacks import megatron_modules
 from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
-from mpbridge.interop.stacks.megatron_lm_arguments import own_settings
+from mpbridge.interop.stacks.megatron_lm_arguments import CORE, NAME, own_settings
+from mpbridge.interop.stacks.megatron_lm_arguments import DEFAULT_VERSION as DEFAULT_VERSION
+from mpbridge.interop.stacks.megatron_lm_arguments import VERSIONS as VERSIONS
 from mpbridge.interop.stacks.megatron_lm_import import read
-from mpbridge.interop.stacks.megatron_lm_options import CORE, NAME
-from mpbridge.interop.stacks.megatron_lm_options import DEFAULT_VERSION as DEFAULT_VERSION
-from mpbridge.interop.stacks.megatron_lm_options import VERSIONS as VERSIONS
-from mpbridge.interop.stacks.optimizer_settings import at_ours
+from mpbridge.interop.stacks.optimizers import at_ours
 from mpbridge.interop.stacks.sharded_torch import environment, process_wide
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, BEFORE_018, SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant
@@ -125,7 +124,8 @@ def _optimizer(request: Request) -> Flags:
     if wrapper:
         yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
         yield "--ckpt-format fsdp_dtensor"
-    if _optimizer_there(request, CORE[request.version]):
+    unknown = request.optimizer in EMERGING and BEFORE_018.holds(CORE[request.version])
+    if request.optimizer != "adam" and not unknown:
         # since 0.18 the distributed optimizer of what is not Adam is the layer-wise one
         layered = request.optimizer == "dist_muon" and not BEFORE_018.holds(CORE[request.version])
         yield f"--optimizer {'muon --use-distributed-optimizer' if layered else request.optimizer}"
@@ -134,11 +134,6 @@ def _optimizer(request: Request) -> Flags:
         reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
         yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
         yield f"--megatron-fsdp-main-grads-dtype {add} --megatron-fsdp-grad-comm-dtype {reduce}"
-
-
-def _optimizer_there(request: Request, core: str) -> bool:
-    """Whether the run's optimizer has to be named, and can be."""
-    return request.optimizer != "adam" and not (request.optimizer in EMERGING and BEFORE_018.holds(core))
 
 
 def _updates(request: Request) -> Mapping[str, str]:

@@ -1,22 +1,48 @@
-"""Megatron-LM's command line as its parser reads it: options, their values and what is given. Nothing is executed.
+"""Megatron-LM's versions, and its command line as its parser reads it: options, their values and what is given. Nothing is executed.
 
 Read at d98e8a64 (core 0.20.0), megatron/training/arguments.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mpbridge.common.errors import cut, nearest
 from mpbridge.common.formats import DType, dtype
 from mpbridge.interop.stacks.meaning import Sharded
-from mpbridge.interop.stacks.megatron_lm_options import CORE, options
-from mpbridge.interop.stacks.optimizer_settings import Setting, Trained, settings
+from mpbridge.interop.stacks.optimizers import Setting, Trained, settings
 from mpbridge.interop.stacks.reading import MOST_SUGGESTED, Reader, stray
-from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
+from mpbridge.precision.megatron_spec.versions import BEFORE_017, RELEASES, SINCE_017
+
+NAME = "megatron-lm"
+VERSIONS = dict(one.megatron_lm for one in RELEASES if one.megatron_lm)
+"""Supported versions; the first belongs to the released megatron-core."""
+DEFAULT_VERSION = [*VERSIONS][-1]
+
+CORE = {one.megatron_lm[0]: one.version for one in RELEASES if one.megatron_lm}
+"""Version -> its megatron-core."""
+
+
+@functools.cache
+def options(version: str = DEFAULT_VERSION) -> Mapping[str, Any]:
+    """option -> how many values it takes (an int, '+' or '*'); scripts/evidence/stacks/megatron_lm.py writes the file from the parser."""
+    text = (Path(__file__).parent / "data" / "megatron_lm.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    found: dict[str, Any] = data["options"]
+    older = data["older"].get(version)
+    if older is not None:
+        lacks = frozenset(older["lacks"])
+        found = {name: arity for name, arity in found.items() if name not in lacks} | older["has"]
+    # --use-megatron-fsdp had this name before the supported versions
+    return MappingProxyType({**found, "--use-custom-fsdp": 0})
+
 
 MODULES_FILE = "--te-precision-config-file"
 VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType({
@@ -79,13 +105,8 @@ class Arguments:
     @property
     def trained(self) -> Trained:
         """What trains the run."""
-        return Trained(
-            name=self["optimizer"],
-            core=CORE[self.version],
-            distributed=self.on("distributed"),
-            there=own_settings(self.version),
-            given=self.own,
-        )
+        name, core, there = self["optimizer"], CORE[self.version], own_settings(self.version)
+        return Trained(name=name, core=core, distributed=self.on("distributed"), there=there, given=self.own)
 
     @property
     def dtypes(self) -> bool:
@@ -103,9 +124,22 @@ class Arguments:
         return self["strategy"] or ("optim_grads_params" if self.dtypes else "no_shard")
 
 
+_PARSERS = {"muon_momentum": 0.9}
+"""Defaults of its parser that are not those of megatron-core's class (training/arguments.py, core_v0.16.1 and d98e8a64)."""
+_PARSERS_WORDS = {"muon_fp32_matmul_prec": ("low", "medium", "high")}
+"""Its choices where they are not what megatron-core understands: there is no "highest", and torch does not know "low"."""
+
+
+@functools.cache
 def own_settings(version: str) -> Mapping[str, Setting]:
     """Field -> setting of an optimizer of its own, in a Megatron-LM."""
-    return settings(CORE[version], version)
+    known, found = options(version), {}
+    for name, one in settings(CORE[version]).items():
+        ways = [f"--{word.replace('_', '-')}" for word in (name, name.replace("muon_", "muon_no_", 1))]
+        option = next((one for one in ways if one in known), "")
+        default, words = _PARSERS.get(name, one.default), _PARSERS_WORDS.get(name, one.words)
+        found[name] = dataclasses.replace(one, default=default, option=option, words=words)
+    return MappingProxyType(found)
 
 
 def spelled(value: Any) -> str:

@@ -13,11 +13,11 @@ from mpbridge.common.errors import BadValue, DataError, cut
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Imported, engine_with
-from mpbridge.interop.stacks.described import described
 from mpbridge.interop.stacks.known_keys import PRECISION, imported
-from mpbridge.interop.stacks.meaning import Sharded
+from mpbridge.interop.stacks.meaning import Sharded, described
 from mpbridge.interop.stacks.megatron_lm_arguments import (
     MODULES_FILE,
+    NAME,
     STRATEGIES,
     SWITCHES,
     VALUES,
@@ -27,9 +27,8 @@ from mpbridge.interop.stacks.megatron_lm_arguments import (
     parse,
     spelled,
 )
-from mpbridge.interop.stacks.megatron_lm_options import NAME
 from mpbridge.interop.stacks.megatron_modules import rules_of
-from mpbridge.interop.stacks.optimizer_settings import at_ours
+from mpbridge.interop.stacks.optimizers import at_ours
 from mpbridge.interop.stacks.reading import raise_faults
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.scalings import SCALINGS

@@ -9,8 +9,8 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue, cut
 from mpbridge.interop.stacks.base import Line, Request
-from mpbridge.planning.memory.limitations import hybrid
 from mpbridge.planning.memory.names import any_gpt, listed
+from mpbridge.planning.memory.overheads import hybrid
 from mpbridge.precision.megatron_spec.module_rules import as_dict, params
 from mpbridge.precision.megatron_spec.precision_field import ModuleRules
 from mpbridge.precision.megatron_spec.schema import records

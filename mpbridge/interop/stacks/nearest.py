@@ -13,7 +13,7 @@ from mpbridge.common.facts import BESIDE_ADAM, ModelShape, OptimizerFacts, Paral
 from mpbridge.common.formats import say
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.interop.stacks.meaning import OPEN, Meaning, differences, of_policy
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.memory.keeps import updater
 from mpbridge.planning.rules.base import Violation
 from mpbridge.planning.rules.table import broken
@@ -64,10 +64,10 @@ def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning
         wanted = resolve(config)
     except MpbridgeError as error:
         return Answer(recipe=None, overrides={}, why=str(error))
-    if meaning is not None:
+    stated = (wanted.keep_fp32, wanted.frozen, wanted.logits, wanted.router, wanted.residual_fp32, wanted.softmax_fp32)
+    if meaning is not None and not any(stated):  # then a meaning has everything that the policy states
         for name in recipes:
-            own = recipes[name].engine or DEFAULT
-            if own == engine and _policy_free(wanted) and _means(name, own, meaning, wanted):
+            if (recipes[name].engine or DEFAULT) == engine and _means(name, engine, meaning, wanted):
                 return Answer(recipe=name, overrides={})
     found = [_from(name, config, wanted, engine) for name in recipes]
     candidates = [one for one in found if one is not None]
@@ -84,12 +84,6 @@ def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[s
     # what a stack leaves to the model is not a promise
     left = [name for name in OPEN if getattr(meaning, name) is None]
     return MappingProxyType({row: pair for row, pair in differences(meaning, mine).items() if row not in left})
-
-
-def _policy_free(policy: PrecisionPolicy) -> bool:
-    """Whether a Meaning has everything that the policy states."""
-    facts = (policy.keep_fp32, policy.frozen, policy.logits, policy.router, policy.residual_fp32, policy.softmax_fp32)
-    return not any(facts)
 
 
 def _beside(mine: Meaning, meaning: Meaning) -> Meaning:
@@ -143,35 +137,32 @@ _VERSIONS = dataclasses.replace(ASSUMED, megatron_core=RELEASES[-1].version)
 """The newest megatron-core that is supported: what it lacks, none has."""
 
 
-def refusals(told: Answer, optimizer: str = "") -> tuple[str, ...]:
+def refusals(told: Answer, trains: Mapping[str, Any] = MappingProxyType({})) -> tuple[str, ...]:
     """What forbids the answer on its engine, each with its cure and source, and then which engines of mpbridge allow it. Empty if nothing does.
 
-    optimizer: the value of optimizer.optimizer; '': Adam.
+    trains: the run's settings of the section `optimizer`; {}: Adam's.
     """
     if told.recipe is None:
         return ()
     config = get_mixed_precision_config(told.recipe).derive(**told.overrides)
     own = told.engine or describe(told.recipe).engine or DEFAULT
-    errors = _errors(config, own, optimizer)
+    errors = _errors(config, own, trains)
     if not errors:
         return ()
-    others = [name for name in engine_names() if name != own and not _errors(config, name, optimizer)]
+    others = [name for name in engine_names() if name != own and not _errors(config, name, trains)]
     lines = [f"{error.found}: {error.rule}; cure: {error.cure} [{error.source}]" for error in errors]
-    named = (
-        f"engine={' or '.join(others)} allows it (megatron-core {_VERSIONS.megatron_core})"
-        if others
-        else "no engine of mpbridge allows it as it is"
-    )
-    return (*lines, named)
+    named = f"engine={' or '.join(others)} allows it (megatron-core {_VERSIONS.megatron_core})"
+    return (*lines, named if others else "no engine of mpbridge allows it as it is")
 
 
-def _errors(config: MixedPrecisionConfig, engine: str, trains: str) -> tuple[Violation, ...]:
+def _errors(config: MixedPrecisionConfig, engine: str, trains: Mapping[str, Any]) -> tuple[Violation, ...]:
     """The errors of a recipe on an engine, with the optimizer states divided where its parameters allow it."""
     policy = resolve(config)
     divides = traits(engine).main_weights != "optimizer" and (policy.stored or not policy.narrow_alone)
-    alone = trains in BESIDE_ADAM and not policy.stored
+    named = str(trains.get("optimizer") or "adam")
+    alone = named in BESIDE_ADAM and not policy.stored
     optimizer = OptimizerFacts(
-        distributed=divides and not alone, name=updater(trains or "adam", policy.settled(), traits(engine))
+        distributed=divides and not alone, name=updater(named, policy.settled(), traits(engine)), settings=trains
     )
     run = RunFacts(
         shape=_SHAPE, parallel=Parallel(world_size=8), engine=engine, optimizer=optimizer, versions=_VERSIONS, global_batch_size=8,

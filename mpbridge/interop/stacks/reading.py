@@ -65,17 +65,13 @@ class Reader:
         parts = path.split(".")
         for depth, part in enumerate(parts):
             if not isinstance(value, Mapping):
-                self._no_section(".".join(parts[:depth]), value)
+                fault = f"{'.'.join(parts[:depth])}={brief(value)}: expected a mapping"
+                self.faults += [fault] if value is not None and fault not in self.faults else []
                 return default
             if part not in value:
                 return default
             value = value[part]
         return value
-
-    def _no_section(self, path: str, value: Any) -> None:
-        fault = f"{path}={brief(value)}: expected a mapping"
-        if value is not None and fault not in self.faults:
-            self.faults.append(fault)
 
     def default(self, path: str, value: Any) -> None:
         """Notes what is in force where the data says nothing at a path."""

@@ -1,12 +1,17 @@
-"""Why a fact of a recipe is otherwise in another stack, or the nearest equivalent there: one row per fact, one table for all stacks."""
+"""What a difference between two setups comes to: why a fact of a recipe is otherwise in another stack, or the nearest equivalent there (one row per fact,
+one table for all stacks); what one setup costs or loses compared with another (bytes kept, bytes sent, mantissa bits); and whether a checkpoint can be
+used by the other: first by its format, then by the precision of its contents.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.meaning import Meaning
+from mpbridge.common.traits import traits
+from mpbridge.interop.stacks.meaning import Meaning, arithmetic_differs, differences
 
 _SCALER = "torch's GradScaler halves at every overflow and has no minimum"
 _AWARE = "it has an effect only with --use-precision-aware-optimizer"
@@ -123,3 +128,177 @@ def reasons(stack: str, theirs: Meaning) -> dict[str, str]:
     if found["main"] == REASONS["main"][""] and (theirs.main is not None or theirs.storage is not DType.FP32):
         found["main"] = ""  # it is about FP32 parameters that are updated themselves
     return {row: text for row, text in found.items() if text}
+
+
+_ROUNDED = (
+    "compute", "autocast", "wire", "accumulator", "exp_avg", "exp_avg_sq", "output", "pipeline", "logits", "router",
+)  # fmt: skip
+"""Rows whose dtype rounds the values that pass through."""
+_SENT = {"wire": "gradients on the wire", "pipeline": "activations between stages"}
+"""Rows whose dtype decides how much is sent."""
+_TIMES = {0.5: "half", 2.0: "twice"}
+
+
+def cost(row: str, ours: Meaning, theirs: Meaning) -> str:
+    """The cost of `theirs` relative to `ours` in a row where they differ ('2 bytes per parameter more'); '' if it has no number.
+
+    Bytes are per parameter of a dense model before anything is divided over ranks; bits those of the mantissa.
+    """
+    if row in ("quantization", "stored"):
+        return _of_quantized(ours, theirs)
+    found = []
+    before, after = _held(row, ours, theirs), _held(row, theirs, ours)
+    if before != after:
+        copied = row == "accumulator" and ours.held["optimizer_reads"] != theirs.held["optimizer_reads"]
+        copy = " with the optimizer's copy" if copied else ""
+        found.append(f"{_count(abs(after - before), 'byte')} per parameter {_than(before, after)}{copy}")
+    mine, there = _dtype(row, ours), _dtype(row, theirs)
+    if mine is None or there is None:
+        return ", ".join(found)
+    if row in _SENT and mine.bytes != there.bytes:
+        factor = there.bytes / mine.bytes
+        found.append(f"{_TIMES.get(factor, f'{factor:g} times')} the bytes of {_SENT[row]}")
+    if row in _ROUNDED and mine.mantissa is not None and there.mantissa is not None and there.mantissa < mine.mantissa:
+        found.append(f"{_count(mine.mantissa - there.mantissa, 'bit')} of mantissa fewer")
+    return ", ".join(found)
+
+
+def _held(row: str, one: Meaning, other: Meaning) -> int:
+    """Bytes of a row; an accumulator's include the copy that the optimizer then needs."""
+    held = one.held
+    if row == "optimizer_reads" and one.accumulator is not other.accumulator:
+        return 0
+    return held["accumulator"] + held["optimizer_reads"] if row == "accumulator" else held.get(row, 0)
+
+
+def _of_quantized(ours: Meaning, theirs: Meaning) -> str:
+    """Operand bits of the linears without a rule of their own, and bytes of their stored weights."""
+    (operands, weights, low), (operands_there, weights_there, low_there) = _linear(ours), _linear(theirs)
+    found = []
+    if operands != operands_there:
+        found.append(f"operands of {operands_there} bits instead of {operands}")
+    if weights != weights_there and (low or low_there):  # else it is the stored parameters' row
+        apart = abs(weights_there - weights) / 8
+        found.append(f"{apart:g} byte{'' if apart == 1 else 's'} per quantized weight {_than(weights, weights_there)}")
+    return ", ".join(found)
+
+
+def _linear(meaning: Meaning) -> tuple[int, int, bool]:
+    """(bits of an operand, bits of a stored weight, whether it is stored quantized) of a linear under the last rule."""
+    wide, quants = 8 * meaning.compute.bytes, meaning.regions[-1].rules.distinct
+    operand = min((quant.bits for quant in quants), default=wide)
+    rests = [quant.bits for quant in quants if quant.stored]
+    return operand, min(rests, default=8 * meaning.storage.bytes), bool(rests)
+
+
+def _dtype(row: str, meaning: Meaning) -> DType | None:
+    """The dtype of a row as it acts: without autocast operations run in the compute dtype, and modules hand on what they computed. None: no such tensor."""
+    if not meaning.optimizer.keeps(row):
+        return None
+    value = meaning.in_force(row) if row in ("output", "pipeline") else getattr(meaning, row, None)
+    if value is None and row in ("autocast", "output", "pipeline", "logits"):
+        return meaning.compute
+    return value if isinstance(value, DType) else None
+
+
+def _than(before: int, after: int) -> str:
+    return "more" if after > before else "fewer"
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}" + ("" if number == 1 else "s")
+
+
+OURS = "mpbridge"
+"""Stands for a recipe that runs in mpbridge, in place of a stack."""
+_MEGATRON = ("megatron-lm", "megatron-bridge")
+_FOLDERS: Mapping[str, tuple[str, str]] = MappingProxyType({
+    OURS: ("mpbridge convert ckpt:DIR hf:DIR", "mpbridge convert hf:DIR ckpt:DIR"),
+    "megatron-lm": ("Megatron Bridge's AutoBridge.export_ckpt", "Megatron Bridge's AutoBridge.import_ckpt"),
+    "megatron-bridge": ("AutoBridge.export_ckpt", "AutoBridge.import_ckpt"),
+    "torchtitan": ("checkpoint.last_save_in_hf", "checkpoint.initial_load_in_hf"),
+    "automodel": ("checkpoint.save_consolidated", "from_pretrained"),
+    "fsdp2": ("a full state dict and the model's save_pretrained", "from_pretrained"),
+    "accelerate": ("unwrap_model and save_pretrained", "from_pretrained"),
+    "transformers": ("save_model", "from_pretrained"),
+    "lightning": ("the module's own save_pretrained", "from_pretrained"),
+    "deepspeed": ("zero_to_fp32.py and save_pretrained", "from_pretrained"),
+})  # fmt: skip
+"""Stack -> how its weights are exported to a Hugging Face folder, and how it loads such a folder."""
+_MEGATRON_WAYS: Mapping[str, str] = MappingProxyType(
+    {
+        "megatron-bridge": "Bridge can read Megatron-LM's, using the arguments stored in it; which optimizer states its loader restores is not verified",
+        "megatron-lm": "Whether Megatron-LM's loader accepts Bridge's is not verified",
+    }
+)
+"""Bridge: training/checkpointing.py at 067f987d, 'extracting config from legacy Megatron-LM checkpoint'."""
+ALONE = "the weights are kept: moments, loss scale, schedule and the data position are lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One of the two setups."""
+
+    meaning: Meaning
+    stack: str = OURS
+    engine: str
+    """mpbridge's engine: that of a recipe, or the one that corresponds to a stack's settings."""
+    unsaid: tuple[str, ...] = ()
+    """What its file says beyond `meaning`: settings that mpbridge cannot express, and contradictions."""
+
+
+def handover(a: Setup, b: Setup) -> str:
+    """What happens to a checkpoint of A in B, in one or two sentences.
+
+    Formats come first: equal dtypes do not help if B cannot read the format. Formats: docs/stacks/index.md.
+    """
+    return f"{_arithmetic(a, b)}. {_way(a, b)}{_rounded(a, b)}"
+
+
+def _arithmetic(a: Setup, b: Setup) -> str:
+    if differences(a.meaning, b.meaning):
+        other = arithmetic_differs(a.meaning, b.meaning)
+        return "They compute differently" if other else "The same arithmetic, with a different layout of tensors"
+    beyond = _beyond(a, b)
+    text = f"What mpbridge can express of both is the same, but not all of it: {beyond}"
+    return text if beyond else "They mean the same"
+
+
+def _beyond(a: Setup, b: Setup) -> str:
+    """What only one of the two files says beyond its meaning; what two files of one stack both say is the same."""
+    both = set(a.unsaid) & set(b.unsaid) if a.stack == b.stack else set()
+    sides = (("A", a), ("B", b))
+    return "; ".join(f"{name} has {line}" for name, one in sides for line in one.unsaid if line not in both)
+
+
+def _way(a: Setup, b: Setup) -> str:
+    if a.stack == b.stack == OURS:
+        return _here(a, b)
+    if a.stack == b.stack:
+        apart = differences(a.meaning, b.meaning)
+        state = "how that loader casts tensors is not verified" if apart else "all dtypes are the same"
+        return f"Both are {a.stack}: its own loader decides; {state}"
+    if a.stack in _MEGATRON and b.stack in _MEGATRON:
+        return f"Both write megatron-core's distributed checkpoints. {_MEGATRON_WAYS[b.stack]}"
+    if a.stack in _MEGATRON and b.stack == OURS and traits(b.engine).checkpoints == "mcore":
+        return f"A's checkpoints cannot be continued in B. checkpoint.load of A's torch_dist folder with --reset-optimizer works, but only {ALONE}"
+    ways = f"{_FOLDERS[a.stack][0]}, then {_FOLDERS[b.stack][1]}"
+    return f"A's checkpoints cannot be continued in B. Through a Hugging Face folder ({ways}), only {ALONE}"
+
+
+def _here(a: Setup, b: Setup) -> str:
+    if traits(a.engine).checkpoints != traits(b.engine).checkpoints:
+        return (
+            f"Checkpoints of engine {a.engine} cannot be continued with engine {b.engine}: names and shapes differ."
+            f" Through a Hugging Face folder (mpbridge convert), only {ALONE}"
+        )
+    if not differences(a.meaning, b.meaning):
+        return "A checkpoint of A can be continued in B unchanged"
+    return "A checkpoint of A can be continued in B if mpbridge resume-check, which knows the run, allows it"
+
+
+def _rounded(a: Setup, b: Setup) -> str:
+    one, other = a.meaning.master, b.meaning.master
+    if one.bytes <= other.bytes:
+        return ""
+    return f". B updates {other.short} weights, A {one.short} ones: they are rounded, and converting back does not restore them"

@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from mpbridge.common.errors import DataError, cut
 from mpbridge.interop.stacks.known_keys import known
-from mpbridge.interop.stacks.megatron_lm_options import options
+from mpbridge.interop.stacks.megatron_lm_arguments import options
 
 LM = "megatron-lm"
 TITLES: Mapping[str, str] = {
@@ -21,14 +21,8 @@ _EXAMPLES = frozenset({"model_name_or_path", "tokenizer_name", "dataset_name", "
 """Options of Transformers' example scripts beside those of TrainingArguments."""
 _ANYONES = ("__deepspeed", "__deepspeed_config", "__bf16", "__fp16")
 _DECIDES = (
-    "use_fsdp",
-    "use_deepspeed",
-    "use_megatron_lm",
-    "config_file",
-    "mixed_precision",
-    "deepspeed_config_file",
-    "zero_stage",
-)
+    "use_fsdp", "use_deepspeed", "use_megatron_lm", "config_file", "mixed_precision", "deepspeed_config_file", "zero_stage",
+)  # fmt: skip
 """Options of `accelerate launch` that may change what its program's own arguments mean."""
 
 

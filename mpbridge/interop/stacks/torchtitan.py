@@ -1,20 +1,34 @@
-"""torchtitan: a recipe as arguments, plus a config_registry function if linears are quantized.
+"""torchtitan: a recipe as arguments, plus a config_registry function if linears are quantized; and its arguments, the TOML of earlier versions and the
+names of its configs, read.
 
-Read at b5bcd76c: config/configs.py, components/quantization/{float8,mx,nvfp4}.py.
+Read at b5bcd76c: config/configs.py, components/quantization/{float8,mx,nvfp4}.py. A config_registry function is never run: it is read as text
+(`read_made`), or only its name is used (`--config NAME`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+from mpbridge.common.errors import DataError, brief, cut
 from mpbridge.common.formats import DType
-from mpbridge.interop.stacks.base import Export, Fragment, Line, Request, exported
-from mpbridge.interop.stacks.data_comment import commented
-from mpbridge.interop.stacks.meaning import Meaning
-from mpbridge.interop.stacks.sharded_torch import SPELL, regions_there, torch_meaning
+from mpbridge.interop.stacks.base import Export, Fragment, Imported, Line, Request, engine_with, exported
+from mpbridge.interop.stacks.known_keys import imported, unknown_of
+from mpbridge.interop.stacks.meaning import updated_itself, with_quant
+from mpbridge.interop.stacks.python_values import SourceObject, Unknown, known_fields
+from mpbridge.interop.stacks.reading import Reader, options_of, raise_faults
+from mpbridge.interop.stacks.sharded_torch import (
+    SPELL,
+    TORCHAO,
+    commented,
+    fields_of,
+    left_out,
+    regions_there,
+    torch_meaning,
+)
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 
@@ -76,7 +90,10 @@ def export(request: Request) -> Export:
         )
         lines.append(Line(fidelity="impossible", fact="fp16", text=text))
         policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)
-    theirs = _meaning(policy)
+    # mixed_precision_reduce takes float32 only
+    quants = {scaling: row.quant for scaling, row in CONVERTERS.items()}
+    theirs = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, quants, edges=True))
+    theirs = dataclasses.replace(theirs, router=DType.FP32)
     moments = policy.settled()
     low = DType.BF16 in (moments.exp_avg, moments.exp_avg_sq) and theirs.storage is DType.FP32
     if low:
@@ -90,15 +107,6 @@ def export(request: Request) -> Export:
             theirs = dataclasses.replace(theirs, note=f"experts: {experts(policy)}")
         pieces.append(Fragment(name="config_registry.py", text=commented(NAME, theirs, _python(policy))))
     return exported(request, NAME, theirs, pieces, lines)
-
-
-_QUANTS = {scaling: row.quant for scaling, row in CONVERTERS.items()}
-
-
-def _meaning(policy: PrecisionPolicy) -> Meaning:
-    # mixed_precision_reduce takes float32 only
-    found = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, _QUANTS, edges=True))
-    return dataclasses.replace(found, router=DType.FP32)
 
 
 def _python(policy: PrecisionPolicy) -> str:
@@ -134,3 +142,207 @@ def _chosen(quant: Quant, ends: tuple[int, int] | None) -> list[str]:
     # the dot behind a number keeps layers.1 from covering layers 10 to 19
     covered = f'f"layers.{{i}}.{{part}}" for i in range({first}, {depth} - {last}) for part in ({parts})'
     return [f"fqns=[{covered}]"]
+
+
+_OLD = ("float8", "mx", "quantize", "model.converters")
+"""Sections of TOML files before converters moved into Python."""
+
+
+def read(words: Iterable[str], *, version: str) -> Imported:
+    """The meaning of `--section.key value` arguments, including `--config NAME`. Raises BadValue for stray words."""
+    faults: list[str] = []
+    data, strays = options_of(words)
+    faults += [f"{brief(word)} is not an option: expected --section.key VALUE" for word in strays]
+    faults += [f"--{name} has no value" for name in ("config", *_WORDS) if data.get(name) is True]
+    raise_faults(faults, "these arguments of torchtitan")
+    return read_data(data, version=version)
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """The settings' meaning under FSDP2. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
+    read_ = Reader.of(data, "a torchtitan configuration")
+    quant = _quant(read_)
+    ends = _filtered(read_) if quant is not None else None
+    return _found(
+        read_, version, quant, ends, read_.at("optimizer.name"), "optimizer.name"
+    )  # of versions before its groups
+
+
+def _found(read_: Reader, version: str, quant: Quant | None, ends: tuple[int, int] | None, optimizer: Any, where: str) -> Imported:  # fmt: skip
+    storage = read_.dtype("training.dtype", DType.FP32) or DType.FP32
+    compute = read_.dtype("training.mixed_precision_param", DType.BF16) or DType.BF16
+    reduce = read_.dtype("training.mixed_precision_reduce", DType.FP32) or DType.FP32
+    low = read_.at("optimizer.implementation") == "fused_opt_states_bf16"
+    states = DType.BF16 if low else storage
+    whole = read_.number("parallelism.data_parallel_shard_degree", -1) == 1
+    read_.note_rows(
+        ("assumed", True, "FSDP2 installs the policy at every sharding degree, including 1 (its docstrings still mention autocast)"),
+        ("contradicts", DType.FP16 in (storage, compute), "float16: training.dtype and mixed_precision_param accept only bfloat16 and float32"),
+        ("contradicts", reduce is not DType.FP32, f"training.mixed_precision_reduce={reduce.value}: its parser takes float32 only"),
+        ("cannot_express", states is not storage, "both moments in BF16 with FP32 parameters: its own optimizer, on CUDA"),
+    )  # fmt: skip
+    meaning = updated_itself(
+        storage, compute, DType.FP32, exp_avg=states, exp_avg_sq=states, sharded="nothing" if whole else "everything"
+    )
+    meaning = with_quant(meaning, quant, ends)
+    engine = engine_with("optimizer")
+    fields = fields_of(meaning, read_)
+    return imported(read_, NAME, version, meaning, fields, engine=engine, optimizer=optimizer, where=where)
+
+
+_WORDS = (
+    "training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce", "optimizer.implementation",
+)  # fmt: skip
+"""Precision options that take a word."""
+OPAQUE = frozenset({"model_registry", "nvfp4_bf16_tail_fqns"})
+"""Functions of which the arguments are read, not the body."""
+LINEARS = {row.linears: row.quant for row in reversed([*CONVERTERS.values()])}
+"""Converter -> what it runs by default."""
+_EXPERTS = {row.experts: scaling for scaling, row in CONVERTERS.items() if row.experts}
+"""Converter of experts -> the scaling of their grouped GEMMs."""
+
+
+def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
+    """The meaning of the Trainer.Config that a config_registry function returns, from the function's text. Raises DataError if it returns none."""
+    if not isinstance(made, SourceObject) or not {"training", "model_spec"} & made.attributes.keys():
+        raise DataError(f"{name}: no Trainer.Config can be determined from its text")
+    not_known: list[str] = []
+    read_ = Reader({})
+    for section, wanted in (("training", _TRAINING), ("optimizer", ("implementation",))):
+        value = made.attributes.get(section)
+        inside = value.attributes if isinstance(value, SourceObject) else {}
+        read_.notes["unknown"] += unknown_of(NAME, section, inside)
+        read_.data = {**read_.data, section: known_fields(value, wanted, not_known, section)}
+    spec = made.attributes.get("model_spec")
+    given = spec.attributes.get("converters") if isinstance(spec, SourceObject) else None
+    at = {**{one: made.attributes.get(one) for one in ("training", "optimizer")}, "model_spec": spec, "converters": given}  # fmt: skip
+    not_known += [f"{where} = {one.text}" for where, one in at.items() if isinstance(one, Unknown)]
+    quant = _converted(given if isinstance(given, list) else [], read_)
+    read_.notes["undecided"] += [f"{one}: known only at run time; left at its default" for one in not_known]
+    read_.notes["assumed"] += dict.fromkeys(notes)
+    return _found(read_, version, quant, None, _updater(made.attributes.get("optimizer")), "optimizer.param_groups")
+
+
+def _updater(optimizer: Any) -> str | None:
+    """The optimizer of its param_groups: of several the one that is not Adam, since that one updates the matrices. None: the text tells none."""
+    groups = optimizer.attributes.get("param_groups") if isinstance(optimizer, SourceObject) else None
+    listed = groups if isinstance(groups, list) else []
+    said = [one.attributes.get("optimizer_name") for one in listed if isinstance(one, SourceObject)]
+    names = sorted((name for name in said if isinstance(name, str)), key=lambda name: name.startswith("Adam"))
+    return names[0] if names else None
+
+
+_TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+
+
+def _converted(converters: list[Any], read: Reader) -> Quant | None:
+    """What a model_registry's converters make of the linears; what no recipe can say is noted: modules, and a mixture's experts and router otherwise."""
+    quant, gate, experts = None, "", ""
+    for one in converters:
+        word = one.callee.removesuffix(".Config").rpartition(".")[2] if isinstance(one, SourceObject) else ""
+        if word in _EXPERTS:
+            experts = _EXPERTS[word]
+        elif word not in LINEARS:
+            lost = f"a converter that its text does not determine: {getattr(one, 'text', one)}"
+            read.cannot(f"{word}: no setting of a recipe" if word else lost)
+        else:
+            said = one.attributes
+            high = said.get("recipe_name") == "rowwise_with_gw_hp"
+            quant = CONVERTERS["rowwise_gw_hp"].quant if high else LINEARS[word]
+            gate = word if _covers_gate(said) else ""
+            _filters(word, said, read)
+    linears = "the linears are not quantized" if quant is None else f"the linears have {quant.scaling}"
+    read.note_rows(
+        ("assumed", quant is not None and not experts, "a dense model: no converter covers the experts of a mixture"),
+        ("cannot_express", experts and (quant is None or experts != quant.scaling),
+         f"{CONVERTERS[experts].experts if experts else experts}: the experts' grouped GEMMs run in {experts}; {linears}"),
+        ("cannot_express", experts and gate, f"{gate}: the experts' router ({GATE}) is quantized too; here it never is"),
+    )  # fmt: skip
+    return quant
+
+
+def _covers_gate(said: Mapping[str, Any]) -> bool:
+    """Whether a converter's substrings choose the router's gate."""
+    covered, left = (
+        [one for one in given if isinstance(one, str)] if isinstance(given, list) else given
+        for given in map(said.get, ("fqns", "filter_fqns"))
+    )
+    name = f"layers.0.moe.{GATE}"
+    if covered:
+        return isinstance(covered, list) and any(one in name for one in covered)
+    return not (isinstance(left, list) and any(one in name for one in left))
+
+
+def _every_linear(covered: Any) -> bool:
+    """Whether substrings choose every linear of a layer: 'layers', or torchtitan.PARTS, also in the wording of its own configurations."""
+    own = [str(one).removesuffix(".w").removeprefix("moe.") for one in covered] if isinstance(covered, list) else []
+    return covered == ["layers"] or sorted(own) == ["attention", "feed_forward", "shared_experts"]
+
+
+def _filters(word: str, said: Mapping[str, Any], read: Reader) -> None:
+    """Notes the modules that a converter covers; mpbridge covers the linears of the layers."""
+    covered, left = said.get("fqns"), said.get("filter_fqns")
+    computed = isinstance(covered, (Unknown, SourceObject))
+    names = ", ".join(map(str, covered if isinstance(covered, list) else [covered]))
+    others = [str(one) for one in left or [] if one not in ("lm_head", GATE)] if isinstance(left, list) else []
+    read.note_rows(
+        ("cannot_express", said.get("emulate") is True, f"{word}: emulate=True computes torchao's tensorwise default regardless of its recipe"),
+        ("cannot_express", computed, f"{word}: {_TAIL}"),
+        ("cannot_express", not computed and covered and not _every_linear(covered), f"{word}: only linears whose names contain {names}"),
+        ("cannot_express", not covered and (not isinstance(left, list) or "lm_head" not in left),
+         f"{word}: the output layer (lm_head) is quantized too; here it never is"),
+        ("cannot_express", others, f"{word}: left out by substring: {', '.join(others)}"),
+    )  # fmt: skip
+
+
+_TAIL = "a fraction of the last layers stays in BF16; set the model's depth and num_layers_at_end_in_bf16"
+
+
+def _converters(read_: Reader) -> list[str]:
+    """The listed converters, separated by commas on a command line."""
+    given = read_.at("model.converters")
+    if isinstance(given, str):
+        return [one.strip() for one in given.split(",")]
+    return [str(one) for one in given] if isinstance(given, (list, tuple)) else []
+
+
+def _filtered(read_: Reader) -> tuple[int, int] | None:
+    """Layers at the ends that a filter of versions with TOML leaves out of the converter; None without one."""
+    where = next((path for path in _FILTERS if read_.at(path) is not None), None)
+    if where is None and not _converters(read_):
+        return None
+    said = read_.at(where) if where is not None else []
+    names = [one.strip() for one in said.split(",")] if isinstance(said, str) else said
+    # its models call it `output`
+    listed = ["lm_head" if one == "output" else one for one in (names if isinstance(names, (list, tuple)) else [])]
+    return left_out(listed, where or "model.converters", read_)
+
+
+_FILTERS = ("float8.filter_fqns", "mx.filter_fqns", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")  # fmt: skip
+
+
+def _quant(read_: Reader) -> Quant | None:
+    name, listed = str(read_.at("config") or ""), _converters(read_)
+    for one in listed:
+        text = f"model.converters={cut(one)}: not a converter that is read here"
+        read_.cannot(text, one not in ("float8", "mx"))
+    word = next((word for word in ("nvfp4", "mxfp8", "float8") if word in name), "")
+    word = word or next((found for mark, found in (("mx", "mxfp8"), ("float8", "float8")) if mark in listed), "")
+    for section in () if word else _OLD[:3]:
+        text = f"{section} has no effect without a converter in model.converters"
+        read_.note("inert", text, read_.section(section))
+    if not word:
+        return None
+    read_.note("assumed", f"quantized linears are what {name or 'model.converters'} names: {word}")
+    read_.cannot(f"{name}: {_TAIL}", "pct_layers" in name)
+    if word != "float8":
+        return CONVERTERS[word].quant
+    recipe = read_.at("float8.recipe_name", read_.at("quantize.linear.float8.recipe_name"))
+    if recipe is None:
+        recipe = "tensorwise" if listed else "rowwise"  # torchao's own, in versions with TOML; the converter's since
+        read_.default("float8.recipe_name", recipe)
+    if listed and recipe == "tensorwise":
+        gathers = read_.flag("float8.enable_fsdp_float8_all_gather")
+        read_.cannot("float8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage", gathers)
+        return TORCHAO["tensorwise"]
+    return CONVERTERS["rowwise_gw_hp" if recipe == "rowwise_with_gw_hp" else "rowwise"].quant

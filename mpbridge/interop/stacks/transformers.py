@@ -14,11 +14,10 @@ from mpbridge.common.errors import cut
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.base import Export, Fragment, Imported, Request, engine_with, exported
-from mpbridge.interop.stacks.data_comment import commented
 from mpbridge.interop.stacks.known_keys import imported, known
 from mpbridge.interop.stacks.meaning import Meaning, updated_itself
 from mpbridge.interop.stacks.reading import Reader, options_of, stray
-from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, fields_of, torch_meaning
+from mpbridge.interop.stacks.sharded_torch import SPELL, TORCH_SCALER, commented, fields_of, torch_meaning
 
 NAME = "transformers"
 VERSIONS = {"5.23": "5.23.0"}
@@ -26,13 +25,8 @@ DEFAULT_VERSION = "5.23"
 _FSDP1 = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """Strategies that FSDP2 does not have."""
 _LOADERS = (
-    "finetuning_type",
-    "dist_config",
-    "model_class",
-    "quantization_bit",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-)
+    "finetuning_type", "dist_config", "model_class", "quantization_bit", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+)  # fmt: skip
 """Keys of programs that load a model by their own rules; LLaMA-Factory's, whose files have the keys of TrainingArguments beside them."""
 _LOADS = frozenset({"dtype", "torch_dtype"})
 """Options of the example scripts, which are read beside TrainingArguments' own."""
@@ -48,31 +42,25 @@ def export(request: Request) -> Export:
     optim = sgd if request.optimizer == "sgd" else {"optim": "adamw_torch"}
     said = {"dtype": SPELL[full.storage], **optim} | ({} if cast is None else {cast.short: True})
     theirs = read_data(said, version=request.version).meaning
-    flag = "".join(f', {name}="{value}"' for name, value in optim.items()) + (
-        "" if cast is None else f", {cast.short}=True"
-    )
-    code = "\n".join(
-        [
-            "import torch",
-            "from transformers import AutoModelForCausalLM, TrainingArguments",
-            "",
-            "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
-            f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
-            f'arguments = TrainingArguments(output_dir="out"{flag})',
-        ]
-    )
-    return exported(request, NAME, theirs, [Fragment(name="python", text=commented(NAME, theirs, code))])
+    given = ['output_dir="out"', *(f'{name}="{value}"' for name, value in optim.items())]
+    given += [] if cast is None else [f"{cast.short}=True"]
+    lines = [
+        "import torch",
+        "from transformers import AutoModelForCausalLM, TrainingArguments",
+        "",
+        "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
+        f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{said["dtype"]})',
+        f"arguments = TrainingArguments({', '.join(given)})",
+    ]
+    code = Fragment(name="python", text=commented(NAME, theirs, "\n".join(lines)))
+    return exported(request, NAME, theirs, [code])
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `--bf16 --fsdp full_shard ...`; `--torch_dtype`/`--dtype` of the example scripts is the loading dtype."""
     data, strays = options_of(words)
-    found = read_data(data, version=version, saved=False)
-    return dataclasses.replace(found, unknown=(*(stray(word, _options()) for word in strays), *found.unknown))
-
-
-def _options() -> list[str]:
-    return [f"--{name}" for name in known(NAME)[""]]
+    found, names = read_data(data, version=version, saved=False), [f"--{name}" for name in known(NAME)[""]]
+    return dataclasses.replace(found, unknown=(*(stray(word, names) for word in strays), *found.unknown))
 
 
 def read_data(data: Any, *, version: str, saved: bool = True) -> Imported:

@@ -37,13 +37,8 @@ def _row(
         meaning = read_text(settings, stack=stack, name="x.yaml").meaning
     else:
         meaning = read_args(settings, stack=stack, version=version).meaning
-    return StackWord(
-        words=tuple(words.split(" | ")),
-        stack=stack,
-        where=where,
-        meaning=dataclasses.replace(meaning, loss_scale=None),
-        source=source,
-    )
+    meaning = dataclasses.replace(meaning, loss_scale=None)
+    return StackWord(words=tuple(words.split(" | ")), stack=stack, where=where, meaning=meaning, source=source)
 
 
 _B, _F = DType.BF16, DType.FP32

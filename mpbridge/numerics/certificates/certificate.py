@@ -13,17 +13,26 @@ import torch
 
 from mpbridge.common.facts import MUONS
 from mpbridge.common.formats import E2M1, E4M3
-from mpbridge.numerics.certificates.attention import attention_rows, newton_schulz_rows
 from mpbridge.numerics.certificates.expected import Expected, Operands, cast
-from mpbridge.numerics.certificates.figures import SIDES, bounds, gain, gemm_figures, operand_figures, product
-from mpbridge.numerics.certificates.tensors import KINDS, Linear, drawn, with_signal
+from mpbridge.numerics.certificates.figures import (
+    KINDS,
+    SIDES,
+    Linear,
+    attention_rows,
+    bounds,
+    drawn,
+    gain,
+    gemm_figures,
+    newton_schulz_rows,
+    operand_figures,
+    product,
+    with_signal,
+)
 from mpbridge.numerics.operands import COPY_OF, Side
 from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE
-from mpbridge.planning.certificates.optimizer import Training, optimizer_rows, sentence
-from mpbridge.planning.certificates.row import Row
-from mpbridge.planning.certificates.scales import nvfp4_second_pass, second_pass
-from mpbridge.planning.certificates.variants import NOT_OFFERED, Variant
+from mpbridge.planning.certificates import NOT_OFFERED, Row, Training, Variant, optimizer_rows, sentence
+from mpbridge.planning.closed_forms import nvfp4_second_pass, second_pass
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import GEMMS, Gemm
 

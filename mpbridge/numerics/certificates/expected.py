@@ -14,7 +14,7 @@ from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
 from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.rules import Release
 from mpbridge.numerics.scales import DEFAULT_RELEASE, peaks_over, scale_from_amax
-from mpbridge.planning.certificates.variants import Variant
+from mpbridge.planning.certificates import Variant
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.regions import Gemm, Region
 
@@ -163,7 +163,7 @@ def cast(x: torch.Tensor, kind: torch.dtype) -> Expected:
 
 
 def stochastic_e2m1(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(E, Var, P(0)) of `rounding.round_stochastic`, over all 256 values of its random byte: up with floor(256 f)/256, f the part of a step."""
+    """(E, Var, P(0)) of `codes.round_stochastic`, over all 256 values of its random byte: up with floor(256 f)/256, f the part of a step."""
     size = scaled.abs().clamp_max(E2M1.largest)
     spacing = torch.where(size >= 4, 2.0, torch.where(size >= 2, 1.0, 0.5)).double()
     low = torch.floor(size / spacing)

@@ -9,12 +9,12 @@ import torch
 from mpbridge.common.formats import FORMATS, DType
 from mpbridge.common.pages.about import glossary, made_now
 from mpbridge.common.pages.document import Page
-from mpbridge.common.tables.table import Column
+from mpbridge.common.tables import Column
 from mpbridge.numerics.certificates.certificate import Certificate
 from mpbridge.numerics.certificates.expected import stochastic_e2m1
 from mpbridge.numerics.certificates.figures import concentration
-from mpbridge.numerics.rounding import round_nearest
-from mpbridge.planning.certificates.states import lost_updates
+from mpbridge.numerics.codes import round_nearest
+from mpbridge.planning.closed_forms import lost_updates
 from mpbridge.precision.regions import GEMMS
 
 COUNTS = tuple(4**k for k in range(8))

@@ -1,9 +1,8 @@
 """The audit: compares the live tensors with what the policy promised."""
 
 from mpbridge.observe.audit.examine import audit
-from mpbridge.observe.audit.findings import Finding, Report, audit_table
+from mpbridge.observe.audit.findings import Finding, Report, audit_table, write_section
 from mpbridge.observe.audit.hook import AuditHook
-from mpbridge.observe.audit.record import write_section
 from mpbridge.observe.audit.replicas import agree
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.watch import Watch

@@ -9,8 +9,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import world_size
+from mpbridge.backend.devices.collectives import from_all, world_size
 from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.numerics.observation.modules import (
     is_attention,
@@ -23,17 +22,23 @@ from mpbridge.numerics.observation.modules import (
 )
 from mpbridge.observe.audit.compute import compute_findings
 from mpbridge.observe.audit.findings import AuditStage, Finding, Report, not_observed
-from mpbridge.observe.audit.fixed import fixed_finding
 from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
 from mpbridge.observe.audit.holdings import holdings
-from mpbridge.observe.audit.judge import flag_finding, rule_findings, tensor_findings, weight_findings
-from mpbridge.observe.audit.not_observable import FACTOR, MATRICES, why_unseen
+from mpbridge.observe.audit.judge import (
+    FACTOR,
+    MATRICES,
+    flag_finding,
+    rule_findings,
+    tensor_findings,
+    weight_findings,
+    why_unseen,
+)
 from mpbridge.observe.audit.observe import Observed, look
 from mpbridge.observe.audit.orthogonal import orthogonal_findings, trains
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.quantization import quantization_findings
 from mpbridge.observe.audit.replay import declared, replay_findings
-from mpbridge.observe.audit.replicas import replica_findings
+from mpbridge.observe.audit.replicas import fixed_finding, replica_findings
 from mpbridge.observe.audit.snapshot import Before
 from mpbridge.observe.audit.traffic import traffic_findings
 from mpbridge.observe.audit.watch import Watch

@@ -1,14 +1,17 @@
-"""The audit's results: one Finding per fact, a Report for the whole run, and their text, table and JSON forms."""
+"""The audit's results: one Finding per fact, a Report for the whole run, their text, table and JSON forms, and all audits of a run in its precision.json."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from mpbridge.common.errors import AuditFailed
-from mpbridge.common.tables.table import Column, Table, table
-from mpbridge.common.tables.units import processes
+from mpbridge.common.errors import AuditFailed, BadValue
+from mpbridge.common.files import write
+from mpbridge.common.report.curves import PRECISION, changes, read_history
+from mpbridge.common.tables import Column, Table, processes, table
 
 
 def offenders(by_rank: Sequence[Iterable[str]]) -> tuple[str, ...]:
@@ -148,7 +151,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: every fact, with those that are not as promised marked."""
-        from mpbridge.common.tables.table import table
+        from mpbridge.common.tables import table
 
         rows = [(one.subject, one.promised, one.found, one.state, one.offenders) for one in self.findings]
         tones = ["bad" if not one.ok and not one.unseen else "warn" if one.unseen else "" for one in self.findings]
@@ -204,3 +207,51 @@ def fault_lines(report: Report) -> list[str]:
     return [str(fault) for fault in report.faults] + [
         f"{one.subject}: not observed: {one.unseen}" for one in report.unseen
     ]
+
+
+__all__ = ["PRECISION", "earlier", "entry", "write_section"]
+
+KEPT = 200
+"""Number of the latest audits kept in short form; of older ones, the first and those that found something else than the one before."""
+
+
+def entry(report: Report, *, reason: str, step: int) -> dict[str, Any]:
+    """One audit in short form: when, why, and [promised, found, verdict] of every fact."""
+    return {
+        "stage": report.stage,
+        "step": step,
+        "reason": reason,
+        "ok": report.ok,
+        "recipe": report.facts.get("recipe", ""),
+        "facts": {one.subject: [one.promised, one.found, one.state] for one in report.findings},
+        **({"faults": [str(fault) for fault in report.faults]} if report.faults else {}),
+        **({"not_observed": {one.subject: one.unseen for one in report.unseen}} if report.unseen else {}),
+    }
+
+
+def write_section(path: Path, report: Report, *, history: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Writes the report under 'audit' / its stage in precision.json, and the short forms under 'history'; other sections are kept."""
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    section = data.setdefault("audit", {})
+    section[report.stage] = report.as_data()
+    if history:
+        section["history"] = _kept(history)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps(data, indent=2) + "\n")
+
+
+def _kept(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    older = history[:-KEPT]
+    return [
+        one
+        for before, one in zip([None, *older], older, strict=False)
+        if before is None or not one["ok"] or one.get("recipe") != before.get("recipe") or changes(before, one)
+    ] + list(history[-KEPT:])
+
+
+def earlier(folder: Path) -> list[dict[str, Any]]:
+    """The audits that a run left in `folder`; empty if there are none that can be read."""
+    try:
+        return read_history(folder)
+    except BadValue:
+        return []

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpbridge.numerics.observation.tensors import sample
-from mpbridge.observe.audit.adapter import answer
 from mpbridge.observe.audit.findings import Finding, judged, not_observed
-from mpbridge.observe.audit.holdings import holdings
+from mpbridge.observe.audit.holdings import answer, holdings
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
 

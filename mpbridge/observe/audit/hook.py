@@ -7,22 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import agreed, rank
+from mpbridge.backend.devices.collectives import agreed, from_all, rank
 from mpbridge.common.errors import AuditFailed
-from mpbridge.observe.audit.as_read import AsRead
-from mpbridge.observe.audit.cadence import Cadence
+from mpbridge.observe.audit.between import AsRead, Cadence, Shape, broken, fingerprint
 from mpbridge.observe.audit.compute import unread
 from mpbridge.observe.audit.examine import audit, facts_of, promises_of
-from mpbridge.observe.audit.findings import Finding, Report, audit_table, fault_lines, judged
-from mpbridge.observe.audit.flags import ScaleRule, scaler_of
-from mpbridge.observe.audit.invariants import Shape, broken, fingerprint
+from mpbridge.observe.audit.findings import (
+    PRECISION,
+    Finding,
+    Report,
+    audit_table,
+    earlier,
+    entry,
+    fault_lines,
+    judged,
+    write_section,
+)
+from mpbridge.observe.audit.flags import ScaleRule, Updates, scaler_of
 from mpbridge.observe.audit.judge import weight_findings
 from mpbridge.observe.audit.library import scales_of
-from mpbridge.observe.audit.record import PRECISION, earlier, entry, write_section
 from mpbridge.observe.audit.replicas import copies, replica_findings
 from mpbridge.observe.audit.snapshot import Before, starts
-from mpbridge.observe.audit.updates import Updates
 from mpbridge.observe.audit.watch import Watch
 
 PATIENCE = 100

@@ -12,17 +12,16 @@ import torch
 from mpbridge.common.formats import say
 from mpbridge.numerics.observation.modules import linears
 from mpbridge.numerics.observation.tensors import elements, size, storage
-from mpbridge.observe.audit.adapter import answer
 from mpbridge.observe.audit.compute import Computed, computed
-from mpbridge.observe.audit.fixed import Fixed, fixed
 from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_faults
 from mpbridge.observe.audit.gradients import Followed, followed
+from mpbridge.observe.audit.holdings import answer
 from mpbridge.observe.audit.operands import asked
 from mpbridge.observe.audit.orthogonal import Orthogonal, orthogonal
 from mpbridge.observe.audit.promise import ABSENT, Promises
 from mpbridge.observe.audit.quantization import Quantizations, quantizations
 from mpbridge.observe.audit.replay import Replayed, replay
-from mpbridge.observe.audit.replicas import Copies, copies
+from mpbridge.observe.audit.replicas import Copies, Fixed, copies, fixed
 from mpbridge.observe.audit.snapshot import Before, draws_of
 from mpbridge.observe.audit.traffic import Traffic, traffic
 from mpbridge.observe.audit.watch import Watch

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from mpbridge.common.facts import BESIDE_ADAM, MUONS
-from mpbridge.numerics.newton_schulz import newton_schulz
 from mpbridge.numerics.observation.tensors import local
+from mpbridge.numerics.optimizers import newton_schulz
 from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.promise import Promises

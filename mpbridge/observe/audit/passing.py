@@ -1,13 +1,17 @@
-"""What passes through a linear: its product reads the input that the module was given, and the module returns that product, plus its adapter's result."""
+"""What passes through a linear: its product reads the input that the module was given, and the module returns that product, plus its adapter's result.
+
+And the gradients that autograd delivers to parameters.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mpbridge.numerics.observation.tensors import positions
+from mpbridge.numerics.observation.tensors import positions, sample
 
 _INPUT = "another input than its module was given"
 _BESIDE = "another input than the linear beside it"
@@ -91,3 +95,37 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 def _is(found: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether one sample is the other in its own dtype; a part of it, as ranks of a sequence have it, is not compared."""
     return found.shape != given.shape or torch.equal(found, given.to(found.dtype)) or bool(found.isnan().any())
+
+
+class Arrivals:
+    """Samples of the gradient that autograd delivers to each parameter in the observed step, summed over micro-batches."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, dict[int, float]] = {}
+        """Parameter -> position in it -> sum."""
+        self._asked: dict[str, Any] = {}
+        self._handles: list[Any] = []
+
+    def ask(self, name: str, parameter: Any) -> None:
+        """Starts recording this parameter's gradients; a later forward pass that reads the same tensor adds no second hook."""
+        if not (parameter.requires_grad and torch.is_grad_enabled()) or self._asked.get(name) is parameter:
+            return
+        self._asked[name] = parameter
+        self._handles.append(parameter.register_hook(self._look(name, parameter.shape)))
+
+    def _look(self, name: str, shape: torch.Size) -> Callable[[torch.Tensor], None]:
+        def look(gradient: torch.Tensor) -> None:
+            if gradient.shape != shape or gradient.is_sparse:
+                return
+            found = self.gradients.setdefault(name, {})
+            for where, value in sample(gradient, 0, gradient.numel()).items():
+                found[where] = found.get(where, 0.0) + value
+
+        return look
+
+    def forget(self) -> None:
+        """Removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._asked.clear()

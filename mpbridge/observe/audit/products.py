@@ -15,7 +15,7 @@ import torch
 
 from mpbridge.common.formats import FORMATS
 from mpbridge.numerics.observation.tensors import is_narrow, sample, storage
-from mpbridge.observe.audit.delayed import leaving
+from mpbridge.observe.audit.library import leaving
 from mpbridge.observe.audit.operands import (
     STRANGE,
     Grid,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpbridge.numerics.observation.modules import linears
-from mpbridge.observe.audit.delayed import library_faults, scale_faults
 from mpbridge.observe.audit.findings import Finding, judged, not_observed
+from mpbridge.observe.audit.library import library_faults, scale_faults
 from mpbridge.observe.audit.operands import asked, backward_is_quantized
 from mpbridge.observe.audit.products import Quantized, has_trained_weight
 from mpbridge.observe.audit.promise import Promises

@@ -13,8 +13,17 @@ import torch
 
 from mpbridge.numerics.observation.tensors import local, positions, power_below
 from mpbridge.observe.audit.findings import Finding, joined, judged, offenders
-from mpbridge.observe.audit.holdings import Held, holdings
-from mpbridge.observe.audit.step_rules import ADAM, LION, Settings, betas_of, is_decoupled, rule_of, say_value
+from mpbridge.observe.audit.holdings import (
+    ADAM,
+    LION,
+    Held,
+    Settings,
+    betas_of,
+    holdings,
+    is_decoupled,
+    rule_of,
+    say_value,
+)
 
 _ROUNDINGS = 2.0**-22
 """Error of a moment in FP32 relative to the sum of its two terms: two products, a sum and, in torch, a difference, each within half a unit in the last place."""

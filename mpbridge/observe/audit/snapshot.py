@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf16, is_narrow, local, positions
-from mpbridge.observe.audit.fixed import digests
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.orthogonal import matrices_before
 from mpbridge.observe.audit.replay import Start, changed, start_of, undeclared
-from mpbridge.observe.audit.replicas import Key, states_before
+from mpbridge.observe.audit.replicas import Key, digests, states_before
 
 
 class Before:

@@ -11,9 +11,9 @@ from typing import Any
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.numerics.observation.operations import Sent
-from mpbridge.observe.audit.adapter import answer
 from mpbridge.observe.audit.findings import Finding, joined, judged, nothing, offenders
 from mpbridge.observe.audit.gradients import data_parallel
+from mpbridge.observe.audit.holdings import answer
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.planning.memory.keeps import wires

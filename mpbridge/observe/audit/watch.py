@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.backend.devices.together import world_size
+from mpbridge.backend.devices.collectives import world_size
 from mpbridge.numerics.observation.modules import (
     Graph,
     floating,
@@ -27,8 +27,8 @@ from mpbridge.numerics.observation.modules import (
 )
 from mpbridge.numerics.observation.operations import OperationObserver
 from mpbridge.numerics.observation.tensors import digest, factors, is_coarse, is_narrow, local, storage
-from mpbridge.observe.audit.arrivals import Arrivals
 from mpbridge.observe.audit.library import LibraryObservation
+from mpbridge.observe.audit.passing import Arrivals
 from mpbridge.observe.audit.products import Products
 from mpbridge.precision.policy import Gemms
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf16, is_narrow, local, positions
-from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
+from mpbridge.observe.audit.holdings import ADAMS, Held, betas_of, holdings, is_decoupled
 from mpbridge.observe.audit.library import is_quantized, is_rounded
 from mpbridge.observe.audit.replay import half_ulp
 from mpbridge.observe.audit.snapshot import Before
-from mpbridge.observe.audit.step_rules import betas_of, is_decoupled
 from mpbridge.observe.audit.watch import Watch
 
 _FEW = 8

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpbridge.observe.diagnose.evidence import FEWEST, finite, median
-from mpbridge.observe.diagnose.signals import Odd, Onset, rate_jumps, rates, rises
-from mpbridge.observe.diagnose.suspects import Suspect, Symptoms, flushed_operands
+from mpbridge.observe.diagnose.signals import Odd, Onset, Suspect, Symptoms, flushed_operands, rate_jumps, rates, rises
 from mpbridge.observe.diagnose.tensor_causes import falls
-from mpbridge.observe.telemetry.reading import MeasuredStep
+from mpbridge.observe.telemetry.records import MeasuredStep
 
 
 def resumed_badly(case: Symptoms) -> Suspect | None:

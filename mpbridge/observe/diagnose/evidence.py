@@ -1,9 +1,10 @@
-"""Everything in a run's folder: metrics, statistics, audits, events, settings, and what could not be read."""
+"""Everything in a run's folder: metrics, statistics, audits, events, settings, and what could not be read; two runs compared."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,9 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import lines_of, text_of, why
-from mpbridge.common.report.curves import Curves, read_curves
-from mpbridge.common.report.history import PRECISION, read_history
+from mpbridge.common.report.curves import PRECISION, Curves, read_curves, read_history
 from mpbridge.common.report.metrics import EVENTS
-from mpbridge.observe.telemetry.reading import MeasuredStep, TensorRow, read
+from mpbridge.observe.telemetry.records import MeasuredStep, TensorRow, read
 
 FEWEST = 6
 """Minimum number of steps that a step is compared with."""
@@ -194,3 +194,112 @@ def finite(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 def median(values: list[float]) -> float:
     """The middle value (the lower of two); NaN for an empty list."""
     return sorted(values)[(len(values) - 1) // 2] if values else math.nan
+
+
+APART = 0.05
+"""Relative difference of two losses that is more than rounding: runs of one model with different recipes stay closer for hundreds of steps."""
+
+
+def differences(run: Evidence, other: Evidence) -> list[str]:
+    """Sentences: settings first, then the first steps and tensors that differ."""
+    found = []
+    if run.recipe != other.recipe:
+        found.append(f"recipe: {run.recipe}, the other run {other.recipe}")
+    mine, theirs = dict(run.settings()), dict(other.settings())
+    skipped = ("logger.", "checkpoint.")
+    for name in sorted({*mine, *theirs}):
+        if mine.get(name) != theirs.get(name) and not name.startswith(skipped) and name != "mixed_precision":
+            found.append(f"{name}: {mine.get(name, 'not set')}, the other run {theirs.get(name, 'not set')}")
+    if not (mine and theirs):
+        found.append("settings cannot be compared: precision.json of one of them has none")
+    parts = [
+        *_parting(run, other, "lr", "learning rate", limit=0.01),
+        *_loss_scales(run, other),
+        *_skips(run, other),
+        *_parting(run, other, "loss", "loss"),
+        *_parting(run, other, "grad_norm", "gradient norm", limit=0.5),
+        *_tensors(run, other),
+    ]
+    return [*found, *sorted(parts, key=_step)]
+
+
+def _step(sentence: str) -> float:
+    """The step that a sentence begins with; sentences without one come last."""
+    found = re.match(r"step (\d+):", sentence)
+    return int(found[1]) if found else math.inf
+
+
+def _parting(run: Evidence, other: Evidence, number: str, word: str, *, limit: float = APART) -> list[str]:
+    mine, theirs = dict(run.curves.series(number)), dict(other.curves.series(number))
+    both = [step for step in mine if step in theirs]
+    if not both:
+        where = "this run" if mine else "the other run" if theirs else ""
+        if not where:
+            return []
+        return [f"{word}: no step at which both runs have it" if mine and theirs else f"{word}: only {where} has it"]
+    for step in both:
+        value, two = mine[step], theirs[step]
+        same = math.isclose(value, two, rel_tol=limit) if math.isfinite(value) and math.isfinite(two) else value == two
+        if not same and not (math.isnan(value) and math.isnan(two)):
+            return [f"step {step}: {word} {value:.4g}, the other run {two:.4g}: the first difference above {limit:.0%}"]
+    return [f"{word}: within {limit:.0%} of the other run's at every step that both have"]
+
+
+def _loss_scales(run: Evidence, other: Evidence) -> list[str]:
+    """The first step at which loss scales differ, if either run has one."""
+    mine, theirs = dict(run.curves.series("loss_scale")), dict(other.curves.series("loss_scale"))
+    both = [step for step in mine if step in theirs]
+    if not both or all(mine[step] == theirs[step] == 1.0 for step in both):
+        return []
+    for step in both:
+        if mine[step] != theirs[step]:
+            return [f"step {step}: loss scale {mine[step]:g}, the other run {theirs[step]:g}: the first difference"]
+    return ["loss scale: equal to the other run's at every step that both have"]
+
+
+def _skips(run: Evidence, other: Evidence) -> list[str]:
+    """Updates that only one of the runs skipped, the first of them and how many; empty if neither skipped any."""
+    mine, theirs = _skipped(run), _skipped(other)
+    both = {row["iteration"] for row in run.curves.rows} & {row["iteration"] for row in other.curves.rows}
+    apart = sorted((mine ^ theirs) & both)
+    if not both or (not mine and not theirs):
+        return []
+    if not apart:
+        return [f"skipped updates: the same steps, {len(mine & both)} of the {len(both)} steps that both have"]
+    first = apart[0]
+    who = (
+        "skipped its update, the other run did not" if first in mine else "applied its update, the other run skipped it"
+    )
+    return [
+        f"step {first}: this run {who}; {len(mine & both)} of the {len(both)} steps that both have were skipped, in the other run {len(theirs & both)}"
+    ]
+
+
+def _skipped(run: Evidence) -> set[int]:
+    return {row["iteration"] for row in run.curves.rows if row.get("applied") is False}
+
+
+def _tensors(run: Evidence, other: Evidence) -> list[str]:
+    """The first measured step that both have at which a tensor differs by more than a factor of two."""
+    without = [which for which, one in (("this run", run), ("the other run", other)) if not one.measured]
+    if without:
+        verb = "have" if len(without) > 1 else "has"
+        return [f"tensors cannot be compared: {' and '.join(without)} {verb} no statistics (logger.precision_every)"]
+    theirs = {one.step: one for one in other.measured}
+    if not any(one.step in theirs for one in run.measured):
+        return ["tensors cannot be compared: no step was measured in both runs (logger.precision_every)"]
+    for one in run.measured:
+        if one.step not in theirs:
+            continue
+        rows = {row["linear"]: row for row in theirs[one.step].tables["linears"]}
+        found = []
+        for row in one.tables["linears"]:
+            same = rows.get(row["linear"])
+            two, mine = same.get("x_amax") if same is not None else None, row.get("x_amax")
+            if mine and two and not 0.5 <= mine / two <= 2:
+                found.append(f"{row['linear']} (amax of its input {mine:.3g}, in the other run {two:.3g})")
+        if found:
+            return [
+                f"step {one.step}: the first measured step at which tensors differ by more than a factor of two: {'; '.join(found[:4])}"
+            ]
+    return ["tensors agree within a factor of two at every measured step that both have"]

@@ -10,7 +10,7 @@ from typing import Any
 from mpbridge.common.pages.about import OPERAND_COLUMNS, data_text, glossary, made_now, model_text
 from mpbridge.common.pages.document import Page
 from mpbridge.common.report.curves import CURVES
-from mpbridge.common.tables.table import Column
+from mpbridge.common.tables import Column
 from mpbridge.observe.diagnose.diagnosis import Diagnosis
 from mpbridge.observe.diagnose.evidence import Evidence
 from mpbridge.observe.diagnose.signals import LABELS

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from mpbridge.common.facts import ADAMS, least_left
 from mpbridge.observe.diagnose.evidence import finite, median
-from mpbridge.observe.diagnose.signals import Odd, gradient_jumps
-from mpbridge.observe.diagnose.suspects import Suspect, Symptoms, flushed_operands
-from mpbridge.observe.telemetry.reading import TensorRow
+from mpbridge.observe.diagnose.signals import Odd, Suspect, Symptoms, flushed_operands, gradient_jumps
+from mpbridge.observe.telemetry.records import TensorRow
 from mpbridge.settings.schema import defaults
 
 SATURATES, WASTED, MUCH_WASTED = -3, 8, 12

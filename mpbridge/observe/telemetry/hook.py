@@ -1,16 +1,18 @@
-"""The hook that measures every `logger.precision_every` steps, and again right after a step that looks wrong."""
+"""The hook that measures every `logger.precision_every` steps, and again right after a step that looks wrong; the worst values over all ranks; unusual tokens."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from mpbridge.backend.devices.together import rank
+from mpbridge.backend.devices.collectives import from_all, largest, rank
 from mpbridge.common.errors import BadValue
 from mpbridge.common.files import opened_to_write
 from mpbridge.common.report.console import warn
@@ -19,11 +21,8 @@ from mpbridge.numerics.observation.modules import linears
 from mpbridge.numerics.operands import Operand, Side
 from mpbridge.numerics.statistics import Statistics, spread
 from mpbridge.observe.telemetry.native import Tap
-from mpbridge.observe.telemetry.probe import SAMPLE, Noise, Probe, weight_rows
-from mpbridge.observe.telemetry.ranks import worst_of_all
-from mpbridge.observe.telemetry.records import FILE, OPERANDS, WORDS, headlines, kept, line
-from mpbridge.observe.telemetry.tokens import Tokens
-from mpbridge.observe.telemetry.windows import Windows
+from mpbridge.observe.telemetry.probe import SAMPLE, Noise, Probe, Windows, weight_rows
+from mpbridge.observe.telemetry.records import FILE, OPERANDS, SMALLEST, TABLES, WORDS, headlines, kept, line
 from mpbridge.precision.regions import Gemm
 
 ELEMENTS = 1 << 14
@@ -33,7 +32,7 @@ PATIENCE = 10
 UNLIKE = 100
 """Maximum number of events about tokens that a run writes."""
 RECENT = 20
-"""Number of earlier steps with which a loss or a gradient norm is compared."""
+"""Number of earlier steps with which a loss, a gradient norm or the tokens are compared."""
 
 
 class StatisticsHook:
@@ -251,3 +250,128 @@ def _operand_rows(statistics: Statistics) -> list[list[Any]]:
         names = (track.slot, track.side, track.copy, "+".join(track.gemms), track.format, track.scaling)
         rows.append([*names, *(getattr(track.samples[-1], name) for name in OPERANDS[WORDS:])])
     return rows
+
+
+Tables = dict[str, list[list[Any]]]
+_NONE, _NUMBER, _NAN = 0.0, 1.0, 2.0
+"""What a rank's cell contains; the maximum over ranks is the kind of the combined cell, so that a single NaN gives NaN."""
+
+
+def worst_of_all(tables: Mapping[str, Sequence[Sequence[Any]]]) -> Tables:
+    """Tables with the rows of all ranks, in which a row of several has the worst value of each column; every rank calls it, and gets the same.
+
+    The rows' names are gathered first (ranks of one pipeline stage have the same names, which are sent once). Three all-reduces over the cells of all
+    tables follow, 8 bytes per value: the kinds of the cells, their extremes in both directions, and the channels that belong to an outlier.
+    """
+    own: Tables = {name: [list(row) for row in tables.get(name, ())] for name in TABLES}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return own
+    names: dict[tuple[Any, ...], None] = {}
+    for keys in from_all([(name, *row[: _words(name)]) for name in TABLES for row in own[name]]):
+        names.update(dict.fromkeys(keys))
+    mine = {(name, *row[: _words(name)]): row for name in TABLES for row in own[name]}
+    cells = [(key, at) for key in names for at in range(_words(key[0]), len(TABLES[key[0]]))]
+    values = [mine[key][at] if key in mine else None for key, at in cells]
+    found = _worst(values, [TABLES[key[0]][at] for key, at in cells])
+    made: Tables = {name: [] for name in TABLES}
+    left = iter(found)
+    for key in names:
+        made[key[0]].append([*key[1:], *(next(left) for _ in TABLES[key[0]][_words(key[0]) :])])
+    return made
+
+
+def _words(table: str) -> int:
+    return WORDS if TABLES[table] is OPERANDS else 1
+
+
+def _worst(values: Sequence[Any], columns: Sequence[str]) -> list[Any]:
+    """The worst value of each cell over all ranks."""
+    held = largest([_NONE if value is None else _NAN if value != value else _NUMBER for value in values])
+    # both directions in one reduction
+    numbers = [-math.inf if value is None or value != value else float(value) for value in values]
+    turned = [-math.inf if value is None or value != value else -float(value) for value in values]
+    both = largest(numbers + turned)
+    high, low = both[: len(values)], [-value for value in both[len(values) :]]
+    found: list[Any] = []
+    for i, column in enumerate(columns):
+        pick: Callable[[float, float], float] = min if column in SMALLEST else max
+        worst = max(high[i], low[i], key=abs) if column == "staleness" else pick(high[i], low[i])
+        whole = column in ("nonfinite", "x_channel") and math.isfinite(worst)
+        found.append(None if held[i] == _NONE else math.nan if held[i] == _NAN else int(worst) if whole else worst)
+    return _channels(found, values, columns)
+
+
+def _channels(found: list[Any], values: Sequence[Any], columns: Sequence[str]) -> list[Any]:
+    """Sets x_channel to the channel of the rank with the worst x_outlier, instead of the largest channel number."""
+    at = [i for i, column in enumerate(columns) if column == "x_channel"]
+    outlier = {i: i - 1 for i in at if columns[i - 1] == "x_outlier"}
+    own = [values[i] if values[i] is not None and values[outlier[i]] == found[outlier[i]] else -1 for i in outlier]
+    for i, channel in zip(outlier, largest([float(value) for value in own]), strict=True):
+        found[i] = int(channel) if channel >= 0 else found[i]
+    return found
+
+
+FEWEST = 6
+"""Steps before the first judgement of tokens."""
+LEAST = 0.5
+"""Nats per token: a smaller difference from the usual value is never reported."""
+
+
+class Tokens:
+    """Counts the tokens that reach this rank's embedding, and scores each step's tokens by how often they occurred before.
+
+    The score is the nats per token under the counts so far, plus one each: about the entropy of single tokens if nothing changes, and at least the
+    logarithm of the vocabulary size for tokens that never occurred. A rank without an embedding sees none.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._now: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self.on = False
+        """Whether the current forward pass belongs to a training step."""
+
+    def attach(self, chunks: list[Any]) -> None:
+        """Hooks the embeddings of these model chunks, and releases those hooked before."""
+        self.close()
+        for chunk in chunks:
+            for name, module in chunk.named_modules():
+                if name.endswith("word_embeddings"):
+                    self._hooks.append(module.register_forward_pre_hook(self._look))
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _look(self, module: Any, args: Any) -> None:
+        if not self.on or not args or not isinstance(args[0], torch.Tensor) or args[0].is_floating_point():
+            return
+        tokens = args[0].detach().reshape(-1)
+        if self._now is None:
+            # ids are at most as large as the vocabulary of all tensor-parallel ranks
+            size = int(getattr(module, "num_embeddings", 0)) or int(tokens.max()) + 1
+            self._now = torch.zeros(size, device=tokens.device, dtype=torch.float32)
+            self._seen = torch.zeros_like(self._now)
+        self._now.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.float32))
+
+    def step(self) -> tuple[float, float | None] | None:
+        """(nats per token of the step that ended, the usual value if this one differs from it); None if no token was seen.
+
+        Unusual tokens are not added to the counts, so that more of the same kind are unusual too.
+        """
+        if self._now is None or self._seen is None:
+            return None
+        now, self._now = self._now, torch.zeros_like(self._now)
+        share = (self._seen + 1) / (self._seen.sum() + len(self._seen))
+        nats = float((now * -share.log()).sum() / now.sum().clamp(min=1))
+        before = sorted(self._recent)
+        usual = before[len(before) // 2] if before else math.nan
+        spread = sorted(abs(one - usual) for one in before)[len(before) // 2] if before else 0.0
+        if len(before) >= FEWEST and nats > usual + max(LEAST, 12 * spread):
+            return nats, usual
+        self._recent.append(nats)
+        self._seen += now
+        return nats, None

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import FORMATS
-from mpbridge.common.replacement import Patch, Replacement
 from mpbridge.common.transformer_engine import GEMM_ENTRIES
+from mpbridge.common.upstream import Patch, Replacement
 from mpbridge.numerics.statistics import errors, spread
-from mpbridge.observe.telemetry.probe import Noise, Probe
+from mpbridge.observe.telemetry.probe import Noise, Probe, normalised
 from mpbridge.observe.telemetry.records import OPERANDS
 from mpbridge.precision.regions import Gemm, Gemms
-from mpbridge.te_cpu.contents import codes_at_limit, scale_of, values_of
 from mpbridge.te_cpu.grouped_buffers import members
+from mpbridge.te_cpu.operands import codes_at_limit, gemm_values, scale_of
 from mpbridge.te_cpu.storages import storage_kind
 
 _GEMM: dict[tuple[bool, bool], Gemm] = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
@@ -115,7 +115,7 @@ class Tap:
                 known["gemms"].append(gemm)
             return
         try:
-            values = values_of(operand, column=column)
+            values = gemm_values(operand, column=column)
         except (
             Exception
         ) as error:  # a release, a layout or a device whose copies cannot be read: noted, and the run continues
@@ -151,22 +151,6 @@ class Tap:
 
 def _is_group(operand: Any) -> bool:
     return isinstance(operand, (list, tuple)) or hasattr(operand, "num_tensors")
-
-
-def normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """The input that a linear with a fused norm quantizes: the norm's result, in FP32 as in the fused kernel."""
-    weight = getattr(module, "layer_norm_weight", None)
-    if weight is None:
-        return x
-    gain = weight.detach().float() + (1.0 if getattr(module, "zero_centered_gamma", False) else 0.0)
-    wide = x.float()
-    if getattr(module, "normalization", "LayerNorm") == "RMSNorm":
-        made: torch.Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps) * gain
-        return made
-    bias = getattr(module, "layer_norm_bias", None)
-    return torch.nn.functional.layer_norm(
-        wide, (wide.shape[-1],), gain, None if bias is None else bias.detach().float(), module.eps
-    )
 
 
 def _compared(values: torch.Tensor, source: torch.Tensor | None, limit: torch.Tensor | None) -> dict[str, Any]:

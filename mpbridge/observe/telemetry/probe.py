@@ -1,15 +1,17 @@
-"""What one step shows of a run's own tensors: inputs and output gradients of linears, the share of noise in weight gradients, and parameters after the update."""
+"""What one step shows of a run's own tensors: inputs and output gradients of linears, the share of noise in weight gradients, parameters after the update, and windows of operands for `mpbridge certify`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mpbridge.common.files import write
 from mpbridge.numerics.observation.modules import floating, hooked, linears
 from mpbridge.numerics.observation.tensors import local, plain_moment
 from mpbridge.numerics.statistics import spread
@@ -203,3 +205,69 @@ def _gap(weight: torch.Tensor | None, main: Any) -> float | None:
     if weight is None or high is None or high.shape != weight.shape or weight.dtype.itemsize < 2:
         return None
     return float((high.to(weight.dtype) != weight).float().mean())
+
+
+def normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The input that a linear with a fused norm quantizes: the norm's result, in FP32 as in the fused kernel."""
+    weight = getattr(module, "layer_norm_weight", None)
+    if weight is None:
+        return x
+    gain = weight.detach().float() + (1.0 if getattr(module, "zero_centered_gamma", False) else 0.0)
+    wide = x.float()
+    if getattr(module, "normalization", "LayerNorm") == "RMSNorm":
+        made: torch.Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps) * gain
+        return made
+    bias = getattr(module, "layer_norm_bias", None)
+    return torch.nn.functional.layer_norm(
+        wide, (wide.shape[-1],), gain, None if bias is None else bias.detach().float(), module.eps
+    )
+
+
+WINDOWS = "operands.safetensors"
+"""Its name in the run's folder."""
+_LINEARS, SIDE, UNIT = 4, 256, 128
+"""Linears, evenly spread over the model; the largest side of a window; what sides and beginnings are multiples of, so that blocks stay whole."""
+
+
+class Windows:
+    """Copies around the largest element of each input, on its device and without waiting for it. paths: of the rank's linears, in the model's order."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._wanted = {paths[int(i)] for i in spread(len(paths), _LINEARS, torch.device("cpu"))} if paths else set()
+        self._found: dict[str, dict[str, torch.Tensor]] = {}
+        self._rows: dict[str, tuple[int, torch.Tensor]] = {}
+
+    def see(self, path: str, module: Any, side: str, tensor: torch.Tensor) -> None:
+        """A linear's input ('x', first) or output gradient ('dy'); of any shape with the features last."""
+        weight: Any = getattr(module, "weight", None)
+        if path not in self._wanted or type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dim() != 2:
+            return
+        flat, outer = tensor.reshape(-1, tensor.shape[-1]), weight.shape[0] // UNIT * UNIT
+        if side == "x" and min(*flat.shape, outer) >= UNIT and flat.shape[1] == weight.shape[1]:
+            at = flat.abs().argmax()
+            rows, columns = (_around(where, size) for where, size in zip((at // flat.shape[1], at % flat.shape[1]), flat.shape, strict=True))  # fmt: skip
+            self._rows[path] = len(flat), rows
+            self._found[path] = {
+                "x": normalised(module, flat[rows])[:, columns].to(flat.dtype),
+                "w": weight.detach()[: min(outer, SIDE), columns],
+            }
+        elif side == "dy" and path in self._found and flat.shape == (self._rows[path][0], weight.shape[0]):
+            self._found[path]["dy"] = flat[self._rows[path][1], : min(outer, SIDE)].clone()
+
+    def write(self, folder: Path) -> None:
+        """Replaces the folder's file; nothing if no linear is complete, finite and other than zero, or safetensors is not installed. Raises OSError."""
+        whole = {p: one for p, one in self._found.items() if "dy" in one and all(bool(t.isfinite().all() and t.any()) for t in one.values())}  # fmt: skip
+        try:
+            from safetensors.torch import save
+        except ImportError:
+            return
+        if whole:
+            flat = {f"{path}.{side}": t.cpu().contiguous() for path, one in whole.items() for side, t in one.items()}
+            write(folder / WINDOWS, save(flat))
+
+
+def _around(at: torch.Tensor, size: int) -> torch.Tensor:
+    """Positions of a window that contains `at`, on its device."""
+    count = min(size // UNIT * UNIT, SIDE)
+    start = (at // UNIT * UNIT).clamp_max(size // UNIT * UNIT - count)
+    return start + torch.arange(count, device=at.device)

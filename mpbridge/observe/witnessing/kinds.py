@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from mpbridge.common.errors import BadValue
-from mpbridge.observe.audit.updates import inner_optimizers
-from mpbridge.observe.witnessing.core import CoreLoop
-from mpbridge.observe.witnessing.core_sharded import CoreFsdp2Loop, CoreFsdpLoop
+from mpbridge.observe.audit.flags import inner_optimizers
+from mpbridge.observe.witnessing.core import CoreFsdp2Loop, CoreFsdpLoop, CoreLoop
 from mpbridge.observe.witnessing.deepspeed import UnshardedLoop, Zero3Loop, ZeroLoop
 from mpbridge.observe.witnessing.loops import Loop, chunks
 from mpbridge.observe.witnessing.plain import TorchLoop

@@ -15,7 +15,7 @@ from mpbridge.backend.engines.contract import Live
 from mpbridge.common.facts import ModelShape, RunFacts
 from mpbridge.common.traits import EngineTraits
 from mpbridge.interop.stacks.meaning import Sharded
-from mpbridge.observe.audit.updates import inner_optimizers
+from mpbridge.observe.audit.flags import inner_optimizers
 from mpbridge.precision.policy import PrecisionPolicy
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -58,7 +58,7 @@ class Update:
 
 
 class Loop(ABC):
-    """One kind of loop. It has the engine attributes that the audit reads, and answers the questions of audit.adapter itself."""
+    """One kind of loop. It has the engine attributes that the audit reads, and answers the questions of audit.holdings itself."""
 
     name: str
     words: str

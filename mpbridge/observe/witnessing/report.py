@@ -1,17 +1,36 @@
-"""A witness's report of one step: the description, the findings, the nearest recipe; as text, as data, or as an error."""
+"""A witness's report of one step: the description, the findings, the nearest recipe; as text, as data, or as an error.
+
+And the checks that every sound training step passes regardless of precision, what a loop does after the update, and what cannot be judged in a step with no
+update or several.
+"""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from mpbridge.backend.devices.collectives import from_all
+from mpbridge.backend.engines.contract import StepResult
 from mpbridge.common.errors import AuditFailed
 from mpbridge.interop.stacks.meaning import LABELS
-from mpbridge.observe.audit.findings import Finding, Report, fault_lines, judged
+from mpbridge.numerics.observation.tensors import digest, is_narrow, local
+from mpbridge.observe.audit.findings import Finding, Report, fault_lines, judged, not_observed
+from mpbridge.observe.audit.gradients import gradient_findings
+from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
+from mpbridge.observe.audit.judge import weight_findings, why_unseen
+from mpbridge.observe.audit.observe import Observed
+from mpbridge.observe.audit.promise import Promises
+from mpbridge.observe.audit.replicas import replica_findings
+from mpbridge.observe.audit.snapshot import Before, sampled
+from mpbridge.observe.audit.traffic import Traffic, traffic_findings
+from mpbridge.observe.audit.weights import Weights
 from mpbridge.observe.witnessing.describe import UNSEEN, Description, Nearest, lines
+from mpbridge.observe.witnessing.loops import Loop, Update
 
 _WIDTH = 150
 
@@ -105,3 +124,181 @@ def changes(now: Description, earlier: Mapping[str, Any]) -> list[Finding]:
 def _most(text: str) -> str:
     """A row without what only some of its tensors are."""
     return UNSEEN if text.startswith(UNSEEN) else text.partition(", but ")[0]
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Afterwards:
+    """Digests of trained weights and moments right after an update, for comparison with those at the end of the step."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._digests = {
+            (held.name, what): digest(tensor) for held in holdings(loop) for what, tensor in _states(held).items()
+        }
+        self._samples = {held.name: sampled(held.trained) for held in holdings(loop) if held.trained is not None}
+
+    def into(self, seen: Weights, loop: Loop, before: Before) -> None:
+        """Adds to `seen` the tensors restored to their state before the update, and FP32 states rounded since. Other changes (a loop that
+        normalizes its weights) are allowed."""
+        for held in holdings(loop):
+            states = _states(held)
+            gone = [role for role in MOMENTS if (held.name, role) in self._digests and role not in states]
+            seen.emptied += [f"{held.name} ({role})" for role in gone]
+            for what, tensor in states.items():
+                now = digest(tensor)
+                if now == self._digests.get((held.name, what), now):
+                    continue
+                if what == "weights" and held.name in seen.moved and self._is_back(held.name, tensor, before):
+                    seen.moved.remove(held.name)
+                    seen.undone.append(held.name)
+                elif what in MOMENTS and not bool(tensor.any()):
+                    seen.emptied.append(f"{held.name} ({what})")
+                elif is_narrow(tensor):
+                    seen.coarse.append(f"{held.name} ({what}, rounded after the update)")
+
+    def _is_back(self, name: str, now: torch.Tensor, before: Before) -> bool:
+        """Whether the sampled elements, which the update changed, are what they were before it."""
+        old = before.samples.get(name)
+        return old is not None and not torch.equal(self._samples[name], old) and torch.equal(sampled(now), old)
+
+
+def _states(held: Held) -> dict[str, torch.Tensor]:
+    trained = held.trained
+    found = {} if trained is None else {"weights": trained}
+    stored = {role: held.state.get(role) for role in MOMENTS}
+    return found | {role: local(one) for role, one in stored.items() if isinstance(one, torch.Tensor)}
+
+
+def sound(loop: Loop, ranks: list[Observed], result: StepResult | None, under: Promises) -> list[Finding]:
+    """The findings that apply to every sound run, regardless of precision."""
+    findings = weight_findings([rank.weights for rank in ranks], stepped=result is not None)
+    findings += replica_findings([rank.copies for rank in ranks])
+    travelled = [rank.traffic for rank in ranks if rank.traffic is not None]
+    for one in travelled:
+        one.promised = {"gradients": set(one.reduced) or {"reduced once"}, "parameters": set(one.gathered)}
+    findings += [found for found in traffic_findings(travelled, under) if found.subject != "wire: stages"]
+    return findings + ([] if result is None else _followed(loop, ranks, result, under, travelled))
+
+
+def _followed(
+    loop: Loop, ranks: list[Observed], result: StepResult, under: Promises, travelled: list[Traffic]
+) -> list[Finding]:
+    followed = [rank.followed for rank in ranks if rank.followed is not None]
+    why = why_unseen(loop, under, "gradients")
+    if not followed:
+        return []
+    if why:
+        return [not_observed("gradients", "reduced once", why)]
+    # a loop that says that it never clips
+    never = loop.foreign and getattr(loop.configs.optimizer, "clip_grad", None) == 0
+    seen = {found for rank in ranks for (role, _, found) in rank.tensors if role in ("grads", "main_grads")}
+    seen |= {dtype for one in travelled for dtype in one.reduced}
+    return gradient_findings(
+        followed,
+        under,
+        scale=result.loss_scale,
+        norm=0.0,
+        clip=0.0,
+        known=never,
+        share=loop.of_the_mean,
+        widths={dtype: dtype for dtype in seen},
+        most=loop.of_the_mean / result.loss_scale if loop.foreign else None,
+    )
+
+
+def unmeant(loop: Loop) -> list[Finding]:
+    """What nobody means without saying so: a policy is how to say it. Collective."""
+    short = [
+        held.name
+        for held in holdings(loop)
+        if type(held.inner).__name__ in ADAMS and held.main is None and _is_short(held.updated)
+    ]
+    rotary = [
+        live.parameter
+        for live in loop.tensors()
+        if live.role == "buffers" and live.parameter.endswith("inv_freq") and _is_short(live.tensor)
+    ]
+    rows = (
+        ("main weights", "FP32 under Adam", "none, for weights of 16 bits", short,
+         "updates below half a unit of the weight's format are lost: train FP32 parameters or keep main weights; if it is meant, pass policy='full_bf16'"),
+        ("rotary frequencies", "FP32", "16 bits", rotary,
+         "angles are wrong by whole radians at long positions: keep inv_freq in FP32 where the model is cast"),
+    )  # fmt: skip
+    found = [
+        judged(subject, promised, from_all(names), found=seen, cure=cure)
+        for subject, promised, seen, names, cure in rows
+    ]
+    return [one for one in found if not one.ok]
+
+
+def _is_short(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and local(tensor).element_size() == 2
+
+
+def hidden(loop: Loop) -> list[Finding]:
+    """What tensor parallelism under a sharding wrapper makes unobservable."""
+    names = loop.cut_twice()
+    if not names:
+        return []
+    why = f"{len(names)} are also split by tensor parallelism ({', '.join(names[:3])}): a rank computes only parts of their gradients"
+    return [not_observed("gradients of cut linears", "reduced once", why)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """What took place in the observed step besides its numbers."""
+
+    updates: Sequence[Update]
+    scale: float
+    """What losses were multiplied by."""
+    rate: float | None
+    """Learning rate of the update; None: unknown."""
+    asked: int
+    """Backward passes that the optimizer ran itself in one update."""
+    between: bool
+    """Backward passes ran between the steps of several optimizers."""
+    transformed: bool
+    """Modules ran under torch.func."""
+    finite: bool
+    """The gradients of a step without an update are finite."""
+    trains: bool
+    """False: an evaluation."""
+
+
+def noted(findings: list[Finding], step: Happened) -> list[Finding]:
+    """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. If losses are not
+    scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
+    applied = len([one for one in step.updates if one.applied])
+    if not applied:
+        why = "the optimizer did not step while it was observed" if step.trains else "it is an evaluation"
+        why += (
+            f" (gradients that overflow at a loss scale of {step.scale:g}?)"
+            if step.trains and step.scale != 1.0
+            else ""
+        )
+        if not step.finite:
+            why = "the gradients are not finite, and the loop skipped the update"
+        found = _unfollowed(findings, ("weights moved", "gradients"), why)
+        if step.updates or not step.trains or step.scale != 1.0 or not step.finite:
+            return found
+        cure = "nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()"
+        return [*found, Finding(subject="optimizer stepped", promised="once", found="never", ok=False, cure=cure)]
+    reasons = (
+        (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
+        (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
+        (step.transformed, "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read"),
+        (step.between, "backward passes ran between the steps of several optimizers (a GAN's)"),
+    )
+    why = next((why for holds, why in reasons if holds), "")
+    if why:
+        findings = _unfollowed(findings, ("gradients",), why)
+    if step.rate == 0.0:
+        why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
+        findings = _unfollowed(findings, ("weights moved",), why)
+    return findings
+
+
+def _unfollowed(findings: list[Finding], subjects: tuple[str, ...], why: str) -> list[Finding]:
+    kept = [one for one in findings if one.subject not in subjects]
+    return kept + [not_observed(subject, "of one step", why) for subject in subjects]

@@ -11,12 +11,11 @@ from typing import Any, Literal, Self
 
 import torch
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import rank
+from mpbridge.backend.devices.collectives import from_all, rank
 from mpbridge.backend.engines.contract import StepResult
 from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.base import Imported
-from mpbridge.observe.audit.as_read import AsRead
+from mpbridge.observe.audit.between import AsRead
 from mpbridge.observe.audit.examine import everywhere, judge, promises_of
 from mpbridge.observe.audit.findings import Report
 from mpbridge.observe.audit.observe import Observed, look
@@ -26,8 +25,7 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.describe import describe, nearest
 from mpbridge.observe.witnessing.kinds import loop_of
 from mpbridge.observe.witnessing.loops import Loop, Update
-from mpbridge.observe.witnessing.report import Witnessed, changes
-from mpbridge.observe.witnessing.universal_checks import Afterwards, Happened, hidden, noted, sound, unmeant
+from mpbridge.observe.witnessing.report import Afterwards, Happened, Witnessed, changes, hidden, noted, sound, unmeant
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config

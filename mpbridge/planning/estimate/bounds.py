@@ -12,21 +12,26 @@ from typing import NamedTuple
 from mpbridge.common.facts import BESIDE_ADAM, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
-from mpbridge.planning.estimate.build import Standing, least_standing, work_of
+from mpbridge.planning.estimate.build import (
+    Share,
+    Standing,
+    least_standing,
+    pipeline_collectives,
+    whole_gradient,
+    work_of,
+)
 from mpbridge.planning.estimate.candidates import NONE, recomputation
-from mpbridge.planning.estimate.collectives import Share, pipeline_collectives, whole_gradient
 from mpbridge.planning.estimate.constants import Constants
 from mpbridge.planning.estimate.memory_traffic import weight_bytes
+from mpbridge.planning.estimate.predict import both, scaled
 from mpbridge.planning.estimate.price import host_units, micro_seconds, step_seconds, with_wires
-from mpbridge.planning.estimate.step import both, scaled
 from mpbridge.planning.memory.activations import Known, kept, uncertainty
 from mpbridge.planning.memory.by_role import States, verdict, with_states
 from mpbridge.planning.memory.identical_layers import counted, distinct_stages, layer_kinds
 from mpbridge.planning.memory.keeps import elements_of, is_frozen, trained_by
 from mpbridge.planning.memory.layers import unsplit
 from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches, in_flight
-from mpbridge.planning.memory.roles import holdings, resting
-from mpbridge.planning.memory.weight_copies import weight_copies
+from mpbridge.planning.memory.roles import holdings, resting, weight_copies
 from mpbridge.precision.policy import PrecisionPolicy
 
 ROUNDING = 1e-6

@@ -1,31 +1,202 @@
-"""Builds the list of operations of one rank of a run: `work`."""
+"""Builds the list of operations of one rank of a run: `work`. Its communication in one step: kind, group, dtype, bytes and count, as megatron-core 0.16 issues it.
+
+Tensor parallelism: tensor_parallel/layers.py (sequence parallelism gathers a column-parallel linear's input again in backward), cross_entropy.py (three
+reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer.py (each bucket once per step). Pipeline: pipeline_parallel/schedules.py.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.facts import RunFacts
-from mpbridge.planning.estimate.collectives import (
-    Share,
-    context_collectives,
-    data_collectives,
-    expert_collectives,
-    least_data_collectives,
-    norm_collectives,
-    pipeline_collectives,
-    shares,
-    tensor_collectives,
-)
-from mpbridge.planning.estimate.gemms import rank_gemms
+from mpbridge.common.formats import DType
+from mpbridge.planning.estimate.gemms import full_layers, rank_gemms
 from mpbridge.planning.estimate.memory_traffic import attention, traffic, weight_bytes
-from mpbridge.planning.estimate.work import Collective, Work
-from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, elements_of, keeps, trained_by
-from mpbridge.planning.memory.limitations import left_out_of_time
-from mpbridge.planning.memory.ranks import Chunk, Coordinates, undivided
+from mpbridge.planning.estimate.price import Collective, Work
+from mpbridge.planning.memory.buckets import Buffer, empty
+from mpbridge.planning.memory.identical_layers import counted
+from mpbridge.planning.memory.keeps import FROZEN, MOMENTS, elements_of, is_frozen, keeps, kept_fp32, trained_by, wires
+from mpbridge.planning.memory.layers import Parameter, parameters
+from mpbridge.planning.memory.overheads import left_out_of_time
+from mpbridge.planning.memory.ranks import Chunk, Coordinates, batches, undivided
+from mpbridge.planning.memory.roles import chunk_buffers, holdings, resting
 from mpbridge.precision.policy import PrecisionPolicy
+
+
+def tensor_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Collective]:
+    """Per micro-batch, over the tensor-parallel group."""
+    ranks = run.parallel.tensor
+    if ranks == 1:
+        return
+    rows, hidden, wide = run.tokens, run.shape.hidden_size, policy.compute
+    whole = rows * hidden * wide.bytes
+    gathers, reductions = _counts(run, chunks)
+    if run.parallel.sequence:
+        for kind, times, size in (("all_gather", gathers, whole // ranks), ("reduce_scatter", reductions, whole)):
+            if times:
+                yield _collective(kind, "tensor", ranks, wide, size, times)
+    elif reductions:
+        yield _collective("all_reduce", "tensor", ranks, wide, whole, reductions)
+    heads = sum(chunk.heads(run.shape) for chunk in chunks)
+    if heads:
+        yield _collective("all_reduce", "tensor", ranks, DType.FP32, rows * 4, 3 * heads)
+
+
+def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
+    """(all-gathers, reduce-scatters); without sequence parallelism, reductions only."""
+    gathers = reductions = 0
+    sequence = run.parallel.sequence
+    for chunk in chunks:
+        again = full_layers(run, len(chunk.layers))
+        # a pair of linears in each part but experts; gathers: forward, backward, and the input again for the weight gradient
+        pairs = sum(part != "experts" for layer in chunk.layers for part in run.shape.parts(layer))
+        gathers += 3 * pairs + 2 * again
+        reductions += 2 * pairs + 2 * again
+        if chunk.first:
+            gathers += int(sequence)
+            reductions += 1
+        if chunk.last:
+            gathers += 2
+            reductions += 1
+    return gathers, reductions
+
+
+def context_collectives(policy: PrecisionPolicy, run: RunFacts, layers: int) -> Iterator[Collective]:
+    """Keys and values around the context-parallel ring: in forward, and with their gradients in backward."""
+    ranks, shape = run.parallel.context, run.shape
+    if ranks == 1 or not layers:
+        return
+    width = 2 * shape.num_query_groups * shape.kv_channels // run.parallel.tensor
+    size = run.tokens * width * policy.compute.bytes
+    yield _collective("send", "context", ranks, policy.compute, size, 3 * (ranks - 1) * layers)
+
+
+def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> Iterator[Collective]:
+    """Dispatch of tokens to their experts and back, forward and backward, in a micro-batch with a balanced router."""
+    parallel, shape = run.parallel, run.shape
+    if parallel.expert * parallel.expert_width == 1 or not experts:
+        return
+    rows = run.tokens // parallel.tensor * shape.expert_topk
+    if parallel.expert > 1:
+        size = rows * shape.expert_hidden_size * policy.compute.bytes
+        yield _collective("all_to_all", "expert", parallel.expert, policy.compute, size, 4 * experts)
+        # the router's probabilities are sent with the tokens
+        exact = policy.router is DType.FP32 or run.model.get("moe_router_dtype") == "fp32"
+        wide = DType.FP32 if exact else policy.compute
+        yield _collective("all_to_all", "expert", parallel.expert, wide, rows * wide.bytes, 2 * experts)
+
+
+def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Activations and their gradients between stages, per micro-batch: each model chunk sends once."""
+    stages = run.parallel.pipeline
+    if stages == 1:
+        return
+    virtual = run.parallel.virtual_pipeline or 1
+    rows = run.tokens // run.parallel.sequence_width
+    size = rows * run.shape.hidden_size * policy.pipeline.bytes
+    first, last = at.stage == 0, at.stage == stages - 1
+    onward = virtual - int(last)
+    back = virtual - int(first)
+    for kind, times in (("send", onward + back), ("receive", onward + back)):
+        if times:
+            yield _collective(kind, "pipeline", stages, policy.pipeline, size, times)
+
+
+def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Gradients and parameters over data-parallel groups, once per step: each buffer as a whole, regardless of its buckets."""
+    if "params" in run.traits.shards:
+        yield from _sharded(policy, run, shares(policy, run, at))
+        return
+    settled = policy.settled(dict(run.optimizer.settings))
+    for index, chunk in enumerate(parameters(run, at)):
+        for buffer in chunk_buffers(settled, run, at, chunk, index):
+            yield from _buffer(buffer, buffer.elements)
+
+
+def least_data_collectives(policy: PrecisionPolicy, run: RunFacts, held: Sequence[Share]) -> Iterator[Collective]:
+    """`data_collectives` of a rank that holds these, without the padding of its buffers."""
+    if "params" in run.traits.shards:
+        yield from _sharded(policy, run, held)
+        return
+    settled, found = policy.settled(dict(run.optimizer.settings)), Counter[tuple[bool, DType, DType]]()
+    of, rests = holdings(settled, run), resting(settled, run)
+    for parameter, elements in held:
+        if not is_frozen(policy, parameter.name):
+            stored = rests(parameter)[0]
+            apart = parameter.weight.expert and run.parallel.expert > 1
+            found[apart, stored, of(stored)["grads"].dtype] += elements
+    for (apart, stored, grads), elements in found.items():
+        yield from _buffer(empty(run, stored, grads, apart=apart), elements)
+
+
+def _buffer(buffer: Buffer, elements: int) -> Iterator[Collective]:
+    """What is sent of a buffer of so many elements."""
+    group = "expert_data" if buffer.apart else "data"
+    if buffer.group == 1 or not elements:
+        return
+    size = elements * buffer.grads.bytes
+    if not buffer.distributed:
+        yield _collective("all_reduce", group, buffer.group, buffer.grads, size)
+        return
+    yield _collective("reduce_scatter", group, buffer.group, buffer.grads, size)
+    yield _collective("all_gather", group, buffer.group, buffer.params, elements * buffer.params.bytes // buffer.group)
+
+
+Share = tuple[Parameter, int]
+"""(one parameter, the elements of all that are like it)."""
+
+
+def shares(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> list[Share]:
+    """What a rank holds, parameters of identical layers together."""
+    return [(one, times * one.weight.elements) for one, times in counted(policy, run, at)]
+
+
+_WHOLE_BIASES = ("linear_proj.bias", "linear_fc2.bias", "mlp.router.weight", "mlp.router.bias")
+
+
+def norm_collectives(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> Iterator[Collective]:
+    """Gradients of parameters that are replicated over tensor-parallel ranks, each of which processes only its part of the sequence (finalize_model_grads.py)."""
+    if run.parallel.tensor == 1 or not run.parallel.sequence:
+        return
+    size = sum(elements for one, elements in held if not is_frozen(policy, one.name) and whole_gradient(one))
+    wire = wires(policy)["gradients"]
+    yield _collective("all_reduce", "tensor", run.parallel.tensor, wire, size * wire.bytes)
+
+
+def whole_gradient(parameter: Parameter) -> bool:
+    """Whether every tensor-parallel rank has the whole parameter, and the gradient of its part of the sequence."""
+    weight = parameter.weight
+    # a mixer's norm is split like the channels that it normalises
+    return weight.module != "mixer.norm" and ("norm" in weight.module or weight.path.endswith(_WHOLE_BIASES))
+
+
+def _collective(kind: str, group: str, ranks: int, dtype: DType, size: int, times: int = 1) -> Collective:
+    """size: bytes of one rank's part, as `Collective.bytes`."""
+    return Collective(kind=kind, group=group, ranks=ranks, dtype=dtype.short, bytes=size, times=times)  # type: ignore[arg-type]
+
+
+def _sharded(policy: PrecisionPolicy, run: RunFacts, held: Iterable[Share]) -> Iterator[Collective]:
+    """Full sharding: in each micro-batch weights are gathered for forward and again for backward, and gradients are reduce-scattered."""
+    ranks = run.parallel.data * run.parallel.context
+    if ranks == 1:
+        return
+    micro = batches(run)
+    gathered: Counter[DType] = Counter()
+    reduced: Counter[DType] = Counter()
+    rests = resting(policy, run)
+    for parameter, elements in held:
+        wire = wires(policy, at_rest=rests(parameter)[0], kept=kept_fp32(policy, parameter.name))
+        gathered[wire["parameters"]] += elements
+        if not is_frozen(policy, parameter.name):
+            reduced[wire["gradients"]] += elements
+    for dtype, count in gathered.items():
+        yield _collective("all_gather", "data", ranks, dtype, count * dtype.bytes // ranks, 2 * micro)
+    for dtype, count in reduced.items():
+        yield _collective("reduce_scatter", "data", ranks, dtype, count * dtype.bytes, micro)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

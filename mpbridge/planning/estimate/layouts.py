@@ -23,13 +23,13 @@ from mpbridge.planning.estimate.candidates import (
     families,
     groups,
     largest,
+    line,
     members,
     recomputation,
     virtuals,
 )
 from mpbridge.planning.estimate.constants import Constants, constants
-from mpbridge.planning.estimate.overrides import line
-from mpbridge.planning.estimate.step import ideal, seconds, standing_work
+from mpbridge.planning.estimate.predict import ideal, seconds, standing_work
 from mpbridge.planning.memory.by_role import Memory, States, stage_states, verdict, with_states
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.policy import PrecisionPolicy

@@ -12,8 +12,7 @@ from mpbridge.common.machines import Machine
 from mpbridge.planning.estimate.constants import Constants
 from mpbridge.planning.estimate.gemms import full_layers, layer_gemms, linear_gemms, quantized
 from mpbridge.planning.estimate.memory_traffic import quantized_bytes
-from mpbridge.planning.estimate.price import gemm_seconds
-from mpbridge.planning.estimate.work import MatrixProduct
+from mpbridge.planning.estimate.price import MatrixProduct, gemm_seconds
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 

@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from mpbridge.common.facts import RunFacts
-from mpbridge.planning.estimate.flops import attended
-from mpbridge.planning.estimate.gemms import full_layers
-from mpbridge.planning.estimate.work import AttentionWork, MatrixProduct, MemoryTraffic
+from mpbridge.planning.estimate.gemms import attended, full_layers
+from mpbridge.planning.estimate.price import AttentionWork, MatrixProduct, MemoryTraffic
 from mpbridge.planning.memory.activations import attention_kernel, recomputed_modules
 from mpbridge.planning.memory.identical_layers import counted
 from mpbridge.planning.memory.keeps import is_frozen

@@ -97,7 +97,10 @@ def empty(run: RunFacts, params: DType, grads: DType, *, apart: bool) -> Buffer:
     return Buffer(
         params=params,
         grads=grads,
-        group=run.parallel.replicas(expert=apart) // int(run.ddp.get("num_distributed_optimizer_instances") or 1),
+        # more instances than ranks: `optimizer-instances-without-ranks` refuses them
+        group=max(
+            1, run.parallel.replicas(expert=apart) // int(run.ddp.get("num_distributed_optimizer_instances") or 1)
+        ),
         apart=apart,
         distributed=run.optimizer.distributed,
     )

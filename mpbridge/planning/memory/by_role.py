@@ -1,4 +1,6 @@
-"""Bytes on a GPU, by role: exact where megatron-core's layout is followed, marked as an estimate elsewhere. Also finds changes that would make a run fit."""
+"""Bytes on a GPU, by role: exact where megatron-core's layout is followed, marked as an estimate elsewhere. Also finds changes that would make a run fit, and why
+it needs more or less than with bf16_mixed.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,19 @@ from typing import Literal
 from mpbridge.common.facts import Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.machines import Machine
-from mpbridge.common.tables.units import size as as_text
+from mpbridge.common.tables import size as as_text
+from mpbridge.common.tables import unit_for
 from mpbridge.planning.memory.activations import Known, activations, uncertainty
 from mpbridge.planning.memory.identical_layers import distinct_stages
+from mpbridge.planning.memory.keeps import MOMENTS, keeps_of
 from mpbridge.planning.memory.keeps import STATES as KEPT
 from mpbridge.planning.memory.layers import rank_parameters, unsplit
-from mpbridge.planning.memory.limitations import states_counted
-from mpbridge.planning.memory.overheads import Overhead, outside, overheads
+from mpbridge.planning.memory.overheads import Overhead, outside, overheads, states_counted
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.memory.roles import roles
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import recipe
+from mpbridge.precision.resolve import resolve
 
 STATES = ("params", "grads", *KEPT, "weight_copies", "weight_transposes", "weight_scales", "buffers", "padding")
 """Roles in the order in which tables show them."""
@@ -255,3 +260,93 @@ def _layouts(run: RunFacts) -> Iterator[tuple[str, Parallel]]:
         yield words, replace(sizes, pipeline=pipeline, virtual_pipeline=None)
     if shape.experts and shape.experts % expert == 0 and sizes.expert_data % 2 == 0:
         yield f"parallel.expert_model_parallel_size={expert}", replace(sizes, expert=expert)
+
+
+REFERENCE = "bf16_mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two estimates of one run."""
+
+    mine: Memory
+    reference: Memory
+    reasons: tuple[str, ...]
+    """Why states differ, most expensive first; empty if there is nothing to explain."""
+
+    @property
+    def difference(self) -> int:
+        """Bytes more than the reference (negative: fewer), including activations."""
+        return self.mine.total - self.reference.total
+
+
+def against_bf16(
+    policy: PrecisionPolicy,
+    run: RunFacts,
+    *,
+    mine: Memory | None = None,
+    reference: tuple[PrecisionPolicy, RunFacts] | None = None,
+) -> Comparison:
+    """`policy` against bf16_mixed on the rank that holds most under `policy`.
+
+    reference: bf16_mixed's own policy and run, if known; otherwise its policy on this run, without the optimizer settings that the recipe wrote.
+    """
+    own = mine or memory(policy, run)
+    base, base_run = reference or (
+        resolve(recipe(REFERENCE).make()),
+        replace(run, optimizer=replace(run.optimizer, settings={})),
+    )
+    other = memory(base, base_run, rank=own.rank)
+    return Comparison(mine=own, reference=other, reasons=_reasons(policy, run, own, other))
+
+
+def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory) -> tuple[str, ...]:
+    found: list[tuple[int, str]] = []
+    unit = unit_for(max(mine.needed, other.needed))
+
+    def say(role: str, text: str) -> None:
+        delta = mine.roles.get(role, 0) - other.roles.get(role, 0)
+        if abs(delta) >= 2**20 and text:
+            found.append((delta, f"{'+' if delta > 0 else ''}{unit.of(delta)} {unit.name} {role}: {text}"))
+
+    for role, text in _about_quantized_weights(policy, run):
+        say(role, text)
+    say("weight_scales", "block scales")
+    kept = keeps_of(policy, run)
+    main_weights = kept.get("main_params")
+    if main_weights is None:
+        say("main_params", "parameters are their own main copy")
+    elif main_weights.owner == "optimizer":
+        say(
+            "main_params",
+            "main weights as 16-bit remainders of BF16 parameters"
+            if main_weights.dtype is DType.INT16
+            else f"main weights in {main_weights.dtype.short} by FusedAdam",
+        )
+    for role, name in (*((role, words) for role, (words, _) in MOMENTS.items()), ("grads", "gradient buffers")):
+        if role in kept:
+            say(role, f"{name} in {kept[role].dtype.short}")
+    say("main_grads", "16-bit gradients are cast to FP32 for the update")
+    return tuple(text for _, text in sorted(found, key=lambda item: -abs(item[0])))
+
+
+def _about_quantized_weights(policy: PrecisionPolicy, run: RunFacts) -> Iterator[tuple[str, str]]:
+    """(role, why it needs the bytes that it does) if linears are quantized."""
+    quant = policy.quant
+    if quant is None:
+        return
+    if quant.stored:
+        yield "params", f"weights of the quantized linears are stored in {quant.bits} bits"
+        yield (
+            "weight_copies",
+            "MXFP8 weights are stored outside the buffer, which the gather borrows from the gradients",
+        )
+    else:
+        why = "BF16 weights remain, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep only one of them)"
+        yield "weight_copies", why
+    if quant.row.stored.both_copies:
+        why = f"{quant.scaling} scales run along the contraction dimension, so the rowwise and columnwise copies differ"
+    else:
+        name = run.machine.name if run.machine is not None else "Hopper"
+        why = f"on {name} FP8 GEMMs support one layout only, so each weight is also kept transposed"
+    yield "weight_transposes", why

@@ -9,7 +9,7 @@ from mpbridge.common.formats import DType
 from mpbridge.common.machines import machines
 from mpbridge.common.traits import DEFAULT, EngineTraits
 from mpbridge.common.traits import traits as traits_of
-from mpbridge.planning.hardware.capability import ASSUMED, can_run
+from mpbridge.planning.capability import ASSUMED, can_run
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.planning.memory.keeps import keeps, updater
 from mpbridge.planning.rules.table import rules

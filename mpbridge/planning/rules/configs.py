@@ -1,4 +1,4 @@
-"""What megatron-core's config classes reject at construction, related to precision or not. Experts and recomputation have files of their own."""
+"""What megatron-core's config classes reject at construction, related to precision or not. Experts and recomputation have a file of their own."""
 
 from __future__ import annotations
 

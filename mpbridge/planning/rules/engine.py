@@ -1,4 +1,4 @@
-"""Rules about engines and devices: what a wrapper or a CPU cannot do. They can be checked anywhere; an engine checks them again before it builds (rules/admit.py)."""
+"""Rules about engines and devices: what a wrapper or a CPU cannot do. They can be checked anywhere; an engine checks them again before it builds (rules/table.py)."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         found="calculate_per_token_loss on {c.run.engine}",
         expected="false: only the mcore engine divides by the tokens of all ranks",
         cure="model.calculate_per_token_loss=false, or engine=mcore",
-        source="mpbridge/backend/engines/steps.py; megatron-core 0.16.1 megatron_fsdp.py adds up gradients under it",
+        source="mpbridge/backend/engines/base.py; megatron-core 0.16.1 megatron_fsdp.py adds up gradients under it",
     ),
     Rule(
         id="latent-attention-softmax-on-a-cpu",
@@ -146,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         found="attention_softmax_in_fp32=false with latent attention on a CPU",
         expected="the softmax in FP32: megatron-core's local attention does not support latent attention, and mpbridge's computes the softmax in FP32",
         cure="model.attention_softmax_in_fp32=true",
-        source="mpbridge/backend/models/attention.py",
+        source="mpbridge/backend/models/local_spec.py",
     ),
     Rule(
         id="needs-cuda",
@@ -154,6 +154,6 @@ RULES: tuple[Rule, ...] = (
         found=_cuda_only,
         expected="a GPU: these need CUDA kernels, streams or Transformer Engine's attention",
         cure="drop them for a CPU run",
-        source="mpbridge/backend/megatron/configs.py",
+        source="mpbridge/backend/megatron/targets.py",
     ),
 )

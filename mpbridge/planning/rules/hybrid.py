@@ -8,8 +8,8 @@ from mpbridge.common.facts import ModelShape, RunFacts, Versions
 from mpbridge.common.formats import DType, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.memory.layers import layer_weights
-from mpbridge.planning.memory.limitations import hybrid
 from mpbridge.planning.memory.mixers import MIXERS
+from mpbridge.planning.memory.overheads import hybrid
 from mpbridge.planning.rules.base import Case, Rule, warning
 from mpbridge.precision.megatron_spec.versions import BEFORE_017
 from mpbridge.precision.policy import PrecisionPolicy

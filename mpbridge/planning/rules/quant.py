@@ -163,7 +163,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: "; ".join(idle(c.policy, c.run.shape)[1]),
         expected="each rule under `modules` to decide for at least one linear",
         cure=SHADOWED_CURE,
-        source="mpbridge/planning/memory/coverage.py; megatron-core 0.16.1 quantization/quant_config.py RecipeConfig: the first match wins",
+        source="mpbridge/planning/memory/names.py; megatron-core 0.16.1 quantization/quant_config.py RecipeConfig: the first match wins",
     ),
     Rule(
         id="module-rule-beyond-the-model",

@@ -46,6 +46,16 @@ def _dead_names(case: Case) -> str | None:
     return ", ".join(found) + but or None
 
 
+def _undivided(case: Case) -> str | None:
+    many = case.ddp("num_distributed_optimizer_instances", 1)
+    if not case.core or many == 1:
+        return None
+    if not case.run.optimizer.distributed:
+        return f"{many} instances without a distributed optimizer"
+    sizes = sorted({case.run.parallel.replicas(expert=expert) for expert in (False, True)})
+    return next((f"{many} instances over {size} data-parallel ranks" for size in sizes if size % many), None)
+
+
 def _misplaced(case: Case) -> str:
     """Parameters before others whose sizes are no multiple of the buffer's alignment: what follows one is gathered into the wrong place."""
     if not (case.core and case.native and case.policy.reuse_grad_buffer):
@@ -242,6 +252,13 @@ RULES: tuple[Rule, ...] = (
         expected="one instance",
         cure="ddp.num_distributed_optimizer_instances=1",
         source="megatron-core 0.16.1 param_and_grad_buffer.py _ParamAndGradBucketGroup",
+    ),
+    Rule(
+        id="optimizer-instances-without-ranks",
+        found=_undivided,
+        expected="the distributed optimizer, and a number of instances that divides the data-parallel ranks, also those of experts",
+        cure="ddp.num_distributed_optimizer_instances=1",
+        source="megatron-core 0.16.1 parallel_state.py initialize_model_parallel, distributed_data_parallel.py",
     ),
     Rule(
         id="fatal-nan-check-with-dynamic-loss-scale",

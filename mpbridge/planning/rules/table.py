@@ -1,4 +1,7 @@
-"""The table of all rules. broken() returns every rule that a policy and a run break, errors first. Checking is read-only."""
+"""The table of all rules. broken() returns every rule that a policy and a run break, errors first; checking is read-only.
+
+require_here() is the last check before anything is built, called by the training script and by each engine: does this run fit this machine and satisfy every rule?
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,27 @@ import functools
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from mpbridge.common import probe
 from mpbridge.common.errors import Refused
 from mpbridge.common.facts import RunFacts
+from mpbridge.common.machines import Machine
+from mpbridge.common.probe import installed, this_machine
 from mpbridge.common.traits import attribute, engine_names, traits
+from mpbridge.planning.capability import can_run, refuse_unless_native
 from mpbridge.planning.rules import (
     configs,
+    construction,
     engine,
     environment,
-    experts,
-    frozen,
     hybrid,
     model,
-    muon,
     optimizer,
     quant,
-    realization,
-    recompute,
     storage,
+    trained,
 )
 from mpbridge.planning.rules.base import Case, Rule, Violation
+from mpbridge.precision.megatron_spec.versions import missing
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -32,17 +37,15 @@ from mpbridge.precision.policy import PrecisionPolicy
 def rules() -> tuple[Rule, ...]:
     """All rows, in table order; ids are unique."""
     return (
-        realization.RULES
+        environment.REALIZATION
         + quant.RULES
         + storage.RULES
         + optimizer.RULES
-        + muon.RULES
-        + frozen.RULES
+        + trained.RULES
         + model.RULES
         + configs.RULES
         + hybrid.RULES
-        + experts.RULES
-        + recompute.RULES
+        + construction.RULES
         + engine.RULES
         + environment.RULES
         + tuple(rule for name in engine_names() for rule in _engine_rules(name))
@@ -89,3 +92,23 @@ def _judge(rule: Rule, case: Case) -> Violation | None:
         source=rule.source,
         versions=" and ".join(str(window) for window in rule.holds),
     )
+
+
+def require_here(policy: PrecisionPolicy, facts: RunFacts) -> tuple[Machine, tuple[Violation, ...]]:
+    """This machine, and the warnings. Raises Refused if the machine cannot run the recipe, otherwise with every rule broken as an error. Loads no framework.
+
+    `facts` may have been resolved for another machine; they are judged with this machine, its versions and its environment variables.
+    """
+    machine, versions = this_machine(), installed()
+    lacking = missing(versions.megatron_core)
+    if lacking:
+        raise Refused(
+            f"megatron-core {versions.megatron_core} cannot be imported without {', '.join(lacking)}: pip install {' '.join(lacking)}"
+        )
+    if facts.realization == "native":
+        refuse_unless_native(policy, machine, versions)
+    else:
+        answer = can_run(policy, machine, versions, quantized_by="emulation")
+        if not answer:
+            raise Refused(f"{machine.label} cannot run this recipe, emulated or not: {answer.reason}.")
+    return machine, require(policy, replace(facts, machine=machine, versions=versions, environment=probe.environment()))

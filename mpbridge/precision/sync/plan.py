@@ -14,7 +14,7 @@ from mpbridge.common.errors import BadValue, UnknownName
 from mpbridge.common.facts import Realization
 from mpbridge.common.formats import DType, dtype, say
 from mpbridge.common.formats import plain as plain_data
-from mpbridge.common.tables.table import Table, table
+from mpbridge.common.tables import Table, table
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.megatron_spec.classes import PROCESS_WIDE, USERS_OWN
 from mpbridge.precision.megatron_spec.fields import TABLE

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import Contradiction
-from mpbridge.settings.huggingface.families import FAMILIES, Family
-from mpbridge.settings.huggingface.fields import BOOKKEEPING, ConfigFields
+from mpbridge.settings.huggingface.conversions import hybrid_section, rope_section
+from mpbridge.settings.huggingface.families import BOOKKEEPING, FAMILIES, ConfigFields, Family
 from mpbridge.settings.huggingface.folder import CONFIG, folder_of, read_config, tensors
-from mpbridge.settings.huggingface.hybrids import hybrid_section
-from mpbridge.settings.huggingface.rope import rope_section
 
 SEQUENCE = 4096
 """Default sequence length for such a folder: the model's maximum number of positions, but at most this."""

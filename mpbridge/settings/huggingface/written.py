@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.common.errors import Contradiction
+from mpbridge.settings.huggingface.conversions import hybrid_json, rope_fields
 from mpbridge.settings.huggingface.families import FAMILIES, Family
-from mpbridge.settings.huggingface.hybrids import hybrid_json
-from mpbridge.settings.huggingface.rope import rope_fields
 from mpbridge.settings.huggingface.section import section
 
 _FUNCTION = (

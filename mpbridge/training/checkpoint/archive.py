@@ -15,7 +15,7 @@ from typing import IO, Any
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.files import LIMITS
 from mpbridge.common.safe_unpickler import LEGACY_MAGIC, Budget, Name, UnpickledCall, read
-from mpbridge.training.checkpoint.json_codec import WIDTHS, elements, encoded
+from mpbridge.training.checkpoint.format import WIDTHS, elements, encoded
 
 LARGEST_PICKLE = LIMITS["pickle"].size
 _LOCAL_HEADER = 30
@@ -120,7 +120,7 @@ class Tensor:
         return b"".join(raw[place * width : (place + 1) * width] for place in places)
 
     def as_json(self) -> dict[str, Any]:
-        """As `json_codec.encoded` writes it."""
+        """As `format.encoded` writes it."""
         data = base64.b64encode(self.content()).decode("ascii")
         return {"dtype": self.dtype, "shape": list(self.shape), "data": data}
 

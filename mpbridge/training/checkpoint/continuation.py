@@ -12,10 +12,9 @@ from mpbridge.common.errors import CheckpointError, UnknownName
 from mpbridge.common.formats import DType, dtype
 from mpbridge.planning.memory.keeps import keeps_of
 from mpbridge.precision.registry import describe
-from mpbridge.training.checkpoint.index import STATE, Index
-from mpbridge.training.checkpoint.json_codec import decoded, read_file
+from mpbridge.settings.training import scheduler_arguments
+from mpbridge.training.checkpoint.format import STATE, Index, decoded, read_file
 from mpbridge.training.checkpoint.verdict import Fingerprint, Verdict, fingerprint, learned, read_fingerprint
-from mpbridge.training.lr import scheduler_arguments
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -67,7 +66,12 @@ def consent(saved: Fingerprint, run: Run) -> str:
     changes = differ(saved, wanted)
     stages = [wanted.with_policy(stage.policy, stage.recipe) for stage in run.stages[1:] and run.stages]
     known = any(not learned(saved, stage) for stage in stages) or saved.recipe in (accepted, _canonical(accepted))
-    return "" if not changes or known else f"checkpoint: {changes}; to resume anyway: checkpoint.accept={saved.recipe}"
+    other = f", where checkpoint.accept={accepted} names another recipe" if accepted else ""
+    return (
+        ""
+        if not changes or known
+        else f"checkpoint: {changes}; to resume anyway: checkpoint.accept={saved.recipe}{other}"
+    )
 
 
 def differ(saved: Fingerprint, wanted: Fingerprint) -> str:

@@ -27,8 +27,7 @@ from mpbridge.common.safe_unpickler import Name, UnpickledCall, read
 from mpbridge.precision.megatron_spec.versions import COMMON_OBJECTS, PICKLED
 from mpbridge.training.checkpoint import extra_state
 from mpbridge.training.checkpoint.archive import Tensor, dtype_of, load, spelled
-from mpbridge.training.checkpoint.index import COMMON, METADATA, STATE, Index
-from mpbridge.training.checkpoint.json_codec import encoded
+from mpbridge.training.checkpoint.format import COMMON, METADATA, STATE, Index, encoded
 
 DATA = "data.bin"
 LARGEST_METADATA = 1 << 30

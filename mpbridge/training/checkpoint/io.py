@@ -1,4 +1,4 @@
-"""Saves and loads a run: everything that its next step depends on, as data (format in index.py), with the fingerprint."""
+"""Saves and loads a run: everything that its next step depends on, as data (format.py), with the fingerprint."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mpbridge.backend.devices.gather import from_all
-from mpbridge.backend.devices.together import agreed, is_of_a_lost_rank, on_first_rank
-from mpbridge.backend.engines.live import follow_main_weights
+from mpbridge.backend.devices.collectives import agreed, from_all, is_of_a_lost_rank, on_first_rank
+from mpbridge.backend.engines.mcore import follow_main_weights
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError, MpbridgeError, Refused
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 from mpbridge.numerics.observation.operations import unobserved
 from mpbridge.training.checkpoint import extra_state, state, store
 from mpbridge.training.checkpoint.continuation import consent, of_run, taken_alone, why_alone
-from mpbridge.training.checkpoint.convert import converted, needs_converting
-from mpbridge.training.checkpoint.index import INDEX, STATE
-from mpbridge.training.checkpoint.json_codec import encoded
-from mpbridge.training.checkpoint.read_back import different, digests, mean_second
-from mpbridge.training.checkpoint.reader import Contents
+from mpbridge.training.checkpoint.format import INDEX, STATE, encoded
+from mpbridge.training.checkpoint.reader import Contents, converted, different, digests, mean_second, needs_converting
 from mpbridge.training.checkpoint.state import random_entry, random_states, set_random_states
 from mpbridge.training.checkpoint.verdict import FILE, Fingerprint, Verdict, read_fingerprint, verdict
 from mpbridge.training.checkpoint.writer import RankWrite, indexed, staged, write_common

@@ -1,24 +1,41 @@
-"""Reads a checkpoint's contents by its index: elements directly from their bytes, objects as JSON. Unpickles nothing."""
+"""Reads a checkpoint's contents by its index: elements directly from their bytes, objects as JSON. Unpickles nothing: a checkpoint with pickles is first converted to data by
+an isolated process, and read like any other. Then what a load really loaded: the engine's state, exported again, against what it was given, and its mean second moment.
+
+The process (converter_process.py) gets only two paths: no environment, no open files, no standard input, no framework; it may read the checkpoint and
+write one folder, which Linux enforces where available (Landlock); and it ends with its parent.
+
+Adam's second moment cannot fall faster than by beta2 a step (v' = beta2 v + (1 - beta2) g^2, and g^2 is never negative), so states that were lost on the way
+from the file to the optimizer show in one number, whatever the loss does.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from mpbridge.backend.devices.collectives import summed
 from mpbridge.backend.megatron import sharded
 from mpbridge.common.errors import CheckpointError
+from mpbridge.common.facts import least_left
 from mpbridge.common.files import opened, parsed
+from mpbridge.numerics.observation.tensors import digest, plain_moment
+from mpbridge.observe.audit.between import resting
 from mpbridge.precision.globs import is_adapter
 from mpbridge.training.checkpoint import extra_state, store
 from mpbridge.training.checkpoint.continuation import read_state
-from mpbridge.training.checkpoint.index import Index, StoredPiece, StoredTensor, read_index
-from mpbridge.training.checkpoint.json_codec import decoded
+from mpbridge.training.checkpoint.extra_state import SUFFIX
+from mpbridge.training.checkpoint.format import METADATA, Index, StoredPiece, StoredTensor, decoded, read_index
+from mpbridge.training.checkpoint.verdict import FILE
 
 
 class Contents(ExitStack):
@@ -125,3 +142,112 @@ class Contents(ExitStack):
             except OSError as error:
                 raise CheckpointError(f"{self.folder / name}: {os.strerror(error.errno or 0)}") from error
         return self._open[name]
+
+
+_ROOT = Path(__file__).resolve().parents[3]
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); import mpbridge.training.checkpoint.converter_process as process; process.main()"
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a folder is a checkpoint in megatron-core's format that mpbridge did not write."""
+    return not (path / store.MANIFEST).exists() and (path / METADATA).exists()
+
+
+def needs_converting(path: Path) -> bool:
+    """Whether a checkpoint must be converted before loading. Raises CheckpointError."""
+    return is_foreign(path) or store.read_manifest(path)["schema"] == store.CONVERTIBLE
+
+
+def converted(path: Path, room: Path) -> Path:
+    """Converts the checkpoint in `path` to a sealed new folder in `room`. Raises CheckpointError naming the file that cannot be converted."""
+    foreign = is_foreign(path)
+    step = 0 if foreign else store.step_in(store.check(path), path)
+    partial = store.begin(room, step)
+    try:
+        _run(path.resolve(), partial.resolve(), "foreign" if foreign else "ours")
+        if not foreign:
+            with opened(path / FILE) as stream, (partial / FILE).open("xb") as out:
+                shutil.copyfileobj(stream, out)
+        return store.seal(partial, step, foreign=foreign)
+    except BaseException:
+        store.discard(partial)
+        raise
+
+
+def _run(source: Path, out: Path, whose: str) -> None:
+    command = [sys.executable, "-I", "-B", "-W", "ignore", "-c", _START, str(_ROOT), str(source), str(out), whose]
+    with subprocess.Popen(
+        command, env={}, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:  # fmt: skip
+        try:
+            _, said = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    if code := process.returncode:
+        text, ended = (
+            said.decode(errors="replace").strip(),
+            signal.Signals(-code).name if code < 0 else f"exit code {code}",
+        )
+        if code == 1 and text:
+            raise CheckpointError(text.splitlines()[-1][:2000])
+        # a process that was killed or failed unexpectedly has no message of its own
+        raise CheckpointError(f"{source} cannot be converted: the conversion process ended with {ended} {text[-500:]}")
+
+
+Digests = dict[str, tuple[torch.dtype, tuple[int, ...], int]]
+"""Place in the state -> dtype, shape and digest of its tensor."""
+
+
+def digests(tree: Any) -> Digests:
+    """Of every tensor in a state, loaded or exported (megatron-core's sharded tensors have theirs in `data`)."""
+    return {place: (one.dtype, tuple(one.shape), digest(one)) for place, one in _tensors(tree, "")}
+
+
+def different(given: Digests, engine: Any) -> list[str]:
+    """The places whose tensor the engine no longer has as it was given; places of another dtype or shape there (a state that is stored in its own way) are
+    not compared. Collective where an export is."""
+    now = digests(engine.state())
+    return [place for place, was in given.items() if place in now and now[place][:2] == was[:2] and now[place] != was]
+
+
+def _tensors(tree: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    inner = tree if isinstance(tree, torch.Tensor) else getattr(tree, "data", None)
+    if isinstance(inner, torch.Tensor):
+        if not place.endswith(SUFFIX):
+            yield place, inner
+        return
+    parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for name, part in parts:
+        yield from _tensors(part, f"{place}.{name}" if place else str(name))
+
+
+LOST = 0.5
+"""Share of what must be left at least below which states are called lost. Parameters that several ranks hold count once on each: on another layout the
+mean is another by a few percent."""
+
+
+def mean_second(engine: Any) -> float | None:
+    """Mean of all second moments on all ranks; None where there are none, or none that can be read as they are. Every rank calls it."""
+    total, count, coded = 0.0, 0.0, 0.0
+    for one in resting(engine):
+        if one.role == "exp_avg_sq":
+            values = plain_moment(one.tensor)
+            if values is None:
+                coded += 1
+            else:
+                total += float(values.sum(dtype=torch.float64))
+                count += values.numel()
+    total, count, coded = summed((total, count, coded))
+    return total / count if count and not coded and math.isfinite(total) else None
+
+
+def lost(saved: float | None, found: float | None, beta2: float) -> str:
+    """A sentence where less is found after one step than a step leaves of what was saved; '' where not, or where either is unknown."""
+    left = least_left(beta2)
+    if saved is None or found is None or not 0 < saved < math.inf or found >= LOST * left * saved:
+        return ""
+    return (
+        f"the optimizer's second moments are {found / saved:.2g} times those of the checkpoint (mean {found:.3g}, saved {saved:.3g}), and one step reduces "
+        f"them to no less than {left:g} times: states were lost between the file and the first step"
+    )

@@ -19,8 +19,8 @@ from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.errors import CheckpointError
 from mpbridge.common.facts import STATE_ROLES
-from mpbridge.numerics.adam import join, split
-from mpbridge.training.checkpoint.index import Index
+from mpbridge.numerics.optimizers import join, split
+from mpbridge.training.checkpoint.format import Index
 
 Path = tuple[Any, ...]
 """Keys and indices that lead to a place in nested dicts and lists."""

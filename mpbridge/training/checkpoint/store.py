@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from mpbridge.common.errors import CheckpointError
-from mpbridge.common.files import opened_inside, read_json
-from mpbridge.common.locks import Locked, lock
-from mpbridge.training.checkpoint.index import METADATA
+from mpbridge.common.files import Locked, lock, opened_inside, read_json
+from mpbridge.training.checkpoint.format import METADATA
 
 MANIFEST = "manifest.json"
 """File with name -> size and sha256 of every other file in a checkpoint."""
@@ -90,6 +89,9 @@ def claim(folder: Path) -> IO[str]:
         raise CheckpointError(
             f"{other.holder or 'another process'} is saving its run to {folder}: wait for it, stop it, or choose another checkpoint.save"
         ) from None
+    except OSError as error:
+        why = f"checkpoint.save={folder}: {error.strerror or error} (expected a folder, or a path where one can be created)"
+        raise CheckpointError(why) from None
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     stream.flush()

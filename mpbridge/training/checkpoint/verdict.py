@@ -15,7 +15,7 @@ from mpbridge.common.traits import known, traits
 from mpbridge.planning.memory.keeps import Holding, keeps, updater
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.settings.sections import YARN
-from mpbridge.training.checkpoint.json_codec import read_file
+from mpbridge.training.checkpoint.format import read_file
 
 SCHEMA = 1
 FILE = "precision.json"

@@ -28,8 +28,7 @@ from mpbridge.backend.megatron import sharded
 from mpbridge.common.files import read_json
 from mpbridge.training.checkpoint import extra_state
 from mpbridge.training.checkpoint.archive import members
-from mpbridge.training.checkpoint.index import COMMON, METADATA, Index
-from mpbridge.training.checkpoint.json_codec import encoded
+from mpbridge.training.checkpoint.format import COMMON, METADATA, Index, encoded
 
 ALIGN = 64
 CONFIG = "metadata.json"

@@ -1,18 +1,172 @@
-"""Checks what a run would find with its data section, without packing anything: files, packages, a first usable text. Loads no framework."""
+"""What a run would find with its data section, without packing anything: the texts of files, record by record (an unusable record yields a reason instead of an exception);
+the header of a finished .bin/.idx pair, so that damage is reported before a library maps the file; files, packages, a first usable text. Loads no framework."""
 
 from __future__ import annotations
 
+import array
+import json
 import os
+import re
+import struct
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mpbridge.common.errors import BadValue, DataError, MpbridgeError
-from mpbridge.settings.corpus import SPLITS, entries_of, split_shares
 from mpbridge.settings.huggingface.tokenizers import BYTE, LIBRARY, is_factory, tokenizer_files
+from mpbridge.settings.training import SPLITS, entries_of, split_shares
 from mpbridge.training.data.sources import EXTRA, JSON_LINES, READ, Sources, located
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Alone, one is legal in JSON but not in UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One document of the output `key`."""
+
+    key: str
+    text: str
+    read: int = 0
+    """Bytes of the file up to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A record, or an element of one, that was skipped, and why."""
+
+    key: str
+    reason: str
+    read: int = 0
+
+
+def records(path: Path, keys: Sequence[str]) -> Iterator[Text | Skip]:
+    """Every usable text of the file and every reason to skip. A text file is one record, under the first key. Raises DataError for a JSON array."""
+    if path.suffix not in JSON_LINES:
+        content = path.read_bytes()
+        yield from _usable(keys[0], content, len(content))
+        return
+    _refuse_array(path)
+    read = 0
+    with path.open("rb") as file:
+        for line in file:
+            read += len(line)
+            try:
+                row = json.loads(line)
+            except UnicodeDecodeError:
+                yield from (Skip(key, "not UTF-8", read) for key in keys)
+            except (ValueError, RecursionError):
+                reason = "not JSON" if line.strip() else "blank line"
+                yield from (Skip(key, reason, read) for key in keys)
+            else:
+                for key in keys:
+                    yield from _values(key, row, read)
+
+
+def _refuse_array(path: Path) -> None:
+    """Raises DataError for one JSON array over many lines, or of objects: read by lines, its records would be lost."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(4096)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if re.match(rb"(\xef\xbb\xbf)?\s*\[(\s*\{|[ \t\r]*\n)", begin):
+        raise DataError(
+            f"{path} is one JSON array, expected JSON lines with one record per line: jq -c '.[]' {path} > {path.stem}.jsonl"
+        )
+
+
+def _values(key: str, row: Any, read: int) -> Iterator[Text | Skip]:
+    if isinstance(row, dict):
+        if key not in row:
+            yield Skip(key, "key missing", read)
+            return
+        row = row[key]
+    # a list holds several documents of one record
+    for value in row if isinstance(row, list) else [row]:
+        yield from _usable(key, value, read)
+
+
+def _usable(key: str, value: Any, read: int) -> Iterator[Text | Skip]:
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            yield Skip(key, "not UTF-8", read)
+            return
+    if value is None:
+        yield Skip(key, "null", read)
+    elif not isinstance(value, str):
+        yield Skip(key, "not text", read)
+    elif not value.strip():
+        yield Skip(key, "empty", read)
+    elif not value.isascii() and _SURROGATE.search(value):
+        yield Skip(key, "not UTF-8", read)
+    else:
+        yield Text(key, value, read)
+
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+"""Code of a dtype in the index -> bytes of a token. Source of the format: megatron/core/datasets/indexed_dataset.py, version 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairIndex:
+    """The header of a pair's .idx."""
+
+    prefix: str
+    sequences: int
+    documents: int
+    """One more than the number of documents: the end of the last one is included."""
+
+    def lengths(self, start: int, stop: int) -> array.array[int]:
+        """Lengths, in tokens, of the sequences `start` to `stop`."""
+        found = array.array("i")
+        with open(f"{self.prefix}.idx", "rb") as stream:
+            stream.seek(_HEADER.size + 4 * start)
+            found.frombytes(stream.read(4 * max(0, stop - start)))
+        if sys.byteorder == "big":
+            found.byteswap()
+        return found
+
+    def holds_tokens(self, share: tuple[float, float] | None) -> bool:
+        """Whether the sequences of that share of the pair (None: no share) have any token."""
+        start, stop = (round(edge * self.sequences) for edge in share or (0.0, 0.0))
+        step = 1 << 20
+        return any(any(self.lengths(at, min(at + step, stop))) for at in range(start, stop, step))
+
+
+def pair_index(prefix: str) -> PairIndex:
+    """The header of `prefix`.idx. Raises DataError if it is not an index or is truncated."""
+    place = Path(f"{prefix}.idx")
+    try:
+        size, data = place.stat().st_size, Path(f"{prefix}.bin").stat().st_size
+        with place.open("rb") as stream:
+            front = stream.read(_HEADER.size)
+    except OSError as error:
+        raise DataError(f"{error.filename or place} cannot be read: {error.strerror}") from None
+    magic, version, code, sequences, documents = _HEADER.unpack(front.ljust(_HEADER.size, b"\0"))
+    if magic != _MAGIC or version != 1 or code not in _BYTES:
+        raise DataError(
+            f"{place} is not an index of megatron-core's .bin/.idx format (version 1): preprocess the text again"
+        )
+    needed = _HEADER.size + 12 * sequences + 8 * documents
+    if size < needed:
+        raise DataError(
+            f"{place} has {size:,} bytes, its header requires {needed:,}: it is truncated; pack the text again"
+        )
+    if data % _BYTES[code]:
+        raise DataError(
+            f"{prefix}.bin has {data:,} bytes, not a multiple of the {_BYTES[code]} of a token: it is truncated; pack the text again"
+        )
+    return PairIndex(prefix=prefix, sequences=sequences, documents=documents)
+
 
 MOST_RECORDS, MOST_BYTES = 10_000, 1 << 24
 """Maximum records and bytes searched for a usable text; a corpus without one among them is still packed, and judged as a whole."""
@@ -69,8 +223,6 @@ def _faults_of(entries: Sequence[str], data: Mapping[str, Any], parts: Sequence[
 
 
 def _pairs(sources: Sources, data: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
-    from mpbridge.training.data.pairs import pair_index
-
     indices = [pair_index(prefix) for prefix in sources.prefixes]
     try:
         shares = split_shares(data["split"])
@@ -100,8 +252,6 @@ def _texts(files: Sequence[Path], data: Mapping[str, Any]) -> list[str]:
 
 def _first_text(files: Sequence[Path], keys: Sequence[str]) -> Counter[str] | None:
     """None if a usable text was found or enough was searched; otherwise why there is none."""
-    from mpbridge.training.data.records import Skip, records
-
     skipped: Counter[str] = Counter()
     for path in files:
         if path.stat().st_size > MOST_BYTES and path.suffix not in JSON_LINES:

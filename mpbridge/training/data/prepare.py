@@ -1,4 +1,4 @@
-"""Packs files into .bin/.idx once: cached under a key of the content, finished atomically, in one process."""
+"""Packs files into .bin/.idx once: cached under a key of the content, finished atomically, in one process; and the figures of such a pair."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ import numpy as np
 from mpbridge.common.errors import DataError
 from mpbridge.common.files import ProgressCallback, folder_for, text_of
 from mpbridge.settings.huggingface.tokenizers import BYTE
-from mpbridge.training.data.look import no_text
-from mpbridge.training.data.records import Skip, records
-from mpbridge.training.data.sources import JSON_LINES
-from mpbridge.training.data.tokenizer import identity, tokenizer
+from mpbridge.training.data.look import Skip, no_text, pair_index, records
+from mpbridge.training.data.sources import JSON_LINES, identity, tokenizer
 
 FORMAT = "2"
 """Part of every key: increase it when the same files would be written differently."""
@@ -233,3 +231,62 @@ def _tokens(text: str, tok: Any, piece: int, line_end: Sequence[int] | None) -> 
     found = tok.tokenize(text)
     most = max(1, -(-len(found) * piece // len(text)))
     return list(cut(found, most, line_end))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFigures:
+    """Figures of one .bin/.idx pair."""
+
+    prefix: str
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    bytes: int
+    """Size of the .bin."""
+    shortest: int
+    median: int
+    longest: int
+    """Tokens in a sequence."""
+    largest_token: int
+    first: tuple[int, ...]
+    """The first tokens."""
+
+
+SHOWN = 24
+"""Number of tokens in `PairFigures.first`."""
+_STEP = 1 << 24
+
+
+def pair(prefix: str) -> PairFigures:
+    """The figures of a pair; reads all of it once. Raises DataError."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    pair_index(prefix)  # the library maps any file without checking it, and cannot release one that it could not read
+    try:
+        index: Any = IndexedDataset(prefix, multimodal=False)
+        lengths = np.array(index.sequence_lengths)
+        documents, kind = len(index.document_indices) - 1, np.dtype(index.index.dtype)
+        file = Path(f"{prefix}.bin")
+        tokens = np.memmap(file, dtype=kind, mode="r") if file.stat().st_size else np.empty(0, dtype=kind)
+    except Exception as error:
+        raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
+    if len(tokens) != lengths.sum():
+        raise DataError(
+            f"{prefix}.bin contains {len(tokens):,} tokens, its index {lengths.sum():,}: one of them is truncated"
+        )
+    largest = max((int(tokens[at : at + _STEP].max()) for at in range(0, len(tokens), _STEP)), default=0)
+    return PairFigures(
+        prefix=prefix,
+        documents=documents,
+        sequences=len(lengths),
+        tokens=len(tokens),
+        dtype=kind.name,
+        bytes=file.stat().st_size,
+        shortest=int(lengths.min()) if len(lengths) else 0,
+        median=int(np.median(lengths)) if len(lengths) else 0,
+        longest=int(lengths.max(initial=0)),
+        largest_token=largest,
+        first=tuple(int(token) for token in tokens[:SHOWN]),
+    )

@@ -16,10 +16,9 @@ from typing import Any
 
 from mpbridge.common.errors import BadValue, Refused, cut
 from mpbridge.common.files import lines_of, read_json, write
-from mpbridge.common.report.history import PRECISION, read_history
+from mpbridge.common.report.curves import PRECISION, read_history
 from mpbridge.common.shipped import VERSION, install
-from mpbridge.common.tables.table import table
-from mpbridge.common.tables.units import processes
+from mpbridge.common.tables import processes, table
 from mpbridge.precision.regions import GEMMS
 from mpbridge.precision.scalings import ELEMENTS, SCALINGS
 from mpbridge.precision.wording import HIGH

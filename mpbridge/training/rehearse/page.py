@@ -7,8 +7,7 @@ import math
 from mpbridge.common.formats import FORMATS
 from mpbridge.common.pages.about import glossary, made_now
 from mpbridge.common.pages.document import Page
-from mpbridge.common.tables.table import Column
-from mpbridge.training.rehearse.measure import place_of
+from mpbridge.common.tables import Column
 from mpbridge.training.rehearse.report import (
     NO_RANKING,
     OPERANDS,
@@ -20,6 +19,7 @@ from mpbridge.training.rehearse.report import (
     operand,
     overview,
     place,
+    place_of,
 )
 
 LOW = -32

@@ -1,29 +1,34 @@
-"""Rehearsals: the same run under several recipes with statistics."""
+"""Rehearsals: the same run under several recipes with statistics; and what is measured at the end of each: the gradient's error against high precision, and the error of every linear's
+three products."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.collectives import from_all
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.pages.about import data_text, model_text
 from mpbridge.common.report.console import rank
 from mpbridge.numerics import Emulation
 from mpbridge.numerics.scales import DEFAULT_RELEASE
 from mpbridge.numerics.statistics import Statistics
+from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.settings.training import microbatches
 from mpbridge.training.admission import resume_point
 from mpbridge.training.base import Hook
 from mpbridge.training.checkpoint.io import load
 from mpbridge.training.loop import pretrain
-from mpbridge.training.machine import process_group
-from mpbridge.training.rehearse.measure import RecipeMeasurement, measure
-from mpbridge.training.rehearse.report import Rehearsal, Rehearsed
+from mpbridge.training.process import data_parallel, process_group
+from mpbridge.training.rehearse.report import OWN_ERROR, ProductErrors, RecipeMeasurement, Rehearsal, Rehearsed
+from mpbridge.training.tune.proof import EngineSubject, prove
+from mpbridge.training.tune.scores import Scorer, merged
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
@@ -179,3 +184,46 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         interrupted=stopped,
         failure=next((part[3] for part in parts if part[3] is not None), None),
     )
+
+
+BATCHES = 4
+"""Global batches on which gradients are compared."""
+SIDES: Mapping[Gemm, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+
+
+def measure(training: Training) -> RecipeMeasurement | None:
+    """The figures of an emulated run in its current state; None on an engine that does not expose its gradients (FSDP). Every rank calls it.
+
+    Weights do not change; scales of delayed scaling continue from their current state.
+    """
+    engine = training.engine
+    if not hasattr(engine, "counted_gradients"):
+        return None
+    emulation: Any = getattr(engine, "emulation", None)
+    if emulation is None or not hasattr(emulation, "listening"):
+        return None
+    rank, ranks = data_parallel()
+    subject = EngineSubject(
+        engine, training.feed, microbatches=microbatches(training.run.train, ranks), rank=rank, ranks=ranks
+    )
+    gradient = prove(subject, {"own": emulation.policy}, BATCHES, split="train")["own"]
+    quants: dict[str, Quant] = {quant.scaling: quant for quant in emulation.policy.quants if not quant.row.history}
+    scorer = Scorer(quants, emulation)
+    if quants:
+        with emulation.listening(scorer):
+            subject.backward("train", 0)
+    own = {name: plug.quantizer.quant.scaling for name, plug in emulation.plugs.items()}
+    found = []
+    known = {slot: scaling for part in from_all(own) for slot, scaling in part.items()}
+    for (slot, scaling), sums in merged(from_all(scorer.halves[0])).items():
+        if known.get(slot) == scaling:
+            errors = {gemm: sums.relative(gemm) for gemm in GEMMS}
+            excess = max(error / _own(quants[scaling], gemm) for gemm, error in errors.items())
+            found.append(ProductErrors(linear=slot, errors=errors, excess=excess))
+    return RecipeMeasurement(gradient=gradient, products=sorted(found, key=lambda one: -one.excess))
+
+
+def _own(quant: Quant, gemm: Gemm) -> float:
+    """The format's error for that product of Gaussian operands: both operands' errors, which are independent."""
+    errors = (OWN_ERROR[quant.element(gradient=side == "dy"), side] for side in SIDES[gemm])
+    return math.sqrt(sum(error * error for error in errors))

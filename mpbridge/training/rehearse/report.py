@@ -1,5 +1,5 @@
-"""The result of a rehearsal: per recipe its losses, its tensors' statistics and a plain verdict. Data, JSON and tables; the charts are in
-`page`."""
+"""The result of a rehearsal: per recipe its losses, its tensors' statistics, gradients and products against high precision's, and a plain verdict. Data, JSON and tables; the
+charts are in `page`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,85 @@ from typing import Any, Literal
 
 from mpbridge.common.files import write
 from mpbridge.common.pages.about import OPERAND_COLUMNS
-from mpbridge.common.tables.table import Column, Table, table
-from mpbridge.training.rehearse.measure import OWN_ERROR, RecipeMeasurement, place_of
+from mpbridge.common.tables import Column, Table, table
+from mpbridge.precision.regions import Gemm
+from mpbridge.training.tune.proof import YARDSTICK, GradientError
+
+OWN_ERROR: Mapping[tuple[str, str], float] = {
+    ("e4m3", "x"): 0.0265,
+    ("e4m3", "w"): 0.0265,
+    ("e4m3", "dy"): 0.0265,
+    ("e5m2", "dy"): 0.0527,
+    ("e2m1", "x"): 0.095,
+    ("e2m1", "w"): 0.112,
+    ("e2m1", "dy"): 0.137,
+}
+"""(format, side) -> median row error of a Gaussian tensor: the error of rounding alone, when nothing goes wrong. Measured on 1024 x 1024 elements
+of N(0,1); NVFP4's weights share a scale among 16 x 16 elements and its gradients are rounded stochastically, hence three numbers."""
+EXCESS = 2.0
+"""Multiple of the error that the format causes for Gaussian tensors, above which a product is worth a look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductErrors:
+    """One linear."""
+
+    linear: str
+    errors: Mapping[Gemm, float]
+    """||e|| / ||output||."""
+    excess: float
+    """The largest of them relative to the format's error for Gaussian tensors."""
+
+
+def place_of(linear: str) -> tuple[str, str]:
+    """(layer number as text, the name below it); ('', name) outside of any numbered layer."""
+    parts = linear.split(".")
+    number = next((part for part in parts if part.isdigit()), "")
+    return number, ".".join(parts[parts.index(number) + 1 :]) if number else linear
+
+
+@dataclass(slots=True, kw_only=True)
+class RecipeMeasurement:
+    """The figures of one recipe."""
+
+    gradient: GradientError
+    products: list[ProductErrors] = field(default_factory=list)
+    """Worst first; empty under delayed scaling, whose scales depend on earlier batches."""
+
+    def verdict(self) -> tuple[Literal["sound", "look closer", "damage"], list[str]]:
+        """A verdict, and the reasons for it."""
+        one = self.gradient
+        figures = f"gradient error {one.error:.3f} (noise {one.noise:.3f}, bias {one.bias:.3f} of the gradient, per global batch)"
+        if not math.isfinite(one.error):
+            return "damage", ["the gradient is not finite, although high precision's is"]
+        if max(one.noise, one.bias) > YARDSTICK:
+            what = "noise" if one.noise >= one.bias else "bias"
+            cure = (
+                "a larger global batch averages noise out"
+                if what == "noise"
+                else "a larger batch does not average bias out"
+            )
+            return "damage", [f"{figures}: {what} is above 1/sqrt 3 = {YARDSTICK:.3f}, where training degrades; {cure}"]
+        some = [product for product in self.products if product.excess > EXCESS]
+        if some:
+            lines = [
+                f"{len(some)} of {len(self.products)} linears have products off by more than {EXCESS:g} times the format's own error"
+            ]
+            return "look closer", [
+                figures,
+                *lines,
+                *(
+                    f"{one.linear}: " + ", ".join(f"{gemm} {error:.1%}" for gemm, error in one.errors.items())
+                    for one in some[:4]
+                ),
+            ]
+        return "sound", [f"{figures}: below 1/sqrt 3 = {YARDSTICK:.3f}"]
+
+    def as_data(self) -> dict[str, Any]:
+        """In JSON types."""
+        products = [{"linear": one.linear, **one.errors, "excess": one.excess} for one in self.products]
+        return {"gradient": {**self.gradient.as_data(), "errors": self.gradient.errors}, "products": products}
+
 
 SCHEMA = 1
 RehearsalVerdict = Literal["high precision", "sound", "look closer", "damage", "failed", "interrupted"]

@@ -14,8 +14,8 @@ from mpbridge.planning.memory.keeps import is_frozen
 from mpbridge.settings.huggingface.folder import read_config, tensors
 from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith
-from mpbridge.training.weights.adapters import matrices, scale_of, targets
-from mpbridge.training.weights.source import FolderReader, check, joined
+from mpbridge.training.weights.export import matrices, scale_of, targets
+from mpbridge.training.weights.files import FolderReader, check, joined
 
 if TYPE_CHECKING:
     from mpbridge.training.weights.export import Export

@@ -21,11 +21,11 @@ from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.folder import read_config, tensors
 from mpbridge.settings.huggingface.served import ServedFormat, row_of, scales_are_static
 from mpbridge.training.checkpoint.store import CONFIG
-from mpbridge.training.data.tokenizer import tokenizer
-from mpbridge.training.machine import bare, process_group, with_weights
+from mpbridge.training.data.sources import tokenizer
+from mpbridge.training.process import bare, process_group, with_weights
 from mpbridge.training.serving.differences import is_plain, read_values
-from mpbridge.training.weights.source import FolderReader, joined
-from mpbridge.training.weights.to_folder import opened
+from mpbridge.training.weights.convert import opened
+from mpbridge.training.weights.files import FolderReader, joined
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """x [tokens, features] -> the fp32 values that the engine's GEMM reads."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mpbridge.backend.devices import redirect
 from mpbridge.backend.engines.contract import Live
-from mpbridge.backend.megatron import on_meta
+from mpbridge.backend.megatron import process
 from mpbridge.common.formats import DType
 from mpbridge.planning.memory.keeps import STATES
 from mpbridge.planning.memory.roles import Role
@@ -56,7 +56,7 @@ def install() -> None:
     _data_pointers()
     _types()
     _values()
-    for owner, name, replacement in on_meta.patches():
+    for owner, name, replacement in process.meta_patches():
         setattr(owner, name, replacement)
     _attention()
 
@@ -64,7 +64,7 @@ def install() -> None:
 def _attention() -> None:
     import importlib
 
-    from mpbridge.backend.models.attention import CausalAttention
+    from mpbridge.backend.models.local_spec import CausalAttention
 
     core = importlib.import_module("megatron.core.transformer.dot_product_attention")
     for kind in (CausalAttention, core.DotProductAttention):
@@ -114,7 +114,7 @@ def _values() -> None:
     kind.tolist = lambda t: listed(t) if known(t) else [0.0] * t.numel()
     # the router's choice: as many tokens as under balanced routing
     kind.masked_select = lambda t, mask: (
-        select(t, mask) if known(t) else t.expand_as(mask).reshape(-1).narrow(0, 0, on_meta.Chosen.count)
+        select(t, mask) if known(t) else t.expand_as(mask).reshape(-1).narrow(0, 0, process.Chosen.count)
     )
     state = torch.get_rng_state()
     lib.get_rng_state = lambda *a: state

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mpbridge.backend.devices import device_layer
-from mpbridge.backend.engines.live import allocate_moments
-from mpbridge.backend.engines.mcore import McoreEngine
+from mpbridge.backend.engines.mcore import McoreEngine, allocate_moments
 from mpbridge.backend.engines.optimizers import CpuFusedAdam
 from mpbridge.common.errors import Refused
 from mpbridge.numerics.observation.modules import tensors_in

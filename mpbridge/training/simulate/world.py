@@ -90,7 +90,7 @@ def _preload() -> None:
 
     shown, warnings.showwarning = warnings.showwarning, _nothing
     try:  # megatron-core warns at import about missing Transformer Engine and Apex
-        importlib.import_module("mpbridge.backend.megatron.cpu").import_all()
+        importlib.import_module("mpbridge.backend.megatron.process").import_all()
         importlib.import_module("mpbridge.training.simulate.rank")
     finally:
         warnings.showwarning = shown

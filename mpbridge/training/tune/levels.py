@@ -12,12 +12,12 @@ from typing import Literal
 from mpbridge.common.errors import BadValue, MpbridgeError, Refused
 from mpbridge.common.facts import RunFacts, Versions
 from mpbridge.common.machines import Machine, machine
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 from mpbridge.interop.stacks.base import ORDER
 from mpbridge.interop.stacks.exporters import export, stack_module
+from mpbridge.planning.capability import ASSUMED, quant_faults
 from mpbridge.planning.estimate.constants import Constants, constants
 from mpbridge.planning.estimate.linears import Basis, layer_seconds, linear_seconds
-from mpbridge.planning.hardware.capability import ASSUMED, quant_faults
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.config import MixedPrecisionConfig

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mpbridge.backend.devices.together import summed
+from mpbridge.backend.devices.collectives import summed
 from mpbridge.common.errors import BadValue, DataError
 from mpbridge.numerics import Emulation
 from mpbridge.precision.policy import PrecisionPolicy

@@ -12,7 +12,7 @@ import torch
 from mpbridge.common import files
 from mpbridge.common.errors import BadValue
 from mpbridge.common.shipped import VERSION
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 from mpbridge.planning.rules.gemm_shapes import spans
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, recipes

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.collectives import from_all
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.facts import RunFacts
-from mpbridge.common.tables.units import size
+from mpbridge.common.tables import size
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant

@@ -76,7 +76,7 @@ def exports_agree(classes: tuple[type, type, type]) -> bool:
 def names_agree(classes: tuple[type, type, type]) -> None:
     """Compares Bridge's own recipes by name with the import of the name alone; prints differences, with Bridge's values."""
     from mpbridge.interop.stacks.importers import read_data_of
-    from mpbridge.interop.stacks.megatron_bridge_fields import FIELDS
+    from mpbridge.interop.stacks.megatron_bridge_import import FIELDS
 
     theirs = importlib.import_module("megatron.bridge.training.mixed_precision")
     equal = count = 0

@@ -124,8 +124,8 @@ def bridge(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], dict
         if file.name not in ("__init__.py", "run_plugins.py", "common.py", "environment.py")
         and "utils" not in file.parts
     ]
-    from mpbridge.interop.stacks.megatron_bridge_fields import FIELDS
-    from mpbridge.interop.stacks.megatron_bridge_import import _SECTIONS, read_data
+    from mpbridge.interop.stacks.megatron_bridge import _SECTIONS
+    from mpbridge.interop.stacks.megatron_bridge_import import FIELDS, read_data
 
     mixed = importlib.import_module(f"{base}training.mixed_precision")
 
@@ -160,7 +160,7 @@ def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], 
         (file, ".".join(file.relative_to(checkout).with_suffix("").parts))
         for file in sorted((checkout / "torchtitan").rglob("config_registry.py"))
     ]
-    from mpbridge.interop.stacks.torchtitan_import import LINEARS
+    from mpbridge.interop.stacks.torchtitan import LINEARS
 
     def said(made: Any) -> dict[str, Any] | None:
         training = getattr(made, "training", None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mpbridge import get_mixed_precision_config, resolve
-from mpbridge.backend.devices.fp32_products import hold, reduced
+from mpbridge.backend.devices.products import hold, reduced
 
 MATMULS = tuple(
     one
@@ -102,7 +102,7 @@ def test_the_switch_of_every_torch_is_off_while_fp32_is_held() -> None:
 def test_a_container_that_allows_tf32_through_its_environment_is_overruled() -> None:
     code = """
 import torch
-from mpbridge.backend.devices.fp32_products import hold, reduced
+from mpbridge.backend.devices.products import hold, reduced
 from mpbridge import get_mixed_precision_config, resolve
 policy = resolve(get_mixed_precision_config("fp32"))
 print(reduced(policy))

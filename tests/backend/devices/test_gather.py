@@ -12,7 +12,7 @@ EXACT = """
 import os, sys
 from dataclasses import dataclass, field
 import torch.distributed as dist
-from mpbridge.backend.devices.gather import from_all
+from mpbridge.backend.devices.collectives import from_all
 
 @dataclass
 class Inner:
@@ -61,7 +61,7 @@ from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.weights import Weights
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.backend.devices import gather
-from mpbridge.backend.devices.together import agreed, on_first_rank
+from mpbridge.backend.devices.collectives import agreed, on_first_rank
 
 WORLD = int(sys.argv[1])
 DATA = max(1, WORLD // 32)

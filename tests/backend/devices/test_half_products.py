@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from mpbridge.backend.devices import half_products
+from mpbridge.backend.devices import products as devices
 from mpbridge.backend.devices.cpu import cpu_device
 
 KINDS = [torch.bfloat16, torch.float16]
@@ -17,7 +17,7 @@ KINDS = [torch.bfloat16, torch.float16]
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """This CPU, as one that does not multiply BF16."""
-    monkeypatch.setattr(half_products, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: False)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -90,14 +90,14 @@ def test_the_kernels_go_with_the_last_layer() -> None:
         with cpu_device():
             with cpu_device():
                 pass
-            assert "mm" in vars(half_products.KERNELS)
-    assert not vars(half_products.KERNELS)
+            assert "mm" in vars(devices.KERNELS)
+    assert not vars(devices.KERNELS)
 
 
 def test_a_cpu_that_multiplies_bf16_keeps_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_products, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
     with cpu_device():
-        assert not vars(half_products.KERNELS)
+        assert not vars(devices.KERNELS)
 
 
 def test_bf16_is_not_far_slower_than_fp32_on_this_cpu() -> None:

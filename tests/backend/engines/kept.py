@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from mpbridge.backend.megatron import sharded
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.index import STATE
-from mpbridge.training.checkpoint.json_codec import encoded
+from mpbridge.training.checkpoint.format import STATE, encoded
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.writer import indexed, staged, write
 

@@ -65,7 +65,7 @@ def test_states_are_the_planned_ones_to_the_byte_and_the_audit_agrees(layer: Non
 
 
 def _inner(engine: Any, name: str) -> Any:
-    from mpbridge.observe.audit.updates import inner_optimizers
+    from mpbridge.observe.audit.flags import inner_optimizers
 
     return next(one for one in inner_optimizers(engine.optimizer) if name in type(one).__name__)
 

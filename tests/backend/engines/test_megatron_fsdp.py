@@ -67,8 +67,8 @@ def test_m1_upstreams_own_wiring_moves_nothing(layered: None) -> None:
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from mpbridge.backend.engines.base import forward_step
     from mpbridge.backend.engines.parallel import ModelParallel
-    from mpbridge.backend.engines.steps import forward_step
     from mpbridge.backend.megatron.inside_fsdp import do_not_reduce, indexed_device
     from mpbridge.backend.megatron.targets import build
     from mpbridge.backend.models.gpt import build_chunks

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpbridge.backend.engines.optimizers import LARGEST, CpuFusedAdam
 from mpbridge.common.errors import BadValue
-from mpbridge.numerics.adam import join, split
+from mpbridge.numerics.optimizers import join, split
 
 BF16, FP16, FP32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 SHAPES = [(33, 7), (5,), (300, 500), (1,)]

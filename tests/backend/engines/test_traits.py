@@ -26,7 +26,7 @@ ALLOWED = {
     "precision/recipes.py",  # what a recipe prefers where several could run it
     "backend/megatron/bridge_container.py",  # what Megatron Bridge's switches mean here
     "cli/_target.py",  # --mcore is a version of megatron-core
-    "observe/witnessing/plain.py", "observe/witnessing/core.py", "observe/witnessing/core_sharded.py", "observe/witnessing/sharded.py",  # the engine of ours whose traits a loop that is not ours shares
+    "observe/witnessing/plain.py", "observe/witnessing/core.py", "observe/witnessing/sharded.py",  # the engine of ours whose traits a loop that is not ours shares
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from mpbridge.backend.models.gpt import fp32_modules
 from mpbridge.common.errors import BadValue, Refused, UpstreamRefused
 from mpbridge.common.machines import machine
 from mpbridge.common.traits import engine_names
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from tests.backend.engines import tiny
 
 LATENT = {
@@ -53,7 +53,7 @@ def losses(engine: McoreEngine, steps: int = 4) -> list[float]:
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_blocked_attention_is_attention(length: int, dtype: torch.dtype, tolerance: float) -> None:
-    from mpbridge.backend.models.attention import BlockedAttention
+    from mpbridge.backend.models.local_spec import BlockedAttention
 
     torch.manual_seed(0)
     tensors = [torch.randn(length, 2, 3, width, dtype=dtype) for width in (16, 16, 8)]
@@ -242,7 +242,7 @@ def test_dropout_draws_anew_and_repeats_with_the_seed(build: Any) -> None:
 def test_an_fp32_residual_stream_stays_fp32_through_every_layer(layer) -> None:
     import torch
 
-    from mpbridge.backend.models.residual import wide_add
+    from mpbridge.backend.models.hybrid import wide_add
 
     add = wide_add(True, False)
     stream, branch = torch.full((4, 8), 1.0 + 2.0**-20), torch.full((4, 8), 0.5, dtype=torch.bfloat16)

@@ -198,7 +198,7 @@ def test_the_kernels_names_are_there_inside_only() -> None:
         import mamba_ssm.ops.triton.ssd_combined as combined
         from causal_conv1d import causal_conv1d_update
 
-        assert combined.mamba_chunk_scan_combined.__module__ == "mpbridge.numerics.mamba"
+        assert combined.mamba_chunk_scan_combined.__module__ == "mpbridge.backend.devices.mamba"
         with pytest.raises(Refused, match="causal_conv1d_update is a kernel for inference"):
             causal_conv1d_update()
     assert not [name for name in sys.modules if name.partition(".")[0] in ("mamba_ssm", "causal_conv1d")]

@@ -12,7 +12,7 @@ import torch
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.machines import machine
-from mpbridge.planning.hardware.capability import ASSUMED, can_run
+from mpbridge.planning.capability import ASSUMED, can_run
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.registry import describe, recipes
 from mpbridge.precision.resolve import resolve

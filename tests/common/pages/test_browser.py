@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mpbridge.common.pages.document import Page
-from mpbridge.common.tables.table import Column
+from mpbridge.common.tables import Column
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)  # fmt: skip
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")

@@ -14,7 +14,7 @@ import pytest
 
 from mpbridge.common.errors import BadValue
 from mpbridge.common.pages.document import LARGEST, Page, writable
-from mpbridge.common.tables.table import Column
+from mpbridge.common.tables import Column
 
 
 def data_of(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mpbridge.common.report.console import console
 from mpbridge.common.report.progress import ProgressLine
-from mpbridge.common.tables.table import table
+from mpbridge.common.tables import table
 
 
 def _shown(*, terminal: bool, bar: bool = True) -> str:

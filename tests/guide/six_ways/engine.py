@@ -8,8 +8,7 @@ from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import engine_names, traits
 from mpbridge.interop.stacks.meaning import of_policy
-from mpbridge.planning.estimate.build import update
-from mpbridge.planning.estimate.collectives import shares
+from mpbridge.planning.estimate.build import shares, update
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.planning.memory.keeps import keeps
 from mpbridge.planning.memory.ranks import Coordinates

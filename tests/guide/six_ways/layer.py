@@ -9,7 +9,7 @@ import mpbridge
 from mpbridge import get_mixed_precision_config, resolve
 from mpbridge.cli.main import main
 from mpbridge.common.facts import RunFacts
-from mpbridge.planning.estimate.flops import model_flops_per_token
+from mpbridge.planning.estimate.gemms import model_flops_per_token
 from mpbridge.planning.memory.activations import activations
 from mpbridge.planning.memory.layers import parameters
 from mpbridge.planning.memory.names import module_paths

@@ -10,13 +10,12 @@ from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, resolve
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import traits
-from mpbridge.planning.estimate.build import update
-from mpbridge.planning.estimate.collectives import shares
+from mpbridge.planning.estimate.build import shares, update
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.planning.memory.keeps import keeps
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.rules.table import broken
-from mpbridge.settings.limits import WORDS
+from mpbridge.settings.sections import WORDS
 from mpbridge.settings.stages import with_storage
 
 SHAPE = ModelShape(

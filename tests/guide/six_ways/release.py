@@ -4,7 +4,7 @@ from pathlib import Path
 
 import mpbridge
 from mpbridge import get_mixed_precision_config, resolve
-from mpbridge.backend.megatron import process_state
+from mpbridge.backend.megatron import process
 from mpbridge.common.facts import ModelShape, RunFacts, Versions
 from mpbridge.interop.stacks.megatron_lm import CORE
 from mpbridge.planning.rules.table import broken
@@ -34,6 +34,6 @@ assert "fp8_embedding" not in plan(policy, **wanted, core="0.20.0").of("model")
 assert [kept.field for kept in plan(policy, model={"fp32_rotary": True}, core="0.21.0").kept] == ["fp32_rotary"]
 assert "common_state/shard_0" in COMMON_OBJECTS
 assert ("megatron.core.dist_checkpointing.strategies.torch", "MCoreTable") in converter_process._RECORDS
-assert "_GLOBAL_FP8_BUFFER" in process_state._BUFFERS
+assert "_GLOBAL_FP8_BUFFER" in process._BUFFERS
 assert set(CORE.values()) == {"0.16.1", "0.20.0"}, "Megatron-LM's arguments are described apart"
 print(Path(mpbridge.__file__).parent)

@@ -10,7 +10,7 @@ from mpbridge import get_mixed_precision_config, resolve
 from mpbridge.common.facts import Versions
 from mpbridge.common.machines import machine
 from mpbridge.numerics.quantizer import Quantizer, Randomness
-from mpbridge.planning.hardware.capability import can_run
+from mpbridge.planning.capability import can_run
 from mpbridge.precision.scalings import choices
 from mpbridge.precision.sync.plan import plan
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mpbridge import MixedPrecisionConfig, recipes
 from mpbridge.common.errors import Contradiction, RecipeError, UnknownName
 from mpbridge.interop import megatron_bridge as bridge
-from mpbridge.interop.stacks.megatron_bridge_fields import FIELDS
+from mpbridge.interop.stacks.megatron_bridge_import import FIELDS
 from mpbridge.precision.registry import unregister
 
 

@@ -11,9 +11,9 @@ import pytest
 from mpbridge import recipes
 from mpbridge.cli.main import main
 from mpbridge.interop.stacks.base import Export
-from mpbridge.interop.stacks.costs import cost
 from mpbridge.interop.stacks.exporters import STACKS, export
 from mpbridge.interop.stacks.meaning import Meaning, differences, of_policy
+from mpbridge.interop.stacks.reasons import cost
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 

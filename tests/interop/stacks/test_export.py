@@ -19,7 +19,7 @@ from mpbridge.interop.stacks.base import Export
 from mpbridge.interop.stacks.exporters import STACKS, export
 from mpbridge.interop.stacks.importers import read_args
 from mpbridge.interop.stacks.meaning import of_policy
-from mpbridge.interop.stacks.megatron_lm_options import options
+from mpbridge.interop.stacks.megatron_lm_arguments import options
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 

@@ -14,9 +14,9 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import RecipeError
 from mpbridge.common.traits import DEFAULT
 from mpbridge.interop.stacks.exporters import STACKS
-from mpbridge.interop.stacks.handover import ALONE, OURS, Setup, handover
 from mpbridge.interop.stacks.importers import read_args, read_file
 from mpbridge.interop.stacks.meaning import of_policy
+from mpbridge.interop.stacks.reasons import ALONE, OURS, Setup, handover
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 
 MEANING = of_policy(resolve(get_mixed_precision_config("bf16_mixed")))

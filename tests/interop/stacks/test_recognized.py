@@ -113,5 +113,7 @@ def test_every_recipe_trains_on_its_own_engine_and_what_no_engine_takes_is_said(
     )
     assert any("accumulator-apart-from-the-wire" in line for line in apart)
     assert apart[-1].startswith("engine=megatron_fsdp allows it")
+    said = refusals(Answer(recipe="bf16_mixed", overrides={}), {"optimizer": "muon", "muon_momentum": 1.5})
+    assert said[0].startswith("muon_momentum=1.5 (0 to below 1): muon-settings-unknown")
     cast = refusals(Answer(recipe="fp32_params_bf16_compute", overrides={"autocast_enabled": True}))
     assert any("fsdp2-casts-by-itself" in line for line in cast)

@@ -21,7 +21,7 @@ def linear(engine: Any, path: str = "mlp.linear_fc1", layer: int = 1) -> Any:
 
 
 def inner(engine: Any) -> Any:
-    from mpbridge.observe.audit.updates import inner_optimizers
+    from mpbridge.observe.audit.flags import inner_optimizers
 
     return inner_optimizers(engine.optimizer)[0]
 

@@ -27,7 +27,7 @@ def scan_in_bf16(engine: Any) -> None:
     """The recurrence itself, token by token, with step sizes, decays and the state in BF16."""
 
     def scan(real: Any, projection: Any, weight: Any, bias: Any, dt_bias: Any, A: Any, D: Any, **named: Any) -> Any:
-        from mpbridge.numerics.mamba import causal_conv1d_fn
+        from mpbridge.backend.devices.mamba import causal_conv1d_fn
 
         heads, width, groups = D.shape[0], named["headdim"], named["ngroups"]
         states = (weight.shape[0] - heads * width) // groups // 2

@@ -51,7 +51,7 @@ NEEDS = {"core muon": "emerging_optimizers", "core muon fp32": "emerging_optimiz
 
 # --- Muon ----------------------------------------------------------------------------------------------------------------------------------
 def muon(engine: Any) -> Any:
-    from mpbridge.observe.audit.updates import inner_optimizers
+    from mpbridge.observe.audit.flags import inner_optimizers
 
     return next(one for one in inner_optimizers(engine.optimizer) if "Muon" in type(one).__name__)
 
@@ -165,7 +165,7 @@ def given_to_adam(engine: Any) -> None:
 
 
 def inner_of(engine: Any) -> list[Any]:
-    from mpbridge.observe.audit.updates import inner_optimizers
+    from mpbridge.observe.audit.flags import inner_optimizers
 
     return inner_optimizers(engine.optimizer)
 

@@ -13,7 +13,7 @@ import torch
 from mpbridge.common.errors import AuditFailed
 from mpbridge.common.formats import DType
 from mpbridge.observe.audit import AuditHook, Before, audit
-from mpbridge.observe.audit.cadence import Cadence
+from mpbridge.observe.audit.between import Cadence
 from mpbridge.observe.audit.weights import moved
 from mpbridge.precision.policy import Quant, Region
 from tests.observe.audit.catalogue import SHARDED

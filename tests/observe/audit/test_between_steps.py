@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mpbridge.observe.audit import AuditHook
+from mpbridge.observe.audit.flags import inner_optimizers
 from mpbridge.observe.audit.holdings import holdings
-from mpbridge.observe.audit.updates import inner_optimizers
 from tests.observe.audit.faults import after
 
 Between = Callable[[Any, int], None]

@@ -11,7 +11,7 @@ import torch
 from mpbridge.common.facts import OptimizerFacts
 from mpbridge.common.traits import traits
 from mpbridge.observe.audit.compute import _row_finding
-from mpbridge.observe.audit.not_observable import why_unseen
+from mpbridge.observe.audit.judge import why_unseen
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.weights import are_codes
 from mpbridge.precision.registry import get_mixed_precision_config

@@ -17,7 +17,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.observe.diagnose.diagnosis import Diagnosis, diagnose
 from mpbridge.observe.diagnose.evidence import gather
 from mpbridge.observe.diagnose.page import diagnosis_page, precision_page
-from mpbridge.observe.telemetry import reading
+from mpbridge.observe.telemetry import records
 from mpbridge.observe.telemetry.records import FILE, LINEARS, OPERANDS, WEIGHTS, line
 
 STEPS = 60
@@ -564,7 +564,7 @@ def test_statistics_that_are_too_large_are_sampled_and_the_first_tensor_out_of_l
         run.linears[step, LAYERS[2]] |= {"x_outlier": 3000.0, "x_amax": 4000.0}
         run.weights[step, "decoder.layers.1.input_layernorm.weight"] |= {"amax": 3000.0}
     folder = run.write()
-    monkeypatch.setattr(reading, "LARGEST", (folder / FILE).stat().st_size // 5)
+    monkeypatch.setattr(records, "LARGEST", (folder / FILE).stat().st_size // 5)
     found = diagnose(folder)
     assert (first(found), found.suspects[0].step) == ("outlier-channel", 33)
     assert 8 < len(found.run.measured) <= 13

@@ -14,7 +14,7 @@ from tests.worlds import COUNTED, start
 RANKS = """
 import json, sys
 import torch.distributed as dist
-from mpbridge.observe.telemetry.ranks import worst_of_all
+from mpbridge.observe.telemetry.hook import worst_of_all
 
 nan, inf = float("nan"), float("inf")
 def operand(linear, *values):
@@ -46,7 +46,7 @@ import json, sys
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from mpbridge.observe.telemetry.ranks import worst_of_all
+from mpbridge.observe.telemetry.hook import worst_of_all
 
 """
     + COUNTED

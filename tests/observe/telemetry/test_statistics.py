@@ -14,9 +14,8 @@ from mpbridge.common.report import metrics
 from mpbridge.numerics.certificates.certificate import certificate
 from mpbridge.observe.telemetry.hook import StatisticsHook
 from mpbridge.observe.telemetry.probe import Noise
-from mpbridge.observe.telemetry.reading import read
-from mpbridge.observe.telemetry.records import FILE, OPERANDS, headlines, line
-from mpbridge.planning.certificates.optimizer import Training
+from mpbridge.observe.telemetry.records import FILE, OPERANDS, headlines, line, read
+from mpbridge.planning.certificates import Training
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.training.base import Hook

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mpbridge.observe.telemetry.tokens import Tokens
+from mpbridge.observe.telemetry.hook import Tokens
 
 VOCABULARY = 512
 

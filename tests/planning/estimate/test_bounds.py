@@ -8,12 +8,12 @@ import itertools
 import pytest
 
 from mpbridge.common.machines import machine
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.estimate.bounds import Bounds, FamilyBounds
 from mpbridge.planning.estimate.candidates import families, groups, largest, members
 from mpbridge.planning.estimate.constants import constants
 from mpbridge.planning.estimate.layouts import search
 from mpbridge.planning.estimate.predict import estimate
-from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.planning.memory.by_role import memory, verdict
 from mpbridge.settings.container import ConfigContainer
 

@@ -10,9 +10,9 @@ import pytest
 
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.machines import machines
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.estimate.constants import constants
 from mpbridge.planning.estimate.predict import estimate
-from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.planning.memory.by_role import memory
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.scalings import SCALINGS

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpbridge.common.facts import ModelShape
-from mpbridge.planning.estimate.flops import whole_square_flops_per_token
+from mpbridge.planning.estimate.gemms import whole_square_flops_per_token
 
 TINY = ModelShape(
     num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=320, seq_length=32

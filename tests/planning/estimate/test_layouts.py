@@ -12,13 +12,11 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue
 from mpbridge.common.machines import machine
-from mpbridge.planning.estimate.candidates import families, placement
+from mpbridge.planning.capability import ASSUMED
+from mpbridge.planning.estimate.candidates import families, line, placement
+from mpbridge.planning.estimate.constants import read_machine
 from mpbridge.planning.estimate.layouts import nearest, search
-from mpbridge.planning.estimate.machine_file import read_machine
-from mpbridge.planning.estimate.overrides import line
-from mpbridge.planning.estimate.predict import estimate
-from mpbridge.planning.estimate.timing import timing
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.estimate.predict import estimate, timing
 from mpbridge.planning.memory.by_role import memory, verdict
 from mpbridge.planning.memory.ranks import parse_layout
 from mpbridge.planning.rules.table import broken

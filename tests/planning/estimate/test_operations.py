@@ -8,8 +8,8 @@ import pytest
 
 from mpbridge.common.errors import BadValue
 from mpbridge.planning.estimate.build import work
-from mpbridge.planning.estimate.flops import model_flops_per_token
-from mpbridge.planning.estimate.work import flops
+from mpbridge.planning.estimate.gemms import model_flops_per_token
+from mpbridge.planning.estimate.price import flops
 from mpbridge.settings.container import ConfigContainer
 from scripts.evidence.published import CANNOT, UNUSUAL, priced, rows, run_of
 

@@ -11,11 +11,11 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue
 from mpbridge.common.machines import machine
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.estimate.constants import DATA
 from mpbridge.planning.estimate.predict import estimate
-from mpbridge.planning.hardware.capability import ASSUMED
 from mpbridge.planning.memory.by_role import memory as bytes_of
-from mpbridge.planning.memory.limitations import left_out_of_memory
+from mpbridge.planning.memory.overheads import left_out_of_memory
 from mpbridge.settings.container import ConfigContainer
 from scripts.evidence.published import CORES, FITTED, UNUSUAL, priced, run_of, timed
 

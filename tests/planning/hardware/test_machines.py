@@ -11,7 +11,7 @@ from mpbridge.common.errors import Refused
 from mpbridge.common.facts import Versions
 from mpbridge.common.machines import Machine, like, machine, machines
 from mpbridge.common.versions import Window, at_least
-from mpbridge.planning.hardware.capability import ASSUMED, can_run, refuse_unless_native
+from mpbridge.planning.capability import ASSUMED, can_run, refuse_unless_native
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 

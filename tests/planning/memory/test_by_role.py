@@ -8,17 +8,15 @@ from mpbridge import ConfigContainer
 from mpbridge.cli.main import main
 from mpbridge.common.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.common.machines import machine
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.planning.memory.activations import activations
 from mpbridge.planning.memory.activations import kept as kept_of
-from mpbridge.planning.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
-from mpbridge.planning.memory.compare import against_bf16
+from mpbridge.planning.memory.by_role import against_bf16, duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.planning.memory.keeps import trained_by
 from mpbridge.planning.memory.layers import parameters
-from mpbridge.planning.memory.limitations import left_out_of_memory
+from mpbridge.planning.memory.overheads import left_out_of_memory
 from mpbridge.planning.memory.ranks import Coordinates, in_flight
-from mpbridge.planning.memory.roles import roles
-from mpbridge.planning.memory.weight_copies import weight_scales
+from mpbridge.planning.memory.roles import roles, weight_scales
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.scalings import scaling

@@ -186,6 +186,9 @@ TABLE = {
     "fp32-accumulation-with-optimizer-instances": (
         {"ddp": {"reduce_scatter_with_fp32_accumulation": True, "num_distributed_optimizer_instances": 2}}, {"ddp": {"reduce_scatter_with_fp32_accumulation": True}},
     ),
+    "optimizer-instances-without-ranks": (
+        {"ddp": {"num_distributed_optimizer_instances": 2}, "parallel": Parallel(world_size=6, tensor=2)}, {"ddp": {"num_distributed_optimizer_instances": 2}, "parallel": Parallel(world_size=8, tensor=2)},
+    ),
     "fatal-nan-check-with-dynamic-loss-scale": ({"recipe": "fp16", "ddp": {"check_for_nan_in_grad": True}}, {"recipe": "fp16", "config": {"loss_scale": 1024.0}, "ddp": {"check_for_nan_in_grad": True}}),
     "precision-aware-needs-adam": ({"config": AWARE, "optimizer": opt(name="sgd")}, {"config": AWARE}),
     "precision-aware-needs-distributed-optimizer": ({"config": AWARE, "optimizer": OptimizerFacts()}, {"config": AWARE}),

@@ -19,9 +19,8 @@ from mpbridge.common.probe import installed
 from mpbridge.planning.rules.table import broken
 from mpbridge.precision.registry import recipes
 from mpbridge.settings.container import ConfigContainer
-from mpbridge.settings.limits import LIMITS
 from mpbridge.settings.schema import Setting, settings
-from mpbridge.settings.sections import LORA
+from mpbridge.settings.sections import LIMITS, LORA
 
 NOW = Versions(
     torch=installed().torch,

@@ -12,7 +12,7 @@ import pytest
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.facts import ModelShape, RunFacts, Versions
-from mpbridge.planning.rules import admit
+from mpbridge.planning.rules import table
 from mpbridge.precision.megatron_spec.versions import described, missing, nearest
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -42,11 +42,11 @@ def test_a_missing_package_is_one_clear_refusal(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert missing("0.16.1") == missing(None) == ()
     assert missing("0.20.0") == ("triton",)
-    monkeypatch.setattr(admit, "installed", lambda: Versions(megatron_core="0.20.0"))
-    monkeypatch.setattr(admit, "this_machine", lambda: None)
+    monkeypatch.setattr(table, "installed", lambda: Versions(megatron_core="0.20.0"))
+    monkeypatch.setattr(table, "this_machine", lambda: None)
     shape = ModelShape(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=8, num_query_groups=1, kv_channels=8, vocab_size=8, seq_length=8)  # fmt: skip
     with pytest.raises(Refused, match="cannot be imported without triton: pip install triton"):
-        admit.require_here(resolve(get_mixed_precision_config("bf16")), RunFacts(shape=shape))
+        table.require_here(resolve(get_mixed_precision_config("bf16")), RunFacts(shape=shape))
 
 
 def test_a_tuple_and_a_list_are_the_same_value() -> None:

@@ -36,7 +36,7 @@ def script():
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    from mpbridge.training.machine import process_group
+    from mpbridge.training.process import process_group
 
     with process_group(False):
         yield

@@ -19,8 +19,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 
 from mpbridge.backend.engines.parallel import start_process_group, stop_process_group
 from mpbridge.common.errors import Refused
-from mpbridge.te_cpu import rope
-from mpbridge.te_cpu.contents import codes_at_limit
+from mpbridge.te_cpu import attention
+from mpbridge.te_cpu.operands import codes_at_limit
 from mpbridge.te_cpu.played import now
 
 BLACKWELL = now().capability >= (10, 0)
@@ -306,13 +306,13 @@ def test_balancing_by_quantiles_counts_the_bias_that_each_expert_lacks(way) -> N
         )
 
 
-@pytest.mark.parametrize("at_once", [64, rope.CHUNK])
+@pytest.mark.parametrize("at_once", [64, attention.CHUNK])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 def test_rotated_positions_are_those_of_the_unfused_function(
     form: str, interleaved: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rope, "CHUNK", at_once)
+    monkeypatch.setattr(attention, "CHUNK", at_once)
     torch.manual_seed(0)
     lengths = torch.tensor([0, 6, 16, 30], dtype=torch.int32) if form == "thd" else None
     shape = {"sbhd": (14, 2, 3, 32), "bshd": (2, 14, 3, 32), "thd": (30, 3, 32)}[form]

@@ -9,7 +9,7 @@ import pytest
 from mpbridge import pretrain
 from mpbridge.common.errors import MpbridgeError
 from mpbridge.common.probe import installed, this_machine
-from mpbridge.planning.hardware.capability import can_run
+from mpbridge.planning.capability import can_run
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.te_cpu.played import now

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpbridge import pretrain
-from mpbridge.observe.telemetry.reading import read
+from mpbridge.observe.telemetry.records import read
 from mpbridge.training.base import Hook
 from mpbridge.training.certified import own_tensors
 

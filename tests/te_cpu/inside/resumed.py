@@ -9,7 +9,7 @@ import pytest
 from mpbridge import pretrain
 from mpbridge.common.report.metrics import read
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.json_codec import decoded
+from mpbridge.training.checkpoint.format import decoded
 
 from .matrix import BLOCKWISE, DELAYED, MXFP8, NVFP4, TENSORWISE, WHOLE
 from .training import BLACKWELL, OVERLAP, tiny

@@ -21,9 +21,9 @@ from mpbridge.common import safe_unpickler
 from mpbridge.common.errors import CheckpointError, Refused
 from mpbridge.common.safe_unpickler import UnpickledCall, read
 from mpbridge.training.checkpoint import archive as archived
-from mpbridge.training.checkpoint import convert, extra_state, io, state, store
+from mpbridge.training.checkpoint import extra_state, io, reader, state, store
 from mpbridge.training.checkpoint.archive import load, plain_call
-from mpbridge.training.checkpoint.json_codec import decoded, encoded
+from mpbridge.training.checkpoint.format import decoded, encoded
 from mpbridge.training.checkpoint.verdict import FILE
 from tests import megatron_checkpoints
 from tests.forked import codes, ranks, said
@@ -237,7 +237,7 @@ def test_a_payload_is_refused_by_its_file_and_does_not_run(place, tmp_path, rout
     name = plant(route, place, tmp_path / "pwned")
     (tmp_path / "room").mkdir()
     with pytest.raises(CheckpointError, match="refused") as told:
-        convert.converted(place, tmp_path / "room")
+        reader.converted(place, tmp_path / "room")
     assert str(told.value).startswith(str(place / name))
     assert "\n" not in str(told.value)
     assert not (tmp_path / "pwned").exists()
@@ -398,11 +398,11 @@ def test_such_a_table_ends_the_conversion_with_one_line(tmp_path):
     out.mkdir()
     (source / ".metadata").write_bytes(b"\x80\x02}" + TWICE + b"Ns.")
     with pytest.raises(CheckpointError, match=r"\.metadata.*tuples nested too deep"):
-        convert._run(source, out, "foreign")
+        reader._run(source, out, "foreign")
 
 
 def test_an_extra_state_is_data(theirs, tmp_path):
-    place = convert.converted(theirs[0], tmp_path)
+    place = reader.converted(theirs[0], tmp_path)
     index = json.loads((place / "index.json").read_text())
     number, at, size = index["objects"]["layer._extra_state/shard_0_1"]
     found = decoded(json.loads((place / index["files"][number]).read_bytes()[at : at + size]))

@@ -19,8 +19,8 @@ import torch
 
 from mpbridge.common.errors import CheckpointError
 from mpbridge.interop.stacks.importers import read_file
-from mpbridge.training.checkpoint import convert
-from mpbridge.training.checkpoint.json_codec import decoded
+from mpbridge.training.checkpoint import reader
+from mpbridge.training.checkpoint.format import decoded
 from mpbridge.training.checkpoint.reader import Contents
 
 SAVED = Path(__file__).parents[2] / "golden" / "checkpoints_core_0.20.tar.xz"
@@ -50,8 +50,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_weights_are_converted_to_the_bit(theirs: Path, tmp_path: Path, name: str) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    assert convert.is_foreign(theirs / name)
-    with Contents(convert.converted(theirs / name, tmp_path)) as contents:
+    assert reader.is_foreign(theirs / name)
+    with Contents(reader.converted(theirs / name, tmp_path)) as contents:
         assert contents.index.tensors.keys() == weights().keys()
         for key, expected in weights().items():
             found = contents.tensor(ShardedTensor.from_rank_offsets(key, torch.empty_like(expected)))
@@ -59,7 +59,7 @@ def test_weights_are_converted_to_the_bit(theirs: Path, tmp_path: Path, name: st
 
 
 def test_what_no_rank_shards_is_converted_from_its_object(theirs: Path, tmp_path: Path) -> None:
-    convert._run(theirs / "plain", tmp_path, "ours")
+    reader._run(theirs / "plain", tmp_path, "ours")
     assert decoded(json.loads((tmp_path / "state.json").read_text())) == PLAIN
     objects = json.loads((tmp_path / "index.json").read_text())["objects"]
     assert list(objects) == ["rng/shard_0_1"]
@@ -67,7 +67,7 @@ def test_what_no_rank_shards_is_converted_from_its_object(theirs: Path, tmp_path
 
 def test_objects_of_classes_are_refused_there_too(theirs: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is refused: it refers to argparse\.Namespace"):
-        convert._run(theirs / "lm", tmp_path, "ours")
+        reader._run(theirs / "lm", tmp_path, "ours")
 
 
 def test_arguments_of_a_run_are_imported(theirs: Path) -> None:

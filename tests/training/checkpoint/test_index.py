@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpbridge.training.checkpoint.index import Index, StoredPiece, StoredTensor
+from mpbridge.training.checkpoint.format import Index, StoredPiece, StoredTensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -16,8 +16,7 @@ import torch
 
 from mpbridge.common.errors import CheckpointError
 from mpbridge.training.checkpoint import io, store, writer
-from mpbridge.training.checkpoint.index import COMMON, INDEX, METADATA, STATE
-from mpbridge.training.checkpoint.json_codec import decoded, encoded
+from mpbridge.training.checkpoint.format import COMMON, INDEX, METADATA, STATE, decoded, encoded
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.verdict import FILE
 from tests.forked import codes, ranks, said
@@ -267,6 +266,11 @@ def test_the_name_of_the_writer_is_not_written_through_a_link(tmp_path, kind):
         store.claim(folder)
     assert outside.read_text() == "precious"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept", "precious"]
+
+
+def test_a_place_that_takes_no_folder_is_named_with_its_setting():
+    with pytest.raises(CheckpointError, match=r"checkpoint\.save=/proc/x: .*expected a folder"):
+        store.claim(Path("/proc/x"))
 
 
 def test_latest_and_a_sealed_name_are_not_written_through_links(tmp_path):

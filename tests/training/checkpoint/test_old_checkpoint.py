@@ -13,7 +13,7 @@ import torch
 
 from mpbridge.common.report.metrics import read
 from mpbridge.settings.container import ConfigContainer
-from mpbridge.training.checkpoint import convert, store
+from mpbridge.training.checkpoint import reader, store
 from mpbridge.training.loop import pretrain
 from tests.conftest import OLD
 
@@ -35,7 +35,7 @@ def test_a_run_of_an_earlier_commit_goes_on(tmp_path) -> None:
         archive.extractall(tmp_path / "kept", filter="data")
     (place,) = (one.path for one in store.saved(tmp_path / "kept"))
     before = {file.name: file.read_bytes() for file in place.iterdir()}
-    assert convert.needs_converting(place)
+    assert reader.needs_converting(place)
     run = ConfigContainer(
         mixed_precision="bf16_mixed",
         model={

@@ -16,7 +16,7 @@ from mpbridge.observe.diagnose.diagnosis import diagnose
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.training.checkpoint import io as checkpoint
 from mpbridge.training.checkpoint import store
-from mpbridge.training.checkpoint.json_codec import decoded
+from mpbridge.training.checkpoint.format import decoded
 from mpbridge.training.checkpoint.verdict import read_fingerprint, verdict
 from tests.backend.engines.test_emerging import KINDS, NEEDS
 from tests.training.survival import Hook, Loses, go, job, run
@@ -280,8 +280,8 @@ def test_another_recipe_needs_a_word_of_consent_before_anything_is_built(tmp_pat
     go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
     monkeypatch.setattr("mpbridge.training.loop.build_engine", lambda run: pytest.fail("it was built"))
     words = r"saved under bf16_mixed and this run has fp16_mixed.* up to \d+ steps are skipped.*checkpoint\.accept=bf16_mixed"
-    for accept in (None, "fp32"):
-        with pytest.raises(Contradiction, match=words):
+    for accept, also in (None, "$"), ("fp32", r", where checkpoint\.accept=fp32 names another recipe"):
+        with pytest.raises(Contradiction, match=words + also):
             go(run("fp16_mixed", iters=2, checkpoint={"load": str(tmp_path), "accept": accept}))
     monkeypatch.undo()
     for word in ({"accept": "bf16"}, {"reset_optimizer": True}):

@@ -191,7 +191,7 @@ def _states(step):
 )
 def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage, named):
     damage(checkpoint)
-    parser = parser_of("resume-check", resume_check.__name__)
+    parser = parser_of("resume-check")
     with pytest.raises(CheckpointError, match=named):
         resume_check.run(parser.parse_args([str(checkpoint)]))
 
@@ -206,7 +206,7 @@ def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage
     ],
 )
 def test_the_verb_says_it(checkpoint, capsys, arguments, code, said):
-    parser = parser_of("resume-check", resume_check.__name__)
+    parser = parser_of("resume-check")
     for where in (checkpoint, checkpoint.parent):
         assert resume_check.run(parser.parse_args([str(where), *arguments])) == code
         assert said in capsys.readouterr().out
@@ -261,7 +261,7 @@ def test_the_sizes_of_a_hybrid_under_their_former_name_are_read(sizes):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    parser = parser_of("resume-check", resume_check.__name__)
+    parser = parser_of("resume-check")
     with pytest.raises(CheckpointError, match="without checkpoints"):
         resume_check.run(parser.parse_args([str(tmp_path)]))
 
@@ -269,7 +269,7 @@ def test_a_missing_checkpoint_is_named(tmp_path):
 def test_the_verb_asks_the_run_itself(tmp_path, monkeypatch, capsys):
     """A checkpoint's own configuration with settings on top, or another configuration."""
     from mpbridge.cli.main import main
-    from mpbridge.training.checkpoint.json_codec import encoded
+    from mpbridge.training.checkpoint.format import encoded
 
     monkeypatch.chdir(tmp_path)
     small = ["model.num_layers=1", "train.train_iters=14"]

@@ -9,7 +9,7 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
-from mpbridge.training.data.datasets import open_corpus
+from mpbridge.training.data.batches import open_corpus
 from mpbridge.training.data.sources import find
 
 ROWS = [{"text": f"row {n} " + "x" * n, "title": f"t{n}"} for n in range(40)]

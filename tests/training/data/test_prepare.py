@@ -12,10 +12,9 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.common.errors import DataError
 from mpbridge.training.data import prepare as prepare_module
+from mpbridge.training.data.look import Skip, Text, records
 from mpbridge.training.data.prepare import pieces, prepare
-from mpbridge.training.data.records import Skip, Text, records
-from mpbridge.training.data.sources import find, stdlib_files
-from mpbridge.training.data.tokenizer import tokenizer
+from mpbridge.training.data.sources import find, stdlib_files, tokenizer
 
 DIRTY = [
     '{"text": "good"}',

@@ -13,7 +13,7 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, Contradiction, DataError
 from mpbridge.settings.container import ConfigContainer
 from mpbridge.settings.huggingface.tokenizers import tokenizer_files
-from mpbridge.training.data.tokenizer import identity, tokenizer
+from mpbridge.training.data.sources import identity, tokenizer
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs", "été ☃ 中文"] * 20
 
@@ -249,7 +249,7 @@ def test_no_loss_is_taken_from_the_padding_of_a_pair(tmp_path: Path) -> None:
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from mpbridge.training.data.datasets import open_corpus
+    from mpbridge.training.data.batches import open_corpus
 
     place = words(tmp_path / "tok")  # whose padding is token 0
     pair = IndexedDatasetBuilder(str(tmp_path / "pair.bin"), dtype=np.uint16)

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
-from mpbridge.training.rehearse.measure import ProductErrors, RecipeMeasurement
 from mpbridge.training.rehearse.page import page
-from mpbridge.training.rehearse.report import NO_RANKING, Rehearsal, Rehearsed, by_layer, complaints, tables
+from mpbridge.training.rehearse.report import (
+    NO_RANKING,
+    ProductErrors,
+    RecipeMeasurement,
+    Rehearsal,
+    Rehearsed,
+    by_layer,
+    complaints,
+    tables,
+)
 from mpbridge.training.tune.proof import GradientError
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from mpbridge.common.locks import lock
+from mpbridge.common.files import lock
 from mpbridge.training.checkpoint.store import locate
 from mpbridge.training.serving.cast import Served
-from mpbridge.training.weights import shards
-from mpbridge.training.weights.to_checkpoint import to_checkpoint
-from mpbridge.training.weights.to_folder import opened, to_folder
+from mpbridge.training.weights import files
+from mpbridge.training.weights.convert import opened, to_checkpoint, to_folder
 from tests.training import survival
 from tests.training.weights import folders
 
@@ -156,7 +155,7 @@ def after(count: int, number: int) -> Callable[[int, int], None]:
 
 def convert_and_stop(path: Path, target: Path, method: str, recipe: str, file_bytes: int) -> None:
     """In a process of its own: a conversion that is killed at its 22nd tensor."""
-    shards.FILE_BYTES = file_bytes
+    files.FILE_BYTES = file_bytes
     casting = partial(Served, method=method, recipe=recipe)
     to_folder(path, target, casting=casting, told=after(22, signal.SIGKILL))
 

@@ -14,7 +14,7 @@ from mpbridge.settings.huggingface.kept import ENGINES
 from mpbridge.settings.huggingface.section import family_of
 from mpbridge.settings.huggingface.tensors import mapped
 from mpbridge.training.serving.folder import examine
-from mpbridge.training.weights.to_checkpoint import to_checkpoint
+from mpbridge.training.weights.convert import to_checkpoint
 from tests.training.serving import models
 from tests.training.weights import folders
 

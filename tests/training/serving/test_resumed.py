@@ -15,8 +15,8 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.training.serving.cast import Served
-from mpbridge.training.weights import shards
-from mpbridge.training.weights.to_folder import to_folder
+from mpbridge.training.weights import files
+from mpbridge.training.weights.convert import to_folder
 from tests.forked import Forked
 from tests.training.serving import models
 
@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "FILE_BYTES", FILE_BYTES)
+    monkeypatch.setattr(files, "FILE_BYTES", FILE_BYTES)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_nothing_is_written_through_a_link_or_beside_another_process(path: Path,
 def test_the_command_says_how_to_go_on(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, seen = shards._write, [0]
+    write, seen = files._write, [0]
 
     def stopping(handle: int, data: bytes, at: int) -> None:
         write(handle, data, at)
@@ -154,7 +154,7 @@ def test_the_command_says_how_to_go_on(
         if seen[0] == 25:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(shards, "_write", stopping)
+    monkeypatch.setattr(files, "_write", stopping)
     command = ["convert", f"ckpt:{path}", f"hf:{tmp_path / 'out'}", "--quantization", METHOD, "--recipe", RECIPE]
     assert main(command) == 130
     assert "the same command goes on from there" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import time
 import torch
 
 from mpbridge.cli.main import main
-from mpbridge.planning.estimate.machine_file import read_machine
+from mpbridge.planning.estimate.constants import read_machine
 
 
 def test_this_cpu_is_measured_and_predictions_follow(tmp_path, capsys):

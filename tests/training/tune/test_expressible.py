@@ -10,7 +10,7 @@ import pytest
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.facts import RunFacts
 from mpbridge.common.machines import machine
-from mpbridge.planning.hardware.capability import ASSUMED
+from mpbridge.planning.capability import ASSUMED
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve

@@ -357,7 +357,7 @@ loss = lambda module, batch: module(batch).float().square().mean()
 result, content = mpbridge.tune_module(module, loss, batches, "bf16_with_nvfp4_mixed", budget="time=2", unseen=2)
 assert len(result.choice) == 2, result.choice
 assert "megatron" not in content["evidence"]["found by"]
-import mpbridge.training.tune.module
+import mpbridge.training.tune.run
 from mpbridge.training.tune.report import lines
 said = lines(result, "bf16_with_nvfp4_mixed")
 assert "fewer than three decisions" in said[1] and "agreement of two halves" not in content["evidence"], said

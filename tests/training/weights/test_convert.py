@@ -14,7 +14,7 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.store import locate
-from mpbridge.training.weights.to_folder import to_folder
+from mpbridge.training.weights.convert import to_folder
 from tests.training.weights import folders
 
 

@@ -1,1 +1,0 @@
-"""Closed forms of what rounding does to scales, updates and optimizer states."""

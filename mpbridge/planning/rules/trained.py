@@ -1,0 +1,304 @@
+"""Rules about how parameters are trained: by Muon, which orthogonalizes the updates of matrices by Newton-Schulz iterations, or by SOAP and Lion, which share
+a model with Adam as it does; or not at all, and low-rank adapters beside those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge.common.facts import BESIDE_ADAM, EMERGING, MUONS, OWN_SETTINGS, reads
+from mpbridge.common.formats import DType, say
+from mpbridge.common.traits import DEFAULT
+from mpbridge.planning.memory.keeps import is_frozen
+from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, warning
+from mpbridge.precision.globs import ADAPTERS, is_adapter
+from mpbridge.precision.megatron_spec.schema import records
+from mpbridge.precision.megatron_spec.versions import BEFORE_018
+from mpbridge.precision.scalings.row import needs_transpose
+
+NEWTON_SCHULZ = {"medium": "BF16", "high": "TF32 on a GPU", "highest": "FP32"}
+"""Value of muon_fp32_matmul_prec -> in what Muon's Newton-Schulz iteration multiplies its FP32 matrices."""
+
+WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "muon_scale_mode": ("spectral", "shape_scaling", "unit_rms_norm"), "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+    "muon_scalar_optimizer": ("adam", "lion"),
+})  # fmt: skip
+"""Setting of Muon's -> the words for which megatron-core has a meaning."""
+
+
+def _muon(case: Case, *names: str) -> bool:
+    """Whether one of these, or any of megatron-core's optimizers that share a model with Adam, would train the run."""
+    return case.core and case.run.optimizer.name in (names or BESIDE_ADAM)
+
+
+def _muon_cannot(case: Case) -> str:
+    """What megatron-core refuses beside Muon and its like with a bare exception or assertion."""
+    return faults(
+        f"{case.run.optimizer.name} with ",
+        ("FP16 parameters", case.policy.params is DType.FP16),
+        ("the distributed optimizer", case.run.optimizer.distributed),
+        ("16-bit parameters as their own main weights", case.own_copy),
+    )
+
+
+def _impossible(case: Case) -> str:
+    """Settings of Muon's own that its code knows no meaning for."""
+    words = {name: case.opt(name, known[0]) for name, known in WORDS.items()} | {"muon_tp_mode": _mode(case)}
+    steps, momentum = case.opt("muon_num_ns_steps", 5), case.opt("muon_momentum", 0.95)
+    extra = case.opt("muon_extra_scale_factor", 1.0)
+    return faults(
+        "",
+        *(
+            (f"{name}={say(words[name])} ({', '.join(known)})", words[name] not in known)
+            for name, known in WORDS.items()
+        ),
+        (f"muon_num_ns_steps={steps} (1 or more)", steps < 1),
+        (f"muon_momentum={momentum} (0 to below 1)", not 0 <= momentum < 1),
+        (f"muon_extra_scale_factor={say(extra)} (above 0)", not extra > 0),
+    )
+
+
+def _mode(case: Case) -> str:
+    """muon_tp_mode; where it is the installed release's default, that of the release that is asked about."""
+    own, there = (
+        _own("muon_tp_mode"),
+        records("optimizer", version=case.run.versions.megatron_core)["muon_tp_mode"]["default"],
+    )
+    said = case.opt("muon_tp_mode", own)
+    return str(there if said == own else said)
+
+
+def _unread(case: Case) -> str:
+    """Settings of another optimizer that are not at their defaults, and so were given."""
+    name, section = case.run.optimizer.name, case.run.optimizer.settings
+    usual = records("optimizer", version=case.run.versions.megatron_core)
+    given = [one for one in section if one.startswith(OWN_SETTINGS) and not reads(name, one, section)]
+    return faults(
+        f"optimizer={name} with ",
+        *(
+            (f"{one}={say(section[one])}", one in usual and section[one] not in (usual[one]["default"], _own(one)))
+            for one in given
+        ),
+    )
+
+
+def _own(name: str) -> Any:
+    """The default of a setting in the installed megatron-core, which a run that says nothing has."""
+    return records("optimizer").get(name, {}).get("default")
+
+
+def _apart_in_a_gather(case: Case) -> str:
+    low = [f"stored {quant.scaling} weights" for quant in case.stored if not quant.row.history][:1]
+    found = [*low, *(["keep_fp32"] if case.policy.keep_fp32 else [])]
+    return f"dist_muon with {' and '.join(found)}" if found else ""
+
+
+_MUON: tuple[Rule, ...] = (
+    Rule(
+        id="muon-under-mxfp8",
+        about="mxfp8",
+        when=lambda c: _muon(c) and "mxfp8" in c.scalings,
+        found="{c.run.optimizer.name} with MXFP8",
+        expected="adam: the updates did not reach the forward pass (a flat loss)",
+        cure="optimizer.optimizer=adam, or another recipe",
+        source="Megatron-LM#4987, #5707, #6754",
+    ),
+    Rule(
+        id="muon-cannot",
+        when=_muon,
+        found=_muon_cannot,
+        expected="BF16 or FP32 parameters with FP32 main weights, and a Muon without the distributed optimizer (dist_muon shards by itself)",
+        cure="a bf16 recipe with ddp.use_distributed_optimizer=false (optimizer.optimizer=dist_muon divides Muon's states), or optimizer.optimizer=adam",
+        source="megatron-core 0.16.1 optimizer/muon.py get_megatron_muon_optimizer",
+    ),
+    Rule(
+        id="muon-gathers-one-dtype",
+        when=lambda c: _muon(c, "dist_muon"),
+        found=_apart_in_a_gather,
+        expected="parameters of one dtype: dist_muon gathers each rank's updated parameters in one buffer",
+        cure=f"optimizer.optimizer=muon, or {PLAIN_WEIGHTS} and no keep_fp32",
+        source="megatron-core 0.16.1 optimizer/layer_wise_optimizer.py; stored MXFP8 on two ranks failed in the gather",
+    ),
+    Rule(
+        id="newton-schulz-precision-unknown",
+        when=lambda c: c.run.optimizer.name in MUONS and c.opt("muon_fp32_matmul_prec", "medium") not in NEWTON_SCHULZ,
+        found=lambda c: f"muon_fp32_matmul_prec={say(c.opt('muon_fp32_matmul_prec'))}",
+        expected=", ".join(f"{word} ({kind})" for word, kind in NEWTON_SCHULZ.items())
+        + ": torch knows no other word, warns, and multiplies in FP32 (megatron-core offers 'low')",
+        cure="optimizer.muon_fp32_matmul_prec=medium, or high, or highest",
+        source="torch.set_float32_matmul_precision; Megatron-LM training/arguments.py --muon-fp32-matmul-prec (0.16.1 and d98e8a64)",
+    ),
+    Rule(
+        id="muon-settings-unknown",
+        when=lambda c: c.run.optimizer.name in MUONS,
+        found=_impossible,
+        expected="what stands in parentheses: megatron-core raises for other words and steps in its first update, and a momentum of 1 or more never forgets a gradient",
+        cure="optimizer.muon_scale_mode=spectral optimizer.muon_tp_mode=duplicated optimizer.muon_num_ns_steps=5 optimizer.muon_momentum=0.95",
+        source="Emerging-Optimizers v0.1.0 orthogonalized_optimizers/muon.py; megatron-core 0.16.1 optimizer/muon.py",
+    ),
+    warning(
+        id="weight-decay-of-two-kinds",
+        when=lambda c: (
+            c.run.optimizer.name in BESIDE_ADAM
+            and not c.opt("decoupled_weight_decay", True)
+            and c.opt("weight_decay", 0.01)
+        ),
+        found="decoupled_weight_decay=false with {c.run.optimizer.name}",
+        expected="true: only the Adam beside it reads it; hidden matrices decay decoupled from their gradients regardless",
+        cure="optimizer.decoupled_weight_decay=true, or optimizer.optimizer=adam",
+        source="megatron-core 0.16.1 optimizer/muon.py muon_kwargs, 0.20 optimizer/emerging_optimizers.py: use_decoupled_weight_decay is not passed; torch 2.13 optim/_muon.py",
+    ),
+    warning(
+        id="muon-from-stored-weights",
+        about="stored",
+        when=lambda c: _muon(c) and c.stored,
+        found=lambda c: f"{c.run.optimizer.name} with stored {c.stored[0].scaling} weights",
+        expected="weights stored in 16 bits: main weights start from dequantized ones, since only the distributed optimizer asks for the initial values in high precision",
+        cure=PLAIN_WEIGHTS,
+        source="megatron-core 0.16.1 optimizer.py Float16OptimizerWithFloat16Params, distrib_optimizer.py get_high_precision_init_val",
+    ),
+    warning(
+        id="muon-by-tensor-parallel-blocks",
+        when=lambda c: _muon(c, *MUONS) and c.run.parallel.tensor > 1 and _mode(c) == "blockwise",
+        found="muon_tp_mode=blockwise with {c.run.parallel.tensor} tensor-parallel ranks",
+        expected="a mode that orthogonalizes whole matrices: each rank's block by itself gives updates that depend on the number of ranks",
+        cure="optimizer.muon_tp_mode=duplicated, or distributed",
+        source="megatron-core 0.16.1 optimizer/muon.py TensorParallelMuon",
+    ),
+    warning(
+        id="soap-by-tensor-parallel-blocks",
+        when=lambda c: _muon(c, "soap") and c.run.parallel.tensor > 1,
+        found="soap with {c.run.parallel.tensor} tensor-parallel ranks",
+        expected="whole matrices: each rank has factors of its own block, so updates and checkpoints depend on the number of ranks",
+        cure="parallel.tensor_model_parallel_size=1, or optimizer.optimizer=muon with optimizer.muon_tp_mode=duplicated",
+        source="Emerging-Optimizers 0.3.0 soap/soap.py; megatron-core 0.20 optimizer/emerging_optimizers.py",
+    ),
+    Rule(
+        id="optimizer-newer-than-megatron-core",
+        when=lambda c: _muon(c, *EMERGING) and c.run.versions.megatron_core,
+        found="optimizer={c.run.optimizer.name} with megatron-core {c.run.versions.megatron_core}",
+        expected="megatron-core 0.18 or later, which has it by Emerging-Optimizers",
+        cure="install megatron-core 0.18 or later and 'emerging-optimizers>=0.2' (Python 3.12 or later), or optimizer.optimizer=adam",
+        source="megatron-core 0.18 and 0.20 optimizer/emerging_optimizers.py; 0.17.1 has none",
+        holds=(BEFORE_018,),
+    ),
+    warning(
+        id="optimizer-settings-unread",
+        found=_unread,
+        expected="the settings that this optimizer reads: muon_* are Muon's, soap_* SOAP's, sgd_momentum SGD's; lion_beta1 and lion_beta2 are read for the Lion beside Muon (muon_scalar_optimizer=lion), while optimizer=lion gets Adam's betas",
+        cure="drop them, or the optimizer that reads them (for optimizer=lion: optimizer.adam_beta1 and optimizer.adam_beta2)",
+        source="megatron-core 0.16.1 optimizer/__init__.py and muon.py, 0.20 optimizer/emerging_optimizers.py; torch.optim",
+    ),
+)
+
+
+def _names(case: Case) -> tuple[str, ...]:
+    from mpbridge.planning.memory.layers import model_names
+
+    return model_names(case.run) if case.policy.frozen or case.run.shape.lora_rank else ()
+
+
+def _nothing_trains(case: Case) -> bool:
+    lost = case.run.shape.lora_rank and not any(map(is_adapter, _names(case)))  # which has a rule of its own
+    return bool(case.policy.frozen) and not lost and all(is_frozen(case.policy, name) for name in _names(case))
+
+
+def _unfollowed(case: Case) -> str:
+    shape, ranks = case.run.shape, case.run.parallel.tensor
+    adapters = [name for name in _names(case) if is_adapter(name)]
+    return faults(
+        f"model.lora_rank={shape.lora_rank} with ",
+        (f"lora_targets {', '.join(map(repr, shape.lora_targets))} match no linear", not adapters),
+        (f"{ranks} tensor-parallel ranks", ranks > 1),
+        ("multi-token prediction", shape.mtp_layers),
+        ("adapters of experts", any(".experts." in name for name in adapters)),
+    )
+
+
+def _twice_on_hopper(case: Case) -> str:
+    copied = [quant for quant in case.stored if not quant.row.stored.both_copies]
+    if not (case.run.machine and copied and case.policy.frozen and case.arch > (0, 0) and needs_transpose(case.arch)):
+        return ""
+    return f"a frozen base in stored {copied[0].scaling} weights on {case.run.machine.name}"
+
+
+_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+RULES: tuple[Rule, ...] = (
+    *_MUON,
+    Rule(
+        id="nothing-is-trained",
+        when=_nothing_trains,
+        found=lambda c: f"frozen {', '.join(map(repr, c.policy.frozen))} covers every parameter",
+        expected="parameters that train: other globs, or adapters, which 'frozen' never covers",
+        cure="model.lora_rank=8, or narrower globs in mixed_precision.frozen",
+        source="mpbridge/planning/memory/keeps.py is_frozen",
+    ),
+    Rule(
+        id="adapters-do-not-follow",
+        when=lambda c: c.run.shape.lora_rank,
+        found=_unfollowed,
+        expected="targets among the linears of attention, MLPs and Mamba layers, on one tensor-parallel rank",
+        cure="data or pipeline parallelism (parallel.tensor_model_parallel_size=1), or other model.lora_targets",
+        source="mpbridge/backend/models/adapters.py",
+    ),
+    Rule(
+        id="adapters-dtype-without-adapters",
+        when=lambda c: set(ADAPTERS) & set(c.policy.keep_fp32) and not c.run.shape.lora_rank,
+        found="lora_dtype=fp32 on a model without adapters",
+        expected="adapters, whose dtype it is",
+        cure="model.lora_rank=8, or mixed_precision.lora_dtype=null",
+        source="mpbridge/precision/globs.py ADAPTERS",
+    ),
+    Rule(
+        id="frozen-tied-embedding-on-two-stages",
+        when=lambda c: (
+            c.run.shape.tied and c.run.parallel.pipeline > 1 and len({is_frozen(c.policy, one) for one in _TIED}) > 1
+        ),
+        found=lambda c: (
+            f"frozen {', '.join(map(repr, c.policy.frozen))} covers one of {' and '.join(_TIED)}, tied across pipeline stages"
+        ),
+        expected="both or neither: megatron-core adds up the gradients of both, and a stage waits forever for one that has none",
+        cure="model.share_embeddings_and_output_weights=false, parallel.pipeline_model_parallel_size=1, or frozen globs that leave the embedding out",
+        source="megatron-core 0.16.1 distributed/finalize_model_grads.py _allreduce_embedding_grad",
+    ),
+    Rule(
+        id="frozen-on-one-engine",
+        when=lambda c: (c.policy.frozen or c.run.shape.lora_rank) and c.run.engine != DEFAULT,
+        found=lambda c: f"{'frozen parameters' if c.policy.frozen else 'adapters'} on {c.traits.full_name}",
+        expected=f"engine={DEFAULT}: the others were not tried with parameters that do not train",
+        cure=f"engine={DEFAULT}",
+        source="mpbridge/backend/models/adapters.py",
+    ),
+    warning(
+        id="fp32-parameters-in-a-reused-buffer",
+        about="stored",
+        when=lambda c: c.core and c.policy.reuse_grad_buffer and c.policy.keep_fp32,
+        found="FP32 parameters beside MXFP8 weights that are gathered through the gradient buffer",
+        expected="parameters of 16 bits in other people's scripts: megatron-core stages only those with main weights of their own, and gathers zeros into FP32 ones. "
+        "mpbridge's engine stages all",
+        cure=f"mixed_precision.lora_dtype=null and no keep_fp32, or {PLAIN_WEIGHTS}",
+        source="megatron-core 0.16.1 and 0.20 optimizer/distrib_optimizer.py _copy_main_params_to_param_buffer",
+        emulated="silent",
+    ),
+    warning(
+        id="adapters-beside-a-trained-base",
+        when=lambda c: c.run.shape.lora_rank and not any(is_frozen(c.policy, name) for name in _names(c)),
+        found="model.lora_rank={c.run.shape.lora_rank}, and every weight trains too",
+        expected="a frozen base: adapters save the gradients, main weights and moments of what does not train",
+        cure="mixed_precision.frozen=['*']",
+        source="arXiv 2106.09685",
+    ),
+    warning(
+        id="stored-base-is-kept-twice",
+        about="stored",
+        found=_twice_on_hopper,
+        expected="1 byte per frozen parameter: before Blackwell the transposed copy for dgrad is kept too, and BF16 takes no more",
+        cure=f"{PLAIN_WEIGHTS}, or a Blackwell GPU",
+        source="Transformer Engine pytorch/tensor/float8_tensor.py; mpbridge/planning/memory/roles.py",
+        emulated="silent",
+    ),
+)
