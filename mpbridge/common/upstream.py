@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,14 @@ class Replacement:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
+
+
+@contextmanager
+def replaced(*patches: Patch) -> Iterator[None]:
+    """In the block those attributes are the replacements; afterwards they are as they were."""
+    replacement = Replacement(lambda: patches)
+    replacement.enter()
+    try:
+        yield
+    finally:
+        replacement.leave()

@@ -4,13 +4,13 @@ import atexit
 import json
 import os
 import runpy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mpbridge.common.upstream import replaced
 from mpbridge.te_cpu.context import transformer_engine_on_cpu
 from mpbridge.te_cpu.foreign import VARIABLE, foreign_code
 
@@ -33,24 +33,15 @@ def _begin() -> dict[str, Any]:
     return {}
 
 
-@contextmanager
-def _work_refused(script: str | None) -> Iterator[None]:
+def _work_refused(script: str | None) -> AbstractContextManager[None]:
     """In the block, process groups are refused: a script that makes one while it is only imported would wait for its own parent."""
-    owners: tuple[Any, ...] = (dist, distributed_c10d)
-    made = distributed_c10d.init_process_group
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f'{script} begins its work again in a process that it has started, which must only import it: put what it runs below `if __name__ == "__main__":`'
         )
 
-    for owner in owners:
-        owner.init_process_group = refuse
-    try:
-        yield
-    finally:
-        for owner in owners:
-            owner.init_process_group = made
+    return replaced(*((owner, "init_process_group", refuse) for owner in (dist, distributed_c10d)))
 
 
 globals().update({name: value for name, value in _begin().items() if not name.startswith("__")})

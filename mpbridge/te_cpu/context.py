@@ -18,7 +18,7 @@ from mpbridge.common.machines import Machine, machines
 from mpbridge.common.machines import machine as machine_of
 from mpbridge.common.probe import installed, playing
 from mpbridge.common.transformer_engine import choose, played_versions
-from mpbridge.common.upstream import Patch, Replacement
+from mpbridge.common.upstream import Patch, replaced
 from mpbridge.common.versions import release as numbers
 from mpbridge.te_cpu import played as stage
 from mpbridge.te_cpu.autocast import cuda_lists
@@ -65,9 +65,7 @@ def transformer_engine_on_cpu(
     with ExitStack() as stack:
         stage.enter(played)
         stack.callback(stage.leave)
-        replacement = Replacement(lambda: _replaced(played))
-        replacement.enter()
-        stack.callback(replacement.leave)
+        stack.enter_context(replaced(*_patches(played)))
         stack.enter_context(cuda_lists())
         # on a CPU torch.compile takes seconds per function
         stack.enter_context(torch._dynamo.config.patch(disable=True))
@@ -130,6 +128,6 @@ _TALKERS = (
 """Loggers whose warnings always apply here."""
 
 
-def _replaced(played: Played) -> Iterator[Patch]:
+def _patches(played: Played) -> Iterator[Patch]:
     yield from played_patches(played)
     yield from ((logging.getLogger(name), "disabled", True) for name in _TALKERS)

@@ -25,6 +25,7 @@ from mpbridge.backend.devices.redirect import (
 from mpbridge.common.upstream import Patch
 from mpbridge.te_cpu.played import Played
 from mpbridge.te_cpu.refusals import REFUSED, refused_name
+from mpbridge.te_cpu.sides import on_host
 
 _COUNTED = (
     "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
@@ -187,7 +188,7 @@ def answers(played: Played, devices: int, memory: Callable[..., tuple[int, int]]
             if name in vars(owner):
                 yield owner, name, value
     _current[0] = 0
-    yield torch.Tensor, "get_device", lambda tensor: _current[0]
+    yield torch.Tensor, "get_device", lambda tensor: -1 if on_host(tensor) else _current[0]
     yield from _refusals()
     yield cuda.nccl, "version", lambda: _NCCL
     yield torch, "load", _loads_on_cpu(torch.load)

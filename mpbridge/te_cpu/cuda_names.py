@@ -28,6 +28,7 @@ from mpbridge.numerics.operands import Operand
 from mpbridge.te_cpu import autocast, premultiplied
 from mpbridge.te_cpu.cuda_answers import answers, class_of
 from mpbridge.te_cpu.played import Played
+from mpbridge.te_cpu.sides import with_copies
 
 
 def _properties(played: Played) -> types.SimpleNamespace:
@@ -106,7 +107,7 @@ def _scaled_mm(original: Any) -> Any:
 def played_patches(played: Played) -> Iterator[Patch]:
     """Everything that is replaced while a machine is played."""
     own = {"is_available", "device_count", "current_device"}
-    yield from (
+    yield from with_copies(
         patch for patch in cuda_patches() if not (patch[0] is torch.cuda and patch[1] in own) and patch[1] != "autocast"
     )
     cuda: Any = torch.cuda
@@ -133,7 +134,6 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield from autocast.patches()
     yield torch, "Generator", _generator(torch.Generator)
     yield torch.version, "cuda", CUDA_VERSION
-    yield torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type != "meta")
     yield torch.Tensor, "_make_wrapper_subclass", staticmethod(on_cpu(torch.Tensor._make_wrapper_subclass))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"):
         yield torch.Tensor, name, on_cpu(getattr(torch.Tensor, name))

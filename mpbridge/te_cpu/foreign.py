@@ -25,6 +25,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+from mpbridge.common.upstream import replaced
 from mpbridge.te_cpu.loading import restored
 from mpbridge.te_cpu.module import APEX, make_apex
 from mpbridge.te_cpu.played import now
@@ -50,12 +51,8 @@ def children_play(machine: str, te: str) -> Iterator[None]:
         os.environ[VARIABLE] = json.dumps({"machine": machine, "te": te, **main})
         return found | {"init_main_from_name": "mpbridge.te_cpu.child"}
 
-    spawn.get_preparation_data = get_preparation_data
-    try:
-        with restored([VARIABLE]):
-            yield
-    finally:
-        spawn.get_preparation_data = original
+    with restored([VARIABLE]), replaced((spawn, "get_preparation_data", get_preparation_data)):
+        yield
 
 
 # --- modules that are missing or not built ------------------------------------------------------------------------------------------------

@@ -219,22 +219,22 @@ def same(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _marked(tensor: Any) -> Any:
     """The tensor, whose storage, and with it every view, says that it is pinned."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         tensor.untyped_storage()._mpbridge_pinned = True
     return tensor
 
 
 def is_pinned(tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """`Tensor.is_pinned` as on a machine with a GPU."""
-    return type(tensor) in _PLAIN and hasattr(tensor.untyped_storage(), "_mpbridge_pinned")
+    return type(tensor) in PLAIN and hasattr(tensor.untyped_storage(), "_mpbridge_pinned")
 
 
 def pin(tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """`Tensor.pin_memory` as on a machine with a GPU: a copy, or the tensor itself if it is pinned already or of a library's own class."""
-    return tensor if type(tensor) not in _PLAIN or is_pinned(tensor) else _marked(tensor.clone())
+    return tensor if type(tensor) not in PLAIN or is_pinned(tensor) else _marked(tensor.clone())
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CpuAutocast(torch.autocast):

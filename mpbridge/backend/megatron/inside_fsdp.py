@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+
+from mpbridge.common.upstream import replaced
 
 BufferRole = Literal["params", "main_params", "grads"]
 
@@ -93,21 +95,12 @@ def held(wrapped: Any) -> Iterator[tuple[BufferRole, str, torch.Tensor]]:
                     yield role, name, flat.get_item(index, only_shard=flat.is_data_distributed)
 
 
-@contextmanager
-def indexed_device(cuda: bool) -> Iterator[None]:
+def indexed_device(cuda: bool) -> AbstractContextManager[None]:
     """The wrapper builds 'cuda:<current device>' from a number, but the CPU layer's current device is not a number. It also warns that a CPU is not such a device."""
     if cuda:
-        yield
-        return
-    before = torch.cuda.current_device
+        return nullcontext()
     log = logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
-    silent, log.disabled = log.disabled, True
-    torch.cuda.current_device = lambda: 0
-    try:
-        yield
-    finally:
-        torch.cuda.current_device = before
-        log.disabled = silent
+    return replaced((log, "disabled", True), (torch.cuda, "current_device", lambda: 0))
 
 
 def _buffer(wrapped: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+
+from mpbridge.common.upstream import replaced
 
 LocalMatmul = Callable[..., torch.Tensor]
 """(input, weight, *, bias, tp_group, sequence_parallel ...) -> input W^T: the local matrix product of a parallel linear, without its communication."""
@@ -81,15 +83,9 @@ def experts_in_turn(column: type, row: type) -> Any:
     return partial(SequentialMLP, submodules=parts)
 
 
-@contextmanager
-def latent_attention_takes(column: type) -> Iterator[None]:
+def latent_attention_takes(column: type) -> AbstractContextManager[None]:
     """Context for building layers: megatron-core's MLA checks its down projections against a list of classes and rejects subclasses (emulated linears)."""
-    listed = multi_latent_attention.ColumnParallelLinear
-    multi_latent_attention.ColumnParallelLinear = column
-    try:
-        yield
-    finally:
-        multi_latent_attention.ColumnParallelLinear = listed
+    return replaced((multi_latent_attention, "ColumnParallelLinear", column))
 
 
 def router_biases_in_fp32(model: torch.nn.Module) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from mpbridge.common.errors import Refused
+from mpbridge.common.upstream import Patch, replaced
 from mpbridge.precision.megatron_spec import versions
 
 
@@ -58,8 +59,7 @@ def emerging(config: Any, chunks: list[Any]) -> Any:
         config.optimizer = name  # 0.16 writes "adam"
 
 
-@contextmanager
-def factors_stored() -> Iterator[None]:
+def factors_stored() -> AbstractContextManager[None]:
     """Context in which megatron-core makes checkpoint tensors of SOAP's factors.
 
     Its `make_sharded_optimizer_tensor` (0.16.1 to 0.20) asserts that a state has its parameter's shape. A rank's factors are of its own block of the matrix:
@@ -90,11 +90,7 @@ def factors_stored() -> Iterator[None]:
             prepend_axis_num=front + 1,
         )
 
-    made.make_sharded_optimizer_tensor = make
-    try:
-        yield
-    finally:
-        made.make_sharded_optimizer_tensor = own
+    return replaced((made, "make_sharded_optimizer_tensor", make))
 
 
 def number_states(optimizer: Any) -> None:
@@ -112,25 +108,20 @@ def number_states(optimizer: Any) -> None:
         known |= {parameter: places[id(updated)] for parameter, updated in main_weights(part) if id(updated) in places}
 
 
-@contextmanager
-def in_order(optimizer: Any) -> Iterator[None]:
+def in_order(optimizer: Any) -> AbstractContextManager[None]:
     """Context in which megatron-core saves and loads plain optimizers that hold FP32 parameters beside 16-bit ones.
 
     Its `Float16OptimizerWithFloat16Params.sharded_state_dict` (0.16.1 to 0.20) numbers only the 16-bit ones, so it fails for FP32 parameters, or names
     states after other parameters. Here its lists have all of them, in the order of the inner optimizer's groups; FP32 ones are their own main weights.
     """
     mixed = [part for part in parts(optimizer) if any(getattr(part, "fp32_from_fp32_groups", ()))]
-    kept = [(part, part.float16_groups, part.fp32_from_float16_groups) for part in mixed]
+    patches: list[Patch] = []
     for part in mixed:
         models = {id(updated): parameter for parameter, updated in main_weights(part)}
         groups = [list(group["params"]) for group in part.optimizer.param_groups]
-        part.float16_groups = [[models[id(updated)] for updated in group] for group in groups]
-        part.fp32_from_float16_groups = groups
-    try:
-        yield
-    finally:
-        for part, models, mains in kept:
-            part.float16_groups, part.fp32_from_float16_groups = models, mains
+        of_models = [[models[id(updated)] for updated in group] for group in groups]
+        patches += [(part, "float16_groups", of_models), (part, "fp32_from_float16_groups", groups)]
+    return replaced(*patches)
 
 
 def shard_of(part: Any, parameter: Any) -> tuple[int, int] | None:

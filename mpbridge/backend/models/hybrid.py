@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from mpbridge.backend.devices.mamba import mamba_on_cpu
 from mpbridge.common.errors import Refused
+from mpbridge.common.upstream import replaced
 
 # --- the FP32 residual stream: megatron-core rounds it to 16 bits in its first addition (fused_bias_dropout.py of 0.16.1) --------------------
 Add = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
@@ -149,14 +150,8 @@ def _locals(config: Any, layers: Any, provider: Any) -> ModuleSpec:
     return ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules(**taken))
 
 
-@contextmanager
-def _final_norm(norm: Any) -> Iterator[None]:
+def _final_norm(norm: Any) -> AbstractContextManager[None]:
     """Context for building: megatron-core's stack takes its last norm from Transformer Engine, whatever its spec says."""
     from megatron.core.ssm import mamba_block
 
-    theirs = mamba_block.TENorm
-    mamba_block.TENorm = norm
-    try:
-        yield
-    finally:
-        mamba_block.TENorm = theirs
+    return replaced((mamba_block, "TENorm", norm))

@@ -141,6 +141,51 @@ def test_pinned_memory_says_so_and_is_a_copy() -> None:
     assert not torch.empty(3).is_pinned()
 
 
+def test_a_copy_on_the_cpu_does_not_change_with_the_gpus() -> None:
+    weight = torch.zeros(3, device="cuda")
+    copies = [weight.cpu(), weight.to("cpu"), weight.to(device="cpu", dtype=torch.float64), weight.pin_memory()]
+    back = [copies[0].cuda(), copies[0].to("cuda"), copies[0].to(weight.device), copies[0].to(weight), copies[3].cuda()]
+    weight += 1
+    assert [copy.sum().item() for copy in (*copies, *back)] == [0] * 9
+    assert [copy.is_cuda for copy in (*copies, copies[0][1:])] == [False] * 5
+    assert [copy.is_cuda for copy in (weight, *back)] == [True] * 6
+    assert (copies[0].get_device(), weight.get_device()) == (-1, 0)
+    assert copies[0].cpu() is copies[0]
+    assert weight.cuda() is weight
+    assert weight.to("cuda", torch.float32) is weight
+
+
+def test_what_is_moved_to_the_gpu_has_elements_of_its_own() -> None:
+    row = torch.arange(4).expand(3, 4)
+    for moved in (row.cuda(), row.to("cuda")):
+        moved[0, 0] = 9
+        assert moved[:, 0].tolist() == [9, 0, 0]
+
+
+def test_what_has_no_memory_to_copy_moves_as_before() -> None:
+    sparse = torch.eye(2).to_sparse()
+    assert sparse.cuda().cpu().is_cuda
+    assert sparse.to("cpu") is sparse
+    assert torch.vmap(lambda row: row.cpu().cuda() * row.is_cuda)(torch.ones(2, 2)).sum() == 4
+
+
+def test_a_module_moves_with_its_tensors() -> None:
+    made = torch.nn.BatchNorm1d(2).cuda()
+    weight, place = made.weight, made.weight.data_ptr()
+    kept = {name: value.cpu() for name, value in made.state_dict().items()}
+    assert made.to("cuda").weight.data_ptr() == place
+    made.weight.data += 1
+    assert kept["weight"].tolist() == [1, 1]
+    for to_host in (made.cpu, lambda: made.to("cpu")):
+        to_host()
+        assert not any(one.is_cuda for one in made.state_dict().values())
+        for to_device in (made.cuda, lambda: made.to("cuda")):
+            to_device()
+            assert all(one.is_cuda for one in made.state_dict().values())
+    assert made.weight is weight
+    assert weight.tolist() == [2, 2]
+
+
 def test_a_loader_with_workers_pins_its_batches() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(8.0))
     batches = [batch for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, pin_memory=True)]
