@@ -16,7 +16,7 @@ from mpbridge.settings.huggingface.served import METHODS
 from mpbridge.settings.huggingface.tensors import ADAPTERS
 
 if TYPE_CHECKING:
-    from mpbridge.training.weights.convert import Taken
+    from mpbridge.training.serving.convert import Taken
 
 SUMMARY = "convert weights and configuration from a Hugging Face folder, and back"
 CHECKPOINT = "ckpt:"
@@ -82,7 +82,7 @@ def _configuration(args: argparse.Namespace, file: Path) -> None:
 def _take(args: argparse.Namespace, folder: Path) -> None:
     from mpbridge.common.report.progress import bar
     from mpbridge.settings.container import ConfigContainer
-    from mpbridge.training.weights.convert import to_checkpoint
+    from mpbridge.training.serving.convert import to_checkpoint
 
     made = ConfigContainer.load(args.source, check=False).resolved(training=False)
     with bar("converted", quiet=args.json) as told:
@@ -109,8 +109,8 @@ def _give(args: argparse.Namespace, target: Path) -> None:
     from mpbridge.common.report.progress import bar
     from mpbridge.training.checkpoint.store import locate
     from mpbridge.training.serving.cast import Served
+    from mpbridge.training.serving.convert import opened, to_folder
     from mpbridge.training.serving.merge import Merge
-    from mpbridge.training.weights.convert import opened, to_folder
 
     like = folder_of(args.like) if args.like else None
     if args.like and not is_reference(args.like):

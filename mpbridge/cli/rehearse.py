@@ -76,8 +76,7 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
     from mpbridge.common.report.console import rank
     from mpbridge.settings.container import ConfigContainer
     from mpbridge.training.tune.levels import prepared
-    from mpbridge.training.tune.report import lines, moved, write
-    from mpbridge.training.tune.run import tune
+    from mpbridge.training.tune.run import lines, moved, tune, write
 
     for recipe in reversed([one.recipe for one in result.recipes if one.failure is None]):
         try:
@@ -146,7 +145,7 @@ def _print_tuned(data: dict[str, Any]) -> None:
 
 def as_data(result: Tuned, content: dict[str, Any], out: Path) -> dict[str, Any]:
     """The recipe file and the tables as JSON types."""
-    from mpbridge.training.tune.report import lines, sections
+    from mpbridge.training.tune.run import lines, sections
 
     tables = [
         {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
@@ -181,8 +180,7 @@ class TuneVerb:
         budget = budget_of(args.budget)
         from mpbridge.common.report.console import rank
         from mpbridge.training.tune.choices import TUNED
-        from mpbridge.training.tune.report import write
-        from mpbridge.training.tune.run import tune
+        from mpbridge.training.tune.run import tune, write
 
         levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
         first = rank() == 0

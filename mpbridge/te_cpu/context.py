@@ -21,6 +21,7 @@ from mpbridge.common.transformer_engine import choose, played_versions
 from mpbridge.common.upstream import Patch, replaced
 from mpbridge.common.versions import release as numbers
 from mpbridge.te_cpu import played as stage
+from mpbridge.te_cpu.autocast import cuda_lists
 from mpbridge.te_cpu.cuda_names import played_patches
 from mpbridge.te_cpu.loading import environment, loaded
 from mpbridge.te_cpu.played import Played
@@ -65,6 +66,7 @@ def transformer_engine_on_cpu(
         stage.enter(played)
         stack.callback(stage.leave)
         stack.enter_context(replaced(*_patches(played)))
+        stack.enter_context(cuda_lists())
         # on a CPU torch.compile takes seconds per function
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         stack.enter_context(environment())

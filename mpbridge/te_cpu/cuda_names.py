@@ -25,46 +25,10 @@ from mpbridge.common.upstream import Patch
 from mpbridge.numerics.codes import EIGHT_BITS
 from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand
-from mpbridge.te_cpu import premultiplied
+from mpbridge.te_cpu import autocast, premultiplied
 from mpbridge.te_cpu.cuda_answers import answers, class_of
 from mpbridge.te_cpu.played import Played
 from mpbridge.te_cpu.sides import with_copies
-
-
-class BothAutocast(torch.autocast):
-    """autocast for CPU operations when CUDA's is requested; code that asks whether CUDA's is on gets the answer of a GPU.
-
-    CUDA supports autocast to FP32, torch's CPU operations do not: they run in the dtypes of their inputs.
-    """
-
-    def __init__(
-        self,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
-        self._both = names_cuda(device_type)
-        if not self._both:
-            super().__init__(device_type, dtype, enabled, cache_enabled)
-            return
-        self._asked = enabled, torch.get_autocast_dtype("cuda") if dtype is None else dtype
-        narrow = self._asked[1] is not torch.float32
-        super().__init__("cpu", self._asked[1] if narrow else None, enabled and narrow, cache_enabled)
-
-    def __enter__(self) -> Any:
-        entered: Any = super().__enter__()  # type: ignore[no-untyped-call]
-        if self._both:
-            self._before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-            torch.set_autocast_enabled("cuda", self._asked[0])
-            torch.set_autocast_dtype("cuda", self._asked[1])
-        return entered
-
-    def __exit__(self, *error: Any) -> Any:
-        if self._both:
-            torch.set_autocast_enabled("cuda", self._before[0])
-            torch.set_autocast_dtype("cuda", self._before[1])
-        return super().__exit__(*error)
 
 
 def _properties(played: Played) -> types.SimpleNamespace:
@@ -167,8 +131,7 @@ def played_patches(played: Played) -> Iterator[Patch]:
         yield cuda.nvtx, name, nothing
     yield cuda.nvtx, "range", lambda *args, **kwargs: nullcontext()
     yield torch, "_scaled_mm", _scaled_mm(torch._scaled_mm)
-    yield torch, "autocast", BothAutocast
-    yield torch.amp, "autocast", BothAutocast
+    yield from autocast.patches()
     yield torch, "Generator", _generator(torch.Generator)
     yield torch.version, "cuda", CUDA_VERSION
     yield torch.Tensor, "_make_wrapper_subclass", staticmethod(on_cpu(torch.Tensor._make_wrapper_subclass))

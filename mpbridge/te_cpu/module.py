@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mpbridge.te_cpu import autocast
 from mpbridge.te_cpu.enums import enumerations
 from mpbridge.te_cpu.played import KERNELS
 from mpbridge.te_cpu.refusals import refused
@@ -57,13 +58,13 @@ def _submodule(made: KernelModule, name: str) -> KernelModule:
 
 
 def opaque(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `kernel` look to torch like one call into compiled code: a dispatch mode (the audit's, a profiler's) sees none of its operations, and
-    autograd none of its inputs.
+    """Makes `kernel` look to torch like one call into compiled code: a dispatch mode (the audit's, a profiler's) sees none of its operations, autocast
+    changes none of their dtypes, and autograd sees none of its inputs.
     """
 
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), autocast.off():
             if torch._C._len_torch_dispatch_stack() == 0:
                 return kernel(*args, **kwargs)
             with _disable_current_modes():

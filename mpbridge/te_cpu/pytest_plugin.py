@@ -6,6 +6,7 @@ changed, set PYTEST_ADDOPTS="-p mpbridge.te_cpu.pytest_plugin --played h100"; MP
 
 from __future__ import annotations
 
+import atexit
 import os
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +17,7 @@ from mpbridge.common.errors import MpbridgeError
 from mpbridge.te_cpu.ranks import GRACE, Merged, Ranks
 
 _STACK = ExitStack()
+atexit.register(_STACK.close)  # after a conftest that fails, pytest unconfigures nothing
 
 
 def pytest_addoption(parser: Any) -> None:

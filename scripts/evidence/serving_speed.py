@@ -38,7 +38,7 @@ def checkpoint(root: Path, layers: int, hidden: int) -> Path:
     from safetensors.torch import save_file
 
     from mpbridge.settings.container import ConfigContainer
-    from mpbridge.training.weights.convert import to_checkpoint
+    from mpbridge.training.serving.convert import to_checkpoint
 
     heads, wide = hidden // 128, 4 * hidden
     config: dict[str, Any] = {
@@ -111,10 +111,9 @@ def measure(path: Path, target: Path, method: str, recipe: str) -> dict[str, Any
 
     from mpbridge.training.checkpoint import store
     from mpbridge.training.checkpoint.reader import Contents
-    from mpbridge.training.serving import cast
+    from mpbridge.training.serving import cast, files
     from mpbridge.training.serving.cast import Served
-    from mpbridge.training.weights import files
-    from mpbridge.training.weights.convert import to_folder
+    from mpbridge.training.serving.convert import to_folder
 
     torch.set_num_threads(1)
     calls: dict[str, list[tuple[float, int]]] = {}

@@ -74,8 +74,7 @@ def _seed(args: argparse.Namespace, seed: int) -> None:
     import yaml
 
     from mpbridge.training.loop import pretrain
-    from mpbridge.training.tune.report import fields, write
-    from mpbridge.training.tune.run import tune
+    from mpbridge.training.tune.run import fields, tune, write
 
     folder = args.out / f"seed{seed}"
     folder.mkdir(exist_ok=True)

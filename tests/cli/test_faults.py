@@ -263,7 +263,7 @@ def test_a_full_disk_is_no_misuse_and_leaves_nothing(arguments: list[str], limit
     (tmp_path / "old.html").write_text("kept")
     (tmp_path / "long.txt").write_text("word " * 20_000)
     if arguments[0] == "convert":
-        from tests.training.weights.folders import LLAMA, llama_tensors, write
+        from tests.training.serving.folders import LLAMA, llama_tensors, write
 
         write(tmp_path / "hf", LLAMA, llama_tensors())
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))

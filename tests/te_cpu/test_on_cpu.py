@@ -70,6 +70,17 @@ def test_processes_that_a_script_spawns_play_the_same_machine(tmp_path) -> None:
     assert done.stdout.strip().endswith("{'name': 'B200', 'weight': 'cpu', 'value': 7}")
 
 
+def test_a_conftest_that_fails_is_all_that_a_test_run_says(tmp_path) -> None:
+    (tmp_path / "conftest.py").write_text("import no_such_module", encoding="utf-8")
+    played = ("-p", "mpbridge.te_cpu.pytest_plugin", "--played", "h100", "--te", release_or_skip(OLDEST))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "pytest", *played, "-c", os.devnull, str(tmp_path)],
+        env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert "No module named 'no_such_module'" in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 def test_a_module_runs_in_the_place_of_a_script(tmp_path) -> None:
     release_or_skip(OLDEST)
     (tmp_path / "app").mkdir()

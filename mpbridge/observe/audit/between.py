@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.numerics.observation.modules import module_paths
+from mpbridge.numerics.observation.modules import linears, module_paths
 from mpbridge.observe.audit.flags import different, optimizer_faults, scaler_faults
 from mpbridge.observe.audit.holdings import holdings
 from mpbridge.observe.audit.observe import Observed, roles_into, rule_of
@@ -38,10 +38,8 @@ class Cadence:
         self.every = every
         self.reason = "first update"
         """Why the next audit is due."""
-        self._pending = True
-        self._next = 0
-        self._usual = 0.0
-        self._begun = 0.0
+        self._pending, self._next = True, 0
+        self._usual = self._begun = 0.0
 
     def ask(self, reason: str) -> None:
         """Requests an audit of the next step that applies an update, regardless of its number."""
@@ -88,9 +86,8 @@ def fingerprint(engine: Any) -> Shape:
     found: Shape = {}
     for module, path in module_paths(engine.model).items():
         hooks = sum(len(getattr(module, name)) for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks"))
-        own = tuple(
-            f"{name}={id(value)}" for name, value in vars(module).items() if callable(value) and "forward" in name
-        )
+        forward = ((name, value) for name, value in vars(module).items() if callable(value) and "forward" in name)
+        own = tuple(f"{name}={id(value)}" for name, value in forward)
         key = path if path not in found else f"{path} ({type(module).__name__})"
         found[key] = (hooks, type(module).__name__, own)
     return found
@@ -107,17 +104,15 @@ def broken(engine: Any, promises: Promises, wiring: Shape | None) -> list[str]:
     ]
     faults += different(engine)[1] + optimizer_faults(engine, promises)[1]
     faults += scaler_faults(engine, promises.policy.loss_scale)
-    faults += _rules(engine, promises)
-    for held in holdings(engine):
-        if held.updated is not None and held.group is None:
-            faults.append(f"{held.name}: no longer in any group of the optimizer")
+    for path, module in linears(engine.model).items() if promises.emulated else ():
+        promised, found = rule_words(promises.gemms(path)), rule_of(module, True, ran=True)
+        faults += [f"{path}: promised {promised}, found {found}"] if promised != found else []
+    outside = (held.name for held in holdings(engine) if held.updated is not None and held.group is None)
+    faults += [f"{name}: no longer in any group of the optimizer" for name in outside]
     if wiring is not None:
         now = fingerprint(engine)
-        faults += [
-            f"{path or 'the model'}: {_changed(before, now.get(path))}"
-            for path, before in wiring.items()
-            if now.get(path) != before
-        ]
+        apart = ((path, before, now.get(path)) for path, before in wiring.items() if now.get(path) != before)
+        faults += [f"{path or 'the model'}: {_changed(before, after)}" for path, before, after in apart]
     return faults
 
 
@@ -125,18 +120,6 @@ def resting(engine: Any) -> Any:
     """The engine's live tensors without a gather: parameters may be one update behind."""
     quiet = getattr(engine, "tensors_at_rest", None)
     return engine.tensors() if quiet is None else quiet()
-
-
-def _rules(engine: Any, promises: Promises) -> list[str]:
-    from mpbridge.numerics.observation.modules import linears
-
-    if not promises.emulated:
-        return []
-    return [
-        f"{path}: promised {rule_words(promises.gemms(path))}, found {rule_of(module, True, ran=True)}"
-        for path, module in linears(engine.model).items()
-        if rule_words(promises.gemms(path)) != rule_of(module, True, ran=True)
-    ]
 
 
 def _changed(before: tuple[int, str, tuple[str, ...]], now: tuple[int, str, tuple[str, ...]] | None) -> str:

@@ -164,11 +164,8 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
     if policy.compute.short == "fp32":
         seen.wrong["GEMMs"] += [f"{path} receives gradients: {_NARROW}" for path in sorted(watch.products.narrow)]
         # the first layer may read BF16 values: embeddings that came from a 16-bit checkpoint
-        seen.wrong["residual stream"] = [
-            f"{path}: input or output has {_NARROW}"
-            for path in sorted(watch.rounded.keys() - apart)
-            if ".0." not in path
-        ]
+        places = (path for path in sorted(watch.rounded.keys() - apart) if ".0." not in path)
+        seen.wrong["residual stream"] = [f"{path}: input or output has {_NARROW}" for path in places]
     elif policy.residual_fp32:
         layers = {path for path in watch.rounded if path in watch.stream}
         norms = {p for p in watch.rounded if p.endswith("norm") and ".layers.0." not in p}
@@ -188,9 +185,8 @@ def _values_of_ours(promises: Promises, watch: Watch, seen: Computed) -> None:
     angles = (path for path in watch.angles if path in watch.rounded.keys() & wide)
     seen.wrong["rotary angles"] += [f"output of {path}: {_NARROW}" for path in angles]
     if promises.policy.router is DType.FP32:
-        seen.wrong["router"] += [
-            f"logits or probabilities of {path}: {_NARROW}" for path in watch.routing if path in watch.rounded
-        ]
+        rounded = (path for path in watch.routing if path in watch.rounded)
+        seen.wrong["router"] += [f"logits or probabilities of {path}: {_NARROW}" for path in rounded]
 
 
 def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
@@ -215,11 +211,8 @@ def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
 
 def _has_bits(table: Any) -> bool:
     """Whether FP32 frequencies have more bits than BF16: frequencies that are all powers of two give angles of few bits."""
-    return (
-        isinstance(table, torch.Tensor)
-        and table.dtype is torch.float32
-        and bool((table.view(torch.int32) & 0xFFFF).any())
-    )
+    wide = isinstance(table, torch.Tensor) and table.dtype is torch.float32
+    return wide and bool((table.view(torch.int32) & 0xFFFF).any())
 
 
 def _frequencies(engine: Any) -> Iterable[str]:
@@ -252,12 +245,16 @@ def compute_findings(
         rows = [[row for kind in kinds for row in rank.kinds.get(kind, ())] for rank in ranks]
         values = [[text for kind in kinds for text in rank.wrong.get(kind, ())] for rank in ranks]
         if not any(rows) and wanted(subject):
-            promised, reason = "as the policy says", why(subject)
+            meant, reason = "as the policy says", why(subject)
             cure = "a promise without evidence counts as broken"
-            findings.append(not_observed(subject, promised, reason) if reason else nothing(subject, promised, cure))
+            findings.append(not_observed(subject, meant, reason) if reason else nothing(subject, meant, cure))
         if any(rows) or any(values):
             findings.append(_row_finding(subject, rows, values))
-    return findings + _autocast(ranks, promises)
+    if not any(rank.autocast for rank in ranks):
+        return findings
+    promised = "off" if promises.policy.autocast is None else promises.policy.autocast.value
+    states = joined(state for rank in ranks for state in rank.autocast)
+    return [*findings, Finding(subject="autocast", promised=promised, found=states, ok=states == promised)]
 
 
 def _row_finding(subject: str, rows: list[list[PlaceDtypes]], values: list[list[str]]) -> Finding:
@@ -269,11 +266,3 @@ def _row_finding(subject: str, rows: list[list[PlaceDtypes]], values: list[list[
     promised = joined(" or ".join(promised) for own in rows for _, promised, _ in own)
     found = joined(dtype for own in rows for _, _, found in own for dtype in found)
     return judged(subject, promised, wrong, seen=found, count=sum(map(len, rows)))
-
-
-def _autocast(ranks: Sequence[Computed], promises: Promises) -> list[Finding]:
-    if not any(rank.autocast for rank in ranks):
-        return []
-    promised = "off" if promises.policy.autocast is None else promises.policy.autocast.value
-    states = joined(state for rank in ranks for state in rank.autocast)
-    return [Finding(subject="autocast", promised=promised, found=states, ok=states == promised)]

@@ -7,19 +7,12 @@ import math
 import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.backend.devices.collectives import from_all, world_size
 from mpbridge.common.facts import BESIDE_ADAM
-from mpbridge.numerics.observation.modules import (
-    is_attention,
-    is_layer,
-    is_norm,
-    is_rotary,
-    is_router,
-    is_scan,
-    module_paths,
-)
+from mpbridge.numerics.observation import modules
 from mpbridge.observe.audit.compute import compute_findings
 from mpbridge.observe.audit.findings import AuditStage, Finding, Report, not_observed
 from mpbridge.observe.audit.gradients import Followed, gradient_findings, scale_finding, share_of
@@ -66,9 +59,8 @@ def bounded(seen: Observed, ranks: int) -> Observed:
         thin = max(1, -(-ranks * _WEIGHT // BUDGET))
         # positions index the whole tensor, so every rank keeps the same ones, whichever shard it has
         kept = {name: sorted(followed.produced[name])[::thin] for name in names}
-        followed = dataclasses.replace(
-            followed, produced=_part(followed.produced, kept), read=_part(followed.read, kept)
-        )
+        produced, read = (_part(one, kept) for one in (followed.produced, followed.read))
+        followed = dataclasses.replace(followed, produced=produced, read=read)
     if quantized is not None and len(quantized.amaxes) > 2 * most:
         names = chosen(quantized.amaxes, 2 * most)
         quantized = dataclasses.replace(quantized, amaxes={name: quantized.amaxes[name] for name in names})
@@ -108,13 +100,9 @@ def _matrices(engine: Engine) -> frozenset[str]:
     """What Muon, SOAP or Lion is to train: on an engine of ours by the plan, in somebody else's loop whatever it holds."""
     if getattr(engine, "foreign", False):
         return frozenset(held.name for held in holdings(engine) if trains(held.inner) != "adam")
-    named = engine.named_parameters()
-    facts = engine.run.facts
-    return frozenset(
-        name
-        for name, p in named
-        if trained_by(facts.optimizer.name, name, p.dim(), core=facts.versions.megatron_core) != "adam"
-    )
+    facts, named = engine.run.facts, engine.named_parameters()
+    by = partial(trained_by, facts.optimizer.name, core=facts.versions.megatron_core)
+    return frozenset(name for name, one in named if by(name, one.dim()) != "adam")
 
 
 def audit(
@@ -141,18 +129,14 @@ def audit(
     seconds = time.process_time() - begun
     ranks = everywhere(seen)
     stepped = result if before is not None else None
-    findings = judge(
-        engine,
-        promises,
-        ranks,
-        live=stage == "live",
-        watched=watch is not None,
-        moved=before is not None,
-        result=stepped,
-        microbatches=microbatches,
-    )
+    looked = {"live": stage == "live", "watched": watch is not None, "moved": before is not None}
+    findings = judge(engine, promises, ranks, **looked, result=stepped, microbatches=microbatches)
     facts = facts_of(engine, step) | {"fingerprint": policy.fingerprint()}
-    return Report(stage=stage, findings=tuple(findings), layouts=_layouts(ranks[0]), seconds=seconds, facts=facts)
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, roles in ranks[0].layouts.items():
+        groups.setdefault(tuple(sorted(roles.items())), []).append(name)
+    layouts = tuple({"roles": dict(roles), "parameters": names} for roles, names in groups.items())
+    return Report(stage=stage, findings=tuple(findings), layouts=layouts, seconds=seconds, facts=facts)
 
 
 def facts_of(engine: Any, step: int | None) -> dict[str, Any]:
@@ -185,8 +169,8 @@ def judge(
 
 
 def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], microbatches: int) -> list[Finding]:
-    modules = module_paths(engine.model)
-    present = {subject for subject, found in _PARTS.items() if any(map(found, modules))}
+    paths = modules.module_paths(engine.model)
+    present = {subject for subject, found in _PARTS.items() if any(map(found, paths))}
     # another pipeline stage may have what this one lacks, so only what every rank could have seen is required
     alone = engine.run.facts.parallel.pipeline == 1
     present |= {"compute", *(["loss"] if alone else [])}
@@ -207,13 +191,13 @@ def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], m
 
 
 _PARTS = {
-    "attention": is_attention,
-    "softmax": is_attention,
-    "router": is_router,
-    "residual stream": is_layer,
-    "norms": is_norm,
-    "scan": is_scan,
-    "rotary angles": is_rotary,
+    "attention": modules.is_attention,
+    "softmax": modules.is_attention,
+    "router": modules.is_router,
+    "residual stream": modules.is_layer,
+    "norms": modules.is_norm,
+    "scan": modules.is_scan,
+    "rotary angles": modules.is_rotary,
 }
 """Kind of operation -> predicate of the modules that have it."""
 
@@ -250,8 +234,12 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
         if matrices := why_unseen(engine, promises, MATRICES):
             findings.append(not_observed(MATRICES, "reduced once, unscaled once", matrices))
     if not math.isnan(result.loss):
-        unscaled = why_unseen(engine, promises, "loss scale")
-        findings += _scale_findings(followed, result.loss_scale, known=known, why=unscaled)
+        unscaled, scale = why_unseen(engine, promises, "loss scale"), result.loss_scale
+        meant = f"{scale:g}, applied" if scale != 1 else "none"
+        if unscaled:
+            findings.append(not_observed("loss scale", meant, unscaled))
+        else:
+            findings += scale_finding(followed, scale, meant, known=known)
     if norm is not None:
         good = math.isfinite(norm) and norm > 0.0
         findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
@@ -260,12 +248,6 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     findings += replay_findings(replayed, norm=norm, clip=declared(engine, "clip_grad"), whole=whole)
     muons = [rank.orthogonal for rank in ranks if rank.orthogonal is not None]
     return findings + (orthogonal_findings(muons) if muons else [])
-
-
-def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why: str) -> list[Finding]:
-    if not why:
-        return scale_finding(followed, scale=scale, promised=f"{scale:g}", known=known)
-    return [not_observed("loss scale", f"{scale:g}, applied" if scale != 1 else "none", why)]
 
 
 def widths_of(promises: Promises) -> dict[str, str]:
@@ -279,10 +261,3 @@ def widths_of(promises: Promises) -> dict[str, str]:
 def everywhere(seen: Observed) -> list[Observed]:
     """What every rank observed. A collective: every rank calls it."""
     return from_all(bounded(seen, world_size()), deeper={"followed": Followed})
-
-
-def _layouts(seen: Observed) -> tuple[dict[str, Any], ...]:
-    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name, roles in seen.layouts.items():
-        groups.setdefault(tuple(sorted(roles.items())), []).append(name)
-    return tuple({"roles": dict(roles), "parameters": names} for roles, names in groups.items())

@@ -61,21 +61,16 @@ class Finding:
         return "not observed" if self.unseen else "ok" if self.ok else "NO"
 
     def __str__(self) -> str:
-        who = ", ".join(self.offenders[:SHOWN]) + (
-            f" and {len(self.offenders) - SHOWN} more" if len(self.offenders) > SHOWN else ""
-        )
+        more = len(self.offenders) - SHOWN
+        who = ", ".join(self.offenders[:SHOWN]) + (f" and {more} more" if more > 0 else "")
         text = f"{self.subject}: promised {self.promised}, found {self.found}"
         return text + (f" ({who})" if who else "") + (f"; {self.cure}" if self.cure else "")
 
     def as_data(self) -> dict[str, Any]:
         """The finding as JSON types."""
         data = {name: getattr(self, name) for name in ("subject", "promised", "found", "ok", "count", "bytes")}
-        return (
-            data
-            | ({"offenders": list(self.offenders)} if self.offenders else {})
-            | ({"cure": self.cure} if self.cure else {})
-            | ({"not_observed": self.unseen} if self.unseen else {})
-        )
+        more = {"offenders": list(self.offenders), "cure": self.cure, "not_observed": self.unseen}
+        return data | {name: value for name, value in more.items() if value}
 
 
 def judged(
@@ -139,22 +134,19 @@ class Report:
         """The whole report in one line."""
         step = self.facts.get("step")
         when = f"{self.stage} audit" + (f" of step {step}" if step else "") + f", {self.facts.get('engine', '')}"
-        good = len(self.findings) - len(self.faults) - len(self.unseen)
-        parts = [f"{good} facts as promised"]
+        return f"{when}: {self.counted('facts as promised', 'NOT as promised')}"
+
+    def counted(self, good: str, bad: str) -> str:
+        """How many facts are as promised, not observed and not as promised, in these words; of the last their names."""
+        parts = [f"{len(self.findings) - len(self.faults) - len(self.unseen)} {good}"]
         parts += [f"{len(self.unseen)} not observed"] if self.unseen else []
-        parts += (
-            [f"{len(self.faults)} NOT as promised ({', '.join(fault.subject for fault in self.faults)})"]
-            if self.faults
-            else []
-        )
-        return f"{when}: {', '.join(parts)}"
+        wrong = ", ".join(fault.subject for fault in self.faults)
+        return ", ".join([*parts, *([f"{len(self.faults)} {bad} ({wrong})"] if self.faults else [])])
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: every fact, with those that are not as promised marked."""
-        from mpbridge.common.tables import table
-
         rows = [(one.subject, one.promised, one.found, one.state, one.offenders) for one in self.findings]
-        tones = ["bad" if not one.ok and not one.unseen else "warn" if one.unseen else "" for one in self.findings]
+        tones = [_TONES[one.state] for one in self.findings]
         return table(self.line, ("subject", "promised", "found", "", "where"), rows, tones=tones).html()
 
     @property
@@ -164,18 +156,14 @@ class Report:
 
     def find(self, subject: str) -> Finding:
         """The finding about `subject`. Raises KeyError when the audit has none."""
-        for finding in self.findings:
-            if finding.subject == subject:
-                return finding
-        raise KeyError(subject)
+        return {finding.subject: finding for finding in reversed(self.findings)}[subject]
 
     def require(self) -> Report:
         """This report; raises AuditFailed naming every fault when there is one."""
         if self.faults:
             lines = "\n".join(f"  - {fault}" for fault in self.faults)
-            raise AuditFailed(
-                f"the {self.stage} audit found deviations from the policy:\n{lines}\n(train.audit=warn continues despite it)"
-            )
+            head = f"the {self.stage} audit found deviations from the policy:"
+            raise AuditFailed(f"{head}\n{lines}\n(train.audit=warn continues despite it)")
         return self
 
     def as_data(self) -> dict[str, Any]:
@@ -204,9 +192,8 @@ def audit_table(report: Report) -> Table:
 
 def fault_lines(report: Report) -> list[str]:
     """One line per fault, naming its offenders."""
-    return [str(fault) for fault in report.faults] + [
-        f"{one.subject}: not observed: {one.unseen}" for one in report.unseen
-    ]
+    unseen = [f"{one.subject}: not observed: {one.unseen}" for one in report.unseen]
+    return [str(fault) for fault in report.faults] + unseen
 
 
 __all__ = ["PRECISION", "earlier", "entry", "write_section"]

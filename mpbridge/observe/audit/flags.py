@@ -12,7 +12,7 @@ from mpbridge.backend.megatron.inside_optimizer import parts
 from mpbridge.common.formats import DType, say
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.precision.megatron_spec.fields import TABLE
-from mpbridge.precision.policy import LossScale, PrecisionPolicy
+from mpbridge.precision.policy import LossScale
 from mpbridge.precision.sync.plan import plan, show
 
 
@@ -84,13 +84,12 @@ def different(engine: Any) -> tuple[int, list[str]]:
     made = plan(run.policy, realization="emulated" if getattr(run, "emulate", False) else "native", **objects)
     wrong = [f"{one.name}: promised {show(one.after)}, found {show(one.before)}" for one in made.writes]
     looked = sum(1 for row in TABLE if row.target in objects and hasattr(objects[row.target], row.field))
-    return looked + 1, wrong + list(_kept(run, objects)) + list(_reduced_products(run.policy))
-
-
-def _reduced_products(policy: PrecisionPolicy) -> Iterator[str]:
-    """torch settings that compute FP32 products in TF32 or BF16 although the policy promises FP32."""
-    for found in reduced(policy).values():
-        yield f"products of FP32 factors: promised fp32, found {found} (torch.set_float32_matmul_precision('highest') restores FP32)"
+    # torch settings that compute FP32 products in TF32 or BF16 although the policy promises FP32
+    products = (
+        f"products of FP32 factors: promised fp32, found {found} (torch.set_float32_matmul_precision('highest') restores FP32)"
+        for found in reduced(run.policy).values()
+    )
+    return looked + 1, [*wrong, *_kept(run, objects), *products]
 
 
 def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:
@@ -98,12 +97,8 @@ def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:
     written = {(one.target, one.field) for one in getattr(run.plan, "writes", ())}
     for row in TABLE:
         target = objects.get(row.target)
-        if (
-            row.field not in WATCHED
-            or target is None
-            or (row.target, row.field) in written
-            or not hasattr(target, row.field)
-        ):
+        left = row.field in WATCHED and (row.target, row.field) not in written
+        if not left or not hasattr(target, row.field):
             continue
         wanted = run.inputs.get(row.target, {}).get(row.field, row.default)
         found = getattr(target, row.field)
@@ -128,27 +123,21 @@ def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:
             looked += 1
             held = promises.kept(DType.FP32 if kept else promises.policy.params).get("main_params")
             if bool(masters) is not (held is not None and held.owner == "optimizer"):
-                wrong.append(
-                    f"{type(inner).__name__}.master_weights={bool(masters)}, but the {owner} own(s) the main weights"
-                )
+                name = type(inner).__name__
+                wrong.append(f"{name}.master_weights={bool(masters)}, but the {owner} own(s) the main weights")
         # megatron-core passes gradients by this flag, FusedAdam reads them by its own: when they differ, nothing trains and nothing is reported
         if decoupled is not None and flag is not None:
             looked += 1
             if bool(decoupled) is not bool(flag):
-                wrong.append(
-                    f"{type(inner).__name__}.use_decoupled_grad={bool(decoupled)}, megatron-core's own flag is {bool(flag)}"
-                )
+                name = type(inner).__name__
+                wrong.append(f"{name}.use_decoupled_grad={bool(decoupled)}, megatron-core's own flag is {bool(flag)}")
     return looked, wrong
 
 
 def scaler_of(engine: Any) -> Any:
     """The scaler whose scale multiplies the loss; None if there is none."""
-    optimizer = engine.optimizer
-    for one in (optimizer, *parts(optimizer)):
-        scaler = getattr(one, "grad_scaler", None)
-        if scaler is not None:
-            return scaler
-    return None
+    held = (getattr(one, "grad_scaler", None) for one in (engine.optimizer, *parts(engine.optimizer)))
+    return next((scaler for scaler in held if scaler is not None), None)
 
 
 def scaler_faults(engine: Any, promised: LossScale | None) -> list[str]:
@@ -160,16 +149,12 @@ def scaler_faults(engine: Any, promised: LossScale | None) -> list[str]:
     if not getattr(engine.configs.model, "grad_scale_func", None):
         faults.append("loss scale: the loss is not multiplied by it (model.grad_scale_func is not set)")
     if not promised.dynamic:
-        return faults + (
-            [] if scale == promised.static else [f"loss scale: promised {promised.static:g}, found {scale:g}"]
-        )
+        wrong = [f"loss scale: promised {promised.static:g}, found {scale:g}"]
+        return faults + ([] if scale == promised.static else wrong)
     if scaler is None:
         return [*faults, "loss scale: promised dynamic, found none"]
-    for name, wanted in (
-        ("growth_interval", promised.window),
-        ("hysteresis", promised.hysteresis),
-        ("min_scale", promised.minimum),
-    ):
+    rule = {"growth_interval": promised.window, "hysteresis": promised.hysteresis, "min_scale": promised.minimum}
+    for name, wanted in rule.items():
         found = getattr(scaler, name, None)
         if found is not None and float(found) != float(wanted):
             faults.append(f"loss scale: promised {name} {wanted:g}, found {float(found):g}")
@@ -196,8 +181,8 @@ class ScaleRule:
         after = float(engine.optimizer.get_loss_scale())
         if applied:
             self._went_well()
-        elif self._overflowed(after):
-            pass
+        else:
+            self._skipped(after)
         if after != self.scale:
             return f"the scale went from {used:g} to {after:g}, its rule gives {self.scale:g}"
         return ""
@@ -207,13 +192,12 @@ class ScaleRule:
         if self.good == self.rule.window:
             self.good, self.patience, self.scale = 0, self.rule.hysteresis, self.scale * 2.0
 
-    def _overflowed(self, after: float) -> bool:
-        good, patience, scale = 0, self.patience - 1, self.scale
+    def _skipped(self, after: float) -> None:
+        patience, scale = self.patience - 1, self.scale
         if patience <= 0:
             scale = max(scale * 0.5, self.rule.minimum)
         # to the scaler, an update skipped only for its norm, with finite gradients, is not an overflow
         if after != scale and after == self.scale:
             self._went_well()
-            return False
-        self.good, self.patience, self.scale = good, patience, scale
-        return True
+        else:
+            self.good, self.patience, self.scale = 0, patience, scale

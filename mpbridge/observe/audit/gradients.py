@@ -80,13 +80,8 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
 
 def _shared(engine: Any) -> set[int]:
     """Parameters, by identity, that more than one module holds."""
-    times = Counter(
-        id(parameter)
-        for chunk in engine.model
-        for module in chunk.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
+    modules = (module for chunk in engine.model for module in chunk.modules())
+    times = Counter(id(one) for module in modules for one in module._parameters.values() if one is not None)
     return {which for which, many in times.items() if many > 1}
 
 
@@ -112,10 +107,9 @@ def _with_my_experts(engine: Any) -> tuple[int, ...]:
 
 
 def _tied(parameter: Any, path: str, engine: Any) -> bool:
-    shared = getattr(parameter, "shared_embedding", False) or getattr(
-        parameter, "is_embedding_or_output_parameter", False
-    )
-    return path.endswith(("output_layer", "word_embeddings")) and (bool(shared) or bool(engine.run.facts.shape.tied))
+    marks = ("shared_embedding", "is_embedding_or_output_parameter")
+    shared = bool(engine.run.facts.shape.tied) or any(getattr(parameter, mark, False) for mark in marks)
+    return path.endswith(("output_layer", "word_embeddings")) and shared
 
 
 def data_parallel(engine: Any) -> tuple[int, ...]:
@@ -158,13 +152,8 @@ def gradient_findings(
     factor = share * (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
     tolerance = max(_ROUNDED.get(width, 0.15) for width in widths.values()) if widths else _EXACT
     limit = _limit(ranks) if most is not None and not known else None
-    aim = Aim(
-        factor=factor if known else None,
-        most=None if known else most,
-        scale=scale,
-        tolerance=tolerance,
-        limit=limit,
-    )
+    one, bound = (factor, None) if known else (None, most)
+    aim = Aim(factor=one, most=bound, scale=scale, tolerance=tolerance, limit=limit)
     wrong, ratios, looked = _wrong(ranks, aim)
     if most is not None and ratios and aim.factor is None:
         wrong[0] += _vanished(ranks, sum(ratios) / len(ratios) / most)
@@ -176,11 +165,8 @@ def gradient_findings(
     )
     made = judged("gradients", promised, wrong, count=looked, cure=cure)
     if made.ok and not looked:
-        return [
-            not_observed(
-                "gradients", promised, "neither a GEMM nor autograd showed a gradient that the optimizer reads"
-            )
-        ]
+        nowhere = "neither a GEMM nor autograd showed a gradient that the optimizer reads"
+        return [not_observed("gradients", promised, nowhere)]
     if made.ok and why:
         made = dataclasses.replace(made, found="one factor, not observed", unseen=why)
     elif made.ok and ratios and aim.factor is None:
@@ -191,17 +177,17 @@ def gradient_findings(
 def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float], int]:
     """(what is wrong on each rank, the factors that were found, the number of elements that were compared)."""
     judgements = [[*_judged_gradients(rank, ranks, aim)] for rank in ranks]
-    wrong = [
-        [text for *_, text in own if text] + _lost(rank, ranks) for own, rank in zip(judgements, ranks, strict=True)
-    ]
+    wrong: list[list[str]] = []
     by_owner: dict[int, list[float]] = {}
+    looked = 0
     for own, rank in zip(judgements, ranks, strict=True):
+        wrong.append([text for *_, text in own if text] + _lost(rank, ranks))
+        looked += sum(len(rank.read[name]) for name, *_ in own)
         for name, ratio, _ in own:
             by_owner.setdefault(rank.owners.get(name, 0), []).append(ratio)
     for ratios in by_owner.values():
         if aim.factor is None and max(ratios) - min(ratios) > 2 * aim.tolerance * abs(min(ratios)):
             wrong[0].append("gradients of different parameters were scaled differently")
-    looked = sum(len(rank.read[name]) for own, rank in zip(judgements, ranks, strict=True) for name, *_ in own)
     return wrong, [ratio for ratios in by_owner.values() for ratio in ratios], looked
 
 
@@ -220,9 +206,8 @@ def _vanished(ranks: Sequence[Followed], factor: float) -> list[str]:
     norm = math.sqrt(sum(squares.values()))
     if not (0.0 < factor < _CLIPPED and 0.0 < norm < _LEAST):
         return []
-    return [
-        f"{factor:.2g} times their expected value and of a norm of about {norm:.2g}: clipped before they were unscaled"
-    ]
+    what = f"{factor:.2g} times their expected value and of a norm of about {norm:.2g}"
+    return [f"{what}: clipped before they were unscaled"]
 
 
 def share_of(ranks: Sequence[Followed]) -> float | None:
@@ -308,13 +293,10 @@ def _is_a_scale(ratio: float, tolerance: float) -> bool:
 
 
 def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:
-    missing = (name for name in rank.produced if name not in rank.read and _own(rank, name, ranks))
-    return [f"{name}: no gradient reached the optimizer" for name in missing]
-
-
-def _own(rank: Followed, name: str, ranks: Sequence[Followed]) -> bool:
-    """Whether no rank of the group reports what its optimizer read; otherwise the gradient's shard is on another rank."""
-    return not any(name in ranks[other].read for other in _sources(rank, name))
+    """Gradients of which no rank of the group reports what its optimizer read; otherwise the gradient's shard is on another rank."""
+    missing = (name for name in rank.produced if name not in rank.read)
+    nowhere = (name for name in missing if not any(name in ranks[other].read for other in _sources(rank, name)))
+    return [f"{name}: no gradient reached the optimizer" for name in nowhere]
 
 
 def _sources(rank: Followed, name: str) -> tuple[int, ...]:
@@ -349,22 +331,15 @@ def _words(ratio: float, scale: float, ranks: int) -> str:
     return f"{ratio:.6g} times its expected value"
 
 
-def scale_finding(ranks: Sequence[Followed], *, scale: float, promised: str, known: bool) -> list[Finding]:
+def scale_finding(ranks: Sequence[Followed], scale: float, promised: str, *, known: bool) -> list[Finding]:
     """Whether backward started at the loss times the scale."""
-    with_loss = [(i, rank) for i, rank in enumerate(ranks) if rank.roots is not None]
+    with_loss = [rank for rank in ranks if rank.roots is not None]
     if not with_loss or not known:
         return []
-    loss = with_loss[0][1].loss
-    mean = sum(rank.roots for _, rank in with_loss if rank.roots is not None) / len(with_loss)
+    loss = with_loss[0].loss
+    mean = sum(rank.roots or 0.0 for rank in with_loss) / len(with_loss)
     found = mean / loss if loss else 0.0
     ok = abs(found / scale - 1) < 1e-3 if loss else True
-    return [
-        Finding(
-            subject="loss scale",
-            promised=f"{promised}, applied" if promised != "1" else "none",
-            found=f"{found:.6g} times the loss" if loss else "no loss",
-            ok=ok,
-            count=len(with_loss),
-            cure="" if ok else "multiply the loss by the scale that its gradients are divided by",
-        )
-    ]
+    seen = f"{found:.6g} times the loss" if loss else "no loss"
+    cure = "" if ok else "multiply the loss by the scale that its gradients are divided by"
+    return [Finding(subject="loss scale", promised=promised, found=seen, ok=ok, count=len(with_loss), cure=cure)]

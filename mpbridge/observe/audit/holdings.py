@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from mpbridge.backend.megatron.inside_optimizer import shard_of
+from mpbridge.backend.megatron.inside_fsdp import bare_name
+from mpbridge.backend.megatron.inside_optimizer import main_weights, parts, shard_of
 from mpbridge.numerics.observation.tensors import local
 
 Question = Literal["audit_holdings", "audit_copies", "audit_traffic", "audit_flags", "audit_ranks"]
@@ -145,8 +146,6 @@ def _groups(inner: Any) -> dict[int, dict[str, Any]]:
 
 
 def _megatron(engine: Any) -> Iterator[Held]:
-    from mpbridge.backend.megatron.inside_optimizer import main_weights, parts
-
     found: dict[int, Held] = {}
     for part in parts(engine.optimizer):
         groups = _groups(part.optimizer)
@@ -180,9 +179,7 @@ def _range(part: Any, parameter: Any, updated: Any) -> tuple[int, torch.Tensor |
 
 def _sharded(engine: Any) -> Iterator[Held]:
     optimizer = engine.optimizer
-    held_by: dict[int, tuple[Any, dict[str, Any]]] = {}
-    for inner in optimizer.parts:
-        held_by |= {key: (inner, group) for key, group in _groups(inner).items()}
+    held_by = {key: (inner, group) for inner in optimizer.parts for key, group in _groups(inner).items()}
     resting = _resting(engine)
     for name, parameter in optimizer.names.items():
         shard = optimizer.shards.get(name)
@@ -190,7 +187,7 @@ def _sharded(engine: Any) -> Iterator[Held]:
             yield Held(name=name, parameter=parameter)
             continue
         inner, group = held_by.get(id(shard), (optimizer.parts[0], None))
-        begin = optimizer.offset(name, parameter)[0] * _row(parameter)
+        begin = optimizer.offset(name, parameter)[0] * row_of(parameter)
         own = resting[name] if name in resting else shard.detach()
         yield Held(
             name=name,
@@ -204,11 +201,9 @@ def _sharded(engine: Any) -> Iterator[Held]:
         )
 
 
-def _row(parameter: Any) -> int:
-    count = 1
-    for size in parameter.shape[1:]:
-        count *= size
-    return count
+def row_of(parameter: Any) -> int:
+    """Number of elements in one row."""
+    return math.prod(parameter.shape[1:])
 
 
 def _resting(engine: Any) -> dict[str, torch.Tensor]:
@@ -218,12 +213,8 @@ def _resting(engine: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for group in getattr(buffer, "parameter_groups", ()):
         weights, mains = group.model_weight_buffer, group.main_weight_buffer
-        if weights is None or mains is None:
-            continue
-        for index, parameter in enumerate(group.params):
-            name = buffer.param_to_name[parameter]
-            while name.startswith("module."):
-                name = name.removeprefix("module.")
+        for index, parameter in enumerate(group.params if weights is not None and mains is not None else ()):
+            name = bare_name(buffer.param_to_name[parameter])
             found[name] = weights.get_item(index, only_shard=mains.is_data_distributed)
     return found
 
@@ -316,7 +307,6 @@ def is_decoupled(held: Held, group: Mapping[str, Any]) -> bool:
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
     if rule_of(held.inner) in (MUON, LION):
-        return bool(
-            getattr(held.inner, "weight_decay_method", "decoupled") == "decoupled"
-        )  # Emerging-Optimizers has others
+        # Emerging-Optimizers has others
+        return bool(getattr(held.inner, "weight_decay_method", "decoupled") == "decoupled")
     return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))

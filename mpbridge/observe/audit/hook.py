@@ -141,11 +141,7 @@ class AuditHook:
         self._scales = scales_of(training.engine) if due else {}
 
     def _stepped(self, training: Any, result: Any) -> None:
-        self.step = (
-            max(_iteration(training, self.step + 1), self.step + 1)
-            if not _counts(training)
-            else _iteration(training, 0)
-        )
+        self.step = _iteration(training, self.step + 1)
         watch, before = self._watch, self._before
         if watch is not None:
             watch.stop()
@@ -156,7 +152,9 @@ class AuditHook:
         if watch is None or before is None:
             _mark(training, "unaudited")
             if self._is_kept(training):
-                self._stands(training)
+                # everything except the observation of a step: roles, flags, who updates what, parameters against main weights, replicas
+                kept = audit(training.engine.run.policy, training.engine, stage="live", step=self.step)
+                self._conclude(training, kept, "checkpoint")
             elif self.invariants and self.step % self.invariants == 0:
                 self._invariants(training)
             return
@@ -165,16 +163,9 @@ class AuditHook:
             self.seconds += extra
             return
         engine = training.engine
-        report = audit(
-            engine.run.policy,
-            engine,
-            stage="live",
-            watch=watch,
-            before=before,
-            result=result,
-            microbatches=_microbatches(training, engine),
-            step=self.step,
-        )
+        seen: dict[str, Any] = {"watch": watch, "before": before, "result": result}
+        micro = _microbatches(training, engine)
+        report = audit(engine.run.policy, engine, stage="live", **seen, microbatches=micro, step=self.step)
         if agreed(len(miscounted := self._updates.faults(engine))):
             wrong = judged("invariants", "hold", from_all(miscounted), found="broken")
             report = dataclasses.replace(report, findings=(*report.findings, wrong))
@@ -262,11 +253,6 @@ class AuditHook:
         interval = int(section.get("save_interval") or 0)
         return bool(interval and self.step % interval == 0) or self.step == int(run.train.get("train_iters") or 0)
 
-    def _stands(self, training: Any) -> None:
-        """Everything except the observation of a step: roles, flags, who updates what, parameters against main weights, replicas."""
-        engine = training.engine
-        self._conclude(training, audit(engine.run.policy, engine, stage="live", step=self.step), "checkpoint")
-
     def _small_report(self, engine: Any, findings: list[Finding]) -> Report:
         return Report(stage="live", findings=tuple(findings), facts=facts_of(engine, self.step))
 
@@ -312,11 +298,8 @@ class AuditHook:
             fail = getattr(training, "fail", None)
             if report.stage == "static" or fail is None or self.step <= 1:
                 raise
-            good = (
-                "no earlier audit was good"
-                if self.good_at is None
-                else f"the last good audit was after step {self.good_at}"
-            )
+            last = f"the last good audit was after step {self.good_at}"
+            good = "no earlier audit was good" if self.good_at is None else last
             kept = training.last_good() if hasattr(training, "last_good") else None
             there = f"; the latest checkpoint with a good audit is {kept}" if kept else ""
             fail(AuditFailed(f"step {self.step}: {error}\n{good}{there}"))
@@ -337,10 +320,6 @@ class AuditHook:
 def _iteration(training: Any, otherwise: int) -> int:
     counters = getattr(training, "counters", None)
     return otherwise if counters is None else int(counters.iteration)
-
-
-def _counts(training: Any) -> bool:
-    return getattr(training, "counters", None) is not None
 
 
 def _microbatches(training: Any, engine: Any) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.numerics.observation.modules import is_library, is_norm
@@ -20,10 +19,7 @@ from mpbridge.precision.wording import HIGH
 
 ROLES = ("params", "main_params", "grads", "main_grads", "exp_avg", "exp_avg_sq", "factors", "buffers")
 
-_CURES = {
-    "exp_avg": "torch's Adam keeps moments in the parameter's dtype: store parameters in fp32, or use FusedAdam",
-    "exp_avg_sq": "torch's Adam keeps moments in the parameter's dtype: store parameters in fp32, or use FusedAdam",
-}
+_MOMENTS = "torch's Adam keeps moments in the parameter's dtype: store parameters in fp32, or use FusedAdam"
 
 
 def tensor_findings(ranks: Sequence[Observed], promises: Promises, *, live: bool) -> list[Finding]:
@@ -40,7 +36,9 @@ def tensor_findings(ranks: Sequence[Observed], promises: Promises, *, live: bool
             if len(named) < len(tallies):
                 findings.append(_role(role, {key: tallies[key] for key in tallies if key not in named}, by_rank))
             if named:
-                findings.append(_unpromised(named))
+                # buffers that no recipe decides: each is named with the dtype in which it lives, so that none is taken for kept in FP32
+                kinds = (f"{kind}: {', '.join(sorted(tally.unpromised))}" for (_, kind), tally in sorted(named.items()))
+                findings.append(judged("other buffers", "-", [], seen="; ".join(kinds), **_sizes(named)))
     if live:
         trained = {name for rank in ranks for name in rank.weights.trainable}
         apart = {name for name in trained if promises.of("main_params", name) != ABSENT}
@@ -52,45 +50,27 @@ def _role(role: str, tallies: dict[tuple[str, str], Tally], by_rank: list[list[s
     promised = sorted({promise for promise, _ in tallies if promise})
     found = sorted({kind for _, kind in tallies})
     wrong = offenders(by_rank)
-    cure = _CURES.get(role, "") if wrong else ""
+    cure = _MOMENTS if wrong and role in ("exp_avg", "exp_avg_sq") else ""
     if wrong and (promised == [ABSENT] or any(kind.endswith(" twice") for kind in found)):
         cure = "an unused copy: switch FusedAdam's master_weights off"
-    return Finding(
-        subject=role,
-        promised="/".join(promised) or "-",
-        found="/".join(found),
-        ok=not wrong,
-        count=sum(tally.count for tally in tallies.values()),
-        bytes=sum(tally.bytes for tally in tallies.values()),
-        offenders=wrong,
-        cure=cure,
-    )
+    return judged(role, "/".join(promised) or "-", by_rank, seen="/".join(found), cure=cure, **_sizes(tallies))
 
 
-def _unpromised(tallies: dict[tuple[str, str], Tally]) -> Finding:
-    """Buffers that no recipe decides: each is named with the dtype in which it lives, so that none is taken for kept in FP32."""
-    found = (f"{kind}: {', '.join(sorted(tally.unpromised))}" for (_, kind), tally in sorted(tallies.items()))
-    return Finding(
-        subject="other buffers",
-        promised="-",
-        found="; ".join(found),
-        ok=True,
-        count=sum(tally.count for tally in tallies.values()),
-        bytes=sum(tally.bytes for tally in tallies.values()),
-    )
+def _sizes(tallies: dict[tuple[str, str], Tally]) -> dict[str, Any]:
+    return {name: sum(getattr(tally, name) for tally in tallies.values()) for name in ("count", "bytes")}
 
 
 def _missing(roles: set[str], promises: Promises, *, own: bool) -> list[Finding]:
     """Roles that must exist after an update but do not. An optimizer without moments (SGD) has none to check. own: all that trains is its own main weight."""
     owner = "params" if own else promises.owner
-    if owner != "params" and "main_params" not in roles:
-        wide = promises.policy.main_params
-        wanted = f"{wide.short if wide else 'fp32'}, held by the {owner}"
-        cure = "updates are lost in the rounding of 16-bit parameters"
-        return [Finding(subject="main_params", promised=wanted, found=ABSENT, ok=False, cure=cure)]
-    if owner == "params" and "main_params" not in roles:
+    if "main_params" in roles:
+        return []
+    if owner == "params":
         return [Finding(subject="main_params", promised=ABSENT, found=ABSENT, ok=True)]
-    return []
+    wide = promises.policy.main_params
+    wanted = f"{wide.short if wide else 'fp32'}, held by the {owner}"
+    cure = "updates are lost in the rounding of 16-bit parameters"
+    return [Finding(subject="main_params", promised=wanted, found=ABSENT, ok=False, cure=cure)]
 
 
 def rule_findings(ranks: Sequence[Observed], promises: Promises, *, ran: bool) -> list[Finding]:
@@ -113,9 +93,7 @@ def rule_findings(ranks: Sequence[Observed], promises: Promises, *, ran: bool) -
 
 
 def _counts(items: Iterable[tuple[str, int]]) -> str:
-    total: Counter[str] = Counter()
-    for name, count in items:
-        total[name] += count
+    total = sum((Counter({name: count}) for name, count in items), Counter[str]())
     if set(total) == {HIGH}:
         return HIGH
     return ", ".join(f"{count} {name}" for name, count in sorted(total.items()))
@@ -130,17 +108,11 @@ def flag_finding(ranks: Sequence[Observed]) -> list[Finding]:
 def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]:
     """Membership and equality; with `stepped`, motion and width too."""
     owned = sum(len(rank.trainable) for rank in ranks)
-    wrong = [
-        [f"{n}: requires_grad was switched off" for n in r.flipped]
-        + [f"{n}: in no group" for n in r.outside]
-        + [f"{n}: in several optimizers" for n in r.twice]
-        + r.shared
-        for r in ranks
-    ]
+    kinds = {"flipped": "requires_grad was switched off", "outside": "in no group", "twice": "in several optimizers"}
+    wrong = [[f"{n}: {what}" for kind, what in kinds.items() for n in getattr(r, kind)] + r.shared for r in ranks]
     cure = "put each into one group of one optimizer; it would never be updated, or twice a step"
-    findings = [
-        judged("optimizer holds", "every trainable parameter", wrong, found="not each once", cure=cure, count=owned)
-    ]
+    holds, meant = "optimizer holds", "every trainable parameter"
+    findings = [judged(holds, meant, wrong, found="not each once", cure=cure, count=owned)]
     for subject, promised, count, bad in (
         ("weights as read", "main weights, rounded", sum(r.compared for r in ranks), [r.unequal for r in ranks]),
         ("quantized weights as read", "main weights, quantized", sum(r.quantized for r in ranks), [r.misread for r in ranks]),
@@ -151,9 +123,8 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
     if not stepped and any(rank.coded for rank in ranks):
         found = "values of 8-bit codes in FP32, before any update"
         cure = "make main weights from the values before quantization; only weights that were published in FP8 or FP4 begin like this"
-        findings.append(
-            judged("bits of main weights", "as wide as their dtype", [r.coded for r in ranks], found=found, cure=cure)
-        )
+        coded, wide = [r.coded for r in ranks], "as wide as their dtype"
+        findings.append(judged("bits of main weights", wide, coded, found=found, cure=cure))
     return findings + ([_moved_finding(ranks), _bits_finding(ranks)] if stepped else [])
 
 
@@ -169,7 +140,9 @@ def _moved_finding(ranks: Sequence[Weights]) -> Finding:
         ]
         for rank in ranks
     ]
-    unreached = _unreached(ranks, moved_anywhere)
+    # a shard whose rows no token touched proves nothing: its parameter was reached on another rank
+    reached = moved_anywhere | _names(rank.small for rank in ranks)
+    unreached = [[name for name in rank.unreached if name not in reached] for rank in ranks]
     # parameters that no optimizer claims to own
     orphans = names - _names(
         [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate, *r.unused, *r.undone, *r.zero]
@@ -186,30 +159,25 @@ def _names(rows: Iterable[Iterable[str]]) -> set[str]:
     return {name for row in rows for name in row}
 
 
-def _unreached(ranks: Sequence[Weights], moved_anywhere: set[str]) -> list[list[str]]:
-    # a shard whose rows no token touched proves nothing: its parameter was reached on another rank
-    reached = moved_anywhere | _names(rank.small for rank in ranks)
-    return [[name for name in rank.unreached if name not in reached] for rank in ranks]
-
-
 def _how_many(ranks: Sequence[Weights], names: set[str], moved_anywhere: set[str]) -> str:
-    lost = _names(rank.small for rank in ranks) - moved_anywhere
-    idle = _names(rank.idle for rank in ranks) - moved_anywhere
     notes = [f"{len(moved_anywhere & names)} of {len(names)}"]
-    notes += [f"{len(idle)} in experts without tokens"] if idle else []
-    unused = _names(rank.unused for rank in ranks) - moved_anywhere
-    notes += [f"{len(unused)} in modules that did not run"] if unused else []
-    zero = _names(rank.zero for rank in ranks) - moved_anywhere
-    notes += [f"{len(zero)} with gradients of zero"] if zero else []
-    notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
+    for kind, words in _STILL.items():
+        still = _names(getattr(rank, kind) for rank in ranks) - moved_anywhere
+        notes += [f"{len(still)} {words}"] if still else []
     for kind in sorted({kind for rank in ranks for kind in rank.updated}):
         below, updated = (sum(getattr(rank, name)[kind] for rank in ranks) for name in ("below", "updated"))
-        notes += (
-            [f"{below / updated:.0%} of the updates of {kind} weights below rounding"]
-            if below >= 0.01 * updated > 0
-            else []
-        )
+        if below >= 0.01 * updated > 0:
+            notes.append(f"{below / updated:.0%} of the updates of {kind} weights below rounding")
     return ", ".join(notes)
+
+
+_STILL = {
+    "idle": "in experts without tokens",
+    "unused": "in modules that did not run",
+    "zero": "with gradients of zero",
+    "small": "below rounding at this learning rate",
+}
+"""Field of Weights -> why parameters need not have moved."""
 
 
 def _bits_finding(ranks: Sequence[Weights]) -> Finding:
@@ -221,20 +189,10 @@ def _bits_finding(ranks: Sequence[Weights]) -> Finding:
     return judged("bits of states", "as wide as their dtype", wrong, found=found, cure=cure, count=count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unseen:
-    """One fact that leaves no evidence in some runs."""
-
-    subject: str
-    when: Callable[[Any, Promises], bool]
-    why: str
-
-
 def _library(engine: Any, promises: Promises) -> bool:
     """Whether Transformer Engine's modules compute: their GEMMs, norms and attention are calls into its own library."""
-    return any(
-        type(module).__module__.startswith("transformer_engine") for chunk in engine.model for module in chunk.modules()
-    )
+    homes = (type(module).__module__ for chunk in engine.model for module in chunk.modules())
+    return any(home.startswith("transformer_engine") for home in homes)
 
 
 def _apex(engine: Any, promises: Promises) -> bool:
@@ -282,47 +240,20 @@ FACTOR = "factor of gradients"
 MATRICES = "gradients of matrices"
 _TE = "Transformer Engine computes it in its own library, bypassing torch's dispatcher; the inputs, outputs and state of its modules are checked"
 
-UNSEEN = (
-    Unseen(subject="compute", when=_library, why=_TE),
-    Unseen(subject="attention", when=_library, why=_TE),
-    Unseen(subject="softmax", when=_library, why=_TE),
-    Unseen(subject="norms", when=_library, why=_TE),
-    Unseen(subject="norms", when=_apex, why="Apex's norm is one kernel"),
-    Unseen(subject="quantized GEMMs", when=_library, why=_TE),
-    Unseen(
-        subject="gradients",
-        when=_beside_kernels,
-        why="kernels of linears bypass torch's dispatcher, and other ranks add to what autograd delivers",
-    ),
-    Unseen(subject="loss", when=_fused_loss, why="a fused cross entropy is one kernel"),
-    Unseen(
-        subject="wire: which gradients",
-        when=_copied,
-        why="they are copied into one buffer before they are sent: the number of elements is checked, and gradients of linear weights by value",
-    ),
-    Unseen(
-        subject=FACTOR,
-        when=_context,
-        why="under context parallelism the schedule scales each chunk's loss: values are checked up to a common factor",
-    ),
-    Unseen(
-        subject=FACTOR,
-        when=_uncounted,
-        why="calculate_per_token_loss is set and no token count was seen: values are checked up to a common factor",
-    ),
-    Unseen(
-        subject="loss scale",
-        when=_summed,
-        why="calculate_per_token_loss is set: backward starts at sums over tokens, the report has means over micro-batches",
-    ),
-    Unseen(
-        subject=MATRICES,
-        when=_fused_accumulation,
-        why="gradient_accumulation_fusion adds weight gradients to their buffer inside one kernel",
-    ),
-)
+UNSEEN: tuple[tuple[str, Callable[[Any, Promises], bool], str], ...] = (
+    *((subject, _library, _TE) for subject in ("compute", "attention", "softmax", "norms", "quantized GEMMs")),
+    ("norms", _apex, "Apex's norm is one kernel"),
+    ("gradients", _beside_kernels, "kernels of linears bypass torch's dispatcher, and other ranks add to what autograd delivers"),
+    ("loss", _fused_loss, "a fused cross entropy is one kernel"),
+    ("wire: which gradients", _copied, "they are copied into one buffer before they are sent: the number of elements is checked, and gradients of linear weights by value"),
+    (FACTOR, _context, "under context parallelism the schedule scales each chunk's loss: values are checked up to a common factor"),
+    (FACTOR, _uncounted, "calculate_per_token_loss is set and no token count was seen: values are checked up to a common factor"),
+    ("loss scale", _summed, "calculate_per_token_loss is set: backward starts at sums over tokens, the report has means over micro-batches"),
+    (MATRICES, _fused_accumulation, "gradient_accumulation_fusion adds weight gradients to their buffer inside one kernel"),
+)  # fmt: skip
+"""(fact, when it leaves no evidence in a run, why)."""
 
 
 def why_unseen(engine: Any, promises: Promises, subject: str) -> str:
     """The reason; '' if the fact can be observed."""
-    return next((row.why for row in UNSEEN if row.subject == subject and row.when(engine, promises)), "")
+    return next((why for fact, when, why in UNSEEN if fact == subject and when(engine, promises)), "")

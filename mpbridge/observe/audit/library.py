@@ -19,8 +19,6 @@ from mpbridge.precision.regions import Quant
 
 _FORWARD, _BACKWARD = 3, 2
 """Columns that one GEMM has in the tables of delayed scaling: input, weight, output; gradient of the output, of the input (module/base.py)."""
-
-
 TENSORS = ("x", "dy")
 """Tensors that are new in every micro-batch; a weight's amax is counted once per step."""
 
@@ -37,11 +35,8 @@ def state_of(module: Any, name: str) -> tuple[Any, int] | None:
 
 def leaving(module: Any, name: str) -> float | None:
     """The oldest entry of a history, read before the interval's update: it counts for the new scale and then leaves the history."""
-    state = state_of(module, name)
-    if state is None or state[0].history.shape[0] < 2:
-        return None
-    table, column = state
-    return float(table.history[1, column])
+    table, column = state_of(module, name) or (None, 0)
+    return None if table is None or table.history.shape[0] < 2 else float(table.history[1, column])
 
 
 def tables(module: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -93,11 +88,9 @@ def scale_faults(
         known = history.numel() == quant.amax_history and history.numel() > 1
         # after an amax of 0, scale and history stay as they are, and the entry behind the scale may be long gone
         older = [left.get(name, 0.0)]
-        fault = (
-            ""
-            if known and amax.get(name) == 0.0
-            else _fault(where, quant, history, float(table.scale[column]), older, gradient=name == "dy", exact=True)
-        )
+        fault = ""
+        if not known or amax.get(name) != 0.0:
+            fault = _fault(where, quant, history, float(table.scale[column]), older, gradient=name == "dy", exact=True)
         yield where, float(history[-1]) if known else math.nan, fault
 
 
@@ -119,17 +112,13 @@ def library_faults(
             continue
         older = [] if before is None else before.tolist()
         # nothing of this tensor was seen since the scale was computed
-        seen = history.numel() != quant.amax_history or bool(
-            history[-1 if quant.amax_algo == "most_recent" else slice(None)].any()
-        )
+        read = history[-1:] if quant.amax_algo == "most_recent" else history
+        seen = history.numel() != quant.amax_history or bool(read.any())
         if seen and history.numel() > 1 and float(history[-1]) < amax.get(where, 0.0) * (1 - 2.0**-6):
             yield f"{where}: the newest amax of its history is {float(history[-1]):.6g}, its input's {amax[where]:.6g}"
             continue
-        yield (
-            _fault(where, quant, history, float(scale), older, gradient=name.startswith("dy"), exact=False)
-            if seen
-            else ""
-        )
+        how = {"gradient": name.startswith("dy"), "exact": False}
+        yield _fault(where, quant, history, float(scale), older, **how) if seen else ""
 
 
 _CODES = ("_data", "_rowwise_data", "_columnwise_data", "_scale_inv")
@@ -194,7 +183,9 @@ class LibraryObservation:
             self.cached += 1
             with torch.no_grad():
                 anew = quantizer(weight.detach())
-            if not all(_same(getattr(copy, part, None), getattr(anew, part, None)) for part in _CODES):
+            pairs: Any = ((getattr(copy, part, None), getattr(anew, part, None)) for part in _CODES)
+            both = (pair for pair in pairs if all(isinstance(one, torch.Tensor) for one in pair))  # a GEMM may need one
+            if not all(torch.equal(*pair) for pair in both):
                 self.stale.append(f"{path}.{name}")
 
 
@@ -217,12 +208,6 @@ def _quantizer(module: Any, name: str) -> Any:
     number = "".join(letter for letter in name if letter.isdigit())
     index = int(number or 0) - (1 if name.startswith("fc") else 0)
     return found[index] if index < len(found) else None
-
-
-def _same(held: Any, anew: Any) -> bool:
-    if not isinstance(held, torch.Tensor) or not isinstance(anew, torch.Tensor):
-        return True  # this GEMM does not need the copy
-    return torch.equal(held, anew)
 
 
 _ROOM = 1.0 + 2.0**-7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,10 +71,14 @@ def details(module: Any, quant: Quant) -> tuple[str, str]:
     recipe = recipe_of(module)
     pairs = [(name, wanted, _DETAILS[attribute](recipe)) for name, wanted, attribute in _wanted(quant)]
     pairs += _elements(module, quant)
-    wrong = dict.fromkeys((name, say(wanted), say(has)) for name, wanted, has in pairs if has not in (None, wanted))
-    return ", ".join(f"{name} {wanted}" for name, wanted, _ in wrong), ", ".join(
-        f"{name} {has}" for name, _, has in wrong
-    )
+    return _apart((name, say(wanted), say(has)) for name, wanted, has in pairs if has not in (None, wanted))
+
+
+def _apart(wrong: Iterable[tuple[str, str, str]]) -> tuple[str, str]:
+    """(promised, found) in words, from (name, promised, found) of what differs."""
+    rows = list(dict.fromkeys(wrong))
+    promised, found = (", ".join(f"{row[0]} {row[side]}" for row in rows) for side in (1, 2))
+    return promised, found
 
 
 def _elements(module: Any, quant: Quant) -> Iterator[tuple[str, Any, Any]]:
@@ -116,10 +120,8 @@ def _wanted(quant: Quant) -> Iterator[tuple[str, Any, str]]:
 
 def _powers_of_two(recipe: Any) -> Any:
     parts = [getattr(recipe, f"fp8_quant_{part}", None) for part in ("fwd_inp", "fwd_weight", "bwd_grad")]
-    found = [bool(part.power_2_scale) for part in parts if part is not None]
-    if not found:
-        return None
-    return found[0] if len(set(found)) == 1 else "mixed"
+    found = {bool(part.power_2_scale) for part in parts if part is not None}
+    return "mixed" if len(found) > 1 else next(iter(found), None)
 
 
 def _attribute(name: str) -> Callable[[Any], Any]:
@@ -194,7 +196,8 @@ def look(
     microbatches: int = 1,
 ) -> Observed:
     """Everything this rank can see now; with `watch`, what the last step did; with `before`, what its update changed. Read-only."""
-    seen = Observed(flags=_flags(engine, promises))
+    own = answer(engine, "audit_flags")
+    seen = Observed(flags=_flags(engine, promises) if own is None else own(promises))
     roles_into(seen, promises, list(engine.tensors()))
     for path, module in linears(engine.model).items():
         key = _rule(promises, path, module, ran=watch is not None)
@@ -266,13 +269,9 @@ def _quantizers(module: Any, promised: Gemms) -> tuple[str, str]:
             quant = getattr(promised, gemm)
             wanted = HIGH if quant is None else f"{quant.element(gradient=role == 'grad_output')} {quant.scaling}"
             wanted += _SQUARE if quant is not None and role == "weight" and asked(quant, "square_weights") else ""
-            pairs.append(
-                (f"{gemm} {role}", wanted, _quantizer_text(getattr(quantizer, f"{side}wise_quantizer", quantizer)))
-            )
-    wrong = [(name, wanted, found) for name, wanted, found in pairs if wanted != found]
-    return ", ".join(f"{name} {wanted}" for name, wanted, _ in wrong), ", ".join(
-        f"{name} {found}" for name, _, found in wrong
-    )
+            found = _quantizer_text(getattr(quantizer, f"{side}wise_quantizer", quantizer))
+            pairs += [(f"{gemm} {role}", wanted, found)] if wanted != found else []
+    return _apart(pairs)
 
 
 def _quantizer_text(quantizer: Any) -> str:
@@ -283,17 +282,11 @@ def _quantizer_text(quantizer: Any) -> str:
 
 
 _SQUARE = " in square blocks"
-
-
 _QUANTIZERS = {"IdentityQuantizer": HIGH} | {row.quantizer: row.name for row in SCALINGS.values() if row.quantizer}
 """Class of Transformer Engine's quantizers -> its scaling."""
 
 
 def _flags(engine: Any, promises: Promises) -> tuple[int, list[str]]:
-    own = answer(engine, "audit_flags")
-    if own is not None:
-        found: tuple[int, list[str]] = own(promises)
-        return found
     looked, wrong = different(engine)
     more, contradictions = optimizer_faults(engine, promises)
     return looked + more, wrong + contradictions + scaler_faults(engine, promises.policy.loss_scale)
@@ -304,12 +297,8 @@ def roles_into(seen: Observed, promises: Promises, live: list[Any]) -> None:
     owned = {_pointer(one.tensor) for one in live if one.role == "params"} - {0}
     grads = {pointer for one in live if one.role == "grads" for pointer in _storage(one.tensor)}
     for one in live:
-        if (
-            one.role == "main_params"
-            and one.tensor is not None
-            and _pointer(one.tensor) in owned
-            and promises.of("main_params", one.parameter) == ABSENT
-        ):
+        itself = one.role == "main_params" and one.tensor is not None and _pointer(one.tensor) in owned
+        if itself and promises.of("main_params", one.parameter) == ABSENT:
             continue  # an engine may list the parameter itself as its own main copy
         # megatron-core's optimizers often read the gradient buffer itself: a tensor with two roles is counted once
         _add(seen, promises, one, free=one.role == "main_grads" and not grads.isdisjoint(_storage(one.tensor)))
@@ -350,10 +339,8 @@ def merged(ranks: list[Observed]) -> Mapping[tuple[str, str, str], Tally]:
     for seen in ranks:
         for key, tally in seen.tensors.items():
             into = found.setdefault(key, Tally())
-            into.count, into.elements, into.bytes = (
-                into.count + tally.count,
-                into.elements + tally.elements,
-                into.bytes + tally.bytes,
-            )
+            into.count += tally.count
+            into.elements += tally.elements
+            into.bytes += tally.bytes
             into.unpromised |= tally.unpromised
     return found

@@ -123,9 +123,8 @@ def _sharded(engine: Any) -> list[Any]:
 
 def _is_gathered(held: Held) -> bool:
     """Whether megatron-core gathers the matrix over tensor-parallel ranks, or sums over them, before it is orthogonalized."""
-    mode = getattr(held.inner, "tp_mode", None) or getattr(
-        held.inner, "mode", "blockwise"
-    )  # the first since megatron-core 0.18
+    # the first since megatron-core 0.18
+    mode = getattr(held.inner, "tp_mode", None) or getattr(held.inner, "mode", "blockwise")
     return mode != "blockwise" and getattr(held.updated, "partition_dim", -1) != -1
 
 
@@ -193,7 +192,7 @@ def _apart(engine: Any, one: Hidden, before: Earlier, seen: Orthogonal) -> dict[
     parts = list(zip(*(parts_of(name, matrix, split) for matrix in (moved, direction, weights)), strict=True))
     core = not isinstance(held.inner, ShardMuon)
     made = [replays(exact, config, core=core) for _, exact, _ in parts]
-    found = [_distances(change, replay) for (change, *_), replay in zip(parts, made, strict=True)]
+    found = [distances(change, replay) for (change, *_), replay in zip(parts, made, strict=True)]
     decay = before.decays.get(name, 0.0)
     if decay:
         rests = [(change, replay[min(far, key=far.__getitem__)], weight) for (change, _, weight), replay, far in zip(parts, made, found, strict=True)]  # fmt: skip
@@ -222,16 +221,11 @@ def beside(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> 
     return along / size, math.sqrt(rest / size / count)
 
 
-def distances(change: torch.Tensor, direction: torch.Tensor, config: Any, *, core: bool = False) -> dict[str, float]:
-    """Format -> relative distance of `change`, an update divided by the learning rate, from the one that the direction gives in that format.
+def replays(direction: torch.Tensor, config: Any, *, core: bool = False) -> dict[str, torch.Tensor]:
+    """Format -> the update divided by the learning rate that the direction gives in that format.
 
     core: the iteration is Emerging-Optimizers', as megatron-core calls it; otherwise torch's.
     """
-    return _distances(change, replays(direction, config, core=core))
-
-
-def replays(direction: torch.Tensor, config: Any, *, core: bool = False) -> dict[str, torch.Tensor]:
-    """Format -> the update divided by the learning rate that the direction gives in that format."""
     scale = _SCALES[config.muon_scale_mode](*direction.shape) * config.muon_extra_scale_factor
     coefficients = getattr(config, "muon_coefficient_type", "quintic") if core else "simple"
     found = {}
@@ -241,7 +235,8 @@ def replays(direction: torch.Tensor, config: Any, *, core: bool = False) -> dict
     return found
 
 
-def _distances(change: torch.Tensor, made: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def distances(change: torch.Tensor, made: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Format -> relative distance of `change`, an update divided by the learning rate, from its replay in that format."""
     found = {}
     for kind, one in made.items():
         usual, size = math.sqrt(min(one.shape)), float(one.norm())
@@ -254,41 +249,30 @@ def orthogonal_findings(ranks: Sequence[Orthogonal]) -> list[Finding]:
     """Who trains what, and in what Newton-Schulz ran."""
     wrong = {name: said for rank in ranks for name, said in rank.sets.items()}
     counts = {who: sum(rank.trained.get(who, 0) for rank in ranks) for who in (*_WORDS, "adam")}
-    words = ", ".join(
-        [*(f"{counts[who]} by {word}" for who, word in _WORDS.items() if counts[who]), f"{counts['adam']} by Adam"]
-    )
+    beside = [f"{counts[who]} by {word}" for who, word in _WORDS.items() if counts[who]]
+    words = ", ".join([*beside, f"{counts['adam']} by Adam"])
     special = _WORDS[ranks[0].planned]
     cure = f"give each parameter to the optimizer that the plan names: hidden matrices to {special}, the rest to Adam"
     meant = words if not wrong else f"hidden matrices by {special}, the rest by Adam"
     others = [f"{name} ({does}, not {wanted})" for name, (wanted, does) in wrong.items()]
     who = judged("trained by", meant, [others], seen=words, cure=cure, count=sum(counts.values()))
     if ranks[0].planned == "soap":
-        return [
-            who,
-            not_observed(
-                "soap step", "from its factors", "it is not replayed; the dtypes of its states are a row of their own"
-            ),
-        ]
+        why = "it is not replayed; the dtypes of its states are a row of their own"
+        return [who, not_observed("soap step", "from its factors", why)]
     if ranks[0].planned != "muon":
         return [who]
     promised = ranks[0].promised
     apart = {name: far for rank in ranks for name, far in rank.apart.items()}
     if not apart:
-        least = min((rank.largest for rank in ranks), default=0)
-        why = (
-            f"no matrix of at most {LARGEST} elements was updated (the smallest has {least})"
-            if least
-            else "tensor-parallel ranks orthogonalize their matrices together"
-        )
+        why = "tensor-parallel ranks orthogonalize their matrices together"
+        if least := min(rank.largest for rank in ranks):
+            why = f"no matrix of at most {LARGEST} elements was updated (the smallest has {least})"
         return [who, not_observed("newton-schulz", promised, why)]
     ran = {name: _formats(far) for name, far in apart.items()}
     bad = [name for name, kinds in ran.items() if promised not in kinds]
-    found = " and ".join(
-        dict.fromkeys(
-            NEITHER if not kinds else promised if promised in kinds else " or ".join(kinds) for kinds in ran.values()
-        )
-    )
-    left = {name: said for rank in ranks for name, said in rank.undecayed.items() if name not in bad}
+    said = (promised if promised in kinds else " or ".join(kinds) or NEITHER for kinds in ran.values())
+    found = " and ".join(dict.fromkeys(said))
+    left = {name: both for rank in ranks for name, both in rank.undecayed.items() if name not in bad}
     told = [f"{name} ({', '.join(f'{far:.2g} from {kind}' for kind, far in apart[name].items())})" for name in bad]
     told += [f"{name} (weight decay {decay:g}, of which the update left out {share:.3g})" for name, (decay, share) in left.items()]  # fmt: skip
     seen = f"{found}, another weight decay" if left else found

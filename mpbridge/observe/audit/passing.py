@@ -50,9 +50,8 @@ class Passing:
             self._given.pop(path, None)
             self._made.pop(path, None)
             return
-        if given is not None and not getattr(
-            module, "return_layernorm_output", False
-        ):  # there the adapter reads the norm's result
+        # where it returns the norm's result, the adapter reads that
+        if given is not None and not getattr(module, "return_layernorm_output", False):
             self._read[path] = _sample(given)
         self._given.pop(path, None)
         made = self._made.pop(path, [])
@@ -73,12 +72,8 @@ class Passing:
 
     def follows(self, path: str, given: list[torch.Tensor], source: torch.Tensor) -> None:
         """Compares what an adapter's first linear reads with what the adapter was given."""
-        if (
-            given
-            and not _is_distributed(source)
-            and not _is_distributed(given[0])
-            and not _is(_sample(source), _sample(given[0]))
-        ):
+        whole = bool(given) and not _is_distributed(source) and not _is_distributed(given[0])
+        if whole and not _is(_sample(source), _sample(given[0])):
             self.wrong.setdefault(path, f"reads {_BESIDE}")
 
 

@@ -15,25 +15,8 @@ import torch
 
 from mpbridge.common.formats import FORMATS
 from mpbridge.numerics.observation.tensors import is_narrow, sample, storage
+from mpbridge.observe.audit import operands
 from mpbridge.observe.audit.library import leaving
-from mpbridge.observe.audit.operands import (
-    STRANGE,
-    Grid,
-    Patch,
-    across_of,
-    asked,
-    backward_is_quantized,
-    fits_blocks,
-    grid_of,
-    is_nearest,
-    is_nearest_e2m1,
-    is_rounded_from,
-    is_rounded_with,
-    patch_of,
-    strays,
-    together,
-    turned_fault,
-)
 from mpbridge.observe.audit.passing import Passing
 from mpbridge.precision.policy import Gemms, Quant
 
@@ -185,14 +168,12 @@ class Products:
         if quant is None:
             if not self._quants(path):
                 self.passing.multiplies(path, left, out)
-            self._compare(path, self._lent(right) if weight is None else weight, right)
+            if weight is None:  # it should multiply by an embedding's
+                lent = (getattr(module, "weight", None) for module in self.embeddings.values())
+                weight = next((one for one in lent if one is not None and one.shape == right.shape[::-1]), None)
+            self._compare(path, weight, right)
             return
         self._operands(path, "fprop", quant, left, right)
-
-    def _lent(self, right: torch.Tensor) -> Any:
-        """The embedding's parameter that a linear without a weight should multiply by, from the product's right factor."""
-        weights = (getattr(module, "weight", None) for module in self.embeddings.values())
-        return next((one for one in weights if one is not None and one.shape == right.shape[::-1]), None)
 
     def attached(self, path: str, nodes: list[Any]) -> None:
         """Records a linear that multiplies by an embedding's parameter, of which its part of the graph knows nothing: no gradient reaches it from here."""
@@ -241,7 +222,7 @@ class Products:
         if role == "dgrad" and left.dtype is torch.float32 and is_narrow(left):
             self.narrow.add(path)
         quant = self._quant(path, role)
-        if quant is not None and backward_is_quantized(quant):
+        if quant is not None and operands.backward_is_quantized(quant):
             self._operands(path, role, quant, left, right)
         if role == "wgrad" and not self._quants(path):
             self._follow(path, shape, out)
@@ -282,25 +263,20 @@ class Products:
             if (role, name) == ("wgrad", "x") and getattr(self.modules.get(path), "sequence_parallel", False):
                 found = None  # gathered from the ranks of a sequence, of which this one saw its own tokens
             seed = zlib.crc32(f"{path} {role} {name}".encode()) + self.seed
-            patch = patch_of(lines, across=together(quant, name), seed=seed)
+            patch = operands.patch_of(lines, across=operands.together(quant, name), seed=seed)
             part = patch.of(lines)
             seen.looked = max(seen.looked, part.numel())
             wanted = quant.element(gradient=name == "dy")
-            grid = grid_of(part, fours=quant.bits == 4)
+            grid = operands.grid_of(part, fours=quant.bits == 4)
             if not self._fits(grid, quant, name, part):
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
-            elif found is not None and (
-                what := self._strange(role, name, quant, lines, *found, patch=patch, seed=seed)
-            ):
+            elif found is None:
+                continue
+            elif what := self._strange(role, name, quant, lines, *found, patch=patch, seed=seed):
                 seen.bad.setdefault(f"{role} {name}", what)
-            elif (
-                (role, name, quant.bits) == ("dgrad", "dy", 4)
-                and found is not None
-                and found[0].shape == lines.shape
-                and seen.strays is None
-            ):
+            elif (role, name, quant.bits) == ("dgrad", "dy", 4) and found[0].shape == lines.shape and not seen.strays:
                 # NVFP4 promises stochastic rounding of gradients
-                seen.strays = strays(part, patch.of(found[0]), found[1])
+                seen.strays = operands.strays(part, patch.of(found[0]), found[1])
 
     def _strange(
         self,
@@ -312,7 +288,7 @@ class Products:
         largest: float,
         first: int,
         *,
-        patch: Patch,
+        patch: operands.Patch,
         seed: int,
     ) -> str:
         """'' if an operand is its source tensor, rounded once, or what it is not.
@@ -328,11 +304,12 @@ class Products:
         if lines.shape[0] != source.shape[0]:
             return ""
         if lines.shape != source.shape or (role, name) == ("wgrad", "x"):
-            patch = patch_of(source, across=together(quant, name), seed=seed)
+            patch = operands.patch_of(source, across=operands.together(quant, name), seed=seed)
         part, own = patch.of(lines), patch.of(source)
         if turned and quant.bits == 4:
-            return turned_fault(part.t(), own.t(), rotated=asked(quant, "hadamard"), nearest=is_nearest(quant, name))
-        return "" if self._is_rounded(part, own, largest, quant, name, turned=turned) else STRANGE
+            rotated, nearest = operands.asked(quant, "hadamard"), operands.is_nearest(quant, name)
+            return operands.turned_fault(part.t(), own.t(), rotated=rotated, nearest=nearest)
+        return "" if self._is_rounded(part, own, largest, quant, name, turned=turned) else operands.STRANGE
 
     def _is_rounded(
         self, lines: torch.Tensor, source: torch.Tensor, largest: float, quant: Quant, name: str, *, turned: bool
@@ -341,11 +318,12 @@ class Products:
         row = block is not None and block.across == 1 and block.along and not turned and name != "w"
         number = FORMATS[quant.element(gradient=name == "dy")]
         if quant.row.per_tensor:
-            return is_rounded_with(lines, source, number, amax=largest, current=not quant.row.history)
+            return operands.is_rounded_with(lines, source, number, amax=largest, current=not quant.row.history)
         along = block.along if row and block is not None else None
-        if not is_rounded_from(lines, source, number, amax=largest, along=along, fitted=quant.bits == 4):
+        if not operands.is_rounded_from(lines, source, number, amax=largest, along=along, fitted=quant.bits == 4):
             return False
-        return not is_nearest(quant, name) or is_nearest_e2m1(lines, source, across=across_of(quant, name))
+        across = operands.across_of(quant, name)
+        return not operands.is_nearest(quant, name) or operands.is_nearest_e2m1(lines, source, across=across)
 
     def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float, int] | None:
         """(the tensor in high precision, or rows of it; its largest element; the first row's index); None if it is not available."""
@@ -362,7 +340,7 @@ class Products:
             self._largest[path, name] = largest
         return held.detach(), largest, 0
 
-    def _fits(self, grid: Grid, quant: Quant, name: str, lines: torch.Tensor) -> bool:
+    def _fits(self, grid: operands.Grid, quant: Quant, name: str, lines: torch.Tensor) -> bool:
         wanted = quant.element(gradient=name == "dy")
         if grid.fits(wanted, per_tensor=quant.row.per_tensor):
             return True
@@ -372,7 +350,7 @@ class Products:
         block = blocks[name == "w"]
         if not block.along:  # a per-tensor factor, which some output dtypes include in the values
             return False
-        return fits_blocks(lines, FORMATS[wanted], across=block.across, along=block.along)
+        return operands.fits_blocks(lines, FORMATS[wanted], across=block.across, along=block.along)
 
 
 def has_trained_weight(module: Any) -> bool:

@@ -34,8 +34,6 @@ class Quantizations:
     looked: int = 0
     """Number of elements that were judged of an operand, at most."""
     wrong: list[str] = field(default_factory=list)
-    extra: list[str] = field(default_factory=list)
-    """Linears quantized without a promise."""
     scales: int = 0
     stale: list[str] = field(default_factory=list)
     amaxes: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -74,7 +72,11 @@ def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantization
         seen.seen += sum(found.gemms.values())
         seen.looked = max(seen.looked, found.looked)
         seen.wrong += [f"{path} {operand}: {what}" for operand, what in found.bad.items()]
-        seen.wrong += _count(path, expected, found.gemms)
+        for gemm, wanted in expected.items():
+            got = found.gemms[gemm]
+            # the first trained layer needs no gradient of its input
+            if got != wanted and not (gemm == "dgrad" and got == 0):
+                seen.wrong.append(f"{path}: {got} of {wanted} {gemm} GEMMs")
         for quant in gemms.distinct:
             seen.wrong += _four_bits(path, quant, found)
             if quant.row.history:
@@ -87,16 +89,6 @@ def _reads_codes(gemms: Gemms, gemm: str) -> bool:
     if quant is None or gemm in quant.row.high:
         return False
     return gemm == "fprop" or backward_is_quantized(quant)
-
-
-def _count(path: str, expected: dict[str, int], found: Any) -> list[str]:
-    faults = []
-    for gemm, wanted in expected.items():
-        got = found[gemm]
-        # the first trained layer needs no gradient of its input
-        if got != wanted and not (gemm == "dgrad" and got == 0):
-            faults.append(f"{path}: {got} of {wanted} {gemm} GEMMs")
-    return faults
 
 
 def _four_bits(path: str, quant: Quant, found: Quantized) -> list[str]:
@@ -126,11 +118,8 @@ def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *,
     promised, seen = sum(rank.promised for rank in ranks), sum(rank.seen for rank in ranks)
     text = " and ".join(f"{quant.format} {quant.scaling}" for quant in promises.policy.quants)
     if why:
-        return [
-            not_observed("quantized GEMMs", text, why),
-            *_scale_findings(ranks, promises, wanted=promised > 0),
-            *_cached_findings(ranks),
-        ]
+        scales = _scale_findings(ranks, promises, wanted=promised > 0)
+        return [not_observed("quantized GEMMs", text, why), *scales, *_cached_findings(ranks)]
     wrong, looked = [rank.wrong for rank in ranks], max(rank.looked for rank in ranks)
     found = f"{seen} per step, {looked:,} elements of an operand" + (", some not as promised" if any(wrong) else "")
     cure = "operands differ from the recipe"
@@ -142,9 +131,9 @@ def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *,
 
 def _scale_findings(ranks: Sequence[Quantizations], promises: Promises, *, wanted: bool = False) -> list[Finding]:
     """wanted: delayed linears ran, so their scales must have been seen."""
-    count = sum(rank.scales for rank in ranks)
     if not any(quant.row.history for quant in promises.policy.quants):
         return []
+    count = sum(rank.scales for rank in ranks)
     stale = [[*rank.stale, *_unseen(rank, ranks)] for rank in ranks]
     made = judged("delayed scales", "follow their amax history", stale, found="do not", count=count)
     return [dataclasses.replace(made, found="nothing was seen", ok=False) if made.ok and wanted and not count else made]
@@ -157,10 +146,8 @@ def _cached_findings(ranks: Sequence[Quantizations]) -> list[Finding]:
         "post_all_gather_processing() after a gather of FP8 weights"
     )
     outdated = [rank.outdated for rank in ranks]
-    made = judged(
-        "quantized copies as read", "weights, quantized", outdated, found="outdated copies", cure=cure, count=count
-    )
-    return [made] if count else []
+    how: dict[str, Any] = {"found": "outdated copies", "cure": cure, "count": count}
+    return [judged("quantized copies as read", "weights, quantized", outdated, **how)] if count else []
 
 
 def _unseen(rank: Quantizations, ranks: Sequence[Quantizations]) -> list[str]:

@@ -33,9 +33,8 @@ _UPDATE = 5e-5
 """Error of an update relative to it: 1 - 0.999**1 in FP32 is off by 3e-5, and its square root by half of that."""
 _TINY = 2.0**-125
 """Results below FP32's normal range may be flushed to zero."""
-_NORM = {torch.float32: 1e-4}
+_NORM, _NORM_NARROW = 1e-4, 2.0**-8
 """Error of the global norm: FP32 sums in another order. Gradients of 16 bits are rounded again where they are clipped."""
-_NORM_NARROW = 2.0**-8
 
 
 @dataclass(slots=True)
@@ -84,12 +83,12 @@ def is_replayed(held: Held) -> bool:
 
 def start_of(held: Held) -> Start | None:
     """What the coming step begins with; None if its result cannot be replayed."""
-    if not is_replayed(held):
-        return None
     trained = held.trained
-    assert trained is not None
-    assert held.group is not None
-    return Start(Settings.of(held), _sampled(trained), _moments(held))
+    if trained is None or not is_replayed(held):
+        return None
+    moments = {name: held.moment(name) for name in betas_of(held)}
+    known = {name: _sampled(moment) for name, moment in moments.items() if moment is not None}
+    return Start(Settings.of(held), _sampled(trained), known)
 
 
 def changed(left: Mapping[str, Start], found: Mapping[str, Start]) -> list[str]:
@@ -97,25 +96,14 @@ def changed(left: Mapping[str, Start], found: Mapping[str, Start]) -> list[str]:
     wrong = []
     for name in left.keys() & found.keys():
         then, now = ({"weight": one.weight} | one.moments for one in (left[name], found[name]))
-        wrong += [
-            f"{name}: {what} changed between two steps"
-            for what in then.keys() & now.keys()
-            if not _same(then[what], now[what])
-        ]
+        both = ((what, then[what], now[what]) for what in then.keys() & now.keys())
+        moved = (what for what, a, b in both if a.shape != b.shape or not torch.allclose(a, b, 0, 0, equal_nan=True))
+        wrong += [f"{name}: {what} changed between two steps" for what in moved]
     return sorted(wrong)
-
-
-def _same(then: torch.Tensor, now: torch.Tensor) -> bool:
-    return then.shape == now.shape and bool(((then == now) | (then.isnan() & now.isnan())).all())
 
 
 def _sampled(flat: torch.Tensor) -> torch.Tensor:
     return flat[positions(flat.numel()).to(flat.device)].double()
-
-
-def _moments(held: Held) -> dict[str, torch.Tensor]:
-    found = {name: held.moment(name) for name in betas_of(held)}
-    return {name: _sampled(moment) for name, moment in found.items() if moment is not None}
 
 
 def replay(engine: Any, starts: Mapping[str, Start]) -> Replayed:
@@ -173,9 +161,8 @@ def _fault(held: Held, start: Start, gradient: torch.Tensor) -> str:
         left = [(_sampled(found) - way).abs() > room[name] + narrow * way.abs() for way in ways]
         wrong = min(int(one.sum()) for one in left)
         if wrong:
-            return (
-                f"{name} of {wrong} of {term.numel()} elements does not follow from the moment before and the gradient"
-            )
+            what = f"{name} of {wrong} of {term.numel()} elements"
+            return f"{what} does not follow from the moment before and the gradient"
     if rule is LION:
         return _sign_fault(held, start, gradient)
     return _weight_fault(held, start, wanted, room, decoupled=decoupled) if rule is ADAM else ""
@@ -242,17 +229,15 @@ def undeclared(engine: Any, scheduler: Any = None) -> list[str]:
     """Settings of the optimizer's groups that are not the declared ones, before a step. scheduler: megatron-core's, whose rates this step should have."""
     wrong: dict[str, None] = {}
     for held in holdings(engine):
-        group = held.group
-        rule = rule_of(held.inner)
+        group, rule = held.group, rule_of(held.inner)
         if group is None or rule is None or (rule is ADAM and "betas" not in group):
             continue
         if not group.get("default_config", True):
             continue  # a group with settings of its own
         wanted = {word: [declared(engine, name) for name in names] for word, names in rule.declared.items()}
         wanted["weight decay"] = _decays(engine, group, scheduler)
-        wanted["rate"] = (
-            [] if scheduler is None else [scheduler.get_lr(group) * by for by in (1, group.get("lr_mult", 1))]
-        )
+        factors = () if scheduler is None else (1, group.get("lr_mult", 1))
+        wanted["rate"] = [scheduler.get_lr(group) * by for by in factors]
         now = Settings.of(held)
         found = dict(now.own) | {"weight decay": now.weight_decay, "rate": now.lr}
         if not group.get("bias_correction", True):
@@ -331,7 +316,7 @@ def _norm_finding(ranks: Sequence[Replayed], norm: float, clip: float) -> Findin
         # replicas count once, shards add up
         total += sum(square for square, *_ in parts) * (parts[0][2] / elements if elements else 0.0)
     wanted = norm * (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0)
-    tolerance = _NORM_NARROW if any(rank.narrow for rank in ranks) else _NORM[torch.float32]
+    tolerance = _NORM_NARROW if any(rank.narrow for rank in ranks) else _NORM
     good = math.isclose(math.sqrt(total), wanted, rel_tol=tolerance, abs_tol=1e-30)
     return Finding(
         subject="gradient norm as clipped",

@@ -41,12 +41,11 @@ def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
     lines = []
     for rank, one in enumerate(prints):
         if one != usual:
-            fields = ", ".join(
-                f"{name}: {data[rank][name]!r} instead of {model[name]!r}"
-                for name in model
-                if data[rank].get(name) != model[name]
+            own = data[rank]
+            fields = (
+                f"{name}: {own[name]!r} instead of {model[name]!r}" for name in model if own.get(name) != model[name]
             )
-            lines.append(f"  - rank {rank} ({one[:12]}): {fields}")
+            lines.append(f"  - rank {rank} ({one[:12]}): {', '.join(fields)}")
     head = f"ranks disagree on the precision policy (the majority has {usual[:12]}):"
     raise AuditFailed("\n".join([head, *lines, "give every rank the same recipe and overrides"]))
 
@@ -86,7 +85,10 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
             seen.whole[key] = digest(parameter)
         elif read is not None and name in read:
             seen.whole[key] = read[name]
-    seen.whole |= _states(engine, slices) | _frequencies(engine) | _draws(engine)
+    seen.whole |= _states(engine, slices) | _draws(engine)
+    for module, path in module_paths(engine.model).items():
+        if is_rotary(module) and isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            seen.whole[f"{path}.inv_freq", 0, 0] = digest(module.inv_freq)
     return seen
 
 
@@ -94,10 +96,8 @@ def states_before(engine: Any) -> dict[Key, int]:
     """Digests of main weights and moments before an update, as `copies` has them after it; none on a single rank."""
     if world_size() == 1 or answer(engine, "audit_copies") is not None:
         return {}
-    return {
-        (f"{name}, before the update", one, two): found
-        for (name, one, two), found in _states(engine, _slices()).items()
-    }
+    states = _states(engine, _slices())
+    return {(f"{name}, before the update", one, two): found for (name, one, two), found in states.items()}
 
 
 def _states(engine: Any, slices: tuple[int, int, int]) -> dict[Key, int]:
@@ -117,30 +117,18 @@ def _states(engine: Any, slices: tuple[int, int, int]) -> dict[Key, int]:
     return found
 
 
-def _frequencies(engine: Any) -> dict[Key, int]:
-    return {
-        (f"{path}.inv_freq", 0, 0): digest(module.inv_freq)
-        for module, path in module_paths(engine.model).items()
-        if is_rotary(module) and isinstance(getattr(module, "inv_freq", None), torch.Tensor)
-    }
-
-
 def _draws(engine: Any) -> dict[Key, int]:
     """What an emulation's random bytes and delayed scales follow from: seed and step, the same on every rank, as Transformer Engine's are under megatron-core's
     seeds; amax histories, the same over the ranks that reduce them."""
-    found = getattr(getattr(engine, "emulation", None), "randomness", None)
+    emulation: Any = getattr(engine, "emulation", None)
+    found, group = getattr(emulation, "randomness", None), getattr(emulation, "group", None)
     drawn = {} if found is None else {("seed and step of stochastic rounding", 0, 0): hash((found.seed, found.step))}
-    group = getattr(getattr(engine, "emulation", None), "group", None)
     if group is None or dist.get_world_size(group) == 1:
         return drawn
     # delayed scaling's histories are maxima over these ranks
     first = dist.get_process_group_ranks(group)[0]
-    tables = [
-        table
-        for one in engine.emulation.quantizers.values()
-        for table in (one.forward_table, one.backward_table)
-        if table is not None
-    ]
+    pairs = ((one.forward_table, one.backward_table) for one in emulation.quantizers.values())
+    tables = [table for pair in pairs for table in pair if table is not None]
     return drawn | {(f"amax histories {i}", first, 0): digest(table.history) for i, table in enumerate(tables)}
 
 

@@ -57,7 +57,7 @@ def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) ->
     if hasattr(engine.optimizer, "shards"):
         _sharded(engine, watch, group, seen, microbatches)
     else:
-        _buffers(engine, watch, seen)
+        buffers_into(engine.model, {id(parameter): name for name, parameter in engine.named_parameters()}, watch, seen)
     return seen
 
 
@@ -75,10 +75,9 @@ def _within_model(engine: Any, watch: Watch, averaged: set[int]) -> dict[str, Co
     ):
         if size > 1 and state.model_parallel_is_initialized():
             ranks = set(dist.get_process_group_ranks(group_of()))
-            mine = [one for one in watch.sent if one.floating and set(one.group) == ranks]
             found[kind] = Counter[str]()
-            for one in mine:
-                if ranks != averaged or one.kind == "all_to_all":
+            for one in watch.sent:
+                if one.floating and set(one.group) == ranks and (ranks != averaged or one.kind == "all_to_all"):
                     found[kind][one.dtype] += one.elements
     return found
 
@@ -100,19 +99,12 @@ def _to_pass(facts: RunFacts, microbatches: int) -> int | None:
 
 def _promised(promises: Promises) -> dict[str, set[str]]:
     policy = promises.policy
-    ways = [wires(policy)]
-    if policy.keep_fp32:
-        ways.append(wires(policy, kept=True))
-    if policy.stored and not promises.emulated:
-        ways.append(wires(policy, at_rest=DType.UINT8))
+    ways = [wires(policy), *([wires(policy, kept=True)] if policy.keep_fp32 else [])]
+    ways += [wires(policy, at_rest=DType.UINT8)] if policy.stored and not promises.emulated else []
     return {kind: {way[kind].short for way in ways} for kind in ways[0]}
 
 
 # --- megatron-core's buffers: every element has an address --------------------------------------------------------------------------------
-def _buffers(engine: Any, watch: Watch, seen: Traffic) -> None:
-    buffers_into(engine.model, {id(parameter): name for name, parameter in engine.named_parameters()}, watch, seen)
-
-
 def buffers_into(chunks: Sequence[Any], names: Mapping[int, str], watch: Watch, seen: Traffic) -> None:
     """Adds what megatron-core's wrapped model chunks sent of their buffers. names: of parameters by their ids."""
     import torch.distributed as dist
@@ -191,8 +183,12 @@ def elements_into(
     least = min(sizes, default=0) if smallest is None else smallest
     for one in watch.sent:
         over = set(one.group) == set(group) if these else len(one.group) == len(group)
-        if over and one.elements * max(1, len(group)) >= least:
-            _count(one, seen)
+        if not over or one.elements * max(1, len(group)) < least:
+            continue
+        if one.role == "reduced" and one.floating:
+            seen.reduced[one.dtype] += one.elements
+        elif one.role == "gathered" and (one.floating or one.dtype == "uint8"):
+            seen.gathered[one.dtype] += one.elements
     if len(group) == 1:
         return
     needed, sent = sum(sizes), sum(seen.reduced.values())
@@ -201,13 +197,6 @@ def elements_into(
     came = sum(seen.gathered.values()) * len(group)
     if came < 0.999 * gathered:
         seen.gather_faults.append(f"{came} parameter elements were gathered, each pass needs {gathered}")
-
-
-def _count(one: Sent, seen: Traffic) -> None:
-    if one.role == "reduced" and one.floating:
-        seen.reduced[one.dtype] += one.elements
-    elif one.role == "gathered" and (one.floating or one.dtype == "uint8"):
-        seen.gathered[one.dtype] += one.elements
 
 
 def _padding(parameters: Sequence[Any], ranks: int) -> float:
@@ -233,15 +222,12 @@ def traffic_findings(ranks: Sequence[Traffic], promises: Promises) -> list[Findi
             findings.append(nothing(f"wire: {kind}", "/".join(sorted(promised)), "gradients are not reduced"))
     if max(rank.stages for rank in ranks) > 1:
         findings.append(_between_stages(ranks, promises))
-    kinds = sorted({kind for rank in ranks for kind, sent in rank.parallel.items() if sent})
-    return findings + [_over_ranks(kind, ranks, promises) for kind in kinds]
-
-
-def _over_ranks(kind: str, ranks: Sequence[Traffic], promises: Promises) -> Finding:
-    """Activations and their gradients are sent in the compute dtype; norms' gradients, the loss and routing in FP32."""
-    promised = {promises.policy.compute.short, "fp32"}
-    found = [rank.parallel.get(kind, Counter()) for rank in ranks]
-    return _judged(kind, " or ".join(sorted(promised)), found, [_others(own, promised) for own in found])
+    # activations and their gradients are sent in the compute dtype; norms' gradients, the loss and routing in FP32
+    either = {promises.policy.compute.short, "fp32"}
+    for kind in sorted({kind for rank in ranks for kind, sent in rank.parallel.items() if sent}):
+        over = [rank.parallel.get(kind, Counter()) for rank in ranks]
+        findings.append(_judged(kind, " or ".join(sorted(either)), over, [_others(own, either) for own in over]))
+    return findings
 
 
 def _others(sent: Mapping[str, int], promised: Collection[str]) -> list[str]:

@@ -174,12 +174,9 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self.products.embeddings = {p: m for m, p in self._paths.items() if type(m).__name__.endswith("Embedding")}
         with ExitStack() as undo:
             undo.enter_context(hooked(self._paths, self._enter, self._leave))
-            undo.enter_context(counted(chunks, self._count))
+            undo.enter_context(counted(chunks, self.tokens.append))
             undo.enter_context(self)
             self._undo = undo.pop_all()
-
-    def _count(self, tokens: int) -> None:
-        self.tokens.append(tokens)
 
     def stop(self) -> None:
         """Removes every hook and releases the graph."""
@@ -203,9 +200,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
             self.products.passing.adapts(path, floating(args))
         source = floating(args) if is_linear(module) else None
         if source is not None:
-            high = getattr(
-                module, "unrounded", None
-            )  # an emulated linear after a norm may quantize the norm's FP32 result
+            high = getattr(module, "unrounded", None)  # an emulated linear after a norm may quantize its FP32 result
             self.products.enters(path, source if high is None else high)
             if len(self._stack) > 1 and is_adapter(self._stack[-2][0]) and path.endswith(".linear_in"):
                 self.products.passing.follows(self._stack[-2][1], self._inputs[-2], source)
@@ -257,12 +252,9 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         if is_linear(module) or is_attention(module) or is_router(module):
             if any(is_coarse(one) for one in tensors_in(args) if one.is_floating_point()):
                 self.coarse[path] = None
-        elif (
-            path in self.products.embeddings
-            and is_narrow(result)
-            and any(is_narrow(local(p)) is False for p in module.parameters())
-        ):
-            self.lost[path] = None
+        elif path in self.products.embeddings and is_narrow(result):
+            wide = any(is_narrow(local(p)) is False for p in module.parameters())
+            self.lost |= {path: None} if wide else {}
 
     def _note_linear(self, module: Any, path: str, result: torch.Tensor, nodes: list[Any]) -> None:
         self.outputs[path][storage(result)] += 1
@@ -350,7 +342,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         module, path = self._here()
         if module is not None:  # forward, or recomputation during backward
             if is_attention(module):
-                self.attention[path][f"{storage(left)}" if left.dtype is right.dtype else "mixed"] += 1
+                self.attention[path][storage(left) if left.dtype is right.dtype else "mixed"] += 1
             elif left.dim() == 2:
                 self.products.forward(path, left, right, out)
             elif is_linear(module) or is_router(module):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpbridge.numerics.observation.tensors import digest, has_more_bits_than_bf16, is_narrow, local, positions
-from mpbridge.observe.audit.holdings import ADAMS, Held, betas_of, holdings, is_decoupled
+from mpbridge.observe.audit.holdings import ADAMS, MOMENTS, Held, betas_of, holdings, is_decoupled
 from mpbridge.observe.audit.library import is_quantized, is_rounded
 from mpbridge.observe.audit.replay import half_ulp
 from mpbridge.observe.audit.snapshot import Before
@@ -48,7 +48,8 @@ def is_another(
     now = trained[positions(trained.numel()).to(trained.device)]
     changed = now.double() - earlier.double()
     room = half_ulp(earlier.double(), held.kept)
-    exact = _is_wide(held) and trained.dtype is torch.float32
+    wide = all(local(held.state[name]).dtype is torch.float32 for name in MOMENTS)
+    exact = wide and trained.dtype is torch.float32
     shows = update.abs() * float((held.group or {}).get("lr", 0.0)) > (2048 if exact else 64) * room
     if int(shows.sum()) < _FEW:
         return False
@@ -71,7 +72,7 @@ def _expected(held: Held, trained: torch.Tensor, earlier: torch.Tensor, decay: f
     first, second = held.moment("exp_avg"), held.moment("exp_avg_sq")
     if first is None or second is None or first.numel() != trained.numel():
         return None
-    if any(hasattr(held.state.get(name), "_data") for name in ("exp_avg", "exp_avg_sq")):
+    if any(hasattr(held.state.get(name), "_data") for name in MOMENTS):
         return None  # FP8 moments are too coarse
     where = positions(trained.numel()).to(trained.device)
     update = adam(held, first[where].double(), second[where].double())
@@ -86,10 +87,6 @@ def adam(held: Held, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     step = float(held.state.get("step", group.get("step", 1)) or 1)
     low, high = (1 - beta1**step, 1 - beta2**step) if group.get("bias_correction", True) else (1.0, 1.0)
     return first / low / ((second / high).sqrt() + group["eps"])  # type: ignore[no-any-return]
-
-
-def _is_wide(held: Held) -> bool:
-    return all(local(held.state[name]).dtype is torch.float32 for name in ("exp_avg", "exp_avg_sq"))
 
 
 EXPERTS = "*.experts.*"
@@ -179,15 +176,10 @@ def _sharing(engine: Any) -> list[str]:
     """Parameters that lie, in part, where another one does; a foreign model may tie them like this."""
     if getattr(engine, "foreign", False):
         return []
-    places = sorted(
-        (own.data_ptr(), own.numel() * own.element_size(), name)
-        for name, own in ((name, local(one.detach())) for name, one in engine.named_parameters())
-        if type(own) is torch.Tensor
-        and own.is_contiguous()
-        and own.numel()
-        and own.data_ptr()
-        and own.device.type != "meta"
-    )
+    here = ((name, local(one.detach())) for name, one in engine.named_parameters())
+    plain = ((name, own) for name, own in here if type(own) is torch.Tensor and own.is_contiguous() and own.numel())
+    placed = ((name, own) for name, own in plain if own.device.type != "meta" and own.data_ptr())
+    places = sorted((own.data_ptr(), own.numel() * own.element_size(), name) for name, own in placed)
     return [f"{b}: in the memory of {a}" for (at, size, a), (then, _, b) in pairwise(places) if then < at + size]
 
 
@@ -195,7 +187,8 @@ def _membership(seen: Weights, held: Held) -> None:
     trainable = bool(held.parameter.requires_grad)
     if trainable:
         seen.trainable.append(held.name)
-    if held.updated is not None and held.group is not None and not trainable and not _proxied(held):
+    # Megatron-FSDP trains a parameter of its own: the model's, a result of it, never requires gradients itself
+    if held.updated is not None and held.group is not None and not trainable and held.parameter.grad_fn is None:
         seen.flipped.append(held.name)
     if trainable and held.updated is not None and held.group is None:
         seen.outside.append(held.name)
@@ -203,15 +196,8 @@ def _membership(seen: Weights, held: Held) -> None:
         seen.twice.append(held.name)
 
 
-def _proxied(held: Held) -> bool:
-    """Whether the model's parameter never requires gradients itself: Megatron-FSDP trains a parameter of its own instead."""
-    return held.parameter.grad_fn is not None
-
-
 def _equality(seen: Weights, held: Held) -> None:
-    if held.updated is None:
-        return
-    main = held.main
+    main = None if held.updated is None else held.main
     if main is None:
         return
     if held.part is None or not held.part.is_floating_point():
@@ -349,11 +335,7 @@ def _width(seen: Weights, held: Held, has_moved: bool) -> None:
     main = held.main
     if has_moved and main is not None and held.part is not None and held.part.dtype is torch.bfloat16:
         stored = held.state.get("master_param")
-        wide = (
-            local(held.updated).dtype is torch.float32
-            if stored is None
-            else stored.dtype in (torch.float32, torch.int16)
-        )
+        wide = (local(held.updated) if stored is None else stored).dtype in (torch.float32, torch.int16)
         if wide and is_narrow(main):
             seen.coarse.append(f"{held.name} (main weights)")
     for role, beta in betas_of(held).items():

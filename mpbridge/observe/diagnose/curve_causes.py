@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpbridge.observe.diagnose.evidence import FEWEST, finite, median
-from mpbridge.observe.diagnose.signals import Odd, Onset, Suspect, Symptoms, flushed_operands, rate_jumps, rates, rises
+from mpbridge.observe.diagnose.signals import Suspect, Symptoms, flushed_operands, rate_jumps, rates, rises
 from mpbridge.observe.diagnose.tensor_causes import falls
-from mpbridge.observe.telemetry.records import MeasuredStep
 
 
 def resumed_badly(case: Symptoms) -> Suspect | None:
@@ -66,9 +65,8 @@ def data(case: Symptoms) -> Suspect | None:
     for onset in (one for one in case.onsets if one.number == "loss" and not one.gradual):
         if unlike := case.unlike(onset):
             first, last = onset.step, max(event["iteration"] for event in case.events("tokens") if event["iteration"] <= onset.step + 20)  # fmt: skip
-            return _spike(
-                case, first, last, [f"step {first}: {onset.what}", *(str(event["text"]) for event in unlike[:2])], 0.97
-            )
+            seen = [f"step {first}: {onset.what}", *(str(event["text"]) for event in unlike[:2])]
+            return _spike(case, first, last, seen, 0.97)
     return None
 
 
@@ -100,17 +98,13 @@ def _audit_fails_at(case: Symptoms, step: int) -> bool:
 
 
 def _spike(case: Symptoms, first: int, last: int, evidence: list[str], score: float) -> Suspect:
+    at = {row["iteration"]: row.get("consumed_samples") for row in case.run.curves.rows}
     return Suspect(
         cause="data-spike", step=first, score=score,
         sentence=f"the data of steps {first} to {last} are unlike those around them",
         evidence=evidence,
-        advice=[f"look at the samples of those steps (consumed_samples in metrics.jsonl: {_samples(case, first)})", "train.nonfinite='rollback N' skips such data only if the loss is not finite; otherwise clean the corpus"],
+        advice=[f"look at the samples of those steps (consumed_samples in metrics.jsonl: {at.get(first - 1, '?')} to {at.get(first, '?')})", "train.nonfinite='rollback N' skips such data only if the loss is not finite; otherwise clean the corpus"],
     )  # fmt: skip
-
-
-def _samples(case: Symptoms, step: int) -> str:
-    at = {row["iteration"]: row.get("consumed_samples") for row in case.run.curves.rows}
-    return f"{at.get(step - 1, '?')} to {at.get(step, '?')}"
 
 
 def other_audits(case: Symptoms) -> Suspect | None:
@@ -135,47 +129,26 @@ LOW = 2.0**8
 def not_finite(case: Symptoms) -> Suspect | None:
     """NaN or infinity out of nowhere: the losses right before it are ordinary, or it never appears in the loss."""
     onset, seen = case.onset("applied"), _first_nonfinite(case)
-    if (onset is None and seen is None) or (onset is not None and _announced(case, onset)):
+    # what else is out of line in the steps before has the NaN for a consequence
+    announced = onset is not None and any(onset.step - 10 <= one.step < onset.step - 1 for one in case.onsets)
+    if (onset is None and seen is None) or announced:
         return None
     at, places = seen or (None, [])
+    steps = [one for one in (at, None if onset is None else onset.step) if one is not None]
     bad = [one for one in case.odd if math.isinf(one.factor) and one.number in ("x_amax", "amax")]
-    first = _first_place(bad, places)
+    # an input out of line says more than a measured place
+    inputs = [f"the input of {one.tensor}" for one in bad if one.number == "x_amax"]
+    first = next(iter([*inputs, *places]), "")
+    again = "train the step again from the last checkpoint with logger.precision_every=1"
+    measured = [f"step {at}: elements that are not finite in {', '.join(places[:3])}"] if places else []
     shown = "the loss does not show it" if onset is None else f"step {onset.step}: {onset.what}; the steps before are ordinary"  # fmt: skip
     return Suspect(
-        cause="nan-source", step=_earlier(onset, at), score=0.95 if first else 0.8,
+        cause="nan-source", step=min(steps), score=0.95 if first else 0.8,
         sentence="NaN or infinity appears suddenly" + (f", first seen in {first}" if first else ""),
-        evidence=[shown, *(str(event["text"]) for event in case.events("nonfinite")[:2]), *(str(one) for one in bad[:3]), *_where(at, places)],
+        evidence=[shown, *(str(event["text"]) for event in case.events("nonfinite")[:2]), *(str(one) for one in bad[:3]), *measured],
         tensors=[one.tensor for one in bad[:4]] or places[:4],
-        advice=[_next_look(bad, first), "run the same step on another machine: if the NaN does not appear, the hardware is at fault"],
+        advice=[f"look at what computes {first}: the module right before it" if inputs else again, "run the same step on another machine: if the NaN does not appear, the hardware is at fault"],
     )  # fmt: skip
-
-
-def _earlier(onset: Onset | None, at: int | None) -> int:
-    """The first of two steps of which one may be unknown."""
-    known = [step for step in (onset.step if onset is not None else None, at) if step is not None]
-    return min(known)
-
-
-def _first_place(bad: list[Odd], places: list[str]) -> str:
-    """Where the first element that is not finite was seen: an input out of line says more than a measured place; empty if neither is known."""
-    known = [*(f"the input of {one.tensor}" for one in bad if one.number == "x_amax"), *places]
-    return known[0] if known else ""
-
-
-def _next_look(bad: list[Odd], first: str) -> str:
-    if any(one.number == "x_amax" for one in bad):
-        return f"look at what computes {first}: the module right before it"
-    return "train the step again from the last checkpoint with logger.precision_every=1"
-
-
-def _announced(case: Symptoms, onset: Onset) -> bool:
-    """Whether something else was out of line in the steps before: then the NaN is its consequence."""
-    return any(onset.step - 10 <= one.step < onset.step - 1 for one in case.onsets)
-
-
-def _where(step: int | None, places: list[str]) -> list[str]:
-    """The sentence about what was measured, if anything was."""
-    return [f"step {step}: elements that are not finite in {', '.join(places[:3])}"] if places else []
 
 
 def _first_nonfinite(case: Symptoms) -> tuple[int, list[str]] | None:
@@ -326,17 +299,15 @@ def _rate_beyond_weights(case: Symptoms) -> Suspect | None:
 def _median_weight(case: Symptoms, until: int) -> tuple[tuple[int, float], tuple[int, float]] | None:
     """(step, RMS of the median weight) at the first and the last step measured up to then; None without measured weights."""
     measured = [one for one in case.run.measured if one.step <= until]
-    sizes = [(one.step, _matrices(one)) for one in (*measured[:1], *measured[-1:])]
+    sizes = []
+    for one in (*measured[:1], *measured[-1:]):
+        # neither norm gains nor biases
+        rows = (row for row in one.tables["weights"] if "norm" not in row["parameter"] and "weight" in row["parameter"])
+        sizes.append((one.step, [row["rms"] for row in rows]))
     if not sizes or not all(found for _, found in sizes):
         return None
     (began, first), (at, last) = sizes
     return (began, median(first)), (at, median(last))
-
-
-def _matrices(one: MeasuredStep) -> list[float]:
-    """RMS of every weight at a measured step, excluding norm gains and biases."""
-    rows = one.tables["weights"]
-    return [row["rms"] for row in rows if "norm" not in row["parameter"] and "weight" in row["parameter"]]
 
 
 LONG = 20

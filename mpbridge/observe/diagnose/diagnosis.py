@@ -6,6 +6,7 @@ A suspect's score is the strength of its evidence: 1 for direct observation (a s
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,19 +15,10 @@ from typing import Any
 
 from mpbridge.common.errors import cut
 from mpbridge.common.formats import dtype
-from mpbridge.observe.diagnose.curve_causes import (
-    data,
-    no_update,
-    not_finite,
-    other_audits,
-    rate,
-    recipe_changed,
-    resumed_badly,
-    scale_of_the_loss,
-)
-from mpbridge.observe.diagnose.evidence import Evidence, differences, finite, gather, median
+from mpbridge.observe.diagnose import curve_causes as curves
+from mpbridge.observe.diagnose import tensor_causes as tensors
+from mpbridge.observe.diagnose.evidence import Evidence, differences, gather, median
 from mpbridge.observe.diagnose.signals import Odd, Onset, Suspect, Symptoms, odd_tensors, onsets, rate_jumps, rates
-from mpbridge.observe.diagnose.tensor_causes import main_weights, moments, outlier, scales, weights
 from mpbridge.planning.closed_forms import lost_updates, movement_kept, rate_for, ratio_of
 
 MOST = 0.4
@@ -54,12 +46,10 @@ def stalled(case: Symptoms) -> Suspect | None:
         beta1 = float(dict(case.run.settings()).get("optimizer.adam_beta1") or 0.9)
         larger = ratio_of(beta1, step) / ratio_of(beta1)  # the first updates average few gradients
         predicted, kept = (call(lr * larger, sigma, of, beta1=beta1) for call in (lost_updates, movement_kept))
-        evidence.append(
-            f"predicted at lr {lr:.2g}, weights of {sigma:.2g} and gradients of pure noise (mpbridge certify): {predicted:.0%} lost, {kept:.0%} of the movement kept"
-        )
-        advice.append(
-            f"half of the updates are lost at lr {rate_for(0.5, sigma, of, beta1=beta1):.2g}; a higher lr or min_lr loses fewer"
-        )
+        where = f"at lr {lr:.2g}, weights of {sigma:.2g} and gradients of pure noise (mpbridge certify)"
+        evidence.append(f"predicted {where}: {predicted:.0%} lost, {kept:.0%} of the movement kept")
+        half = rate_for(0.5, sigma, of, beta1=beta1)
+        advice.append(f"half of the updates are lost at lr {half:.2g}; a higher lr or min_lr loses fewer")
     return Suspect(
         cause="lost-updates", step=step, score=0.6,
         sentence=f"{share:.0%} of the updates of {kind} weights are below rounding: weights that need small updates stop moving",
@@ -78,28 +68,26 @@ def _sigma(case: Symptoms, step: int) -> float | None:
     if not case.run.measured:
         return None
     nearest = min(case.run.measured, key=lambda one: abs(one.step - step))
-    rows = [
-        row for row in nearest.tables["weights"] if "norm" not in row["parameter"] and "bias" not in row["parameter"]
-    ]
-    sizes = [value for _, value in finite([(nearest.step, row["rms"]) for row in rows if row["rms"]])]
+    matrices = (row for row in nearest.tables["weights"] if not re.search("norm|bias", row["parameter"]))
+    sizes = [row["rms"] for row in matrices if math.isfinite(row["rms"] or math.nan)]
     return median(sizes) if sizes else None
 
 
 CAUSES: Mapping[str, Callable[[Symptoms], Suspect | None]] = {
-    "bad-resume": resumed_badly,
-    "recipe-switch": recipe_changed,
-    "nan-source": not_finite,
-    "loss-scale": scale_of_the_loss,
-    "no-update": no_update,
-    "wrong-scale or frozen-scale": scales,
-    "lost-main-weights": main_weights,
+    "bad-resume": curves.resumed_badly,
+    "recipe-switch": curves.recipe_changed,
+    "nan-source": curves.not_finite,
+    "loss-scale": curves.scale_of_the_loss,
+    "no-update": curves.no_update,
+    "wrong-scale or frozen-scale": tensors.scales,
+    "lost-main-weights": tensors.main_weights,
     "lost-updates": stalled,
-    "moments-lost": moments,
-    "weight-corrupted": weights,
-    "outlier-channel": outlier,
-    "data-spike": data,
-    "rate-too-high": rate,
-    "not-as-promised": other_audits,
+    "moments-lost": tensors.moments,
+    "weight-corrupted": tensors.weights,
+    "outlier-channel": tensors.outlier,
+    "data-spike": curves.data,
+    "rate-too-high": curves.rate,
+    "not-as-promised": curves.other_audits,
 }
 """The causes that are checked."""
 
@@ -158,11 +146,7 @@ class Diagnosis:
             return f"{first.cause}: {first.sentence} (from step {first.step})"
         if self.onsets:
             return f"step {self.onsets[0].step}: {self.onsets[0].what}; {self.unexplained}"
-        return (
-            "nothing is out of line, but there are too few steps to tell"
-            if self.run.short
-            else "nothing is out of line"
-        )
+        return "nothing is out of line" + (", but there are too few steps to tell" if self.run.short else "")
 
     @property
     def unexplained(self) -> str:
@@ -205,7 +189,7 @@ def diagnose(folder: Path, against: Path | None = None) -> Diagnosis:
     return Diagnosis(
         run=run,
         onsets=found,
-        odd=[one for one in odd if first is not None],
+        odd=[] if first is None else odd,
         suspects=named,
         changes=_changes(run, first),
         against=differences(run, gather(against)) if against is not None else [],

@@ -99,10 +99,8 @@ class Evidence:
         if self.config or "recipe" in self.precision:
             found.append("its recipe and settings" if self.config else "its recipe")
         if self.events:
-            names = ", ".join(
-                f"{count} x {name}" for name, count in Counter(one["event"] for one in self.events).items()
-            )
-            found.append(f"events: {names}")
+            kinds = Counter(one["event"] for one in self.events)
+            found.append(f"events: {', '.join(f'{count} x {name}' for name, count in kinds.items())}")
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
@@ -135,12 +133,9 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
     try:
         made.audits = read_history(folder)
     except BadValue:
-        there = (folder / PRECISION).exists()
-        made.gaps.append(
-            f"{PRECISION} contains no audits that this version can read"
-            if there
-            else f"no {PRECISION}: recipe, settings and audits are not known"
-        )
+        unread = f"{PRECISION} contains no audits that this version can read"
+        missing = f"no {PRECISION}: recipe, settings and audits are not known"
+        made.gaps.append(unread if (folder / PRECISION).exists() else missing)
     made.precision = _json(folder / PRECISION)
     config = made.precision.get("config") or _json(folder / "timing.json").get("config")
     made.config = config if isinstance(config, dict) else {}
@@ -234,9 +229,8 @@ def _parting(run: Evidence, other: Evidence, number: str, word: str, *, limit: f
     both = [step for step in mine if step in theirs]
     if not both:
         where = "this run" if mine else "the other run" if theirs else ""
-        if not where:
-            return []
-        return [f"{word}: no step at which both runs have it" if mine and theirs else f"{word}: only {where} has it"]
+        only = f"only {where} has it" if not (mine and theirs) else "no step at which both runs have it"
+        return [f"{word}: {only}"] if where else []
     for step in both:
         value, two = mine[step], theirs[step]
         same = math.isclose(value, two, rel_tol=limit) if math.isfinite(value) and math.isfinite(two) else value == two
@@ -266,13 +260,10 @@ def _skips(run: Evidence, other: Evidence) -> list[str]:
         return []
     if not apart:
         return [f"skipped updates: the same steps, {len(mine & both)} of the {len(both)} steps that both have"]
-    first = apart[0]
-    who = (
-        "skipped its update, the other run did not" if first in mine else "applied its update, the other run skipped it"
-    )
-    return [
-        f"step {first}: this run {who}; {len(mine & both)} of the {len(both)} steps that both have were skipped, in the other run {len(theirs & both)}"
-    ]
+    skipped, applied = "skipped its update, the other run did not", "applied its update, the other run skipped it"
+    how_many = f"{len(mine & both)} of the {len(both)} steps that both have were skipped"
+    who = skipped if apart[0] in mine else applied
+    return [f"step {apart[0]}: this run {who}; {how_many}, in the other run {len(theirs & both)}"]
 
 
 def _skipped(run: Evidence) -> set[int]:
@@ -299,7 +290,6 @@ def _tensors(run: Evidence, other: Evidence) -> list[str]:
             if mine and two and not 0.5 <= mine / two <= 2:
                 found.append(f"{row['linear']} (amax of its input {mine:.3g}, in the other run {two:.3g})")
         if found:
-            return [
-                f"step {one.step}: the first measured step at which tensors differ by more than a factor of two: {'; '.join(found[:4])}"
-            ]
+            what = "the first measured step at which tensors differ by more than a factor of two"
+            return [f"step {one.step}: {what}: {'; '.join(found[:4])}"]
     return ["tensors agree within a factor of two at every measured step that both have"]

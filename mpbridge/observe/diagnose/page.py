@@ -62,9 +62,8 @@ def diagnosis_page(found: Diagnosis) -> Page:
     run = found.run
     page = Page(f"Diagnosis of {run.curves.name}", _made(run), glossary(*TERMS, "main weight"))
     place = len(page.blocks)
-    marks: list[tuple[float, str]] = [
-        (one.step, f"{_MARKS.get(one.number, one.number)}: step {one.step}") for one in found.onsets
-    ]
+    marks: list[tuple[float, str]]
+    marks = [(one.step, f"{_MARKS.get(one.number, one.number)}: step {one.step}") for one in found.onsets]
     causes: list[tuple[float, str]] = [(one.step, f"{one.cause}: step {one.step}") for one in found.suspects[:1]]
     page.heading("Curves")
     charts = _curves(page, run, marks=[*marks, *(one for one in causes if one[0] not in {step for step, _ in marks})])
@@ -123,10 +122,8 @@ def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> 
     page.verdicts("", [{"word": word, "tone": tone, "text": found.verdict}])
     links = {"loss": charts.get("loss"), "grad_norm": charts.get("grad_norm"), "applied": charts.get("loss")}
     if found.onsets:
-        page.verdicts(
-            "First steps out of line",
-            [{"text": f"step {one.step}: {one.what}", "href": links.get(one.number)} for one in found.onsets],
-        )
+        steps = [{"text": f"step {one.step}: {one.what}", "href": links.get(one.number)} for one in found.onsets]
+        page.verdicts("First steps out of line", steps)
     if found.suspects:
         page.heading("Causes that fit, most likely first")
         page.verdicts(
@@ -136,7 +133,7 @@ def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> 
                     "word": one.cause,
                     "tone": "bad" if number == 0 else "warn",
                     "text": f"{one.sentence} (step {one.step}, evidence {one.score:.2f})",
-                    "href": _plot_of(one.cause, charts, odd),
+                    "href": charts.get(_PLOTS.get(one.cause, "loss")) or odd or charts.get("loss"),
                     "more": [*(f"seen: {line}" for line in one.evidence), *(f"try: {line}" for line in one.advice)],
                 }
                 for number, one in enumerate(found.suspects)
@@ -158,10 +155,6 @@ _MARKS = {"grad_norm": "gradient norm", "applied": "not finite"}
 """Number of an onset -> its label at a mark, if that differs."""
 
 
-def _plot_of(cause: str, charts: dict[str, str], odd: str) -> str | None:
-    return charts.get(_PLOTS.get(cause, "loss")) or odd or charts.get("loss")
-
-
 def _gaps(page: Page, run: Evidence) -> None:
     if run.gaps:
         page.verdicts("What cannot be determined", [{"text": line} for line in run.gaps])
@@ -173,11 +166,8 @@ def _curves(page: Page, run: Evidence, *, marks: list[tuple[float, str]]) -> dic
     found = {}
     for number, (label, log) in CURVES.items():
         # a step without a finite value breaks the line
-        points = [
-            (row["iteration"], row[number] if _finite(row[number]) else math.nan)
-            for row in run.curves.rows
-            if number in row
-        ]
+        known = ((row["iteration"], row[number]) for row in run.curves.rows if number in row)
+        points = [(step, value if _finite(value) else math.nan) for step, value in known]
         if not run.curves.series(number) or (number == "loss_scale" and {value for _, value in points} == {1.0}):
             continue
         series: list[tuple[str, Any, str]] = [(number.replace("_", " "), points, "")]
@@ -200,9 +190,8 @@ def _not_drawn(run: Evidence, number: str) -> str:
     missing = [row["iteration"] for row in run.curves.rows if number in row and not _finite(row[number])]
     if not missing:
         return ""
-    where = (
-        f"step {missing[0]} is" if len(missing) == 1 else f"{len(missing)} steps, the first of them {missing[0]}, are"
-    )
+    several = f"{len(missing)} steps, the first of them {missing[0]}, are"
+    where = f"step {missing[0]} is" if len(missing) == 1 else several
     return f"Not drawn: {where} without a finite value."
 
 
@@ -214,11 +203,8 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
     """first: tensors whose curves come before the others, and which are kept if not all can be shown."""
     found = {}
     for table, key, number, title, label, log in CHARTS:
-        series = []
-        for name in run.names(table, key):
-            points = run.series(table, name, number, key=key)
-            if points:
-                series.append((name, points, layer_of(name)))
+        known = ((name, run.series(table, name, number, key=key)) for name in run.names(table, key))
+        series = [(name, points, layer_of(name)) for name, points in known if points]
         series.sort(key=lambda one: (not any(one[0] in name for name in first), -_reach(one[1])))
         if series:
             _movement(page, title, series)

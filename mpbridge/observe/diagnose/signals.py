@@ -40,7 +40,7 @@ def onsets(run: Evidence) -> list[Onset]:
     losses = _jumps(run)
     if not losses and (rise := _rise(run)) is not None:
         losses = [rise]
-    found = [*losses, _gradient(run, losses), _nonfinite(run)]
+    found = [*losses, _gradient_jump(run, losses) or _gradient_growth(run), _nonfinite(run)]
     return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
 
@@ -121,11 +121,6 @@ def gradient_jumps(run: Evidence) -> list[tuple[Onset, bool]]:
         found.append((onset, over - i <= PASSING and over < len(points)))
         i = max(over, i + 1)
     return found
-
-
-def _gradient(run: Evidence, losses: list[Onset]) -> Onset | None:
-    """Where the gradient norm jumps, or grows by a large factor in many small steps."""
-    return _gradient_jump(run, losses) or _gradient_growth(run)
 
 
 def _gradient_growth(run: Evidence) -> Onset | None:

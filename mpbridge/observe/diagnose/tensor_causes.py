@@ -197,13 +197,8 @@ def one_weight(case: Symptoms) -> Suspect | None:
     peak = dict(case.run.series("weights", odd.tensor, "peak", key="parameter")).get(step)
     # a row or a column of a matrix is a channel of its product: many large elements, none of which dominates
     spread = peak is not None and peak < 0.2
-    held = (
-        f": {peak:.0%} of its sum of squares is in one element"
-        if peak is not None
-        else ": a few elements dominate it"
-        if odd.after > 20 * rms
-        else ""
-    )
+    held = ": a few elements dominate it" if odd.after > 20 * rms else ""
+    held = held if peak is None else f": {peak:.0%} of its sum of squares is in one element"
     return Suspect(
         cause="weight-corrupted", step=step, score=0.65 if spread else 0.95,
         sentence=f"elements of {odd.tensor} have another magnitude than before, unlike those of any other parameter",
@@ -305,10 +300,8 @@ def _moved_on_purpose(case: Symptoms, before: int, step: int) -> bool:
         return True
     between = [event for event in case.run.events if before <= event["iteration"] <= step]
     anew = any(event["event"] == "recipe" or event.get("optimizer_reset") for event in between)
-    other_layout = ("parallel: ", "engine: ", "distributed: ")
-    return anew or any(
-        word in event["text"] for event in between if event["event"] == "resumed" for word in other_layout
-    )
+    resumed = [event["text"] for event in between if event["event"] == "resumed"]
+    return anew or any(word in text for text in resumed for word in ("parallel: ", "engine: ", "distributed: "))
 
 
 def moments(case: Symptoms) -> Suspect | None:
@@ -354,9 +347,8 @@ def _ratios(case: Symptoms) -> dict[int, list[float]]:
         for (before, low), (step, value) in itertools.pairwise(points):
             # the ratio of the moments, not their size: gradients grow and shrink
             if low > 0 and value > 0 and firsts.get(before) and firsts.get(step):
-                ratios.setdefault(step, []).append(
-                    (firsts[step] / math.sqrt(value)) / (firsts[before] / math.sqrt(low))
-                )
+                now, then = firsts[step] / math.sqrt(value), firsts[before] / math.sqrt(low)
+                ratios.setdefault(step, []).append(now / then)
     return ratios
 
 

@@ -90,27 +90,17 @@ class StatisticsHook:
             tables, notes = look.stop()
             tables = worst_of_all(tables)
             training.measured |= headlines(tables)
-            run = training.run
-            facts = {
-                "iteration": step,
-                "realization": look.realization,
-                "recipe": run.recipe,
-                "why": look.why,
-                "seconds": round(time.perf_counter() - began + look.seconds, 6),
-                **({} if nats is None else {"nats_per_token": round(nats, 4)}),
-                **({"notes": notes} if notes else {}),
-            }
+            seconds = round(time.perf_counter() - began + look.seconds, 6)
+            facts = {"iteration": step, "realization": look.realization, "recipe": training.run.recipe, "why": look.why}
+            facts |= {"seconds": seconds} | ({} if nats is None else {"nats_per_token": round(nats, 4)})
+            facts |= {"notes": notes} if notes else {}
             self._write(line(facts, tables), look.windows)
         self._judge(step, result)
 
-    def evaluating(self, training: Any) -> None:
+    def evaluating(self, *ignored: Any) -> None:
         """Does nothing."""
 
-    def evaluated(self, training: Any, loss: float) -> None:
-        """Does nothing."""
-
-    def finished(self, training: Any) -> None:
-        """Does nothing."""
+    evaluated = finished = evaluating
 
     def closed(self) -> None:
         """Removes every hook."""
@@ -121,10 +111,7 @@ class StatisticsHook:
     def _data(self, training: Any) -> float | None:
         """Nats per token of rank 0's samples. Tokens unlike the earlier ones are recorded as an event, at most UNLIKE times."""
         self._tokens.on = False
-        found = self._tokens.step()
-        if found is None:
-            return None
-        nats, usual = found
+        nats, usual = self._tokens.step() or (None, None)
         if usual is not None and self._unlike < UNLIKE:
             self._unlike += 1
             text = f"the tokens of step {training.counters.iteration} are unlike those before: {nats:.3g} nats a token by how often each was seen, usual {usual:.3g}"
@@ -156,9 +143,8 @@ class StatisticsHook:
             windows.write(self.folder)
         except OSError as error:
             self._gone = True
-            warn(
-                f"{self.folder / FILE} cannot be written ({error.strerror or error}); the run continues without statistics"
-            )
+            what = f"{self.folder / FILE} cannot be written ({error.strerror or error})"
+            warn(f"{what}; the run continues without statistics")
 
     def _let_go(self) -> None:
         if self._look is not None:
@@ -200,7 +186,9 @@ class _Look:
         operands: list[list[Any]] = []
         if self.statistics is not None and self._emulation is not None:
             self._emulation.observer = None
-            operands = _operand_rows(self.statistics)
+            for track in self.statistics.tracks.values():
+                names = (track.slot, track.side, track.copy, "+".join(track.gemms), track.format, track.scaling)
+                operands.append([*names, *(getattr(track.samples[-1], name) for name in OPERANDS[WORDS:])])
         if self.tap is not None:
             self.tap.stop()
             operands = self.tap.rows()
@@ -211,13 +199,10 @@ class _Look:
         if stored:
             # detaching such a parameter in a distributed optimizer changes which transpose Transformer Engine takes for the next step's dgrad
             notes.append("parameters stored in a low format are not measured: reading them would change the next step")
-        tables = {
-            "operands": operands,
-            "linears": self.probe.rows(self.noise.ratios()),
-            "weights": [] if stored else weight_rows(self.engine.tensors()),
-        }
+        measured = self.probe.rows(self.noise.ratios())
+        weights = [] if stored else weight_rows(self.engine.tensors())
         self.seconds = time.perf_counter() - began
-        return tables, notes
+        return {"operands": operands, "linears": measured, "weights": weights}, notes
 
 
 class _Ear:
@@ -241,15 +226,6 @@ class _Ear:
             alpha = alpha[:, picked]
         values = operand.values[:, picked].float()
         self.noise.note(slot, side, high[:, picked], values if alpha is None else values * alpha)
-
-
-def _operand_rows(statistics: Statistics) -> list[list[Any]]:
-    """Rows of records.OPERANDS."""
-    rows = []
-    for track in statistics.tracks.values():
-        names = (track.slot, track.side, track.copy, "+".join(track.gemms), track.format, track.scaling)
-        rows.append([*names, *(getattr(track.samples[-1], name) for name in OPERANDS[WORDS:])])
-    return rows
 
 
 Tables = dict[str, list[list[Any]]]

@@ -63,9 +63,8 @@ class Tap:
 
     def rows(self) -> list[list[Any]]:
         """Rows of records.OPERANDS."""
-        return [
-            [*key, "+".join(one["gemms"]), *(one[name] for name in OPERANDS[4:])] for key, one in self.found.items()
-        ]
+        known = self.found.items()
+        return [[*key, "+".join(one["gemms"]), *(one[name] for name in OPERANDS[4:])] for key, one in known]
 
     # --- what passes ---------------------------------------------------------------------------------------------------------------------
     def _source(self, path: str, module: Any, side: str, tensor: torch.Tensor) -> None:
@@ -116,21 +115,18 @@ class Tap:
             return
         try:
             values = gemm_values(operand, column=column)
-        except (
-            Exception
-        ) as error:  # a release, a layout or a device whose copies cannot be read: noted, and the run continues
+        except Exception as error:  # a release, a layout or a device that cannot be read: noted, and the run continues
             self._note(f"{type(operand).__name__}, {'column' if column else 'row'} copy: {type(error).__name__}")
             return
         source = None if name != path else self._exact(path, side, values, column=column, bits=quant.bits)
         number = FORMATS[quant.element(gradient=side == "dy")]
         scale = scale_of(operand, column=column)
-        self.found[name, side, copy] = {
-            "gemms": [gemm], "format": number.name, "scaling": quant.scaling, "scale": scale,
-            **_compared(values, source, codes_at_limit(operand, values.shape, column=column)),
-        }  # fmt: skip
+        seen = _compared(values, source, codes_at_limit(operand, values.shape, column=column))
         if quant.row.history:
-            wanted = number.largest * 2.0**-quant.margin / max(self.found[name, side, copy]["amax"] or 0.0, 1e-38)
-            self.found[name, side, copy]["staleness"] = math.log2(wanted / scale) if scale else None
+            wanted = number.largest * 2.0**-quant.margin / max(seen["amax"] or 0.0, 1e-38)
+            seen["staleness"] = math.log2(wanted / scale) if scale else None
+        named = {"gemms": [gemm], "format": number.name, "scaling": quant.scaling, "scale": scale}
+        self.found[name, side, copy] = named | seen
         if source is not None and side != "w" and (gemm == "wgrad" or quant.row.per_tensor):
             self.noise.note(path, side, source, values)
 
@@ -155,11 +151,10 @@ def _is_group(operand: Any) -> bool:
 
 def _compared(values: torch.Tensor, source: torch.Tensor | None, limit: torch.Tensor | None) -> dict[str, Any]:
     """Shares and errors on a sample of rows; without the source only what the codes themselves show (amax and non-finite values)."""
+    made: dict[str, Any] = dict.fromkeys(("flushed", "saturated", "staleness", "sqnr", "row_error"))
     if source is None:
-        return {
-            "flushed": None, "saturated": None, "amax": float(values.abs().amax()) if values.numel() else 0.0,
-            "staleness": None, "sqnr": None, "row_error": None, "nonfinite": int((~values.isfinite()).sum()),
-        }  # fmt: skip
+        largest = float(values.abs().amax()) if values.numel() else 0.0
+        return made | {"amax": largest, "nonfinite": int((~values.isfinite()).sum())}
     picked = spread(values.shape[0], ROWS, values.device)
     x, q = source[picked].float(), values[picked]
     finite = x.isfinite() & q.isfinite()
@@ -167,12 +162,6 @@ def _compared(values: torch.Tensor, source: torch.Tensor | None, limit: torch.Te
     x, q = torch.where(finite, x, 0.0), torch.where(finite, q, 0.0)
     count, relative, row, flushed = errors(x, q)
     clipped = 0 if limit is None else int((limit[picked] & (x.abs() > q.abs() * (1 + 2.0**-20)) & (q != 0)).sum())
-    return {
-        "flushed": flushed,
-        "saturated": clipped / count if limit is not None else None,
-        "amax": float(source.abs().amax()),
-        "staleness": None,
-        "sqnr": -20 * math.log10(relative) if relative else math.inf,
-        "row_error": row,
-        "nonfinite": bad,
-    }
+    made |= {"flushed": flushed, "row_error": row, "amax": float(source.abs().amax()), "nonfinite": bad}
+    made["saturated"] = clipped / count if limit is not None else None
+    return made | {"sqnr": -20 * math.log10(relative) if relative else math.inf}

@@ -37,8 +37,7 @@ class Probe:
 
     def start(self, chunks: list[Any]) -> None:
         """Installs the hooks."""
-        paths = {module: path for path, module in linears(chunks).items()}
-        self._hooks = hooked(paths, self._enters, self._leaves)
+        self._hooks = hooked({module: path for path, module in linears(chunks).items()}, self._enters, self._leaves)
 
     def stop(self) -> None:
         """Removes the hooks."""
@@ -65,7 +64,9 @@ class Probe:
             self.gradients = path
             if path not in self._seen and grad.numel():
                 self._seen.add(path)
-                self._found.setdefault(path, {}).update(_gradient(grad.detach()))
+                peak = grad.detach().abs().amax().float()
+                made = {"dy_amax": peak, "dy_rms": _rms(grad.detach()), "bad_dy": (~peak.isfinite()).sum()}
+                self._found.setdefault(path, {}).update(made)
                 for source in self.sources:
                     source(path, module, "dy", grad.detach())
 
@@ -75,15 +76,10 @@ class Probe:
         """Rows of records.LINEARS; noise: linear -> grad_to_noise."""
         made = []
         for path in dict.fromkeys([*self._found, *noise]):
-            numbers = {name: float(value) for name, value in self._found.get(path, {}).items()}
-            bad = numbers.get("bad_x", 0) + numbers.get("bad_dy", 0)
-            values = {
-                **numbers,
-                "linear": path,
-                "x_channel": int(numbers["x_channel"]) if "x_channel" in numbers else None,
-                "nonfinite": int(bad),
-                "grad_to_noise": noise.get(path),
-            }
+            values: dict[str, Any] = {name: float(value) for name, value in self._found.get(path, {}).items()}
+            bad = int(values.get("bad_x", 0) + values.get("bad_dy", 0))
+            values |= {"linear": path, "nonfinite": bad, "grad_to_noise": noise.get(path)}
+            values |= {"x_channel": int(values["x_channel"])} if "x_channel" in values else {}
             made.append([values.get(name) for name in LINEARS])
         return made
 
@@ -94,18 +90,8 @@ def _input(x: torch.Tensor) -> dict[str, torch.Tensor]:
     bulk = channels.median()
     # if most channels are zero for every token, there is no typical channel to compare with
     outlier = torch.where(bulk > 0, channels[top] / bulk, torch.ones_like(bulk))
-    return {
-        "x_amax": channels[top],
-        "x_rms": _rms(x),
-        "x_outlier": outlier,
-        "x_channel": top,
-        "bad_x": (~channels.isfinite()).sum(),
-    }
-
-
-def _gradient(dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    peak = dy.abs().amax().float()
-    return {"dy_amax": peak, "dy_rms": _rms(dy), "bad_dy": (~peak.isfinite()).sum()}
+    found = {"x_amax": channels[top], "x_rms": _rms(x), "x_outlier": outlier, "x_channel": top}
+    return found | {"bad_x": (~channels.isfinite()).sum()}
 
 
 def _rms(x: torch.Tensor) -> torch.Tensor:
@@ -169,19 +155,15 @@ def weight_rows(tensors: Iterable[Any]) -> list[list[Any]]:
         if source is None:
             continue
         peak, size = float(source.abs().amax()), float(_rms(source))
-        first, second = (_moment(roles.get(role)) for role in ("exp_avg", "exp_avg_sq"))
-        rows.append(
-            [
-                name,
-                size,
-                peak,
-                0 if math.isfinite(peak) else int((~source.isfinite()).sum()),
-                _gap(weight, roles.get("main_params")),
-                None if first is None else float(_rms(first)),
-                None if second is None else float(second.float().mean()),
-                peak * peak / (size * size * source.numel()) if 0 < peak < math.inf else None,
-            ]
+        states = (roles.get(role) for role in ("exp_avg", "exp_avg_sq"))
+        first, second = (None if one is None or not one.numel() else plain_moment(one) for one in states)
+        bad = 0 if math.isfinite(peak) else int((~source.isfinite()).sum())
+        moments = (
+            None if first is None else float(_rms(first)),
+            None if second is None else float(second.float().mean()),
         )
+        share = peak * peak / (size * size * source.numel()) if 0 < peak < math.inf else None
+        rows.append([name, size, peak, bad, _gap(weight, roles.get("main_params")), *moments, share])
     return rows
 
 
@@ -193,10 +175,6 @@ def _numbers(tensor: Any) -> torch.Tensor | None:
         widen = getattr(tensor, "dequantize", None)
         return None if widen is None else widen().detach()
     return tensor.detach() if tensor.is_floating_point() else None
-
-
-def _moment(tensor: Any) -> torch.Tensor | None:
-    return None if tensor is None or not tensor.numel() else plain_moment(tensor)
 
 
 def _gap(weight: torch.Tensor | None, main: Any) -> float | None:
@@ -218,9 +196,8 @@ def normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps) * gain
         return made
     bias = getattr(module, "layer_norm_bias", None)
-    return torch.nn.functional.layer_norm(
-        wide, (wide.shape[-1],), gain, None if bias is None else bias.detach().float(), module.eps
-    )
+    bias = None if bias is None else bias.detach().float()
+    return torch.nn.functional.layer_norm(wide, (wide.shape[-1],), gain, bias, module.eps)
 
 
 WINDOWS = "operands.safetensors"

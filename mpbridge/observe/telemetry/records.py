@@ -225,10 +225,9 @@ def _read_lines(stream: IO[bytes], made: RunStatistics, within: Sequence[tuple[i
         found[one.step] = one
     made.measured = [found[step] for step in sorted(found)]
     if made.left_out:
-        made.faults.append(
-            f"{FILE} has {size / 1e6:,.0f} MB: {len(found)} of its {len(found) + made.left_out} measurements were read, evenly over the run"
-            + (f" and closer together from step {within[0][0]} to {within[0][1]}" if within else "")
-        )
+        of = f"{FILE} has {size / 1e6:,.0f} MB: {len(found)} of its {len(found) + made.left_out} measurements were read"
+        closer = f" and closer together from step {within[0][0]} to {within[0][1]}" if within else ""
+        made.faults.append(f"{of}, evenly over the run{closer}")
 
 
 _Place = tuple[int, int, int | None]

@@ -78,9 +78,8 @@ def _need(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise Refused(
-            f"this callback requires {package}, which cannot be imported ({error}): pip install {package}"
-        ) from None
+        what = f"this callback requires {package}, which cannot be imported ({error})"
+        raise Refused(f"{what}: pip install {package}") from None
 
 
 def trainer_callback(policy: Policy | None = None, **how: Any) -> Any:
@@ -125,13 +124,8 @@ def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
             self._step = trainer.global_step
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            optimizers = trainer.optimizers
-            self.begins(
-                trainer.global_step + 1,
-                trainer.strategy.model,
-                optimizers[0] if len(optimizers) == 1 else optimizers,
-                scaler,
-            )
+            optimizers = trainer.optimizers[0] if len(trainer.optimizers) == 1 else trainer.optimizers
+            self.begins(trainer.global_step + 1, trainer.strategy.model, optimizers, scaler)
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
             if trainer.global_step > self._step:

@@ -21,13 +21,13 @@ from mpbridge.common.traits import traits
 from mpbridge.common.upstream import Replacement
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.numerics.observation.tensors import local
-from mpbridge.observe.audit.holdings import Held
+from mpbridge.observe.audit.holdings import Held, row_of
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.traffic import Traffic, elements_into
 from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.loops import Loop, LoopFacts, LoopRun, Update, neutral, shape_of, together
 from mpbridge.observe.witnessing.plain import FSDP, NOBODY, Owned, copies_of, states
-from mpbridge.observe.witnessing.sharded import first_element, row_of
+from mpbridge.observe.witnessing.sharded import first_element
 from mpbridge.settings.read_back import as_mapping
 
 
@@ -39,9 +39,7 @@ class CoreLoop(Loop):
     foreign = False
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
-        self._chained = optimizer if hasattr(optimizer, "chained_optimizers") else _Chain(optimizer)
         super().__init__(model, optimizer, scaler=scaler, group=group)
-        self.optimizer = self._chained
         first = self.model[0]
         self.configs = SimpleNamespace(
             model=getattr(first, "config", None),
@@ -65,7 +63,7 @@ class CoreLoop(Loop):
         return f"megatron-core's {type(self.model[0]).__name__}"
 
     def _parts(self) -> list[Any]:
-        return parts(self._chained)
+        return parts(self.optimizer)
 
     @property
     def sharded(self) -> Sharded:  # type: ignore[override]
@@ -152,17 +150,6 @@ class CoreLoop(Loop):
         return together(*undo)
 
 
-class _Chain:
-    """A single megatron-core optimizer with the interface of a chained one."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.chained_optimizers = [optimizer]
-        self._only = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._only, name)
-
-
 def around_call(
     owner: Any,
     name: str,
@@ -197,15 +184,11 @@ def _section(name: str, config: Any) -> dict[str, Any]:
 
 
 def _parallel(config: Any) -> Parallel:
-    if config is None:
-        return Parallel(world_size=world_size())
-    return Parallel(
-        world_size=world_size(),
-        tensor=int(getattr(config, "tensor_model_parallel_size", 1) or 1),
-        pipeline=int(getattr(config, "pipeline_model_parallel_size", 1) or 1),
-        context=int(getattr(config, "context_parallel_size", 1) or 1),
-        expert=int(getattr(config, "expert_model_parallel_size", 1) or 1),
-    )
+    fields = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context", "expert": "expert_model"}
+    sizes: dict[str, Any] = {
+        name: int(getattr(config, f"{field}_parallel_size", 1) or 1) for name, field in fields.items()
+    }
+    return Parallel(world_size=world_size(), **sizes)
 
 
 class _Sharded(CoreLoop):
@@ -267,9 +250,8 @@ class CoreFsdpLoop(_Sharded):
 
     def tensors(self) -> Iterator[Live]:  # type: ignore[override]
         """The wrapper's buffers and the optimizer's states."""
-        buffers = [
-            Live(role=role, parameter=name, tensor=tensor) for role, name, tensor in inside_fsdp.held(self.model[0])
-        ]
+        own = inside_fsdp.held(self.model[0])
+        buffers = [Live(role=role, parameter=name, tensor=tensor) for role, name, tensor in own]
         yield from buffers
         held_in = {one.tensor.untyped_storage().data_ptr() for one in buffers if one.role == "grads"}
         for held in self.audit_holdings():
@@ -288,17 +270,13 @@ class CoreFsdp2Loop(_Sharded):
     )
     name = "core_fsdp2"
     sharded: Sharded = "everything"
+    wrapper = "megatron-core's TorchFullyShardedDataParallel"
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
         self._grads: dict[str, torch.Tensor] = {}
         super().__init__(model, optimizer, scaler=scaler, group=group)
         # it has its own config class, without precision fields
         self.configs.ddp = None
-
-    @property
-    def wrapper(self) -> str:
-        """What reduces gradients."""
-        return "megatron-core's TorchFullyShardedDataParallel"
 
     def audit_holdings(self) -> Iterator[Held]:
         """Every shard with its FP32 copy."""

@@ -91,10 +91,9 @@ class DeepSpeedLoop(TorchLoop):
             else:
                 yield Held(name=name, parameter=parameter, elements=self._size(name, parameter))
 
-    def _stored(self, held: Held) -> torch.Tensor:
+    def _stored(self, held: Held) -> Any:
         """This rank's part of a parameter between steps."""
-        own: torch.Tensor = held.parameter.detach()
-        return own
+        return held.parameter.detach()
 
     def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Records the gradients that the inner optimizer reads while it steps. One of the accumulator's dtype is the accumulator."""
@@ -168,10 +167,8 @@ class ZeroLoop(DeepSpeedLoop):
         held: Any = getattr(optimizer, "single_partition_of_fp32_groups", None)
         flat: list[torch.Tensor] = list(held or getattr(optimizer, "fp32_groups_flat_partition", ()))
         if not flat:
-            raise BadValue(
-                f"witness() got DeepSpeed's {type(optimizer).__name__}: it has no FP32 copy of the weights that is known, unlike ZeRO 1 to 3 and its "
-                "optimizers without ZeRO"
-            )
+            what = f"witness() got DeepSpeed's {type(optimizer).__name__}: it has no FP32 copy of the weights that is known"
+            raise BadValue(f"{what}, unlike ZeRO 1 to 3 and its optimizers without ZeRO")
         super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 
     @property
@@ -184,15 +181,10 @@ class ZeroLoop(DeepSpeedLoop):
         for name, parameter in self.named_parameters():
             mapping = getattr(parameter, "_hp_mapping", None)
             if mapping is not None:
-                flat, where, stored = (
-                    self._flat[mapping.param_group_index],
-                    mapping.hp_fragment_address,
-                    mapping.lp_fragment_address,
-                )
-                begin, own = (
-                    int(stored.start),
-                    parameter.detach().reshape(-1)[stored.start : stored.start + stored.numel],
-                )
+                flat = self._flat[mapping.param_group_index]
+                where, stored = mapping.hp_fragment_address, mapping.lp_fragment_address
+                begin = int(stored.start)
+                own = parameter.detach().reshape(-1)[begin : begin + stored.numel]
                 piece = Piece(name, flat, int(where.start), int(where.numel), begin, int(parameter.numel()), own)
                 found[name] = piece, owned.get(id(flat), NOBODY)
         return found
@@ -237,9 +229,8 @@ class Zero3Loop(DeepSpeedLoop):
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
         flat: list[torch.Tensor] = list(optimizer.fp32_partitioned_groups_flat)
         if not all(one.numel() for one in flat):
-            raise BadValue(
-                "witness() got DeepSpeed's ZeRO 3 with states on NVMe, which cannot be observed: use states on CPU or GPU"
-            )
+            what = "witness() got DeepSpeed's ZeRO 3 with states on NVMe"
+            raise BadValue(f"{what}, which cannot be observed: use states on CPU or GPU")
         super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 
     def _pieces(self) -> dict[str, tuple[Piece, Owned]]:
@@ -266,9 +257,8 @@ class Zero3Loop(DeepSpeedLoop):
     def _size(self, name: str, parameter: Any) -> int:
         return int(parameter.ds_numel)
 
-    def _stored(self, held: Held) -> torch.Tensor:
-        own: torch.Tensor = held.parameter.ds_tensor.detach() if held.part is None else held.part
-        return own
+    def _stored(self, held: Held) -> Any:
+        return held.parameter.ds_tensor.detach() if held.part is None else held.part
 
     def _accumulated(self) -> None:
         """The accumulated gradients before the step begins: one piece for each parameter of a sub-group, in order."""

@@ -12,7 +12,7 @@ from mpbridge.common.errors import BadValue, MpbridgeError
 from mpbridge.common.formats import DType, dtype
 from mpbridge.common.traits import DEFAULT, engine_names, traits
 from mpbridge.interop.stacks.meaning import LABELS, LAYOUT, Meaning, of_policy, rows
-from mpbridge.interop.stacks.optimizers import ADAM, Optimizer, optimizer_named
+from mpbridge.interop.stacks.optimizers import ADAM, optimizer_named
 from mpbridge.observe.audit.compute import ORDER
 from mpbridge.observe.audit.observe import Observed, merged
 from mpbridge.observe.witnessing.loops import Loop
@@ -55,9 +55,8 @@ class Description:
         found["quantization"] = _counts(self.linears)
         if self.meaning.loss_scale is not None:
             found["loss_scale"] = f"{self.scale:g} at this step"
-        found["bytes"] += (
-            f" ({self.bytes:.1f} measured on {'this rank' if self.ranks == 1 else f'each of {self.ranks} ranks'})"
-        )
+        where = "this rank" if self.ranks == 1 else f"each of {self.ranks} ranks"
+        found["bytes"] += f" ({self.bytes:.1f} measured on {where})"
         for row, text in self.also.items():
             found[row] += f", but {text}"
         for row, why in self.unseen.items():
@@ -95,6 +94,8 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
     if not stepped:
         unseen.setdefault("main", _STEP)
     wire = _wire(ranks, unseen, accumulator or storage)
+    # the one whose states differ from Adam's, where the loop has one (Muon beside Adam)
+    known = (optimizer_named(name, momentum=True) for name in loop.updaters)
     meaning = Meaning(
         storage=storage,
         compute=_compute(ranks, unseen) or storage,
@@ -106,7 +107,7 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
         optimizer_reads=None if read is accumulator else read,
         exp_avg=first or DType.FP32,
         exp_avg_sq=second or DType.FP32,
-        optimizer=_optimizer(loop),
+        optimizer=next((one for one in known if not one.exp_avg_sq), ADAM),
         sharded=loop.sharded,
         loss_scale=LossScale(initial=scale) if scaled else None,
     )
@@ -125,12 +126,6 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
     )
 
 
-def _optimizer(loop: Loop) -> Optimizer:
-    """The optimizer whose states differ from Adam's, where the loop has one (Muon beside Adam)."""
-    known = (optimizer_named(name, momentum=True) for name in loop.updaters)
-    return next((one for one in known if not one.exp_avg_sq), ADAM)
-
-
 def _role(ranks: Sequence[Observed], role: str, also: dict[str, str], row: str) -> DType | None:
     """The dtype of most elements of a role; the others are added to `also` by number of tensors."""
     sizes: Counter[str] = Counter()
@@ -142,11 +137,9 @@ def _role(ranks: Sequence[Observed], role: str, also: dict[str, str], row: str) 
     if not sizes:
         return None
     most = sizes.most_common(1)[0][0]
-    others = [
-        f"{count} of {sum(tensors.values())} tensors {found}" for found, count in tensors.items() if found != most
-    ]
-    if others:
-        also[row] = ", ".join(others)
+    others = ((count, found) for found, count in tensors.items() if found != most)
+    if len(tensors) > 1:
+        also[row] = ", ".join(f"{count} of {tensors.total()} tensors {found}" for count, found in others)
     try:
         return dtype(most)
     except BadValue:
@@ -155,11 +148,9 @@ def _role(ranks: Sequence[Observed], role: str, also: dict[str, str], row: str) 
 
 
 def _wire(ranks: Sequence[Observed], unseen: dict[str, str], otherwise: DType) -> DType:
-    seen: Counter[str] = Counter()
-    for rank in ranks:
-        if rank.traffic is not None:
-            seen.update(rank.traffic.reduced)
-    if max((rank.traffic.ranks for rank in ranks if rank.traffic is not None), default=1) == 1:
+    travelled = [rank.traffic for rank in ranks if rank.traffic is not None]
+    seen = sum((one.reduced for one in travelled), Counter[str]())
+    if max((one.ranks for one in travelled), default=1) == 1:
         unseen["wire"] = ONE
         return otherwise
     if not seen:
@@ -178,13 +169,8 @@ def _compute(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None:
         unseen["compute"] = "no GEMM went through torch's dispatcher"
         return None
     most = dtype(max(plain, key=lambda found: plain[found]))
-    outputs = {
-        kind
-        for rank in ranks
-        if rank.computed
-        for _, _, own in rank.computed.kinds.get("outputs of linears", ())
-        for kind in own
-    }
+    computed = [rank.computed.kinds for rank in ranks if rank.computed]
+    outputs = {kind for kinds in computed for *_, own in kinds.get("outputs of linears", ()) for kind in own}
     # the CPU layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do: operands and results are FP16
     return DType.FP16 if most is DType.FP32 and outputs == {"fp16"} else most
 
@@ -207,23 +193,15 @@ def _by_module(ranks: Sequence[Observed]) -> tuple[tuple[str, str, str], ...]:
             for place, _, dtypes in rank.computed.kinds.get(kind, ()) if rank.computed else ():
                 if kind == "softmax" and place in fused:
                     continue  # inside the attention kernel, which is reported under its own name
-                found.setdefault((kind, _numbers_out(place)), set()).update(dtypes)
+                found.setdefault((kind, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", place)), set()).update(dtypes)
     return tuple((kind, place, "/".join(sorted(dtypes))) for (kind, place), dtypes in found.items())
-
-
-def _numbers_out(path: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _bytes(ranks: Sequence[Observed]) -> float:
     """Mean over ranks of the bytes of parameters, gradients, main weights and moments, per parameter of the rank's part of the model."""
-    total = sum(
-        tally.bytes
-        for rank in ranks
-        for (role, _, _), tally in rank.tensors.items()
-        if role != "buffers" and role != "padding"
-    )
-    held = sum(tally.elements for rank in ranks for (role, _, _), tally in rank.tensors.items() if role == "params")
+    tallies = [(role, tally) for rank in ranks for (role, _, _), tally in rank.tensors.items()]
+    total = sum(tally.bytes for role, tally in tallies if role not in ("buffers", "padding"))
+    held = sum(tally.elements for role, tally in tallies if role == "params")
     # a shard counts as its whole parameter
     held += sum(whole - mine for rank in ranks for mine, whole in rank.copies.shards.values())
     return total / held if held else 0.0
@@ -298,11 +276,8 @@ def nearest(description: Description, *, layers: int) -> Nearest | None:
 
 def _engines(description: Description) -> tuple[str, ...]:
     """mpbridge's engines with the same layout as this loop; a recipe is compared on each of them."""
-    return (
-        tuple(name for name in engine_names() if traits(name).shards >= {"params", "grads"})
-        if (description.meaning.sharded == "everything")
-        else ()
-    )
+    names = engine_names() if description.meaning.sharded == "everything" else ()
+    return tuple(name for name in names if traits(name).shards >= {"params", "grads"})
 
 
 def _compared(name: str, engine: str, description: Description, layers: int) -> Nearest | None:

@@ -57,18 +57,16 @@ def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None
     """The kind of loop that these objects belong to. Raises BadValue for objects that are not a model and an optimizer."""
     for chunk in chunks(model):
         if not isinstance(chunk, torch.nn.Module):
-            raise BadValue(
-                f"witness() got a model of class {type(chunk).__name__}, expected a torch.nn.Module or a list of them"
-            )
+            what = type(chunk).__name__
+            raise BadValue(f"witness() got a model of class {what}, expected a torch.nn.Module or a list of them")
     if "DeepSpeedOptimizerWrapper" in _classes(optimizer) and _zero(inside := getattr(optimizer, "optimizer", None)):
         optimizer = inside  # accelerate's wrapper
     if not _core(optimizer) and not _zero(optimizer):
         several = isinstance(optimizer, (list, tuple))
         inner = optimizer if several else list(inner_optimizers(optimizer))
         if not inner or not all(hasattr(one, "param_groups") for one in inner):
-            raise BadValue(
-                f"witness() got an optimizer of class {type(optimizer).__name__}, expected one with param_groups"
-            )
+            what = type(optimizer).__name__
+            raise BadValue(f"witness() got an optimizer of class {what}, expected one with param_groups")
         # accelerate's optimizers carry theirs
         scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
     first = next(chunks(model))

@@ -155,21 +155,11 @@ def shape_of(modules: Iterable[tuple[str, Any]], *, tied: bool = False) -> Model
     layers = 0
     for path, _ in modules:
         parts = path.split(".")
-        for name, number in itertools.pairwise(parts):
-            if name in LAYER_LISTS and number.isdigit():
-                layers = max(layers, int(number) + 1)
-                break
-    return ModelShape(
-        num_layers=layers,
-        hidden_size=0,
-        num_attention_heads=0,
-        ffn_hidden_size=0,
-        num_query_groups=0,
-        kv_channels=0,
-        vocab_size=0,
-        seq_length=0,
-        tied=tied,
-    )
+        numbers = (number for name, number in itertools.pairwise(parts) if name in LAYER_LISTS and number.isdigit())
+        layers = max(layers, 1 + int(next(numbers, -1)))
+    sizes = ("hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups", "kv_channels", "vocab_size", "seq_length")  # fmt: skip
+    unknown: dict[str, Any] = dict.fromkeys(sizes, 0)
+    return ModelShape(num_layers=layers, tied=tied, **unknown)
 
 
 def together(*undo: Callable[[], None]) -> Callable[[], None]:

@@ -129,7 +129,10 @@ class TorchLoop(Loop):
     @property
     def rate(self) -> float:
         """The largest learning rate of any group, of all optimizers."""
-        return max((float(group.get("lr", 0.0)) for one in self.inner for group in one.param_groups), default=0.0)
+        return self._largest("lr")
+
+    def _largest(self, setting: str) -> float:
+        return max((float(group.get(setting, 0.0)) for one in self.inner for group in one.param_groups), default=0.0)
 
     @property
     def wrapper(self) -> str:
@@ -144,19 +147,16 @@ class TorchLoop(Loop):
     def facts(self) -> LoopFacts:
         """The facts: the number of layers from parameter names; Adam unless an optimizer is named SGD, Muon, SOAP or Lion."""
         names = [type(one).__name__ for one in self.inner]
+        modules = ((bare(path), module) for chunk in self.model for path, module in chunk.named_modules())
+        held = [id(parameter) for _, parameter in self.model[0].named_parameters(remove_duplicate=False)]
         beside = next((kind for one in self.inner if (kind := trains(one)) != "adam"), "adam")
         name = "sgd" if all("SGD" in one for one in names) else beside
         return LoopFacts(
-            shape=shape_of(self._modules(), tied=_tied(self.model[0])),
+            shape=shape_of(modules, tied=len(set(held)) < len(held)),
             parallel=Parallel(world_size=len(self.audit_ranks())),
             own_traits=self.kind,
-            optimizer=OptimizerFacts(name=name, settings={"sgd_momentum": _momentum(self.inner)}),
+            optimizer=OptimizerFacts(name=name, settings={"sgd_momentum": self._largest("momentum")}),
         )
-
-    def _modules(self) -> Iterator[tuple[str, Any]]:
-        for chunk in self.model:
-            for path, module in chunk.named_modules():
-                yield bare(path), module
 
     def named_parameters(self) -> list[tuple[str, Any]]:
         """Parameters by cleaned name, each tensor once."""
@@ -328,16 +328,3 @@ def copies_of(shards: Mapping[str, tuple[int, int]], read: Mapping[str, int] | N
     of the shards."""
     whole = {(name, 0, 0): read[name] for name in shards if name in read} if read is not None else {}
     return Copies(shards={f"{name}{copy}": sizes for name, sizes in shards.items()}, whole=whole)
-
-
-def _momentum(inner: list[Any]) -> float:
-    return max((float(group.get("momentum", 0.0)) for one in inner for group in one.param_groups), default=0.0)
-
-
-def _tied(model: Any) -> bool:
-    seen: set[int] = set()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            return True
-        seen.add(id(parameter))
-    return False

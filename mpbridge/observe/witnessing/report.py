@@ -1,14 +1,13 @@
 """A witness's report of one step: the description, the findings, the nearest recipe; as text, as data, or as an error.
 
-And the checks that every sound training step passes regardless of precision, what a loop does after the update, and what cannot be judged in a step with no
-update or several.
+And the checks that every sound training step passes regardless of precision, and what a loop does after the update.
 """
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from mpbridge.interop.stacks.meaning import LABELS
 from mpbridge.numerics.observation.tensors import digest, is_narrow, local
 from mpbridge.observe.audit.findings import Finding, Report, fault_lines, judged, not_observed
 from mpbridge.observe.audit.gradients import gradient_findings
-from mpbridge.observe.audit.holdings import ADAMS, Held, holdings
+from mpbridge.observe.audit.holdings import ADAMS, MOMENTS, Held, holdings
 from mpbridge.observe.audit.judge import weight_findings, why_unseen
 from mpbridge.observe.audit.observe import Observed
 from mpbridge.observe.audit.promise import Promises
@@ -30,7 +29,7 @@ from mpbridge.observe.audit.snapshot import Before, sampled
 from mpbridge.observe.audit.traffic import Traffic, traffic_findings
 from mpbridge.observe.audit.weights import Weights
 from mpbridge.observe.witnessing.describe import UNSEEN, Description, Nearest, lines
-from mpbridge.observe.witnessing.loops import Loop, Update
+from mpbridge.observe.witnessing.loops import Loop
 
 _WIDTH = 150
 
@@ -57,14 +56,10 @@ class Witnessed:
     @property
     def line(self) -> str:
         """The report in one line."""
-        good = len(self.report.findings) - len(self.report.faults) - len(self.report.unseen)
-        parts = [f"{good} facts as promised" if self.promised else f"{good} checks passed"]
-        parts += [f"{len(self.report.unseen)} not observed"] if self.report.unseen else []
-        wrong = ", ".join(fault.subject for fault in self.report.faults)
-        parts += [f"{len(self.report.faults)} FAILED ({wrong})"] if self.report.faults else []
+        counts = self.report.counted("facts as promised" if self.promised else "checks passed", "FAILED")
         judged = f" against {self.promised}" if self.promised else ""
         what = "an evaluation after step" if self.evaluation else "step"
-        return f"witness of {what} {self.step}, {self.described.loop}{judged}: {', '.join(parts)}"
+        return f"witness of {what} {self.step}, {self.described.loop}{judged}: {counts}"
 
     def __str__(self) -> str:
         rows = [*lines(self.described)]
@@ -75,9 +70,8 @@ class Witnessed:
         width = max(len(name) for name, _ in rows) + 2
         text = [self.line]
         for name, found in rows:
-            text += textwrap.wrap(
-                found, _WIDTH - width - 2, initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2)
-            )
+            first, later = f"  {name:<{width}}", " " * (width + 2)
+            text += textwrap.wrap(found, _WIDTH - width - 2, initial_indent=first, subsequent_indent=later)
         text += [f"  {line}" for line in fault_lines(self.report)]
         return "\n".join(text)
 
@@ -124,9 +118,6 @@ def changes(now: Description, earlier: Mapping[str, Any]) -> list[Finding]:
 def _most(text: str) -> str:
     """A row without what only some of its tensors are."""
     return UNSEEN if text.startswith(UNSEEN) else text.partition(", but ")[0]
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Afterwards:
@@ -194,41 +185,24 @@ def _followed(
     never = loop.foreign and getattr(loop.configs.optimizer, "clip_grad", None) == 0
     seen = {found for rank in ranks for (role, _, found) in rank.tensors if role in ("grads", "main_grads")}
     seen |= {dtype for one in travelled for dtype in one.reduced}
-    return gradient_findings(
-        followed,
-        under,
-        scale=result.loss_scale,
-        norm=0.0,
-        clip=0.0,
-        known=never,
-        share=loop.of_the_mean,
-        widths={dtype: dtype for dtype in seen},
-        most=loop.of_the_mean / result.loss_scale if loop.foreign else None,
-    )
+    most = loop.of_the_mean / result.loss_scale if loop.foreign else None
+    how: dict[str, Any] = {"scale": result.loss_scale, "norm": 0.0, "clip": 0.0, "share": loop.of_the_mean}
+    return gradient_findings(followed, under, known=never, widths={dtype: dtype for dtype in seen}, most=most, **how)
 
 
 def unmeant(loop: Loop) -> list[Finding]:
     """What nobody means without saying so: a policy is how to say it. Collective."""
-    short = [
-        held.name
-        for held in holdings(loop)
-        if type(held.inner).__name__ in ADAMS and held.main is None and _is_short(held.updated)
-    ]
-    rotary = [
-        live.parameter
-        for live in loop.tensors()
-        if live.role == "buffers" and live.parameter.endswith("inv_freq") and _is_short(live.tensor)
-    ]
+    adams = (held for held in holdings(loop) if type(held.inner).__name__ in ADAMS and held.main is None)
+    short = [held.name for held in adams if _is_short(held.updated)]
+    tables = (live for live in loop.tensors() if live.role == "buffers" and live.parameter.endswith("inv_freq"))
+    rotary = [live.parameter for live in tables if _is_short(live.tensor)]
     rows = (
         ("main weights", "FP32 under Adam", "none, for weights of 16 bits", short,
          "updates below half a unit of the weight's format are lost: train FP32 parameters or keep main weights; if it is meant, pass policy='full_bf16'"),
         ("rotary frequencies", "FP32", "16 bits", rotary,
          "angles are wrong by whole radians at long positions: keep inv_freq in FP32 where the model is cast"),
     )  # fmt: skip
-    found = [
-        judged(subject, promised, from_all(names), found=seen, cure=cure)
-        for subject, promised, seen, names, cure in rows
-    ]
+    found = [judged(what, wanted, from_all(names), found=seen, cure=cure) for what, wanted, seen, names, cure in rows]
     return [one for one in found if not one.ok]
 
 
@@ -243,62 +217,3 @@ def hidden(loop: Loop) -> list[Finding]:
         return []
     why = f"{len(names)} are also split by tensor parallelism ({', '.join(names[:3])}): a rank computes only parts of their gradients"
     return [not_observed("gradients of cut linears", "reduced once", why)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Happened:
-    """What took place in the observed step besides its numbers."""
-
-    updates: Sequence[Update]
-    scale: float
-    """What losses were multiplied by."""
-    rate: float | None
-    """Learning rate of the update; None: unknown."""
-    asked: int
-    """Backward passes that the optimizer ran itself in one update."""
-    between: bool
-    """Backward passes ran between the steps of several optimizers."""
-    transformed: bool
-    """Modules ran under torch.func."""
-    finite: bool
-    """The gradients of a step without an update are finite."""
-    trains: bool
-    """False: an evaluation."""
-
-
-def noted(findings: list[Finding], step: Happened) -> list[Finding]:
-    """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. If losses are not
-    scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
-    applied = len([one for one in step.updates if one.applied])
-    if not applied:
-        why = "the optimizer did not step while it was observed" if step.trains else "it is an evaluation"
-        why += (
-            f" (gradients that overflow at a loss scale of {step.scale:g}?)"
-            if step.trains and step.scale != 1.0
-            else ""
-        )
-        if not step.finite:
-            why = "the gradients are not finite, and the loop skipped the update"
-        found = _unfollowed(findings, ("weights moved", "gradients"), why)
-        if step.updates or not step.trains or step.scale != 1.0 or not step.finite:
-            return found
-        cure = "nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()"
-        return [*found, Finding(subject="optimizer stepped", promised="once", found="never", ok=False, cure=cure)]
-    reasons = (
-        (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
-        (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
-        (step.transformed, "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read"),
-        (step.between, "backward passes ran between the steps of several optimizers (a GAN's)"),
-    )
-    why = next((why for holds, why in reasons if holds), "")
-    if why:
-        findings = _unfollowed(findings, ("gradients",), why)
-    if step.rate == 0.0:
-        why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
-        findings = _unfollowed(findings, ("weights moved",), why)
-    return findings
-
-
-def _unfollowed(findings: list[Finding], subjects: tuple[str, ...], why: str) -> list[Finding]:
-    kept = [one for one in findings if one.subject not in subjects]
-    return kept + [not_observed(subject, "of one step", why) for subject in subjects]

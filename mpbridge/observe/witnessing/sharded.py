@@ -14,7 +14,7 @@ from mpbridge.backend.engines.contract import Live
 from mpbridge.backend.engines.shard_optimizer import placed
 from mpbridge.numerics.observation.modules import bare
 from mpbridge.numerics.observation.tensors import digest, local
-from mpbridge.observe.audit.holdings import Held
+from mpbridge.observe.audit.holdings import Held, row_of
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.traffic import Traffic
 from mpbridge.observe.audit.watch import Watch
@@ -56,11 +56,7 @@ class Fsdp2Loop(TorchLoop):
     kind = FSDP
     name = "fsdp2"
     sharded = "everything"
-
-    @property
-    def wrapper(self) -> str:
-        """What reduces gradients."""
-        return "torch FSDP2"
+    wrapper = "torch FSDP2"
 
     def _units(self) -> Iterator[Any]:
         """torch's own state of every sharded unit."""
@@ -115,19 +111,16 @@ class Fsdp2Loop(TorchLoop):
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
         """Shard sizes, and digests of what the forward pass read."""
-        seen = Copies()
+        seen, first = Copies(), min(self.audit_ranks())
         for name, parameter in self.named_parameters():
             if hasattr(parameter, "_local_tensor"):
                 seen.shards[f"{name}{_copy(parameter)}"] = (int(local(parameter).numel()), int(parameter.numel()))
                 if read is not None and name in read:
-                    seen.whole[name, self._slice(parameter), 0] = read[name]
+                    # a tensor-parallel slice is told from others by the first rank of those that average its gradients
+                    seen.whole[name, first if self._is_cut_twice(parameter) else 0, 0] = read[name]
             else:
                 seen.whole[name, 0, 0] = digest(parameter)
         return seen
-
-    def _slice(self, parameter: Any) -> int:
-        """The tensor-parallel slice: the first rank of those that average its gradients."""
-        return min(self.audit_ranks()) if self._is_cut_twice(parameter) else 0
 
     def cut_twice(self) -> list[str]:
         """Parameters whose mesh has more ranks than average their gradients."""
@@ -150,11 +143,7 @@ class Fsdp1Loop(TorchLoop):
     kind = replace(FSDP, label="torch FSDP1", layout="even")
     name = "fsdp1"
     sharded = "everything"
-
-    @property
-    def wrapper(self) -> str:
-        """What reduces gradients."""
-        return "torch FSDP1"
+    wrapper = "torch FSDP1"
 
     def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """For HYBRID_SHARD: the ranks of one node, and the same rank on every node."""
@@ -192,11 +181,10 @@ class Fsdp1Loop(TorchLoop):
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
         """Piece sizes, and digests of what the forward pass read."""
-        pieces, legs = self._pieces(), self.legs()
+        legs = self.legs()
         number = legs[1].index(dist.get_rank()) if legs else 0
-        copy = f" (copy {number})" if number else ""
-        shards = {piece.name: (piece.count, piece.whole) for piece in pieces}
-        return copies_of(shards, read, copy=copy)
+        shards = {piece.name: (piece.count, piece.whole) for piece in self._pieces()}
+        return copies_of(shards, read, copy=f" (copy {number})" if number else "")
 
     def _size(self, name: str, parameter: Any) -> int:
         return next(piece.whole for piece in self._pieces() if piece.name == name)
@@ -217,8 +205,3 @@ def _copy(parameter: Any) -> str:
 def first_element(name: str, parameter: Any) -> int:
     """Offset of this rank's rows of a parameter, in elements."""
     return placed(name, parameter)[0] * row_of(parameter) if hasattr(parameter, "_local_tensor") else 0
-
-
-def row_of(parameter: Any) -> int:
-    """Number of elements in one row."""
-    return math.prod(parameter.shape[1:])

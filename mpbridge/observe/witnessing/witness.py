@@ -17,7 +17,7 @@ from mpbridge.common.errors import BadValue
 from mpbridge.interop.stacks.base import Imported
 from mpbridge.observe.audit.between import AsRead
 from mpbridge.observe.audit.examine import everywhere, judge, promises_of
-from mpbridge.observe.audit.findings import Report
+from mpbridge.observe.audit.findings import Finding, Report, not_observed
 from mpbridge.observe.audit.observe import Observed, look
 from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.snapshot import Before
@@ -25,7 +25,7 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.describe import describe, nearest
 from mpbridge.observe.witnessing.kinds import loop_of
 from mpbridge.observe.witnessing.loops import Loop, Update
-from mpbridge.observe.witnessing.report import Afterwards, Happened, Witnessed, changes, hidden, noted, sound, unmeant
+from mpbridge.observe.witnessing.report import Afterwards, Witnessed, changes, hidden, sound, unmeant
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
@@ -49,9 +49,8 @@ def policy_of(policy: Policy, name: str = "") -> tuple[PrecisionPolicy, str]:
         return policy, name or "the policy"
     if isinstance(policy, MixedPrecisionConfig):
         return resolve(policy), name or "the config"
-    raise BadValue(
-        f"policy is a {type(policy).__name__}: expected a recipe's name, a MixedPrecisionConfig, a PrecisionPolicy, or a configuration imported by mpbridge.interop.stacks"
-    )
+    kinds = "a recipe's name, a MixedPrecisionConfig, a PrecisionPolicy, or a configuration imported by mpbridge.interop.stacks"
+    raise BadValue(f"policy is a {type(policy).__name__}: expected {kinds}")
 
 
 class Witness:
@@ -101,7 +100,7 @@ class Witness:
         self._loop: Loop = loop_of(model, optimizer, scaler=scaler, group=group)
         if clip is not None and self._loop.configs.optimizer is None:
             self._loop.configs.optimizer = SimpleNamespace(clip_grad=clip)
-        self._observing: _Observation | None = None
+        self._observing: Observation | None = None
 
     @property
     def report(self) -> Witnessed:
@@ -119,7 +118,7 @@ class Witness:
     def begin(self) -> None:
         """Starts observation; a step that is already being observed continues."""
         if self._observing is None:
-            self._observing = _Observation(self._loop, self._promises())
+            self._observing = Observation(self._loop, self._promises())
 
     def end(self, *, microbatches: int = 0, trains: bool = True) -> Witnessed:
         """Ends observation and judges the step; every rank must call it. microbatches: of the step; 0: the number of backward passes. trains: False for
@@ -169,11 +168,8 @@ class Witness:
     def evaluation(self) -> Iterator[Witness]:
         """An evaluation, or its first batch: what its forward passes read and compute in, compared with the last step's report. No optimizer may step."""
         self.begin()
-        try:
+        with self._dropped_on_error():
             yield self
-        except BaseException:
-            self.let_go()
-            raise
         self.end(trains=False)
 
     @contextmanager
@@ -181,15 +177,20 @@ class Witness:
         """One micro-batch of a loop over micro-batches (accelerate's `accumulate`): a step ends after the one for which `last()` is true."""
         if self._observing is None and self.due(self.taken + 1):
             self.begin()
-        try:
+        with self._dropped_on_error():
             yield self
-        except BaseException:
-            self.let_go()
-            raise
         if last():
             self.taken += 1
             if self._observing is not None:
                 self.end()
+
+    @contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.let_go()
+            raise
 
     def _promises(self) -> Promises | None:
         if self.policy is None:
@@ -209,7 +210,7 @@ witness = Witness
 """`mpbridge.witness`."""
 
 
-class _Observation:
+class Observation:
     """One step being observed."""
 
     def __init__(self, loop: Loop, promises: Promises | None) -> None:
@@ -227,7 +228,7 @@ class _Observation:
         self.asked = 0
         """The maximum number of backward passes that the optimizer ran itself in one update."""
         self._begun: int | None = None
-        self._steps: set[int] = set()
+        self.steps: set[int] = set()
         """Backward passes that had begun when an optimizer stepped."""
         self._undo = (loop.on_update(self._updated), loop.on_step(self._begins))
         self.watch.start(loop.model)
@@ -243,7 +244,7 @@ class _Observation:
     def _begins(self) -> None:
         """Called right before an update."""
         self._begun = len(self.watch.roots)
-        self._steps.add(self._begun)
+        self.steps.add(self._begun)
 
     def _updated(self, update: Update) -> None:
         """Called right after an update: records what is freed later."""
@@ -276,44 +277,69 @@ class _Observation:
         if self.after is not None:
             with torch.no_grad():
                 self.after.into(self.seen.weights, self.loop, self.before)
-        applied = len([one for one in self.updates if one.applied])
+        applied = any(one.applied for one in self.updates)
         ranks = everywhere(self.seen)
         if self.promises is None:
             findings = sound(self.loop, ranks, self.result, self.under)
         else:
-            stepped, micro, result = self.result is not None, max(1, len(self.watch.roots)), self.result
-            how: dict[str, Any] = {
-                "live": stepped,
-                "watched": True,
-                "moved": stepped,
-                "result": result,
-                "microbatches": micro,
-            }
-            findings = judge(self.loop, self.promises, ranks, **how)
-        happened = Happened(
-            updates=self.updates,
-            trains=trains,
-            scale=self.scale,
-            rate=None if self.result is None else self.result.lr,
-            asked=self.asked,
-            between=len(self._steps) > 1,
-            transformed=self.watch.transformed,
-            finite=all(from_all(bool(self.updates) or _is_finite(self.loop))),
-        )
-        findings = noted(findings, happened)
+            stepped, micro = self.result is not None, max(1, len(self.watch.roots))
+            how: dict[str, Any] = {"live": stepped, "watched": True, "moved": stepped, "result": self.result}
+            findings = judge(self.loop, self.promises, ranks, **how, microbatches=micro)
+        finite = all(from_all(bool(self.updates) or _is_finite(self.loop)))
+        findings = noted(findings, self, trains=trains, finite=finite)
         findings += hidden(self.loop) + (unmeant(self.loop) if self.promises is None else [])
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
         scaled = self.scale != 1.0
-        described = describe(self.loop, ranks, stepped=applied > 0, scaled=scaled, scale=self.scale)
+        described = describe(self.loop, ranks, stepped=applied, scaled=scaled, scale=self.scale)
         findings += [] if since is None else changes(described, since)
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         near = nearest(described, layers=self.loop.run.facts.shape.num_layers)
-        return Witnessed(
-            step=step, described=described, nearest=near, promised=promised, report=report, evaluation=not trains
-        )
+        made = Witnessed(step=step, described=described, nearest=near, promised=promised, report=report)
+        return made if trains else replace(made, evaluation=True)
 
 
 def _is_finite(loop: Loop) -> bool:
     """Whether this rank's gradients are finite."""
     grads = (live.tensor for live in loop.tensors() if live.role in ("grads", "main_grads"))
     return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)
+
+
+def noted(findings: list[Finding], step: Observation, *, trains: bool, finite: bool) -> list[Finding]:
+    """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. If losses are not
+    scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped.
+
+    trains: False: an evaluation. finite: the gradients of a step without an update are finite.
+    """
+    applied = sum(one.applied for one in step.updates)
+    if not applied:
+        why = "the optimizer did not step while it was observed" if trains else "it is an evaluation"
+        if trains and step.scale != 1.0:
+            why += f" (gradients that overflow at a loss scale of {step.scale:g}?)"
+        if not finite:
+            why = "the gradients are not finite, and the loop skipped the update"
+        found = _unfollowed(findings, ("weights moved", "gradients"), why)
+        if step.updates or not trains or step.scale != 1.0 or not finite:
+            return found
+        cure = "nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()"
+        return [*found, Finding(subject="optimizer stepped", promised="once", found="never", ok=False, cure=cure)]
+    reasons = (
+        (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
+        (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
+        (
+            step.watch.transformed,
+            "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read",
+        ),
+        (len(step.steps) > 1, "backward passes ran between the steps of several optimizers (a GAN's)"),
+    )
+    why = next((why for holds, why in reasons if holds), "")
+    if why:
+        findings = _unfollowed(findings, ("gradients",), why)
+    if step.result is not None and step.result.lr == 0.0:
+        why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
+        findings = _unfollowed(findings, ("weights moved",), why)
+    return findings
+
+
+def _unfollowed(findings: list[Finding], subjects: tuple[str, ...], why: str) -> list[Finding]:
+    kept = [one for one in findings if one.subject not in subjects]
+    return kept + [not_observed(subject, "of one step", why) for subject in subjects]

@@ -114,7 +114,8 @@ def bucket_size(run: RunFacts) -> int | None:
     return max(40_000_000, 1_000_000 * run.parallel.data) if given is None else int(given)
 
 
-def _up(value: int, step: int) -> int:
+def up(value: int, step: int) -> int:
+    """The next multiple of `step`."""
     return -(-value // step) * step
 
 
@@ -129,13 +130,13 @@ def _place(
 
     def close(end: int) -> int:
         nonlocal opened, held
-        buckets.append((opened, _up(end, step)))
+        buckets.append((opened, up(end, step)))
         opened, held = buckets[-1][1], False
         return opened
 
     for parameter in reversed(members):
         if distributed:
-            at = _up(at, ALIGN)
+            at = up(at, ALIGN)
         # both copies of a tied embedding must be split into the same shards on their two stages
         alone = parameter.weight.twin and distributed
         if alone and held:

@@ -175,8 +175,9 @@ def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...],
         return (), ()
     found, elsewhere = _covered(policy, shapes), foreign(policy, *shapes)
     dead = tuple(text for index in own if found.dead(index) and (text := region_text(regions[index])) not in elsewhere)
+    early = {i: region_text(one) + (" (first_last_layers_bf16)" if one.ends else "") for i, one in enumerate(regions)}
     late = [
-        f"{region_text(regions[index])} never decides: {' and '.join(_early(regions[i]) for i in sorted(found.ahead[index]))} comes first"
+        f"{region_text(regions[index])} never decides: {' and '.join(early[i] for i in sorted(found.ahead[index]))} comes first"
         for index in own
         if found.shadowed(index)
     ]
@@ -213,10 +214,6 @@ def _own(policy: PrecisionPolicy) -> list[int]:
 
 def _covered(policy: PrecisionPolicy, shapes: tuple[ModelShape, ...]) -> Coverage:
     return coverage(policy.regions, (stack for shape in shapes for stack in stacks(shape)), shapes[0].num_layers)
-
-
-def _early(region: Region) -> str:
-    return f"{region_text(region)} (first_last_layers_bf16)" if region.ends else region_text(region)
 
 
 def beyond_the_model(policy: PrecisionPolicy, layers: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mpbridge.common.facts import BESIDE_ADAM, RunFacts
 from mpbridge.common.formats import DType
 from mpbridge.common.traits import Sharding
-from mpbridge.planning.memory.buckets import Buffer, buffers
+from mpbridge.planning.memory.buckets import Buffer, buffers, up
 from mpbridge.planning.memory.keeps import STATES, Holding, elements_of, is_frozen, keeps, kept_fp32, trained_by
 from mpbridge.planning.memory.layers import Parameter, Same, parameters
 from mpbridge.planning.memory.ranks import Coordinates
@@ -49,13 +49,9 @@ def weight_scales(row: Scaling, rows: int, columns: int) -> int:
     along, across = row.blocks[1].along, row.blocks[1].across if row.stored.lines == 1 else 1
 
     def one(lines: int, length: int) -> int:
-        return _up(-(-lines // across), row.stored.lines) * _up(-(-length // (along or length)), row.stored.count)
+        return up(-(-lines // across), row.stored.lines) * up(-(-length // (along or length)), row.stored.count)
 
     return one(rows, columns) + one(columns, rows)
-
-
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step
 
 
 class Role(NamedTuple):

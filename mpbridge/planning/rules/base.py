@@ -68,6 +68,11 @@ class Case:
         return (self.run.machine.arch if self.run.machine is not None else None) or (0, 0)
 
     @property
+    def dispatcher(self) -> str:
+        """What sends tokens to their experts."""
+        return str(self.model("moe_token_dispatcher_type", "allgather"))
+
+    @property
     def core(self) -> bool:
         """Whether the engine uses megatron-core's own wrapper and optimizer."""
         return self.traits.main_weights == "megatron_core"
@@ -81,11 +86,6 @@ class Case:
     def kept(self) -> Mapping[str, Holding]:
         """What is stored for a parameter, by role (`memory.keeps`)."""
         return keeps(self.policy, self.traits, self.run.optimizer, ddp=self.run.ddp)
-
-    @property
-    def own_copy(self) -> bool:
-        """Whether 16-bit parameters are their own main weights (`PrecisionPolicy.narrow_alone`)."""
-        return self.policy.narrow_alone
 
     @property
     def plain_ddp(self) -> str:

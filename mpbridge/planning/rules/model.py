@@ -30,23 +30,11 @@ def _router_of_none(case: Case) -> str:
     return f"moe_router_dtype={value} on a dense model" if value is not None and not _router(case) else ""
 
 
-def _router_in_16_bits(case: Case) -> bool:
-    return case.policy.mixed and case.policy.router is None and case.model("moe_router_dtype") is None
-
-
-def _dispatcher(case: Case) -> str:
-    return str(case.model("moe_token_dispatcher_type", "allgather"))
-
-
 def _captured(case: Case) -> tuple[str, ...]:
     """The parts of a layer in cuda_graph_scope, without the names of an enumeration before them."""
     scopes = case.model("cuda_graph_scope", ())
     items = scopes.split(",") if isinstance(scopes, str) else scopes
     return tuple(str(item).rpartition(".")[2] for item in items) if isinstance(items, (list, tuple)) else ()
-
-
-def _batched(case: Case) -> bool:
-    return bool(case.model("batch_p2p_comm", True) or not case.model("overlap_p2p_comm", False))
 
 
 def _quantized_experts(case: Case) -> bool:
@@ -116,7 +104,12 @@ RULES: tuple[Rule, ...] = (
     warning(
         id="many-experts-route-in-16-bits",
         about="sixteen",
-        when=lambda c: (c.run.shape.experts or 0) >= 32 and _router_in_16_bits(c),
+        when=lambda c: (
+            (c.run.shape.experts or 0) >= 32
+            and c.policy.mixed
+            and c.policy.router is None
+            and c.model("moe_router_dtype") is None
+        ),
         found="{c.run.shape.experts} experts, router in {c.policy.compute.short}",
         expected="an FP32 router with 32 or more experts",
         cure="mixed_precision.moe_router_dtype=fp32",
@@ -136,8 +129,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="router-padding-dispatcher",
         about="quantized",
-        when=lambda c: _padding(c) and _dispatcher(c) in ("allgather", "alltoall_seq"),
-        found=lambda c: f"{_padding(c)} with dispatcher {_dispatcher(c)}",
+        when=lambda c: _padding(c) and c.dispatcher in ("allgather", "alltoall_seq"),
+        found=lambda c: f"{_padding(c)} with dispatcher {c.dispatcher}",
         expected="alltoall or flex",
         cure="model.moe_token_dispatcher_type=alltoall",
         source=MODEL_CONFIG,
@@ -262,7 +255,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="interleaved-pipeline-on-gloo",
-        when=lambda c: (c.gpu is False or c.run.played) and (c.run.parallel.virtual_pipeline or 1) > 1 and _batched(c),
+        when=lambda c: (
+            (c.gpu is False or c.run.played)
+            and (c.run.parallel.virtual_pipeline or 1) > 1
+            and (c.model("batch_p2p_comm", True) or not c.model("overlap_p2p_comm", False))
+        ),
         found="{c.run.parallel.virtual_pipeline} virtual stages with batched point-to-point communication on gloo",
         expected="overlap_p2p_comm=true batch_p2p_comm=false: with batched communication the run diverges silently",
         cure="model.overlap_p2p_comm=true model.batch_p2p_comm=false",

@@ -19,11 +19,15 @@ def _low_moments(case: Case) -> bool:
 
 def _unread_states(case: Case) -> str | None:
     """States whose configured dtype differs from the one that the engine's optimizer keeps."""
-    if case.core and case.own_copy and case.run.optimizer.distributed:
+    if case.core and case.policy.narrow_alone and case.run.optimizer.distributed:
         return None  # reported by full-16-bit-with-distributed-optimizer: no optimizer setting fixes it
     kept, found = case.kept, []
     # megatron-core rejects 16-bit main gradients without a precision-aware optimizer; with one it reads its own buffers regardless (a warning below)
-    names = [*FUSED.values()] if case.aware or not case.core or case.own_copy else [*FUSED.values(), "main_grads"]
+    names = (
+        [*FUSED.values()]
+        if case.aware or not case.core or case.policy.narrow_alone
+        else [*FUSED.values(), "main_grads"]
+    )
     for name in names:
         stated, held = getattr(case.policy, name), kept.get(name)
         if name == "main_params" and _bf16_beside(case):
@@ -43,7 +47,7 @@ def _bf16_main(case: Case) -> bool:
 
 def _bf16_beside(case: Case) -> bool:
     """Whether BF16 main weights are requested from megatron-core next to parameters of another format. Only FusedAdam could keep them, and it does not."""
-    return case.core and case.policy.main_params is DType.BF16 and not case.own_copy
+    return case.core and case.policy.main_params is DType.BF16 and not case.policy.narrow_alone
 
 
 def _section_states(case: Case) -> str:
@@ -63,14 +67,11 @@ def _aware_fp8(case: Case) -> str:
     return "a precision-aware optimizer with 16-bit moments and weights stored under delayed scaling" if low else ""
 
 
-def _stored_with_history(case: Case) -> bool:
+def _pointless(case: Case) -> str:
     fp8 = case.policy.fp8
-    return fp8 is not None and fp8.row.history and fp8.stored
-
-
-def _pointless(case: Case) -> bool:
-    fp8 = case.policy.fp8
-    return case.core and case.aware and fp8 is not None and not fp8.row.history and not _low_moments(case)
+    if fp8 is None or fp8.row.history:
+        return ""
+    return f"use_precision_aware_optimizer with {fp8.scaling} scaling and FP32 states"
 
 
 def _unread_grads(case: Case) -> str:
@@ -157,10 +158,8 @@ RULES: tuple[Rule, ...] = (
     warning(
         id="precision-aware-does-nothing",
         about="fp8",
-        when=lambda c: _pointless(c),
-        found=lambda c: (
-            f"use_precision_aware_optimizer with {c.policy.fp8.scaling if c.policy.fp8 else ''} scaling and FP32 states"
-        ),
+        when=lambda c: c.core and c.aware and not _low_moments(c),
+        found=_pointless,
         expected="states below FP32: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
         cure="mixed_precision.use_precision_aware_optimizer=false, or bf16 moments",
         source=f"{_CONFIG}: use_precision_aware_optimizer_no_fp8_or_ds_fp8",
@@ -204,7 +203,9 @@ RULES: tuple[Rule, ...] = (
             and c.core
             and c.policy.remainders
             and c.policy.main_params in (None, DType.FP32)
-            and _stored_with_history(c)
+            and (fp8 := c.policy.fp8)
+            and fp8.row.history
+            and fp8.stored
         ),
         found="16-bit remainders as the main weights of FP8 weights under delayed scaling",
         expected="full FP32 main weights: FusedAdam's kernel for FP8 weights checks for them, and an 8-bit code is not the upper half of an FP32 number",
@@ -267,7 +268,7 @@ RULES: tuple[Rule, ...] = (
         # the distributed optimizer does not help with parameters that are their own main weights, or with optimizers other than Adam
         cure_here=lambda c: (
             "ddp.overlap_param_gather=false"
-            if c.own_copy or c.run.optimizer.name != "adam"
+            if c.policy.narrow_alone or c.run.optimizer.name != "adam"
             else "ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false"
         ),
         source="megatron-core 0.16.1 param_and_grad_buffer.py start_param_sync (a bare assertion)",

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from mpbridge.common.formats import DType
 from mpbridge.common.versions import Window
 from mpbridge.planning.memory.names import SHADOWED_CURE, beyond_the_model, foreign, idle, listed
-from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, warning
+from mpbridge.planning.rules.base import MODEL_CONFIG, PLAIN_WEIGHTS, Case, Rule, warning
+from mpbridge.planning.rules.gemm_shapes import lint
 from mpbridge.precision.megatron_spec.module_rules import QUANTIZERS, SINCE, unmixable
 from mpbridge.precision.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.wording import region_text, rule_words
-
-_CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
 
 
 def _ends(case: Case) -> str:
@@ -58,8 +57,6 @@ def _dead_modules(case: Case) -> str:
 
 
 def _sizes(case: Case) -> str:
-    from mpbridge.planning.rules.gemm_shapes import lint
-
     wrong = [finding for finding in lint(case.policy, case.run) if finding.level == "required"]
     words = [f"{f.module} {f.dimension} {f.value} (multiple of {f.multiple}: {f.cure})" for f in wrong]
     return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
@@ -100,7 +97,7 @@ RULES: tuple[Rule, ...] = (
         found="first_last_layers_bf16 with delayed scaling",
         expected="no BF16 edge layers: delayed scaling updates its scales once for the whole block of layers",
         cure="mixed_precision.first_last_layers_bf16=false, or mixed_precision.fp8_recipe=tensorwise",
-        source=f"{_CONFIG}; fp8_utils.py get_fp8_context",
+        source=f"{MODEL_CONFIG}; fp8_utils.py get_fp8_context",
     ),
     Rule(
         id="edge-layers-beyond-a-stage",
@@ -109,7 +106,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: f"{_ends(c)} in {c.policy.compute.short}, with {_stage_layers(c)} layers per pipeline stage",
         expected="at each end at most num_layers // pipeline_model_parallel_size",
         cure="fewer edge layers (mixed_precision.num_layers_at_start_in_bf16, num_layers_at_end_in_bf16) or fewer stages",
-        source=_CONFIG,
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="edge-layers-leave-nothing",
@@ -275,7 +272,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: f"recompute_modules has {', '.join(_recompute(c))}",
         expected="neither moe_act nor layernorm under delayed scaling",
         cure="remove them from model.recompute_modules, or mixed_precision.fp8_recipe=tensorwise",
-        source=_CONFIG,
+        source=MODEL_CONFIG,
     ),
     Rule(
         id="fp8-recompute-needs-newer-engine",
@@ -286,7 +283,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="Transformer Engine 2.6 or later",
         cure="upgrade it, or remove them from model.recompute_modules",
-        source=_CONFIG,
+        source=MODEL_CONFIG,
         emulated="silent",
     ),
     Rule(

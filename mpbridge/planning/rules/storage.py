@@ -6,7 +6,7 @@ from mpbridge.common.facts import BESIDE_ADAM
 from mpbridge.common.formats import DType
 from mpbridge.planning.memory.buckets import ALIGN
 from mpbridge.planning.memory.keeps import is_frozen, kept_fp32
-from mpbridge.planning.memory.layers import parameters
+from mpbridge.planning.memory.layers import model_names, parameters
 from mpbridge.planning.memory.ranks import Coordinates
 from mpbridge.planning.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule, warning
 from mpbridge.precision.globs import ADAPTERS, dead_patterns, is_adapter
@@ -17,13 +17,11 @@ def _mxfp8_stored(case: Case) -> bool:
     return any(quant.row.stored.through_grads for quant in case.stored)
 
 
+_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+
+
 def _overlaps(case: Case) -> bool:
-    return bool(case.ddp("overlap_grad_reduce") and case.ddp("overlap_param_gather"))
-
-
-def _overlap_words(case: Case) -> str:
-    names = ("overlap_grad_reduce", "overlap_param_gather")
-    return ", ".join(f"{name}={str(bool(case.ddp(name))).lower()}" for name in names)
+    return all(map(case.ddp, _OVERLAPS))
 
 
 def _gathers_wide(case: Case) -> bool:
@@ -34,8 +32,6 @@ def _gathers_wide(case: Case) -> bool:
 
 
 def _dead_names(case: Case) -> str | None:
-    from mpbridge.planning.memory.layers import model_names
-
     wide = tuple(glob for glob in case.policy.keep_fp32 if glob not in ADAPTERS)
     asked = {"keep_fp32": wide, "frozen": case.policy.frozen}
     names = model_names(case.run) if any(asked.values()) else ()
@@ -138,7 +134,7 @@ RULES: tuple[Rule, ...] = (
         id="mxfp8-gather-without-overlap-gives-nan",
         about="mxfp8 stored",
         when=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and not _overlaps(c),
-        found=_overlap_words,
+        found=lambda c: ", ".join(f"{name}={str(bool(c.ddp(name))).lower()}" for name in _OVERLAPS),
         expected="both overlaps: without them the loss was NaN from the second step on",
         cure=f"ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or {PLAIN_WEIGHTS}",
         source="Megatron-LM#2272, fixed by #4769",
@@ -205,7 +201,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp16-parameters-alone",
         about="fp16",
-        when=lambda c: c.own_copy and c.policy.params is DType.FP16,
+        when=lambda c: c.policy.narrow_alone and c.policy.params is DType.FP16,
         found="main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy",
         expected="FP32 main weights, or FP16 ones kept by FusedAdam: otherwise updates below 2**-11 of a weight are lost, and small weights underflow",
         cure="mixed_precision.main_params_dtype=fp32",
@@ -214,7 +210,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="full-16-bit-with-distributed-optimizer",
         about="own_copy",
-        when=lambda c: c.core and c.own_copy and c.run.optimizer.distributed,
+        when=lambda c: c.core and c.policy.narrow_alone and c.run.optimizer.distributed,
         found="{c.policy.params.short} parameters as their own main copy, sharded",
         expected="plain DDP or FSDP2: the distributed optimizer silently creates FP32 main weights and moments regardless",
         cure="ddp.use_distributed_optimizer=false ddp.overlap_param_gather=false, or engine=fsdp2",
@@ -224,7 +220,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="full-16-bit-with-fp32-reduction",
         about="own_copy",
-        when=lambda c: c.traits.main_weights != "optimizer" and c.own_copy and c.policy.reduce is DType.FP32,
+        when=lambda c: c.traits.main_weights != "optimizer" and c.policy.narrow_alone and c.policy.reduce is DType.FP32,
         found="{c.policy.params.short} parameters as their own main copy with FP32 gradients",
         expected="gradients in the parameters' dtype: torch rejects any other dtype in .grad",
         cure="mixed_precision.grad_reduce_in_fp32=false",

@@ -12,6 +12,7 @@ from mpbridge.common.facts import BESIDE_ADAM, EMERGING, MUONS, OWN_SETTINGS, re
 from mpbridge.common.formats import DType, say
 from mpbridge.common.traits import DEFAULT
 from mpbridge.planning.memory.keeps import is_frozen
+from mpbridge.planning.memory.layers import model_names
 from mpbridge.planning.rules.base import PLAIN_WEIGHTS, Case, Rule, faults, warning
 from mpbridge.precision.globs import ADAPTERS, is_adapter
 from mpbridge.precision.megatron_spec.schema import records
@@ -39,7 +40,7 @@ def _muon_cannot(case: Case) -> str:
         f"{case.run.optimizer.name} with ",
         ("FP16 parameters", case.policy.params is DType.FP16),
         ("the distributed optimizer", case.run.optimizer.distributed),
-        ("16-bit parameters as their own main weights", case.own_copy),
+        ("16-bit parameters as their own main weights", case.policy.narrow_alone),
     )
 
 
@@ -195,8 +196,6 @@ _MUON: tuple[Rule, ...] = (
 
 
 def _names(case: Case) -> tuple[str, ...]:
-    from mpbridge.planning.memory.layers import model_names
-
     return model_names(case.run) if case.policy.frozen or case.run.shape.lora_rank else ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -16,10 +17,6 @@ Matcher = Callable[[str, str], bool]
 """(entry, module): whether the entry keeps the module in high precision."""
 _NAMES = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj", "q_a_proj": "fused_qkv_a_proj"}
 """The first linear of a fused group -> an engine's name of the whole."""
-
-
-def _exact(entry: str, module: str) -> bool:
-    return entry == module
 
 
 def _part(entry: str, module: str) -> bool:
@@ -72,7 +69,7 @@ _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 _MATCHERS: Mapping[tuple[str, str], Matcher] = {
     ("vllm", "modelopt"): _part,
-    ("vllm", "fp8"): _exact,
+    ("vllm", "fp8"): operator.eq,
     ("sglang", "modelopt"): _sglang_modelopt,
     ("sglang", "fp8"): _below,
     ("sglang", "mxfp8"): _below,
@@ -142,7 +139,7 @@ def _by_engine(
         whole.setdefault(fused(module), []).append(module)
     for name, parts in whole.items():
         # an engine looks up the names of all parts of a fused module, and then its own name; substrings count in the latter only
-        by_part = _exact if matcher is _part and name not in parts else matcher
+        by_part = operator.eq if matcher is _part and name not in parts else matcher
         # SGLang looks for the name of the whole set of experts alone
         looked = [name] if matcher is _sglang_modelopt and name.endswith(".experts") else parts
         hits = [part in listed or any(by_part(entry, part) for entry in loose) for part in looked]

@@ -207,7 +207,7 @@ def _mixtures(fields: ConfigFields, family: Family, layers: int) -> int | list[i
     elif family.name == "mixtral":
         return 1
     else:
-        dense, step = set(fields.whole_numbers("mlp_only_layers")), 1
+        dense = set(fields.whole_numbers("mlp_only_layers"))
         step = fields.size("decoder_sparse_step") if fields.has("decoder_sparse_step") else 1
         kinds = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
     return 1 if all(kinds) else kinds

@@ -26,6 +26,8 @@ _TRAINING = frozenset(
     }
 )  # fmt: skip
 """Settings of the section that may differ between training and the folder."""
+_BUILDERS = {"softmax_type": "vanilla", "rotary_percent": 1.0, "moe_router_score_function": "softmax"}
+"""The builder's values for omitted settings that are not null, 0 or false."""
 
 
 def family_for(model: Mapping[str, Any]) -> Family:
@@ -103,17 +105,14 @@ def _experts(model: Mapping[str, Any], family: Family) -> dict[str, Any]:
     width = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"] or 4 * model["hidden_size"]
     out: dict[str, Any] = {family.experts: model["num_moe_experts"], "num_experts_per_tok": model["moe_router_topk"]}
     out[family.expert_width] = width
-    layers, pattern = model["num_layers"], model["moe_layer_freq"]
-    dense = [i for i in range(layers) if not (pattern[i] if isinstance(pattern, list) else i % pattern == 0)]
+    dense = [i for i, has in enumerate(_pattern(model["moe_layer_freq"], model["num_layers"])) if not has]
     if family.latent:
-        shared = model["moe_shared_expert_intermediate_size"] or 0
-        groups = model["moe_router_num_groups"] or 1
         coefficient = model["moe_aux_loss_coeff"]
         return out | {
             "first_k_dense_replace": len(dense),
-            "n_shared_experts": shared // width,
+            "n_shared_experts": (model["moe_shared_expert_intermediate_size"] or 0) // width,
             "routed_scaling_factor": model["moe_router_topk_scaling_factor"] or 1.0,
-            "n_group": groups,
+            "n_group": model["moe_router_num_groups"] or 1,
             "topk_group": model["moe_router_group_topk"] or 1,
             "norm_topk_prob": True,
             "scoring_func": "sigmoid",
@@ -139,16 +138,11 @@ def refuse_differences(model: Mapping[str, Any], data: Mapping[str, Any]) -> Non
     for name in dict.fromkeys((*back, *_FUNCTION)):
         if name in _TRAINING or name not in model:
             continue
-        said = back.get(name, _plain_default(name))
+        said = back.get(name, _BUILDERS.get(name))
         if not _same(name, model[name], said, model):
             faults.append(f"model.{name}={model[name]}: config.json of {data['model_type']} says {said}")
     if faults:
         raise Contradiction(faults, subject="the model cannot be expressed in Hugging Face's layout")
-
-
-def _plain_default(name: str) -> Any:
-    """The builder's value for an omitted setting, if that is not null, 0 or false."""
-    return {"softmax_type": "vanilla", "rotary_percent": 1.0, "moe_router_score_function": "softmax"}.get(name)
 
 
 def _same(name: str, own: Any, said: Any, model: Mapping[str, Any]) -> bool:
@@ -157,8 +151,7 @@ def _same(name: str, own: Any, said: Any, model: Mapping[str, Any]) -> bool:
     if name in ("num_query_groups", "kv_channels", "ffn_hidden_size") and own is None:
         return True  # derived from the other sizes, like the folder's
     if name == "moe_layer_freq":
-        layers = model["num_layers"]
-        return _pattern(own, layers) == _pattern(said, layers)
+        return _pattern(own, model["num_layers"]) == _pattern(said, model["num_layers"])
     return bool(own == said) or (not own and not said)
 
 

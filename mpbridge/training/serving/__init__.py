@@ -1,1 +1,2 @@
-"""What training computed with, as engines serve it: quantized folders written from checkpoints, and folders compared with the run they came from."""
+"""Weights beyond a run, tensor by tensor and without a model: conversion between checkpoints and folders in Hugging Face's layout, folders quantized as engines serve them, and folders
+compared with what training computed with."""

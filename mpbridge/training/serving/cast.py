@@ -39,7 +39,7 @@ from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.checkpoint.store import audit_of, step_of
 from mpbridge.training.checkpoint.verdict import FILE as FINGERPRINT
 from mpbridge.training.checkpoint.verdict import read_fingerprint
-from mpbridge.training.weights.files import apart, joined
+from mpbridge.training.serving.files import apart, joined
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run

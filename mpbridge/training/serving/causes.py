@@ -17,7 +17,7 @@ from mpbridge.precision.regions import Quant
 from mpbridge.settings.huggingface.served import ranks
 from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.serving.cast import Part, Quantize, ServedWeights, TrainedWith, values
-from mpbridge.training.weights.files import apart
+from mpbridge.training.serving.files import apart
 
 F8 = torch.float8_e4m3fn
 

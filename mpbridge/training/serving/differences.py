@@ -15,9 +15,9 @@ from mpbridge.settings.huggingface.served import STATIC, ServedFormat, group_of,
 from mpbridge.settings.huggingface.tensors import Mapped
 from mpbridge.training.serving.cast import ServedWeights, TrainedWith, values
 from mpbridge.training.serving.causes import Source, explanations
-from mpbridge.training.weights.convert import opened
-from mpbridge.training.weights.export import Export
-from mpbridge.training.weights.files import DTYPES, SPELLING
+from mpbridge.training.serving.convert import opened
+from mpbridge.training.serving.export import Export
+from mpbridge.training.serving.files import DTYPES, SPELLING
 
 KINDS = ("missing", "invalid", "shape", "scales", "group", "bytes", "list", "engine", "extra")
 """What can be wrong, worst first: for equal kinds the larger error of values comes first."""

@@ -26,7 +26,7 @@ from mpbridge.training.serving.differences import (
     header_faults,
     note_second,
 )
-from mpbridge.training.weights.files import DTYPES, FolderReader, facts_of
+from mpbridge.training.serving.files import DTYPES, FolderReader, facts_of
 
 POWERS_ONLY = (10, 0)
 """From this compute capability on, DeepGEMM's kernels for 128 x 128 blocks take powers of two as scales."""

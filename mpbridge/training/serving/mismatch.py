@@ -23,9 +23,9 @@ from mpbridge.settings.huggingface.served import ServedFormat, row_of, scales_ar
 from mpbridge.training.checkpoint.store import CONFIG
 from mpbridge.training.data.sources import tokenizer
 from mpbridge.training.process import bare, process_group, with_weights
+from mpbridge.training.serving.convert import opened
 from mpbridge.training.serving.differences import is_plain, read_values
-from mpbridge.training.weights.convert import opened
-from mpbridge.training.weights.files import FolderReader, joined
+from mpbridge.training.serving.files import FolderReader, joined
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """x [tokens, features] -> the fp32 values that the engine's GEMM reads."""

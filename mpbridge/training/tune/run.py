@@ -1,8 +1,10 @@
-"""Tuning the model of a configuration (on megatron-core, on this machine, from a checkpoint's weights or from scratch), and any module with a loss, which needs no megatron-core."""
+"""Tuning from beginning to end: the model of a configuration (on megatron-core, on this machine, from a checkpoint's weights or from scratch), or any module with a loss, which needs
+no megatron-core; the content of a tuned recipe's file with the evidence, and the report on a terminal."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,20 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mpbridge.common import files
 from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.probe import installed
-from mpbridge.common.tables import processes
+from mpbridge.common.shipped import VERSION
+from mpbridge.common.tables import processes, size
 from mpbridge.numerics import Emulation, emulate_linears
 from mpbridge.numerics.modules import refuse_without_linears
+from mpbridge.planning.rules.gemm_shapes import spans
 from mpbridge.precision.config import MixedPrecisionConfig, plain_states
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.registry import FOREIGN, get_mixed_precision_config
+from mpbridge.precision.registry import FOREIGN, get_mixed_precision_config, recipes
+from mpbridge.settings.load import dump_yaml
 from mpbridge.settings.training import microbatches
 from mpbridge.training.checkpoint import store
-from mpbridge.training.tune.levels import Budget, Levels, Pricing, Where, aimed, budget_of, expressible, prepared
+from mpbridge.training.tune.choices import LOW, TUNED
+from mpbridge.training.tune.levels import Budget, Pricing, Where, aimed, budget_of, expressible, prepared
 from mpbridge.training.tune.proof import EngineSubject, ModuleSubject
-from mpbridge.training.tune.report import evidence
-from mpbridge.training.tune.tuning import ENOUGH, FEWEST, Tuned, TuningRequest, refuse_bad, tuned
+from mpbridge.training.tune.tuning import AGREE, ENOUGH, FEWEST, Tuned, TuningRequest, refuse_bad, tuned
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import ConfigContainer, Run
@@ -143,10 +149,18 @@ def tune_module(
             "a memory budget needs a run whose bytes can be counted (--config): for a bare module only time and gradient error are known"
         )
     config, where = get_mixed_precision_config(recipe), where or Where()
-    found, notes = _aimed(config, levels, where)
+    if where.stack is not None:
+        raise BadValue(
+            f"stack {where.stack}: a stack's settings name megatron-core's linears, not those of another module: leave it out"
+        )
+    found, notes = aimed(config, levels, where)
     policy = prepared(config)[1]
     refuse_without_linears(module)
-    _refuse_frozen(module)
+    kind = type(module).__name__
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise Refused(
+            f"every parameter of {kind} is frozen (requires_grad=False), so there is no gradient to measure: unfreeze those that will be trained"
+        )
     asked = TuningRequest(
         config=config,
         levels=found,
@@ -159,7 +173,6 @@ def tune_module(
     )
     with _emulated(module, policy, options) as emulation:
         result = tuned(ModuleSubject(module, step, every, emulation, unseen=unseen), asked, say)
-    kind = type(module).__name__
     name = str(recipe) if not isinstance(recipe, MixedPrecisionConfig) else ""
     return result, evidence(result, recipe=name, facts={"model": kind, FOREIGN: kind})
 
@@ -175,15 +188,6 @@ def _emulated(module: torch.nn.Module, policy: PrecisionPolicy, options: Mapping
         emulation.detach()
         module.train(training)
         module.zero_grad(set_to_none=True)
-
-
-def _aimed(config: MixedPrecisionConfig, levels: Sequence[str] | None, where: Where) -> tuple[Levels, list[str]]:
-    """As `aimed`, for a module. Raises BadValue for a stack."""
-    if where.stack is not None:
-        raise BadValue(
-            f"stack {where.stack}: a stack's settings name megatron-core's linears, not those of another module: leave it out"
-        )
-    return aimed(config, levels, where)
 
 
 def _listed(batches: Sequence[Any], unseen: int) -> list[Any]:
@@ -203,14 +207,6 @@ def _listed(batches: Sequence[Any], unseen: int) -> list[Any]:
     return [batches[number] for number in range(count)]
 
 
-def _refuse_frozen(module: torch.nn.Module) -> None:
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise Refused(
-            f"every parameter of {type(module).__name__} is frozen (requires_grad=False), so there is no gradient to measure: "
-            "unfreeze those that will be trained"
-        )
-
-
 def _unreached(module: torch.nn.Module) -> list[str]:
     """Notes on weights that are multiplied outside of `torch.nn.Linear`, such as experts in one tensor: no rule reaches them."""
     held = [
@@ -228,3 +224,145 @@ def _unreached(module: torch.nn.Module) -> list[str]:
     return [
         f"{share:.0%} of the parameters are in {some} outside of torch.nn.Linear and stay in high precision whatever is chosen, such as {name} of {kind}"
     ]
+
+
+def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any], library: str | None = None) -> dict[str, Any]:
+    """The file's content: the recipe that it extends, what differs, and the evidence. recipe: a name, or any other text for a config written in full.
+    library: the library of the model, with its version."""
+    asked = result.asked
+    said = {
+        "found by": ", ".join(filter(None, (f"mpbridge {VERSION} tune, torch {torch.__version__}", library))),
+        **facts,
+        "batches": {"scored": asked.batches, "unseen": asked.unseen},
+        "budget": str(asked.budget),
+        "cost": asked.pricing.words()
+        if asked.budget.what != "memory"
+        else f"bytes of the fullest rank on {asked.pricing.machine.name}",
+        "agreement of two halves": None if math.isnan(result.agreement) else _short(result.agreement),
+        "decisions": "whole kinds (the halves disagree about layers)" if result.pooled else "each unit",
+        "scores": scores(result),
+        "expected gradient error": _short(result.predicted),
+        "proof": {
+            name: {**{key: _short(value) for key, value in one.as_data().items()}, "cost": _short(result.spent[name])}
+            for name, one in result.proof.items()
+        },
+        "verdict": list(result.verdict.lines),
+        "take": result.verdict.take,
+        "notes": list(result.notes),
+    }
+    return {
+        **fields(result.recipes[TUNED], recipe),
+        "evidence": {name: value for name, value in said.items() if value not in (None, [])},
+    }
+
+
+def fields(config: MixedPrecisionConfig, recipe: str) -> dict[str, Any]:
+    """`config` as a recipe file states it: the recipe that it extends, and what differs from it."""
+    if recipe not in recipes or recipes[recipe].foreign:
+        return config.as_data()
+    base, data = get_mixed_precision_config(recipe).stored(), config.as_data()
+    changed = {name: data.get(name) for name, value in config.stored().items() if value != base[name]}
+    return {"extends": recipe, **changed}
+
+
+def scores(result: Tuned) -> dict[str, dict[str, Any]]:
+    """Kind -> level -> expected share of the squared gradient error by layer ({layer: damage} in order)."""
+    found: dict[str, dict[str, Any]] = {}
+    for unit, mine in zip(result.units, result.options, strict=True):
+        for level, value in mine.items():
+            if value:
+                found.setdefault(unit.kind, {}).setdefault(level, {})[unit.layer] = _short(value)
+    return found
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """The recipe file. Raises BadValue if it cannot be written."""
+    try:
+        files.write(path, dump_yaml(content))
+    except OSError as error:
+        raise BadValue(
+            f"--out {path}: {error.strerror or error} (expected a file name in an existing folder)"
+        ) from None
+
+
+def moved(result: Tuned) -> list[tuple[str, str, str, str]]:
+    """(linears, layers, level, why) of everything that was moved to another format, most damaging first."""
+    whole = sum(mine.get(LOW, 0.0) for mine in result.options)
+    rows: dict[tuple[str, str], tuple[list[int], float]] = {}
+    for unit, mine in zip(result.units, result.options, strict=True):
+        level = result.choice[unit.name]
+        if level == LOW:
+            continue
+        layers, saved = rows.setdefault((unit.kind, level), ([], 0.0))
+        layers.extend(dict.fromkeys(layer for layer, _ in unit.places))
+        rows[unit.kind, level] = (layers, saved + mine.get(LOW, 0.0) - mine[level])
+    order = sorted(rows.items(), key=lambda item: -item[1][1])
+    return [
+        (
+            kind,
+            spans(layers),
+            level,
+            f"{saved / whole:.0%} of all low's damage" if saved > 0 else "its shapes do not fit the low format",
+        )
+        for (kind, level), (layers, saved) in order
+    ]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+PROOF = ("choice", "cost", "gradient error", "+-", "bias", "noise", "loss gap")
+EXPLAINED = (
+    "cost: {cost}. gradient error: ||g_q - g|| / ||g|| of a global batch, mean over the unseen batches, +- its standard error. bias: the part that is the same in every batch; "
+    "noise: the rest, which averages out over batches. loss gap: nats per token above high precision."
+)
+
+
+def sections(result: Tuned) -> list[tuple[str, Sequence[str], list[Sequence[str]]]]:
+    """(title, columns, rows) for each table."""
+    return [
+        ("what leaves the recipe's own format", ("linears", "layers", "to", "why"), list(moved(result))),
+        (f"before and after, on {result.asked.unseen} unseen batches", PROOF, rows(result)),
+    ]
+
+
+def rows(result: Tuned) -> list[Sequence[str]]:
+    """One row per arm."""
+    memory = result.asked.budget.what == "memory"
+    return [
+        (
+            name,
+            f"{size(result.spent[name])}" if memory else f"{result.spent[name]:.3f}",
+            f"{one.error:.4f}",
+            f"{one.se:.4f}",
+            f"{one.bias:.4f}",
+            f"{one.noise:.4f}",
+            f"{sum(one.gaps) / len(one.gaps):+.4f}",
+        )
+        for name, one in result.proof.items()
+    ]
+
+
+def lines(result: Tuned, recipe: str) -> list[str]:
+    """The sentences below the tables; the verdict last."""
+    asked = result.asked
+    cost = "bytes of the fullest rank" if asked.budget.what == "memory" else f"over all low's; {asked.pricing.words()}"
+    found = [EXPLAINED.format(cost=cost)]
+    if math.isnan(result.agreement):
+        agreement = "two halves of the batches have no rankings to compare: fewer than three decisions, or all equal"
+    else:
+        agreement = (
+            f"two halves of the batches rank the decisions with a correlation of {result.agreement:.2f} (Spearman)"
+        )
+        agreement += f": below {AGREE}" if result.pooled else ""
+    found.append(agreement + (", so layers were pooled to whole kinds" if result.pooled else ""))
+    found.append(
+        f"expected gradient error of the choice: {result.predicted:.4f}; measured: {result.proof[TUNED].error:.4f}"
+    )
+    found += [f"note: {note}" for note in result.notes]
+    found += [f"verdict: {line}" for line in result.verdict.lines]
+    if result.verdict.take != TUNED:
+        said = fields(result.recipes[result.verdict.take], recipe)
+        found.append(f"take: {said}")
+    return found

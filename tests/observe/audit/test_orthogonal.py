@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.observe.audit.orthogonal import WORDS, _formats, _is_gathered, distances
+from mpbridge.observe.audit.orthogonal import WORDS, _formats, _is_gathered, distances, replays
 from tests.backend.engines import tiny, two_ranks
 from tests.observe.audit.model_faults import CASTS
 
@@ -56,7 +56,7 @@ def test_an_update_tells_in_what_it_was_orthogonalized(update: str, shape: tuple
         low = torch.randn(shape[0], rank, generator=generator) @ torch.randn(rank, shape[1], generator=generator)
         direction = low + 1e-3 * direction
     made, expected = UPDATES[update]
-    assert _formats(distances(made(direction), direction, CONFIG)) == expected
+    assert _formats(distances(made(direction), replays(direction, CONFIG))) == expected
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (256, 64)])
@@ -64,8 +64,8 @@ def test_a_momentum_of_zero_moves_nothing_but_rounding_errors(shape: tuple[int, 
     """Adapters before their first update and experts without tokens have no gradient; weights of 0.02 are rounded, and the change divided by the rate."""
     zero, generator = torch.zeros(shape), torch.Generator().manual_seed(1)
     rounded = 0.02 * 2.0**-24 / 1e-3 * torch.randn(shape, generator=generator)
-    assert set(_formats(distances(rounded, zero, CONFIG))) == set(WORDS.values())
-    assert _formats(distances(torchs(torch.randn(shape, generator=generator)), zero, CONFIG)) == []
+    assert set(_formats(distances(rounded, replays(zero, CONFIG)))) == set(WORDS.values())
+    assert _formats(distances(torchs(torch.randn(shape, generator=generator)), replays(zero, CONFIG))) == []
 
 
 @pytest.mark.parametrize("name", ["mode", "tp_mode"])  # megatron-core 0.16, 0.18 and later

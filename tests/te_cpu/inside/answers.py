@@ -16,6 +16,7 @@ from transformer_engine.pytorch.utils import attention_mask_func
 
 from mpbridge.common.errors import Refused
 from mpbridge.te_cpu.cuda_names import played_patches
+from mpbridge.te_cpu.module import opaque
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.refusals import REFUSED, state
 
@@ -30,6 +31,67 @@ def test_random_states_of_all_devices_are_kept_and_given_back() -> None:
     assert torch.cuda.initial_seed() == 7
     torch.cuda.seed_all()
     assert torch.cuda.initial_seed() != 7
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "decorator"])
+def test_autocast_under_each_of_its_names_has_the_dtypes_of_a_gpu(name) -> None:
+    """Source: `CUDA Ops that can autocast` of torch's page on amp."""
+    half, full = torch.float16, torch.float32
+    linear, x = torch.nn.Linear(8, 8, device="cuda"), torch.randn(4, 8, device="cuda")
+    functional = torch.nn.functional
+
+    def compute() -> list[torch.dtype]:
+        y = linear(x)
+        made = [
+            y,
+            functional.gelu(y),
+            torch.mv(y, x[0]),
+            functional.avg_pool3d(y.view(1, 1, 4, 4, 2), 2),
+            functional.max_pool3d(y.view(1, 1, 4, 4, 2), 2),
+        ]
+        made += [
+            y.softmax(-1),
+            functional.layer_norm(y, (8,)),
+            y.sum(),
+            y**2,
+            y.norm(),
+            y.norm(dim=0),
+            y.exp(),
+            torch.dot(y[0], x[0]),
+        ]
+        made += [y.sum(dtype=half), torch.cat([y, x]), functional.mse_loss(y, y)]
+        with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+            functional.binary_cross_entropy(y.sigmoid(), torch.ones_like(y))
+        with torch.autocast("cuda", enabled=False):
+            made.append(y.softmax(-1))
+        made[5].sum().backward()
+        return [one.dtype for one in made]
+
+    contexts = {"torch.autocast": lambda: torch.autocast("cuda"), "torch.amp.autocast": lambda: torch.amp.autocast("cuda"), "torch.cuda.amp.autocast": torch.cuda.amp.autocast}  # fmt: skip
+    if name == "decorator":
+        found = torch.cuda.amp.autocast()(compute)()
+    else:
+        with contexts[name]():
+            assert torch.is_autocast_enabled("cuda")
+            found = compute()
+    assert found == [*[half] * 5, *[full] * 8, half, full, full, half]
+    assert linear.weight.grad.dtype is full
+    assert not torch.is_autocast_enabled("cuda")
+    assert not torch.is_autocast_enabled("cpu")
+    assert x.bfloat16().softmax(-1).dtype is torch.bfloat16
+
+
+def test_autocast_reaches_into_no_kernel_and_into_the_inputs_of_a_function_of_the_scripts_own() -> None:
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+        def forward(ctx, x):
+            return x @ x
+
+    with torch.autocast("cuda", torch.bfloat16):
+        assert Seen.apply(torch.ones(2, 2, dtype=torch.bfloat16)).dtype is torch.float32
+        assert opaque(torch.mm)(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
 def test_the_accelerator_is_the_played_gpu() -> None:

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from mpbridge.common.files import lock
 from mpbridge.training.checkpoint.store import locate
+from mpbridge.training.serving import files
 from mpbridge.training.serving.cast import Served
-from mpbridge.training.weights import files
-from mpbridge.training.weights.convert import opened, to_checkpoint, to_folder
+from mpbridge.training.serving.convert import opened, to_checkpoint, to_folder
 from tests.training import survival
-from tests.training.weights import folders
+from tests.training.serving import folders
 
 CONFIG = folders.LLAMA | {
     "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 320,

@@ -16,9 +16,8 @@ from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.facts import Parallel
 from mpbridge.settings.huggingface.served import FORMATS, misfits
 from mpbridge.training.serving.cast import Served
-from mpbridge.training.weights.convert import to_folder
-from tests.training.serving import models
-from tests.training.weights import folders
+from mpbridge.training.serving.convert import to_folder
+from tests.training.serving import folders, models
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from mpbridge.settings.huggingface.kept import ENGINES
 from mpbridge.settings.huggingface.section import family_of
 from mpbridge.settings.huggingface.tensors import mapped
+from mpbridge.training.serving.convert import to_checkpoint
 from mpbridge.training.serving.folder import examine
-from mpbridge.training.weights.convert import to_checkpoint
-from tests.training.serving import models
-from tests.training.weights import folders
+from tests.training.serving import folders, models
 
 COMMON: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 128, "max_position_embeddings": 64, "hidden_act": "silu",

@@ -14,9 +14,9 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError
+from mpbridge.training.serving import files
 from mpbridge.training.serving.cast import Served
-from mpbridge.training.weights import files
-from mpbridge.training.weights.convert import to_folder
+from mpbridge.training.serving.convert import to_folder
 from tests.forked import Forked
 from tests.training.serving import models
 

@@ -358,7 +358,7 @@ result, content = mpbridge.tune_module(module, loss, batches, "bf16_with_nvfp4_m
 assert len(result.choice) == 2, result.choice
 assert "megatron" not in content["evidence"]["found by"]
 import mpbridge.training.tune.run
-from mpbridge.training.tune.report import lines
+from mpbridge.training.tune.run import lines
 said = lines(result, "bf16_with_nvfp4_mixed")
 assert "fewer than three decisions" in said[1] and "agreement of two halves" not in content["evidence"], said
 sys.exit(main(["tune", "--config", sys.argv[1], "--recipe", "bf16_with_nvfp4_mixed"]))

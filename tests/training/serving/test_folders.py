@@ -14,8 +14,8 @@ from mpbridge.cli.main import main
 from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.store import locate
-from mpbridge.training.weights.convert import to_folder
-from tests.training.weights import folders
+from mpbridge.training.serving.convert import to_folder
+from tests.training.serving import folders
 
 
 def same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:

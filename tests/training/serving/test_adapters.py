@@ -16,7 +16,7 @@ from mpbridge.cli.main import main
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.store import locate
 from mpbridge.training.serving.cast import TrainedWith
-from tests.training.weights import folders
+from tests.training.serving import folders
 
 LORA = ("model.lora_rank=4", "model.lora_alpha=6")
 FROZEN = "mixed_precision.frozen=['*']"
@@ -227,7 +227,7 @@ def test_peft_loads_the_adapters_and_gives_the_logits_of_the_run(layer: None, tm
     peft = pytest.importorskip("peft", reason="peft loads the adapters (pip install peft, beside the extra hf)")
     transformers = pytest.importorskip("transformers", reason="transformers makes the base (pip install -e '.[hf]')")
     from mpbridge.backend.engines.registry import build_engine
-    from tests.training.weights.test_logits import written
+    from tests.training.serving.test_logits import written
 
     kind, settings, targets = MODELS[name]
     base = tmp_path / "hf"

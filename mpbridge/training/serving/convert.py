@@ -26,8 +26,9 @@ from mpbridge.training.checkpoint.format import STATE, encoded, read_index
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.store import CONFIG
 from mpbridge.training.checkpoint.writer import Load, indexed, write, write_common
-from mpbridge.training.weights.export import Export, Given, Merging, write_alone
-from mpbridge.training.weights.files import FolderReader, check, joined
+from mpbridge.training.serving.export import Export, Given
+from mpbridge.training.serving.files import FolderReader, check, joined
+from mpbridge.training.serving.merge import Merge, write_alone
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -178,7 +179,7 @@ def _add_places(partial: Path, wanted: list[Mapped], known: Mapping[str, Any]) -
 
 NewCasting = Callable[[Path, "Run", Sequence[Mapped]], "Served"]
 """(the checkpoint, its run, the parameters) -> how to quantize them. Raises BadValue for weights that the format cannot hold."""
-Adapters = Literal["alone"] | Callable[[Path, Export], AbstractContextManager[Merging]]
+Adapters = Literal["alone"] | Callable[[Path, Export], AbstractContextManager[Merge]]
 """What becomes of adapters: a folder of their own, or (the checkpoint, its export) -> how they are added to the base."""
 
 

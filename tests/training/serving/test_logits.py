@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.weights import folders
+from tests.training.serving import folders
 
 transformers = pytest.importorskip("transformers", reason="transformers makes the models (pip install -e '.[hf]')")
 
@@ -92,7 +92,7 @@ def test_logits_are_those_of_transformers_and_the_way_back_is_exact(
     from safetensors.torch import load_file
 
     from mpbridge.backend.engines.registry import build_engine
-    from mpbridge.training.weights.convert import to_folder
+    from mpbridge.training.serving.convert import to_folder
 
     model = written(kind, settings, tmp_path / "hf")
     taken = folders.convert(tmp_path / "hf", tmp_path / "checkpoint")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from mpbridge.settings.container import ConfigContainer, Run
-from mpbridge.training.weights.convert import Taken, to_checkpoint
+from mpbridge.training.serving.convert import Taken, to_checkpoint
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

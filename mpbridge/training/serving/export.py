@@ -1,5 +1,4 @@
-"""The tensors of a checkpoint in Hugging Face's layout, parameter by parameter, and the files that hold them; and low-rank adapters in peft's two files, under the names of
-their base in that layout."""
+"""The tensors of a checkpoint in Hugging Face's layout, parameter by parameter, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -7,26 +6,24 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpbridge.common.errors import BadValue, CheckpointError, Refused
+from mpbridge.common.errors import BadValue, CheckpointError
 from mpbridge.common.files import ProgressCallback
 from mpbridge.common.shipped import VERSION
-from mpbridge.planning.memory.keeps import is_frozen
-from mpbridge.precision.globs import is_adapter, matches, place
 from mpbridge.settings.huggingface import folder as layout
 from mpbridge.settings.huggingface.folder import FolderTensor
 from mpbridge.settings.huggingface.section import TOKENIZERS, family_of
-from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, adapters, copies, mapped
+from mpbridge.settings.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.training.checkpoint.reader import Contents
 from mpbridge.training.checkpoint.state import MAIN
-from mpbridge.training.weights.files import SPELLED, SPELLING, Shards, apart, planned
+from mpbridge.training.serving.files import SPELLED, SPELLING, Shards, apart, planned
 
 if TYPE_CHECKING:
     from mpbridge.settings.container import Run
@@ -59,31 +56,7 @@ class Given:
     """Number of padding rows of the embedding, which are not written."""
     notes: list[str] = field(default_factory=list)
     merged: dict[str, Any] | None = None
-    """`Merging.facts`, where adapters were merged."""
-
-
-class Merging(Protocol):
-    """How adapters are added to the weights of their base: what an export asks of it."""
-
-    @property
-    def identity(self) -> object:
-        """What decides the bytes, besides the checkpoint."""
-
-    @property
-    def notes(self) -> list[str]:
-        """What the export's user is told."""
-
-    def covers(self, one: Mapped) -> bool:
-        """Whether that parameter has an adapter."""
-
-    def weight(self, one: Mapped) -> torch.Tensor:
-        """The merged weight, fp32 [rows, columns]."""
-
-    def count(self, one: Mapped, parts: Sequence[torch.Tensor]) -> None:
-        """Compares what is written of a parameter with what training computed with."""
-
-    def facts(self) -> dict[str, Any]:
-        """The comparison over all merged weights."""
+    """`Merge.facts`, where adapters were merged."""
 
 
 def _write_config(
@@ -117,7 +90,8 @@ class Export:
         family = family_of(config)
         self.rows = rows = int(config["vocab_size"])
         self.casting: Served | None = None
-        self.merge: Merging | None = None
+        self.merge: Any = None
+        """`merge.Merge`, where adapters are added to the weights of their base."""
         self.family, self.narrow = family, dict(origin.get("narrower") or {})
         self.wanted = list(mapped(family, run.facts.shape, run.inputs["model"]))
         self.repeated = repeated = copies(family, run.facts.shape)
@@ -226,7 +200,8 @@ class Export:
     def read(self, one: Mapped, *, main: bool = False, meta: bool = False) -> torch.Tensor:
         """As `found`, in FP32 with its adapter where one is merged. Raises CheckpointError if there is none."""
         if self.merge is not None and self.merge.covers(one) and not meta:
-            return self.merge.weight(one)
+            merged: torch.Tensor = self.merge.weight(one)
+            return merged
         found = self.found(one, main=main, meta=meta)
         if found is not None:
             return found
@@ -258,97 +233,3 @@ def _whole(
         prepend_axis_num=len(place.counts),
     )
     return contents.tensor(leaf)
-
-
-ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""peft's files."""
-_UNLOADED = ("mamba2", "nemotron_h"), "mixer.out_proj"
-"""Families and the linear whose adapters peft refuses to load (0.21 tuners_utils.py _check_lora_target_modules_mamba): Mamba's fused kernel takes its weight, not its module."""
-
-
-def scale_of(export: Export) -> float:
-    """alpha / rank, by which an adapter's product is multiplied."""
-    alpha = export.run.inputs["model"].get("lora_alpha")
-    return 1.0 if alpha is None else float(alpha) / export.run.facts.shape.lora_rank
-
-
-def targets(export: Export) -> Iterator[Mapped]:
-    """The parameters with an adapter beside them."""
-    for one in export.wanted:
-        where = place(one.name.removesuffix(".weight"))
-        if one.linear and where and any(matches(glob, where[0]) for glob in export.shape.lora_targets):
-            yield one
-
-
-def matrices(export: Export, one: Mapped) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of that parameter's adapter, as stored or as their main weights. Raises CheckpointError."""
-    inner, out = (export.read(matrix) for matrix in adapters(one, export.shape.lora_rank))
-    return inner, out
-
-
-def write_alone(export: Export, folder: Path, like: Path | None, told: ProgressCallback, given: Given) -> Given:
-    """Writes peft's files: parts of a fused linear have the same A and their own rows of B. Raises Refused for adapters that peft does not load, and for a base that trained too."""
-    _refuse(export)
-    made = {one.name: dict(_parts(export, one)) for one in targets(export)}
-    plan = {
-        name: FolderTensor(ADAPTER, SPELLING[tensor.dtype], tuple(tensor.shape))
-        for parts in made.values()
-        for name, tensor in parts.items()
-    }
-    with Shards(folder, plan, export.identity(plan), told) as shards:
-        for parts in made.values():
-            for name, tensor in parts.items():
-                shards.put(name, tensor)
-                kind = str(tensor.dtype).removeprefix("torch.")
-                given.dtypes[kind] = given.dtypes.get(kind, 0) + tensor.numel()
-        (folder / CONFIG).write_text(json.dumps(_config(export, like), indent=2) + "\n", encoding="utf-8")
-    given.tensors, given.elements = len(plan), sum(given.dtypes.values())
-    given.notes += [f"{CONFIG} names no base: --like hf:DIR does"] if like is None else []
-    return given
-
-
-def _parts(export: Export, one: Mapped) -> Iterator[tuple[str, torch.Tensor]]:
-    inner, out = matrices(export, one)
-    for (name, _), rows in zip(one.parts, apart(out, one.layout, export.shape), strict=True):
-        stem = f"base_model.model.{name.removesuffix('weight')}"
-        for letter, matrix in (("A", inner), ("B", rows)):
-            dtype = getattr(torch, export.dtype) if export.dtype else matrix.dtype
-            yield f"{stem}lora_{letter}.weight", matrix.to(dtype).contiguous()
-
-
-def _refuse(export: Export) -> None:
-    families, linear = _UNLOADED
-    names = [one.name for one in targets(export) if one.name.endswith(f"{linear}.weight")]
-    if names and export.family.name in families:
-        raise Refused(
-            f"--adapters alone: peft loads no adapter of {linear} ({len(names)} of them): Mamba's kernel takes that linear's weight, not its module: "
-            "merge them, or train with model.lora_targets without it"
-        )
-    policy = export.run.policy
-    trained = [one.name for one in export.wanted if not (is_frozen(policy, one.name) or is_adapter(one.name))]
-    if trained:
-        raise Refused(
-            f"--adapters alone: the base trained too ({trained[0]} and {len(trained) - 1} more parameters), so these adapters do not fit the base that the run began with: "
-            "merge them, or train with mixed_precision.frozen=['*']"
-        )
-
-
-def _config(export: Export, like: Path | None) -> dict[str, Any]:
-    rank, alpha = export.shape.lora_rank, export.run.inputs["model"].get("lora_alpha")
-    return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None if like is None else str(like), "r": rank,
-        "lora_alpha": rank if alpha is None else alpha, "target_modules": _modules(export), "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
-        "init_lora_weights": True, "inference_mode": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
-    }  # fmt: skip
-
-
-def _modules(export: Export) -> list[str]:
-    """The shortest ends of names that mean the linears with adapters and no other."""
-    linears = [name.removesuffix(".weight") for one in export.wanted if one.linear for name, _ in one.parts]
-    wanted = {name.removesuffix(".weight") for one in targets(export) for name, _ in one.parts}
-    found = set()
-    for name in wanted:
-        words = name.split(".")
-        ends = (".".join(words[at:]) for at in range(len(words) - 1, 0, -1))
-        found.add(next((e for e in ends if all(x in wanted for x in linears if x.endswith(f".{e}"))), name))
-    return sorted(found)
