@@ -17,12 +17,14 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     put into Float16Module under 16 bits and into DistributedDataParallel, whose gradients are in `main_grad`: a torch optimizer that reads
     `.grad` would never see them. plan: the applied plan. ddp_config: None: the planned one. The loop calls `module.zero_grad_buffer()` and
     `optimizer.zero_grad()` before each step, megatron-core's schedule (loss scaling and gradient reduction are hooked up), then
-    `optimizer.step()`. Raises BadValue without a plan or a DDP config, Refused when the model was built before the plan was applied.
+    `optimizer.step()`. Raises BadValue without a plan or a DDP config, Refused when the model was built before the plan was applied,
+    or when megatron-core would keep other weights than the plan says.
     """
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
 
     from mpbridge.backend.megatron.inside_optimizer import padded
+    from mpbridge.backend.megatron.targets import refuse_unkept
     from mpbridge.backend.models.gpt import in_precision
 
     if not isinstance(plan, Plan) or plan.policy is None:
@@ -34,6 +36,7 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
     if ddp is None or isinstance(ddp, dict):
         raise BadValue("the plan was made without a live DDP config: pass it to plan(ddp=...), or here as ddp_config=")
     _require_applied(chunks, plan)
+    refuse_unkept(plan)
     chunks = [in_precision(config, chunk, plan.policy) for chunk in chunks]
     wrapped = [
         padded(DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0)) for i, chunk in enumerate(chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import types
@@ -61,6 +62,27 @@ def test_an_object_that_carries_its_config_is_written_there_and_nothing_lands_on
     assert inner.params_dtype is torch.bfloat16
     assert set(vars(outer)) == before
     assert plan(BF16, model=outer).writes == ()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "distributed", "refusal"),
+    [
+        ("fp32_params_bf16_compute", False, "update 16-bit weights without main weights"),
+        ("full_bf16", True, "silently creates FP32 main weights"),
+        ("full_bf16", False, ""),
+    ],
+)
+def test_weights_that_megatron_core_would_keep_otherwise_are_refused(
+    recipe: str, distributed: bool, refusal: str
+) -> None:
+    model, optimizer = (
+        TransformerConfig(**INPUTS["dense"]["model"]),
+        OptimizerConfig(use_distributed_optimizer=distributed),
+    )
+    made = plan(recipe, model=model, optimizer=optimizer)
+    with pytest.raises(Refused, match=refusal) if refusal else contextlib.nullcontext():
+        apply(made)
+    assert model.bf16 is not bool(refusal)
 
 
 def test_a_plain_namespace_is_written() -> None:
