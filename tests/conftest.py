@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import warnings
@@ -21,7 +22,14 @@ _answer_of = text.answer_of
 
 def _held(data):
     """Every answer that a test has printed as JSON, held against the schema of its verb."""
-    answer, verb = _answer_of(data), sys._getframe(2).f_globals["__name__"].rpartition(".")[2]
+    answer, frame = _answer_of(data), sys._getframe(2)
+    # a verb's module, or its class in the module of another
+    owner, _, method = frame.f_code.co_qualname.rpartition(".")
+    verb = (
+        re.sub(r"(?<=.)([A-Z])", r"-\1", owner.removesuffix("Verb")).lower()
+        if owner.endswith("Verb") and method
+        else frame.f_globals["__name__"].rpartition(".")[2]
+    )
     path = text.SCHEMAS / f"{verb.rstrip('_').replace('_', '-')}.json"
     if path.exists():
         faults = wrong(json.loads(json.dumps(answer, default=str)), json.loads(path.read_text()))

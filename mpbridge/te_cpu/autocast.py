@@ -17,6 +17,7 @@ import torch
 from torch.amp import autocast_mode
 
 from mpbridge.common.errors import BadValue
+from mpbridge.common.files import text_of
 from mpbridge.common.upstream import Patch
 
 _HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
@@ -34,7 +35,7 @@ def off() -> Any:
 def lists() -> Mapping[str, tuple[str, ...]]:
     """Policy -> operations ('softmax.int') that CUDA's autocast runs by it. Raises BadValue if this torch's header cannot be read."""
     try:
-        text = _HEADER.read_text(encoding="utf-8")
+        text = text_of(_HEADER)
     except OSError as error:
         raise BadValue(f"{_HEADER}: {error.strerror}; the operations of CUDA's autocast are listed there") from error
     macros = dict(re.findall(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)*.*)", text))

@@ -26,6 +26,7 @@ SMALL = ("model.num_layers=3", "model.hidden_size=64", "model.ffn_hidden_size=12
 MADE: tuple[tuple[str, ...], ...] = (
     # what the examples need, in order: runs, their checkpoints and folders, keys
     ("train", "--recipe", "mxfp8", "--emulate", "train.train_iters=2", "checkpoint.save=RUN", "logger.log_dir=RUN", "logger.precision_every=1", "train.eval_iters=0", "scheduler.lr_warmup_iters=0"),
+    ("train", "--config", "lora_tiny", "train.train_iters=1", "checkpoint.save=ADAPTED", "train.eval_iters=0", "scheduler.lr_warmup_iters=0"),
     ("convert", "ckpt:RUN", "hf:SERVED", "--quantization", "compressed-tensors"), ("convert", "ckpt:RUN", "hf:PLAIN"),
 )  # fmt: skip
 EXAMPLES: dict[str, list[tuple[str, ...]]] = {
@@ -48,7 +49,7 @@ EXAMPLES: dict[str, list[tuple[str, ...]]] = {
     "resume-check": [("RUN",), ("RUN", "--recipe", "fp16_mixed"), ("RUN", "--recipe", "bf16", "--reset-optimizer"), ("RUN", "train.train_iters=9")],
     "simulate": [("--world-size", "4", "--ranks", "0,3", "--step", *SMALL[:-2])],
     "data": [("inspect", "stdlib", "--tokenizer", "byte"), ("inspect", "text.txt"), ("prepare", "text.txt", "--out", "packed", "--cache", "cache"), ("inspect", "packed_text_document")],
-    "convert": [("hf:PLAIN", "new.yaml"), ("hf:PLAIN", "ckpt:BACK"), ("ckpt:RUN", "hf:AGAIN")],
+    "convert": [("hf:PLAIN", "new.yaml"), ("hf:PLAIN", "ckpt:BACK"), ("ckpt:RUN", "hf:AGAIN"), ("ckpt:ADAPTED", "hf:MERGED", "--adapters", "merged")],
     "contract": [("SERVED", "--run", "RUN", "--engine", "vllm"), ("PLAIN", "--run", "RUN"), ("PLAIN",)],
     "mismatch": [("RUN", "SERVED", "--tokens", "text.txt", "--sequences", "1")],
     "disclose": [("RUN",), ("RUN", "--mllog", "mllog.txt"), ("RUN/step_00000002", "--sign", "key.pem"), ("PLAIN", "--sign", "key.pem", "--publish")],
@@ -86,7 +87,7 @@ MEANS = {
     "onsets": "step and what is anomalous there", "tensors": "the first anomalous tensors", "convert.tensors": "how many", "suspects": "causes with step, score, sentence, evidence, advice", "changes": "what changed before", "cannot_tell": "what the files do not say", "can_still_tell": "what they say", "checkpoint": "folder", "from": "the recipe of the checkpoint",
     "convert.from": "source", "to": "the recipe of the run", "kind": "same, safe, lossy, weights only or refused", "step": "of the checkpoint", "lost": "what is not restored", "why": "reasons, each with its cure", "second_moment": "mean of the loaded states; null: not known", "ranks": "each rank: bytes live and predicted, differences, audit, step, ok",
     "changed": "settings that differ from the run's, since it is built without memory", "path": "what was written", "take": "the choice that is best", "tables": "title, columns, rows", "content": "the recipe file", "documents": "how many", "tokens": "how many", "skipped": "reason -> records", "cached": "whether it was prepared before", "prefixes": "of .bin and .idx", "tokenizer": "its facts",
-    "files": "kind, files, bytes", "verify.files": "how many", "pairs": "facts of packed files", "dtypes": "dtype -> tensors", "elements": "how many", "family": "the model's", "widened": "tensors that were blockwise FP8", "rounded": "values that are rounded", "folder": "the folder", "format": "the served format", "quantized": "linears", "high_precision": "linears in high precision",
+    "files": "kind, files, bytes", "verify.files": "how many", "pairs": "facts of packed files", "dtypes": "dtype -> tensors", "elements": "how many", "family": "the model's", "widened": "tensors that were blockwise FP8", "rounded": "values that are rounded", "merged": "adapters in the base's weights: choice, linears, relative errors against what was trained with", "folder": "the folder", "format": "the served format", "quantized": "linears", "high_precision": "linears in high precision",
     "contract.recipe": "of the run; null: not said", "distances": "name, mean, k3, greedy, loss of each way of serving", "linears": "linear -> error of its output", "loss": "of training, nats", "emulated": "whether low precision was computed in software", "written": "file", "keys": "MLPerf's nine", "key": "id of the signer", "record": "file", "signature": "file",
     "result": "the verdict of the record", "configuration": "what was signed", "passedTests": "audits that passed", "warnedTests": "with a warning", "failedTests": "that failed", "provenance": "SLSA's statement", "disclose.precision": "the run's precision.json", "verify.record": "always null: the folder is signed without a record",
 }  # fmt: skip
@@ -103,8 +104,8 @@ def shape(values: list[Any], name: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {"type": [kind for kind, held in kinds.items() if held]}
     if kinds["array"] and (items := [item for held in kinds["array"] for item in held]):
         found["items"] = shape(items)
-    if name == "played_on":  # a string only where Transformer Engine's package is installed
-        found["type"] = ["null", "string"]
+    # a string only where Transformer Engine's package is installed; null for adapters that add nothing
+    found["type"] = {"played_on": ["null", "string"], "of_change": ["null", "number"]}.get(name, found["type"])
     if name in OPEN:
         return {"type": found["type"]}
     if name in MAPS and kinds["object"]:

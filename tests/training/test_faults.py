@@ -16,8 +16,8 @@ import pytest
 
 from mpbridge.common.errors import BadValue, CheckpointError, Contradiction
 from mpbridge.common.report.metrics import EVENTS
+from mpbridge.settings.training import parse_nonfinite
 from mpbridge.training.checkpoint import store
-from mpbridge.training.process import parse_nonfinite
 from tests.forked import forked
 from tests.training.survival import Hook, go, run
 

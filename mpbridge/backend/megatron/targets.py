@@ -29,10 +29,10 @@ from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.capability import refuse_unless_native
 from mpbridge.planning.rules.hybrid import silent_on
 from mpbridge.precision.megatron_spec.precision_field import TARGETS, ModuleRules
-from mpbridge.precision.policy import PrecisionPolicy, own_main
+from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.sync.apply import commit, refusal, spelled
 from mpbridge.precision.sync.plan import Plan, Receipt
-from mpbridge.precision.sync.targets import is_inputs, read, same
+from mpbridge.precision.sync.targets import is_inputs, same
 from mpbridge.settings.schema import ACTIVATIONS
 from mpbridge.settings.sections import GPT, YARN
 
@@ -112,7 +112,6 @@ def apply(
         raise BadValue("apply(emulated=True) got a native plan: make it with plan(..., realization='emulated')")
     refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
     _refuse_unspoken(plan)
-    refuse_unkept(plan)
     _refuse_silent(plan, versions or installed())
     receipt = commit(plan, on_conflict=on_conflict, spell=_compile)
     if plan.conflicts and os.environ.get("RANK", "0") == "0":  # only on torchrun's rank 0
@@ -130,25 +129,6 @@ def _refuse_unspoken(plan: Plan) -> None:
         raise Refused(
             f"megatron-core has no setting for {', '.join(unspoken)} scaling, so this script's linears would train in 16 bits;"
             " train it with mpbridge, whose engines put such GEMMs into the linears"
-        )
-
-
-def refuse_unkept(plan: Plan) -> None:
-    """Raises Refused for weights that Float16Module or the distributed optimizer would keep in another dtype than the policy says."""
-    policy, targets = plan.policy, plan.targets
-    if policy is None or policy.compute is DType.FP32 or targets.get("model") is None:
-        return
-    if policy.params is DType.FP32:
-        raise Refused(
-            f"params_dtype=fp32 with {policy.compute.short} compute: megatron-core's Float16Module casts the whole model, and its optimizer would then"
-            " update 16-bit weights without main weights; engine=fsdp2 of mpbridge trains it, or mixed_precision.params_dtype=null"
-        )
-    divided = any(read(targets[name], "use_distributed_optimizer") is True for name in targets if name != "model")
-    fsdp = "ddp" in targets and read(targets["ddp"], "use_megatron_fsdp") is True
-    if own_main(policy) and divided and not fsdp:
-        raise Refused(
-            f"{policy.params.short} parameters as their own main copy: the distributed optimizer silently creates FP32 main weights and moments;"
-            " use_distributed_optimizer=False keeps them"
         )
 
 

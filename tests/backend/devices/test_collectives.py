@@ -60,7 +60,7 @@ from mpbridge.observe.audit.quantization import Quantizations
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.weights import Weights
 from mpbridge.settings.container import ConfigContainer
-from mpbridge.backend.devices import gather
+from mpbridge.backend.devices import collectives as gather
 from mpbridge.backend.devices.collectives import agreed, on_first_rank
 
 WORLD = int(sys.argv[1])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import types
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, facts_of, fresh, live, planned
 
-from mpbridge import apply
+from mpbridge import apply, wrap
 from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UpstreamRefused
 from mpbridge.precision.sync.apply import commit
 from mpbridge.precision.sync.plan import plan
@@ -69,20 +69,17 @@ def test_an_object_that_carries_its_config_is_written_there_and_nothing_lands_on
     [
         ("fp32_params_bf16_compute", False, "update 16-bit weights without main weights"),
         ("full_bf16", True, "silently creates FP32 main weights"),
-        ("full_bf16", False, ""),
+        ("full_bf16", False, "call mpbridge.apply"),
     ],
 )
 def test_weights_that_megatron_core_would_keep_otherwise_are_refused(
     recipe: str, distributed: bool, refusal: str
 ) -> None:
-    model, optimizer = (
-        TransformerConfig(**INPUTS["dense"]["model"]),
-        OptimizerConfig(use_distributed_optimizer=distributed),
-    )
-    made = plan(recipe, model=model, optimizer=optimizer)
-    with pytest.raises(Refused, match=refusal) if refusal else contextlib.nullcontext():
-        apply(made)
-    assert model.bf16 is not bool(refusal)
+    config, optimizer = TransformerConfig(**INPUTS["dense"]["model"]), OptimizerConfig()
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+    model = types.SimpleNamespace(config=config)
+    with pytest.raises(Refused, match=refusal):
+        wrap(model, plan(recipe, model=config, optimizer=optimizer, ddp=ddp), optimizer)
 
 
 def test_a_plain_namespace_is_written() -> None:
