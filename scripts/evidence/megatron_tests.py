@@ -185,7 +185,11 @@ def files_of(checkout: Path) -> list[str]:
 def wanted(store: Store, file: str, ranks: int, smaller: int | None, again: list[str]) -> list[str] | None:
     """The tests of a file to run in a world: [] for all of them, None for nothing."""
     cases = [case for case in store.cases().values() if case.file == file]
-    anew = [case.test for case in cases if case.ranks == ranks and case.outcome in again and case.excluded is None]
+    anew = [
+        case.test
+        for case in cases
+        if case.ranks == ranks and case.outcome in again and standing(case) not in ("excluded", "ranks")
+    ]
     if smaller is None:
         return anew or ([] if file not in store.whole(ranks) else None)
     return anew + [case.test for case in cases if case.ranks == smaller and case.wants_ranks] or None
