@@ -365,8 +365,8 @@ def _meaning(said: _Settings) -> tuple[Meaning, dict[str, Any]]:
 def _with_quant(said: _Settings, meaning: Meaning) -> Meaning:
     """`meaning` with the linears of the FP8 plugin, which computes everything else under autocast."""
     compute = said.compute or said.base
-    quantized = dataclasses.replace(meaning, compute=compute, autocast=compute)
-    return meaning if said.quant is None else with_quant(quantized, said.quant)
+    wide = dataclasses.replace(meaning, compute=compute, autocast=compute)
+    return meaning if said.quant is None else with_quant(wide, said.quant)
 
 
 def _by_deepspeeds_file(said: _Settings, config: Any) -> tuple[Meaning, dict[str, Any]]:
@@ -394,8 +394,7 @@ def _hooked(said: _Settings) -> DType:
 
 def _zero(said: _Settings) -> Sharded:
     """What ZeRO shards: by the stage in the strategy's name or arguments; DeepSpeedStrategy's default is 2."""
-    stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])
-    if not stage:
+    if not (stage := str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])):
         stage = "2"
         said.read.default("strategy.stage", stage)
     return {str(number): sharded for number, sharded in deepspeed.SHARDED.items()}.get(stage, "everything")
