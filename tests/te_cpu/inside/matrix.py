@@ -88,7 +88,7 @@ def settings_of(name: str, model: str) -> list[str]:
     if model == "moe_tiny":
         more += SMALL
     # edge layers of a recipe leave something to quantize
-    layers = 16 if "3_super" in name else 6
+    layers = 2 + sum(policy.ends) if policy.ends and sum(policy.ends) > 4 else 6
     deep = [f"model.num_layers={layers}"]
     deep += [f"model.moe_layer_freq={[0] + [1] * (layers - 1)}"] if model == "moe_tiny" else []
     sharded = policy.stored or name in ("bf16_mixed_bf16_moments", "bf16_megatron_fsdp")

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from mpbridge import ConfigContainer, pretrain
 from mpbridge.cli.main import main
 from mpbridge.planning.memory.roles import roles
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
 from mpbridge.te_cpu.played import now
 from mpbridge.training.base import Hook
 
@@ -181,8 +183,10 @@ def test_a_hybrid_trains_stops_and_goes_on_to_the_bit(recipe, tmp_path) -> None:
     whole, seen = run("whole")
     parts = [step for _ in range(2) for step in run("parts", "train.exit_interval=2")[0].seen]
     assert parts == whole.seen
-    stored = "MXFP8Tensor" if BLACKWELL else "Float8Tensor" if recipe == HYBRIDS[0] else "Parameter"
-    assert seen.classes["decoder.layers.2.mixer.in_proj.weight"] == ("Float8Tensor" if "delayed" in recipe else stored)
+    policy = resolve(get_mixed_precision_config(recipe))
+    kinds = {"mxfp8": "MXFP8Tensor", "blockwise": "Float8BlockwiseQTensor"}
+    stored = kinds.get(policy.quants[0].scaling, "Float8Tensor") if policy.stored else "Parameter"
+    assert seen.classes["decoder.layers.2.mixer.in_proj.weight"] == stored
     assert seen.classes["decoder.layers.2.mixer.conv1d.weight"] == "Parameter"
 
 
