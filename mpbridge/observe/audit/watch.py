@@ -342,7 +342,9 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         module, path = self._here()
         if module is not None:  # forward, or recomputation during backward
             if is_attention(module):
-                self.attention[path][storage(left) if left.dtype is right.dtype else "mixed"] += 1
+                # two dimensions are no product of heads: Transformer Engine builds its Hadamard matrix (FP32) where it first quantizes
+                if left.dim() > 2:
+                    self.attention[path][storage(left) if left.dtype is right.dtype else "mixed"] += 1
             elif left.dim() == 2:
                 self.products.forward(path, left, right, out)
             elif is_linear(module) or is_router(module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -69,6 +70,13 @@ EXPERTS = {"mxfp8": (MXFP8, *OVERLAP), "nvfp4": (NVFP4,)} if BLACKWELL else {
 def test_it_trains_and_every_audit_passes(name) -> None:
     recipe, *overrides = (BLACKWELLS if BLACKWELL else HOPPERS)[name]
     trains(recipe, *overrides)
+
+
+@pytest.mark.played("blackwell")
+def test_a_matrix_built_within_attention_is_no_product_of_it() -> None:
+    """Transformer Engine builds NVFP4's Hadamard matrix where it first quantizes: in core attention, if the linears before it stay in BF16."""
+    importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor").get_rht_matrix.cache_clear()
+    trains(NVFP4, "mixed_precision.modules={'*.linear_qkv': bf16, '*.linear_proj': bf16}")
 
 
 @pytest.mark.parametrize("scaling", EXPERTS)
