@@ -14,6 +14,7 @@ from mpbridge.planning.certificates import VARIANTS, Row
 
 if TYPE_CHECKING:
     from mpbridge.numerics.certificates.certificate import Certificate
+    from mpbridge.settings.container import Run
 
 SUMMARY = "compute what a recipe's rounding does to operands, GEMMs and the optimizer, with a bound beside each figure"
 ARGUMENTS = (
@@ -37,19 +38,20 @@ def run(args: argparse.Namespace) -> int:
         args.recipe, args.overrides = None, [args.recipe, *args.overrides]
     made: list[Certificate] = []
     with paged(args, lambda: certificate_page(made)):
-        made.append(_certificate(args, args.recipe, args.variant))
+        asked = [(args.recipe, args.variant)]
         if args.against is not None:
             variant = args.against if args.against in VARIANTS else None
-            made.append(_certificate(args, args.recipe if variant else args.against, variant))
+            asked.append((args.recipe if variant else args.against, variant))
+        # both are known to be right before either takes its minute
+        resolved = [(_resolved(args, recipe, variant), variant) for recipe, variant in asked]
+        made += [_certificate(args, one, variant) for one, variant in resolved]
         data, *other = (one.as_data() for one in made)
         answer(args, data | ({"against": other[0]} if other else {}), lambda: _print(made))
     return 0
 
 
-def _certificate(args: argparse.Namespace, recipe: str | None, variant: str | None) -> Certificate:
-    from mpbridge.numerics.certificates.certificate import certificate
+def _resolved(args: argparse.Namespace, recipe: str | None, variant: str | None) -> Run:
     from mpbridge.numerics.rules import release_of
-    from mpbridge.training.certified import OwnTensors, own_tensors, training_of
 
     # the shipped model is made deep enough for the edge layers of every recipe; no figure depends on the depth
     deep = [] if args.config else ["model.num_layers=16"]
@@ -62,6 +64,14 @@ def _certificate(args: argparse.Namespace, recipe: str | None, variant: str | No
         )
     if args.te is not None and release_of(args.te):  # names a text that is none first
         tried(args.te)
+    return made
+
+
+def _certificate(args: argparse.Namespace, made: Run, variant: str | None) -> Certificate:
+    from mpbridge.numerics.certificates.certificate import certificate
+    from mpbridge.numerics.rules import release_of
+    from mpbridge.training.certified import OwnTensors, own_tensors, training_of
+
     own = OwnTensors(linears={}) if args.tensors is None else own_tensors(args.tensors)
     return certificate(
         made.recipe,

@@ -41,7 +41,7 @@ class Mark:
         if kind == "percent" and not 0 < amount < 100:
             raise BadValue(f"until: {text!r} is not between 0% and 100%")
         if kind == "steps" and (amount < 1 or amount != int(amount)):
-            raise BadValue(f"until: {text!r} is not a whole number of steps of expected at least 1")
+            raise BadValue(f"until: {text!r} is not a whole number of steps (expected at least 1)")
         return cls(amount=amount, unit=kind)
 
     def step(self, *, steps: int, tokens_per_step: int) -> int:

@@ -397,6 +397,7 @@ def test_a_file_of_weights_is_certified_with_inputs_and_gradients_that_differ(tm
     [
         (["bf16_mixed", "--variant", "scale-up"], "variants are of NVFP4"),
         (["bf16_mxpf8"], "nearest"),
+        (["bf16_mixed", "--against", "bf16_mxpf8"], "nearest"),
         (["bf16_mixed", "--tensors", "{file}"], "not a safetensors file"),
         (["bf16_mixed", "--tensors", "{nan}"], "dy has 1 values that are not finite"),
         (["bf16_mixed", "--tensors", "{zero}"], "x has nothing but zeros"),
@@ -405,9 +406,17 @@ def test_a_file_of_weights_is_certified_with_inputs_and_gradients_that_differ(tm
         (["optimizer.rate=1"], "no setting in optimizer"),
     ],
 )
-def test_misuse_names_the_cure(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_misuse_names_the_cure_before_anything_is_computed(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def computes(*_: object, **__: object) -> None:
+        raise AssertionError("it computes first")
+
+    monkeypatch.setattr("mpbridge.numerics.certificates.certificate.certificate", computes)
     file = tmp_path / "other"
     file.write_text("text")
     save = pytest.importorskip("safetensors.torch").save_file
