@@ -206,7 +206,7 @@ def bytes_of(file: Path | str, *, kind: str) -> bytes:
     with regular(file) as stream:
         data = stream.read(largest + 1)
     if len(data) > largest:
-        raise OSError(errno.EFBIG, f"it has more than {largest:,} bytes, the limit for a {kind}", os.fspath(file))
+        raise OSError(errno.EOVERFLOW, f"it has more than {largest:,} bytes, the limit for a {kind}", os.fspath(file))
     return data
 
 
@@ -223,7 +223,7 @@ def lines_of(file: Path | str) -> Iterator[str]:
                 what = (
                     f"a line of more than {limit.steps:,}" if len(line) > limit.steps else f"more than {limit.size:,}"
                 )
-                raise OSError(errno.EFBIG, f"it has {what} bytes, the limit for records", os.fspath(file))
+                raise OSError(errno.EOVERFLOW, f"it has {what} bytes, the limit for records", os.fspath(file))
             yield line.decode("utf-8", "replace")
 
 

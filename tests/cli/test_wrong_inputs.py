@@ -37,6 +37,7 @@ WRONG: dict[str, tuple[int, str, str]] = {
     "check --config hf:big": (2, 'hidden_size="big"', "expected a whole number"),
     "check --machine-file text.txt": (2, "text.txt", "mpbridge calibrate"),
     "calibrate --out gone/m.yaml": (2, "--out gone/m.yaml", "folder gone does not exist"),
+    "import --from megatron-lm large.yaml": (2, "more than 4,000,000 bytes", "the limit for a configuration"),
     "compare bf16_mixed": (2, "required: B", "help compare"),
     "compare bad.json bf16_mixed": (2, "bad.json: cannot be read: line 1", "expected ',' or '}'"),
     "convert hf:hf hf:out": (2, "convert hf:hf hf:out", "expected hf:DIR ckpt:DIR"),
@@ -145,6 +146,7 @@ def folder(tmp_path_factory):
         (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_text(text)
     (made / "folder").mkdir()
+    (made / "large.yaml").write_bytes(b"a" * 5_000_000)
     (made / "wide.yaml").write_text("model: {num_layers: 2}\n", encoding="utf-16")
     return made
 
