@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _TOKEN = re.compile(r"\*|\?|\[!?\]?[^]]*\]|.", re.DOTALL)
+_NUMBER = re.compile(r"[0-9]+")
 _EXPERT = re.compile(r"\blocal_experts\.\d+\.")
 DECODER = "decoder.layers.{}."
 MTP = ("mtp.layers.{}.transformer_layer.", "mtp.layers.{}.mtp_model_layer.")
@@ -60,9 +61,29 @@ def dead_patterns(patterns: Iterable[str], names: Sequence[str]) -> tuple[str, .
     return tuple(pattern for pattern in patterns if not fnmatch.filter(names, pattern))
 
 
-@functools.lru_cache(maxsize=4096)
 def below(glob: str, stem: str) -> tuple[str, ...]:
     """The globs that, below `stem`, match what `glob` matches as a full path: '*.mlp.*' below 'decoder.layers.3.' leaves '*.mlp.*' and 'mlp.*'."""
+    return _below(glob, told_apart(stem, (glob,)))
+
+
+def told_apart(stem: str, globs: Iterable[str]) -> str:
+    """`stem` with its number as 0 where only stars of the globs can match one, so that they leave the same below every layer's."""
+    return stem if any(map(_numbers, globs)) else _NUMBER.sub("0", stem)
+
+
+@functools.lru_cache(maxsize=4096)
+def _numbers(glob: str) -> bool:
+    """Whether something other than a star may match a number that stands alone, as a layer's does: not the 1 of 'linear_fc1'."""
+    tokens = ["", *_TOKEN.findall(glob)]
+    digit = [token == "?" or token[:1] == "[" or token.isdigit() for token in tokens]
+    return any(
+        is_one and (before in ("", ".", "*") or also)
+        for is_one, before, also in zip(digit[1:], tokens, digit, strict=False)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _below(glob: str, stem: str) -> tuple[str, ...]:
     tokens = _TOKEN.findall(glob)
     states = _through_stars(tokens, {0})
     for letter in stem:

@@ -110,7 +110,7 @@ def test_an_expert_goes_by_the_grouped_name_too() -> None:
     assert made.at("mlp.experts.local_experts.7.linear_fc2", 0, 4) == TENSORWISE
 
 
-@pytest.mark.parametrize("glob", ["*", "*.linear_fc1", "decoder.layers.3.*", "decoder.*.mlp.*", "*3.mlp.linear_f[ab]c1", "mlp.*", "decoder.layers.[!3].*", "dec?der.layers.3.mlp.linear_fc?", "**.mlp*"])  # fmt: skip
+@pytest.mark.parametrize("glob", ["*", "*.linear_fc1", "decoder.layers.3.*", "decoder.*.mlp.*", "*3.mlp.linear_f[ab]c1", "mlp.*", "decoder.layers.[!3].*", "dec?der.layers.3.mlp.linear_fc?", "**.mlp*", "*.linear_fc[12]", "*[13].mlp*", "layers.?.*", "*s.13*fc1"])  # fmt: skip
 @pytest.mark.parametrize("layer", [3, 13])
 def test_what_remains_of_a_glob_below_a_layer_matches_the_same_paths(glob: str, layer: int) -> None:
     stem = f"decoder.layers.{layer}."

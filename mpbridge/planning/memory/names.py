@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mpbridge.common.errors import Refused
 from mpbridge.common.facts import ModelShape
 from mpbridge.planning.memory.layers import layer_weights
-from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, below, matches, names
+from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, below, matches, names, told_apart
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region, outside, spans_of
@@ -55,9 +55,15 @@ def coverage(regions: Sequence[Region], stacks: Iterable[Stack], layers: int, *,
     """
     found, known = Coverage(), _Masks()
     wanted = set(range(len(regions) - 1))
+    seen: set[tuple[object, ...]] = set()
     for stack in stacks:
         if not whole and wanted <= found.deciding:
             break
+        place = told_apart(stack.stem, (region.modules for region in regions))
+        alike = (place, stack.linears, *(region.about(stack.layer, layers) for region in regions))
+        if alike in seen:
+            continue
+        seen.add(alike)
         for index, decided in enumerate(_decided(regions, stack, layers, known, found)):
             if decided:
                 found.deciding.add(index)
