@@ -87,6 +87,8 @@ def console(*, speaks: bool = True) -> Console:
 
 def tell(out: Console, message: Any, *, style: str | None = None) -> None:
     """Prints prose on `out`, wrapped to a width that is known (a terminal, COLUMNS), its commands, settings and paths in one piece; or a table."""
+    if out.quiet:  # rich would lay it out all the same
+        return
     if not isinstance(message, str):
         out.print(message, style=style)
         return

@@ -359,7 +359,8 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated:
 def _fits(policy: PrecisionPolicy, run: RunFacts, family: _Family, machine: Machine, known: set[str]) -> bool:
     """Whether a layout fits for certain and no rule forbids it. known: see `_forbids`."""
     return (
-        family.bounds.verdict(run, machine.memory_bytes) == "fits"
+        not _forbids(policy, run, known, every=False)  # cheaper than the memory
+        and family.bounds.verdict(run, machine.memory_bytes) == "fits"
         and not _forbids(policy, run, known)
         and verdict(family.fullest(run), machine.memory_bytes) == "fits"
     )

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mpbridge.common.facts import RunFacts
-from mpbridge.planning.memory.layers import Weight, layer_weights
+from mpbridge.common.facts import ModelShape, RunFacts
+from mpbridge.planning.memory.layers import Same, Weight, layer_weights
 from mpbridge.precision.globs import MTP
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.policy import PrecisionPolicy, Quant
@@ -90,27 +90,37 @@ def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Misfit, ...]:
 
 def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[LinearShape, ...]:
     """The quantized linears, with layers of equal sizes and rules grouped; one expert represents all."""
-    shape = run.shape
-    grouped: dict[tuple[str, Quant, tuple[int, ...], str | None, bool], list[int]] = {}
-    for layer in range(shape.num_layers):
-        for weight in _linears(run, layer):
-            for quant in policy.gemms_at(weight.module, layer, shape.num_layers).distinct:
-                grouped.setdefault((weight.module, quant, weight.shape, weight.split, weight.expert), []).append(layer)
-    for weight in _linears(run, shape.num_layers - 1) if shape.mtp_layers else ():
-        # every multi-token prediction depth is a layer like the last one, but has no layer number
-        for quant in policy.gemms_at(
-            weight.module, None, shape.num_layers, f"{MTP[0].format(0)}{weight.module}"
-        ).distinct:
-            grouped.setdefault((f"mtp.{weight.module}", quant, weight.shape, weight.split, weight.expert), [])
+    parallel = run.parallel
     count = run.tokens
-    shard = count // run.parallel.sequence_width
+    shard = count // parallel.sequence_width
     return tuple(
         LinearShape(
-            module=module, layers=tuple(layers), quant=quant, inner=size[1], outer=size[0], split=split, shard=shard,
+            module=module, layers=layers, quant=quant, inner=size[1], outer=size[0], split=split, shard=shard,
             tokens=None if expert else shard if _whole(module) else count,
         )
-        for (module, quant, size, split, expert), layers in grouped.items()
+        for (module, quant, size, split, expert), layers in _grouped(
+            policy, Same(run.shape), parallel.tensor, parallel.expert_tensor or parallel.tensor
+        )
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)  # a search for a layout asks again for each candidate
+def _grouped(
+    policy: PrecisionPolicy, model: Same[ModelShape], tensor: int, expert_tensor: int
+) -> tuple[tuple[tuple[str, Quant, tuple[int, ...], str | None, bool], tuple[int, ...]], ...]:
+    """(module, rule, sizes on one rank, how it is split, whether it is an expert) -> the layers that have it."""
+    shape = model.one
+    found: dict[tuple[str, Quant, tuple[int, ...], str | None, bool], list[int]] = {}
+    for layer in range(shape.num_layers):
+        for weight in _linears(shape, layer, tensor, expert_tensor):
+            for quant in policy.gemms_at(weight.module, layer, shape.num_layers).distinct:
+                found.setdefault((weight.module, quant, weight.shape, weight.split, weight.expert), []).append(layer)
+    for weight in _linears(shape, shape.num_layers - 1, tensor, expert_tensor) if shape.mtp_layers else ():
+        # every multi-token prediction depth is a layer like the last one, but has no layer number
+        path = f"{MTP[0].format(0)}{weight.module}"
+        for quant in policy.gemms_at(weight.module, None, shape.num_layers, path).distinct:
+            found.setdefault((f"mtp.{weight.module}", quant, weight.shape, weight.split, weight.expert), [])
+    return tuple((key, tuple(layers)) for key, layers in found.items())
 
 
 def token_multiple(policy: PrecisionPolicy, run: RunFacts) -> int:
@@ -132,16 +142,10 @@ def spans(layers: Iterable[int]) -> str:
     return layers_text(spans_of(layers))
 
 
-def _linears(run: RunFacts, layer: int) -> tuple[Weight, ...]:
-    shape, parallel = run.shape, run.parallel
+def _linears(shape: ModelShape, layer: int, tensor: int, expert_tensor: int) -> tuple[Weight, ...]:
     weights = layer_weights(
-        shape,
-        tensor=parallel.tensor,
-        expert_tensor=parallel.expert_tensor or parallel.tensor,
-        local_experts=1,
-        parts=shape.parts(layer),
-        grouped=shape.grouped_gemm,
-    )
+        shape, tensor=tensor, expert_tensor=expert_tensor, local_experts=1, parts=shape.parts(layer), grouped=shape.grouped_gemm
+    )  # fmt: skip
     return tuple(weight for weight in weights if weight.linear)
 
 
