@@ -142,10 +142,19 @@ def test_the_screen_of_the_issues_example(capsys, monkeypatch):
         assert any(line.startswith(start) for line in lines), start
 
 
-SCREENS = [(path.stem, "fp8_cs", "h100") for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))]
+KINDS = ("gpt_tiny", "llama3_405b", "nemotron_h_8b", "qwen3_30b_a3b")
+SCREENS = [
+    pytest.param(path.stem, "fp8_cs", "h100", marks=() if path.stem in KINDS else pytest.mark.slow)
+    for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+]
+"""One of each kind of model; the rest of the configurations are slow."""
 
 
-@pytest.mark.parametrize(("config", "recipe", "target"), [*SCREENS, ("deepseek_v3_671b", "mxfp8", "b200"), ("gpt_oss_120b", "nvfp4", "b200")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "recipe", "target"),
+    [*SCREENS, ("deepseek_v3_671b", "mxfp8", "b200"), ("gpt_oss_120b", "nvfp4", "b200")],
+    ids=str,
+)
 def test_every_shipped_configuration_has_its_answer_on_one_screen(capsys, monkeypatch, config, recipe, target):
     monkeypatch.setenv("COLUMNS", "100")
     assert main(["check", "--config", config, "--recipe", recipe, "--target", target]) in (0, 1)

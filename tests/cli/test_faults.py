@@ -14,7 +14,7 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.precision import yaml_loader
-from tests.forked import forked
+from tests.forked import forked, python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,12 +82,15 @@ def test_a_script_of_unknown_options_does_not_flood_the_terminal(
     assert '"--x1999' in capsys.readouterr().out
 
 
+RECIPE, CONFIGURATION = ["show", "odd.yaml"], ["check", "--config", "odd.yaml"]
+
+
+# one function reads both: each kind of text once, and one of them as both
 @pytest.mark.parametrize(
-    "arguments", [["show", "odd.yaml"], ["check", "--config", "odd.yaml"]], ids=["recipe", "configuration"]
-)
-@pytest.mark.parametrize(
-    "text", ["k: 1\n" * 4_000_000, "- " * 40_000, "[" * 90_000, None], ids=["20 MB", "dashes", "brackets", "endless"]
-)
+    ("text", "arguments"),
+    [("k: 1\n" * 4_000_000, RECIPE), ("- " * 40_000, CONFIGURATION), ("[" * 90_000, RECIPE), (None, RECIPE), (None, CONFIGURATION)],
+    ids=["20 MB", "dashes", "brackets", "an endless recipe", "an endless configuration"],
+)  # fmt: skip
 def test_a_file_that_is_no_configuration_costs_little_memory(
     text: str | None, arguments: list[str], tmp_path: Path
 ) -> None:
@@ -182,16 +185,11 @@ def test_a_section_with_thousands_of_settings_is_refused_quickly(
     ],
     ids=" ".join,
 )
-def test_a_fifo_is_not_waited_for(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_fifo_is_not_waited_for(arguments: list[str], tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.model"):
         os.mkfifo(tmp_path / name)
     (tmp_path / "odd.yaml").symlink_to("config.json")
-    words = [word.format("odd.yaml", folder=".") for word in arguments]
-    code = f"from mpbridge.cli.main import main\nraise SystemExit(main({words!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=60)  # fmt: skip
+    done = python(["-m", "mpbridge", *(word.format("odd.yaml", folder=".") for word in arguments)], cwd=tmp_path, timeout=60)  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
 

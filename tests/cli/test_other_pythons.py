@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ ASKED = (
 )
 
 
+@functools.cache
 def said(python: str, words: tuple[str, ...]) -> tuple[int, str, str]:
     # pure Python packages are for every version, and the parts of them that are compiled for one have a replacement in Python
     path = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
@@ -34,7 +36,8 @@ def said(python: str, words: tuple[str, ...]) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("version", OTHERS)
+# the oldest and the newest; 3.12 lies between them
+@pytest.mark.parametrize("version", [pytest.param(one, marks=[pytest.mark.slow] * (one == "3.12")) for one in OTHERS])
 def test_another_python_says_the_same(version: str) -> None:
     python = interpreter(version)
     if python is None:

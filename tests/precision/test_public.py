@@ -80,13 +80,21 @@ ConfigContainer(modell={})  # error: Unexpected keyword argument "modell"
 """
 
 
+WITHOUT = """
+[[tool.mypy.overrides]]
+module = ["torch.*", "numpy.*", "rich.*"]
+follow_imports = "skip"
+"""
+"""None of these types is in the snippet, and most of a start without a cache is reading torch."""
+
+
 def test_mypy_knows_every_name_and_refuses_unknown_ones(tmp_path: Path) -> None:
-    snippet = tmp_path / "snippet.py"
+    snippet, settings = tmp_path / "snippet.py", tmp_path / "pyproject.toml"
     snippet.write_text(SNIPPET, encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]  # which says strict
-    # with the cache of scripts/test.sh's own check: most of a cold start is reading torch
+    settings.write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8") + WITHOUT, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(settings)]  # which says strict
     done = subprocess.run(
-        [*command, "--cache-dir", str(ROOT / ".mypy_cache"), str(snippet)],
+        [*command, "--cache-dir", str(ROOT / ".mypy_cache" / "front_door"), str(snippet)],
         cwd=ROOT, capture_output=True, text=True, timeout=840, check=False,
     )  # fmt: skip
     found = dict(re.findall(r"snippet\.py:(\d+): error: (.*)", done.stdout))

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -111,7 +112,8 @@ class Signal(Hook):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+# the others: test_survives.py
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path, number):
     kept = {"save": str(tmp_path / "kept"), "load": str(tmp_path / "kept")}
     before = signal.getsignal(number)
@@ -157,15 +159,6 @@ def test_a_second_signal_ends_at_once(tmp_path):
         assert time.monotonic() - began < 300  # the step would have gone on for ten minutes
 
 
-def test_a_signal_to_a_process_ends_it_with_exit_code_0(tmp_path):
-    with forked(train, tmp_path, 1000, 0.05) as process:
-        process.wait_for("step 2")
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait() == 0, process.text
-    assert "done SIGTERM" in process.text
-    assert store.saved(tmp_path)
-
-
 def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_path):
     kept = {"save": str(tmp_path), "load": str(tmp_path)}
     with forked(train, tmp_path, 1000, 0.05, None) as first:
@@ -181,10 +174,12 @@ def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_pa
     assert sorted(go(run(iters=2, checkpoint=kept)).losses) == [1, 2]
 
 
-def damaged(tmp_path):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
     """A run's folder with checkpoints behind steps 2 and 4."""
-    go(run(iters=4, checkpoint={"save": str(tmp_path), "save_interval": 2}))
-    return tmp_path / "step_00000004"
+    folder = tmp_path_factory.mktemp("whole")
+    go(run(iters=4, checkpoint={"save": str(folder), "save_interval": 2}))
+    return folder
 
 
 def flip(file):
@@ -196,15 +191,17 @@ def flip(file):
 @pytest.mark.parametrize(
     "name", ["__0_0.distcp", "index.json", "state.json", "precision.json"]
 )  # what else is damage, test_store.py has
-def test_damage_is_named_and_the_one_before_goes_on(tmp_path, name):
-    newest = damaged(tmp_path)
-    flip(newest / name)
+def test_damage_is_named_and_the_one_before_goes_on(whole, tmp_path, name):
+    kept = shutil.copytree(whole, tmp_path / "kept", symlinks=True)
+    damaged = kept / "step_00000004" / name
+    flip(damaged)
     with pytest.raises(CheckpointError) as told:
-        go(run(iters=6, checkpoint={"load": str(tmp_path)}))
-    assert str(newest / name) in str(told.value)
+        go(run(iters=6, checkpoint={"load": str(kept)}))
+    assert str(damaged) in str(told.value)
     offered = str(told.value).rpartition("checkpoint.load=")[2]
-    assert offered == str(tmp_path / "step_00000002")
-    assert sorted(go(run(iters=4, checkpoint={"load": offered})).losses) == [3, 4]
+    assert offered == str(kept / "step_00000002")
+    if name == "state.json":
+        assert sorted(go(run(iters=4, checkpoint={"load": offered})).losses) == [3, 4]
 
 
 @pytest.mark.parametrize("background", [False, True])

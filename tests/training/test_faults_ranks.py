@@ -60,12 +60,10 @@ def test_a_signal_to_one_rank_stops_both_behind_the_same_step(tmp_path):
     assert [saved.step for saved in store.saved(tmp_path)] == [3]
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16_mixed"])
-def test_the_same_run_twice_has_the_same_losses_to_the_bit(recipe):
-    first, second = (go(run(recipe, train={"deterministic": True})) for _ in range(2))
+def test_the_same_run_twice_has_the_same_losses_to_the_bit():
+    first, second, other = (go(run(iters=4, train={"deterministic": True} | seed)) for seed in ({}, {}, {"seed": 5}))
     assert first.losses == second.losses
     assert first.digest == second.digest
-    other = go(run(recipe, train={"deterministic": True, "seed": 5}))
     assert other.losses != first.losses
 
 

@@ -67,7 +67,7 @@ def test_a_stage_is_the_recipe_alone_from_the_same_state(whole, tmp_path):
     assert {step: whole[0].losses[step] for step in (4, 5, 6)} == alone.losses
 
 
-@pytest.mark.parametrize("at", [2, 3, 5], ids=["before the switch", "at the switch", "behind the switch"])
+@pytest.mark.parametrize("at", [2, 5], ids=["before the switch", "behind the switch"])  # at it: two ranks, below
 def test_a_scheduled_run_is_resumed_on_either_side_to_the_bit(whole, tmp_path, at):
     first = go(run(LIST, emulate=True, checkpoint={"save": str(tmp_path / "kept")}, train={"exit_interval": at}))
     place = tmp_path / "kept"

@@ -64,7 +64,7 @@ def test_no_layout_of_a_group_is_faster_than_the_group(case):
     policy, run, target = facts_of(*CASES[case])
     bounds, seen = Bounds(policy, target, constants()), 0
     every = [group for group in groups(run, target, stated=False) if group and largest(run, group[0])]
-    for group in every[:: max(1, len(every) // 5)]:
+    for group in every[:: max(1, len(every) // 3)]:
         least = bounds.group(largest(run, group[0]), max(one.sizes.virtual_pipeline or 1 for one in group))
         found = [members(policy, run, dataclasses.replace(target, memory_bytes=0), outline) for outline in group]
         for one in itertools.chain(*found):

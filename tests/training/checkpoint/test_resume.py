@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,24 +50,13 @@ def same_from_step_4(whole, second):
     ("recipe", "sections"),
     [
         pytest.param("fp32", {}, id="fp32"),
-        pytest.param("bf16_mixed", {}, id="bf16"),
-        pytest.param(FP16, {}, id="fp16"),
         pytest.param("fp16_mixed", {}, id="fp16 while every step is skipped"),
-        pytest.param("fp32", {"ddp": DIST}, id="fp32 distributed"),
-        pytest.param("bf16_mixed", {"ddp": DIST}, id="bf16 distributed"),
-        pytest.param(FP16, {"ddp": DIST}, id="fp16 distributed"),
-        pytest.param("bf16_mixed_bf16_moments", {"ddp": DIST}, id="bf16 moments and remainders"),
-        pytest.param(
-            "bf16_mixed",
-            {"checkpoint": {"async_save": True}},
-            id="in the background",
-        ),
-        pytest.param(DELAYED, {"emulate": True}, id="fp8 delayed emulated"),
+        pytest.param("bf16_mixed", {"checkpoint": {"async_save": True}}, id="bf16 in the background"),
         pytest.param("bf16_with_nvfp4_mixed", {"emulate": True, "ddp": DIST}, id="nvfp4 emulated, stochastic rounding"),
         pytest.param("bf16_params_fp32_states", {"engine": "fsdp2"}, id="fsdp2"),
         pytest.param("bf16_megatron_fsdp", {"engine": "megatron_fsdp"}, id="megatron-fsdp"),
         pytest.param("bf16_mixed", {"optimizer": SGD}, id="sgd"),
-        pytest.param("fp32", {"optimizer": SGD, "engine": "fsdp2"}, id="sgd on fsdp2"),
+        pytest.param("fp32", {"optimizer": SGD, "engine": "fsdp2"}, id="sgd on fsdp2", marks=pytest.mark.slow),
         pytest.param("fp32_params_bf16_compute", {"optimizer": {"optimizer": "muon"}, "engine": "fsdp2"}, id="muon"),
         pytest.param(
             "bf16_mixed",
@@ -83,6 +73,7 @@ def same_from_step_4(whole, second):
     ],
 )
 def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
+    # over the distributed optimizer: PAIRS, on two ranks
     whole, second = broken_off(tmp_path, recipe, **sections)
     same_from_step_4(whole, second)
     assert "optimizer states" not in second.summary.notes, "no moment was lost"
@@ -156,7 +147,6 @@ def begun(tmp_path_factory):
     ("before", "after", "kind", "exact"),
     [
         pytest.param("fp32", "bf16_mixed", "safe", EXACT, id="fp32 to bf16"),
-        pytest.param("bf16_mixed", "fp32", "safe", EXACT, id="bf16 to fp32"),
         pytest.param("bf16_mixed", FP16, "safe", EXACT, id="bf16 to fp16"),
         pytest.param("fp16", "bf16_mixed", "lossy", EXACT, id="fp16 to bf16: the scaler is lost"),
         pytest.param("bf16_mixed", "bf16_mixed+", "safe", EXACT, id="to the distributed optimizer"),
@@ -168,9 +158,7 @@ def begun(tmp_path_factory):
             "bf16_mixed", "bf16_mixed_bf16_moments+", "lossy", {"main"}, id="moments narrowed, main weights kept"
         ),
         pytest.param("fp32", "full_bf16", "lossy", set(), id="main weights narrowed"),
-        pytest.param("full_bf16", "fp32", "safe", EXACT, id="everything widened"),
         pytest.param("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "safe", EXACT, id="bf16 to blockwise fp8"),
-        pytest.param("bf16_with_nvfp4_mixed", "bf16_mixed+", "safe", EXACT, id="nvfp4 to bf16"),
         pytest.param("delayed", "bf16_mixed", "lossy", EXACT, id="delayed to bf16: the history is lost"),
         pytest.param(
             "delayed", DELAYED | {"fp8_amax_history_len": 8}, "lossy", EXACT, id="another length of the history"
@@ -213,21 +201,28 @@ def test_moments_that_are_lost_behind_a_resume_are_said_by_the_run_and_named_by_
     assert "states were lost between the file and the first step" in found.suspects[0].evidence[-1]
 
 
-def test_weights_only_needs_to_be_asked_for(tmp_path):
-    go(run("bf16_mixed", checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a run that saved behind its only step; for tests that write nothing into it."""
+    folder = tmp_path_factory.mktemp("saved")
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(folder)}))
+    return folder
+
+
+def test_weights_only_needs_to_be_asked_for(begun):
+    place = str(begun("bf16_mixed")[0] / "step_00000003")
     with pytest.raises(Refused, match="--reset-optimizer"):
-        go(run("bf16_mixed", checkpoint={"load": str(tmp_path)}, optimizer=SGD))
-    watch = go(run("bf16_mixed", checkpoint={"load": str(tmp_path), "reset_optimizer": True}, optimizer=SGD))
+        go(run("bf16_mixed", checkpoint={"load": place}, optimizer=SGD))
+    watch = go(run("bf16_mixed", checkpoint={"load": place, "reset_optimizer": True}, optimizer=SGD))
     assert sorted(watch.losses) == [4, 5, 6]
     assert watch.losses[4] < 4.0  # the weights were taken over
 
 
-def test_weights_alone_are_said_where_they_were_asked_for(tmp_path):
-    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
-    made = run("bf16_mixed", checkpoint={"load": str(tmp_path)})
-    saved = read_fingerprint(store.locate(tmp_path))
-    assert checkpoint.judge(saved, made, tmp_path, reset=False).kind == "same"
-    asked = checkpoint.judge(saved, made, tmp_path, reset=True)
+def test_weights_alone_are_said_where_they_were_asked_for(saved):
+    made = run("bf16_mixed", checkpoint={"load": str(saved)})
+    found = read_fingerprint(store.locate(saved))
+    assert checkpoint.judge(found, made, saved, reset=False).kind == "same"
+    asked = checkpoint.judge(found, made, saved, reset=True)
     assert (asked.kind, asked.lost) == ("weights only", ("optimizer states and their step count",))
 
 
@@ -246,52 +241,43 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path):
     assert sorted(go(run("bf16_mixed", iters=6, checkpoint={"load": str(aside)})).losses) == [6]
 
 
-def test_a_run_from_elsewhere_does_not_write_into_the_folder_of_another(tmp_path):
-    for name in ("one", "two"):
-        go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path / name)}))
-    with pytest.raises(Contradiction, match=r"two already has a run"):
-        go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path / "one"), "save": str(tmp_path / "two")}))
+def test_a_folder_that_holds_a_run_is_not_written_over_by_a_new_one_or_one_from_elsewhere(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "two", symlinks=True)
+    for load in ({}, {"load": str(saved)}):
+        with pytest.raises(Contradiction, match=r"two already has a run"):
+            go(run("bf16_mixed", iters=2, checkpoint=load | {"save": str(tmp_path / "two")}))
 
 
-def test_another_model_is_refused_before_anything_is_read(tmp_path):
-    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+def test_another_model_is_refused_before_anything_is_read(saved):
     with pytest.raises(Refused, match="hidden_size is 64 in the checkpoint and 32 in the run"):
-        go(run("bf16_mixed", checkpoint={"load": str(tmp_path)}, model={"hidden_size": 32}))
+        go(run("bf16_mixed", checkpoint={"load": str(saved)}, model={"hidden_size": 32}))
 
 
-def test_another_schedule_is_an_error_that_names_the_cure(tmp_path):
-    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+def test_another_schedule_is_an_error_that_names_the_cure(saved):
     cure = r"to keep the checkpoint's: scheduler\.lr_decay_iters=\d+; .*scheduler\.override_opt_param_scheduler=true"
     with pytest.raises(Contradiction, match=cure) as found:
-        go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path)}, scheduler={"lr_decay_iters": 50}))
+        go(run("bf16_mixed", iters=2, checkpoint={"load": str(saved)}, scheduler={"lr_decay_iters": 50}))
     kept = int(re.search(r"lr_decay_iters=(\d+)", str(found.value))[1])
-    assert go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path)}, scheduler={"lr_decay_iters": kept})).losses
+    assert go(run("bf16_mixed", iters=2, checkpoint={"load": str(saved)}, scheduler={"lr_decay_iters": kept})).losses
     assert go(
         run(
             "bf16_mixed",
             iters=2,
-            checkpoint={"load": str(tmp_path)},
+            checkpoint={"load": str(saved)},
             scheduler={"lr_decay_iters": 50, "override_opt_param_scheduler": True},
         )
     ).losses
 
 
-def test_another_recipe_needs_a_word_of_consent_before_anything_is_built(tmp_path, monkeypatch):
-    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+def test_another_recipe_needs_a_word_of_consent_before_anything_is_built(saved, monkeypatch):
     monkeypatch.setattr("mpbridge.training.loop.build_engine", lambda run: pytest.fail("it was built"))
     words = r"saved under bf16_mixed and this run has fp16_mixed.* up to \d+ steps are skipped.*checkpoint\.accept=bf16_mixed"
     for accept, also in (None, "$"), ("fp32", r", where checkpoint\.accept=fp32 names another recipe"):
         with pytest.raises(Contradiction, match=words + also):
-            go(run("fp16_mixed", iters=2, checkpoint={"load": str(tmp_path), "accept": accept}))
+            go(run("fp16_mixed", iters=2, checkpoint={"load": str(saved), "accept": accept}))
     monkeypatch.undo()
     for word in ({"accept": "bf16"}, {"reset_optimizer": True}):
-        assert sorted(go(run(FP16, iters=2, checkpoint={"load": str(tmp_path)} | word)).losses) == [2]
-
-
-def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
-    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
-    with pytest.raises(Contradiction, match="already has a run"):
-        go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+        assert sorted(go(run(FP16, iters=2, checkpoint={"load": str(saved)} | word)).losses) == [2]
 
 
 def test_the_config_and_the_fingerprint_are_inside(tmp_path):

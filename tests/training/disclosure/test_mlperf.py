@@ -24,7 +24,6 @@ RUNS = {
     "fp32": ("fp32", {}, ("fp32", "fp32", "fp32")),
     "bf16": ("bf16_mixed", {}, ("bfloat16", "bfloat16", "bfloat16")),
     "fp16": ({"recipe": "fp16_mixed", "initial_loss_scale": 1024.0}, {}, ("fp16", "fp16", "fp16")),
-    "fp8 delayed": ("bf16_with_fp8_delayed_scaling_mixed", {"emulate": True}, ("fp8", "bfloat16", "bfloat16")),
     "mxfp8, two processes": ("bf16_with_mxfp8_mixed", {"emulate": True}, ("fp8", "bfloat16", "fp32")),
     "nvfp4, later bf16": (STAGES, {"emulate": True}, ("nvfp4", "bfloat16", "bfloat16")),
 }  # fmt: skip

@@ -55,7 +55,7 @@ def test_the_recipe_is_written_shown_and_trains(
 def test_a_budget_of_bytes_counts_the_fullest_rank(tmp_path: Path, corpus: list[str], capsys: Any) -> None:
     out = tmp_path / "tuned.yaml"
     command = ["tune", "--recipe", NVFP4, "--batches", "4", "--unseen", "2", "--target", "gb200", "--out", str(out)]
-    assert main([*command, "--budget", "memory=1KB", *TINY, *corpus]) == 2
+    assert main([*command, "--levels", "bf16", "--budget", "memory=1KB", *TINY, *corpus]) == 2
     assert "nothing meets it" in capsys.readouterr().err
 
 
