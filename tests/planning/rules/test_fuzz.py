@@ -123,8 +123,8 @@ def fuzz(numbers, seed, folder):
     return ends
 
 
-def test_a_hundred_mutations(tmp_path):
-    ends = fuzz(range(100), 1, tmp_path)
+def test_two_hundred_mutations(tmp_path):
+    ends = fuzz(range(200), 1, tmp_path)
     assert "an empty message" not in ends
     assert ends["answered"] > 10
     assert sum(ends.values()) - ends["answered"] > 50

@@ -73,7 +73,7 @@ def test_a_step_issues_what_the_list_says(case):
 
 def test_a_rank_of_a_large_world_equals_the_prediction_to_the_byte():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # other tests of this process had their own
-    (one,) = simulate(run_of("llama3_70b", 16384, "model.num_layers=20", "train.global_batch_size=4096"), [16383])
+    (one,) = simulate(run_of("llama3_70b", 16384, "model.num_layers=40", "train.global_batch_size=4096"), [16383])
     assert one.ok, one
     assert one.live == one.predicted > 2**30
     assert one.peak - before < 500 * 2**20
