@@ -427,6 +427,6 @@ FAULTS = (
     Fault("a stored base's codes by columns move", stored_columns_move, ("lora stored mxfp8",), ("frozen",), "by columns (changed)", early=False),
     Fault("a stored base's second factor moves", stored_factor_moves("rowwise"), ("lora stored nvfp4",), ("frozen",), "linear_fc1.weight (changed)", early=False),
     Fault("a stored base's second factor by columns moves", stored_factor_moves("columnwise"), ("lora stored nvfp4",), ("frozen",), "by columns (changed)", early=False),
-    Fault("a stored base's scale moves", base_rescaled, ("lora stored", "lora stored mxfp8"), ("frozen",), "changed", behind=1, early=False),
+    Fault("a stored base's scale moves", base_rescaled, ("lora stored mxfp8", "lora stored"), ("frozen",), "changed", behind=1, early=False),
     Fault("a stored base's adapters halved", scale_times(0.5), ("lora stored", "lora stored mxfp8"), ("adapters",), "adapter", early=False),
 )  # fmt: skip

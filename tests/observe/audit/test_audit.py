@@ -51,7 +51,7 @@ HEALTHY = {
 def test_healthy_engine_is_as_promised_before_and_after_its_first_update(build: Any, drive: Any, case: str) -> None:
     kind, changes = HEALTHY[case]
     hook = AuditHook()
-    results = drive(build(kind, **changes), hook, steps=20)
+    results = drive(build(kind, **changes), hook, steps=20 if kind == "fp16" else 2)
     assert hook.reports["static"].ok
     live = hook.reports["live"]
     assert live.ok
@@ -235,18 +235,18 @@ def test_an_audited_step_costs_a_few_plain_ones(build: Any) -> None:
 
     from tests.backend.engines import tiny
 
-    engine, hook, batches = build("bf16", model={"num_layers": 4}), AuditHook(every=2), tiny.batches()
+    engine, hook, batches = build("bf16"), AuditHook(every=2), tiny.batches()
     training, took = SimpleNamespace(engine=engine), []
     hook.built(training)
     hook.started(training)
-    for _ in range(12):
+    for _ in range(8):
         begun = time.process_time()
         hook.stepping(training)
         hook.stepped(training, engine.train_step(batches, microbatches=2))
         took.append(time.process_time() - begun)
     hook.closed()
-    assert [one["step"] for one in hook.history if one["stage"] == "live"] == [1, 2, 4, 6, 8, 10, 12]
-    # of steps 3 to 12: the first two warm up
+    assert [one["step"] for one in hook.history if one["stage"] == "live"] == [1, 2, 4, 6, 8]
+    # of steps 3 to 8: the first two warm up
     assert statistics.median(took[3::2]) < 20 * statistics.median(took[2::2])
 
 

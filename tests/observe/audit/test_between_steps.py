@@ -193,7 +193,6 @@ STEPS = 5
     ("recipe", "model"),
     [
         pytest.param({"recipe": DELAYED, "fp8_amax_history_len": 2}, {}, id="shorter than a step's micro-batches"),
-        pytest.param(SHORT, {}, id="four"),
         pytest.param(SHORT, RECOMPUTE, id="four, activations recomputed"),
         pytest.param(SHORT | {"fp8_amax_compute_algo": "most_recent"}, {}, id="most recent"),
     ],
@@ -206,7 +205,7 @@ def test_scales_made_of_an_entry_that_left_are_healthy(build: Any, drive: Any, r
     assert [text for one in hook.history for text in one.get("faults", ())] == []
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.97, 2.0])
+@pytest.mark.parametrize("factor", [0.97, 2.0])
 def test_a_wrong_scale_is_named_beside_a_short_history(build: Any, drive: Any, factor: float) -> None:
     engine, hook = build(SHORT, emulate=True), AuditHook(mode="warn", every=1)
     (quantizer,) = engine.emulation.quantizers.values()

@@ -168,7 +168,7 @@ def test_a_hybrid_trains_stops_and_goes_on_to_the_bit(recipe, tmp_path) -> None:
             tiny(
                 recipe,
                 "train.audit=stop",
-                "train.train_iters=4",
+                "train.train_iters=3",
                 *HYBRID,
                 *(OVERLAP if BLACKWELL else ()),
                 *saved,
