@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 VALUES = json.loads((HERE / "golden_te_2_11.json").read_text())["values"]
 
 
-def quantizer(scaling: str, format: str = "e4m3", *, compiled: bool = False, **fields: Any) -> Quantizer:
+def quantizer(scaling: str, format: str = "e4m3", **fields: Any) -> Quantizer:
     quant = Quant(format="e2m1" if scaling == "nvfp4" else format, scaling=scaling, **fields)  # type: ignore[arg-type]
-    return Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=compiled)
+    return Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False)
 
 
 def operand(q: Quantizer, x: torch.Tensor, side: str = "x", copy: str = "row") -> Any:
