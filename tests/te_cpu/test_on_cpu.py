@@ -237,3 +237,8 @@ def test_a_triton_kernel_under_several_decorators_is_refused_by_name() -> None:
     for launch in (lambda: rotate[(1,)](0), lambda: rotate.run(0, grid=(1,)), lambda: rotate(0)):
         with pytest.raises(Refused, match=r"the Triton kernel .*rotate runs on a GPU only"):
             launch()
+    blocks = triton.cdiv(4097, triton.next_power_of_2(1000))  # as callers compute the grid of a launch
+    assert blocks == 5
+    assert [triton.next_power_of_2(n) for n in (0, 1, 2, 3, 1024, 1025)] == [0, 1, 2, 4, 1024, 2048]
+    with pytest.raises(Refused, match="rotate runs on a GPU only"):
+        rotate[blocks,](0)
