@@ -31,7 +31,6 @@ def promise(engine: Any, *, emulate: bool = False, **facts: Any) -> None:
 HEALTHY = {
     "fp32": ("fp32", {}),
     "bf16": ("bf16", {}),
-    "bf16 sharded": ("bf16", {"ddp": SHARDED}),
     "bf16 moments": ("bf16", {"ddp": SHARDED, "optimizer": AWARE}),
     "overlap": ("bf16", {"ddp": SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
     "fp16": ("fp16", {}),
@@ -73,14 +72,9 @@ UNUSUAL = {
     # an update of SGD is the rate times the gradient, and most of it is below the rounding of BF16 weights
     "SGD, full BF16, small rate": ({"recipe": "full_bf16"}, {"optimizer": {"optimizer": "sgd", "lr": 1e-5}}),
     "parameters kept": ({"recipe": "bf16_mixed", "grad_reduce_in_fp32": False} | KEPT, {}),
-    "parameters kept, full BF16": ({"recipe": "full_bf16"} | KEPT, {}),
-    "parameters kept on FSDP2": ({"recipe": "bf16_mixed"} | KEPT, {"engine": "fsdp2"}),
     "parameters kept on FSDP2, full BF16": ({"recipe": "full_bf16"} | KEPT, {"engine": "fsdp2"}),
     "expert bias": ("bf16", {"model": EXPERTS}),
     "autocast": ({"recipe": "bf16_mixed", "autocast_enabled": True}, {}),
-    "emulated FP8 under a precision-aware optimizer": (
-        {"recipe": "bf16_with_fp8_current_scaling_mixed", "first_last_layers_bf16": False}, {"emulate": True, "ddp": SHARDED, "optimizer": {"use_precision_aware_optimizer": True}},
-    ),
 }  # fmt: skip
 
 

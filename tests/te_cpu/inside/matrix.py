@@ -77,7 +77,9 @@ def test_a_matrix_built_within_attention_is_no_product_of_it() -> None:
     trains(NVFP4, "mixed_precision.modules={'*.linear_qkv': bf16, '*.linear_proj': bf16}")
 
 
-@pytest.mark.parametrize("scaling", EXPERTS)
+@pytest.mark.parametrize(
+    "scaling", [pytest.param(name, marks=pytest.mark.slow if name == "mxfp8" else ()) for name in EXPERTS]
+)
 def test_grouped_experts_train(scaling) -> None:
     recipe, *overrides = EXPERTS[scaling]
     trains(recipe, *SMALL, *overrides, model="moe_tiny")
