@@ -151,6 +151,10 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield dist, "is_nccl_available", lambda: True
     yield dist, "ProcessGroupNCCL", _Nccl
     yield _symmetric_memory, "empty", _no_symmetric_memory
+    # torch's later releases have these; torch's own fail for want of a GPU's backend, whatever the tensor
+    for name, answer in (("set_backend", None), ("is_symm_mem_tensor", False)):
+        if hasattr(_symmetric_memory, name):
+            yield _symmetric_memory, name, functools.partial(_answer, answer)
     movers = {name: _bytes_moved(getattr(dist, name)) for name in _MOVERS if hasattr(dist, name)}
     for owner in (dist, distributed_c10d):
         for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
@@ -197,6 +201,10 @@ def _on_gloo(original: Any) -> Any:
         return original(*args, **kwargs)
 
     return make
+
+
+def _answer(answer: Any, *args: Any) -> Any:
+    return answer
 
 
 def _no_symmetric_memory(*args: Any, **kwargs: Any) -> Any:

@@ -126,6 +126,17 @@ class _Kernel(_Name):
 class _Triton(types.ModuleType):
     __version__ = "3.2.0"
 
+    # callers compute a launch with these: its refusal is what they are to see
+    @staticmethod
+    def cdiv(x: int, y: int) -> int:
+        """x / y, rounded up."""
+        return -(-x // y)
+
+    @staticmethod
+    def next_power_of_2(n: int) -> int:
+        """The smallest power of 2 that is not below n; 0 for 0."""
+        return n and 1 << (n - 1).bit_length()
+
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)

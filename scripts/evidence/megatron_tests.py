@@ -1,7 +1,7 @@
 """Runs Megatron-LM's own unit tests on mpbridge's kernels, from a checkout: `python scripts/evidence/megatron_tests.py CHECKOUT [FILE ...] --te 2.20 --store FOLDER`.
 
 The checkout is only read. Each file under tests/unit_tests runs in a world of its own under mpbridge's pytest plugin, an H100 played: first with one rank; what fails or
-skips there for want of ranks runs again with 2, then 4 and 8 (--ranks; Megatron-LM's CI has 8, which --ranks 8 gives every file). A case's result is the one of the largest world that it was run in. Every
+skips there for want of ranks runs again with 2, then 4 and 8 (--ranks; Megatron-LM's CI has 8: --ranks 8 gives every file those, --ranks 1 8 what wants more than one). A case's result is the one of the largest world that it was run in. Every
 result is kept in the store, which begins with the committed results in data/, and the next call runs what is missing there; --again runs some outcomes anew. A file has --minutes
 in a call; a test that takes --each seconds ends its world. Calls with files of their own may share a store. `--table` prints the results by folder and by cause; `--docs PAGE` writes
 them into a page; `--keep` writes the results to be committed; `--check` names the cases that passed the time before and no longer do.
@@ -182,28 +182,27 @@ def files_of(checkout: Path) -> list[str]:
     )
 
 
-def wanted(store: Store, file: str, ranks: int, smaller: int | None, again: list[str]) -> list[str] | None:
-    """The tests of a file to run in a world: [] for all of them, None for nothing."""
+def wanted(store: Store, file: str, ranks: int, first: bool, again: list[str]) -> list[str] | None:
+    """The tests of a file to run in a world: [] for all of them, None for nothing. first: the call's smallest world."""
     cases = [case for case in store.cases().values() if case.file == file]
     anew = [
         case.test
         for case in cases
         if case.ranks == ranks and case.outcome in again and standing(case) not in ("excluded", "ranks")
     ]
-    if smaller is None:
+    if first:
         return anew or ([] if file not in store.whole(ranks) else None)
-    return anew + [case.test for case in cases if case.ranks == smaller and case.wants_ranks] or None
+    return anew + [case.test for case in cases if case.ranks < ranks and case.wants_ranks] or None
 
 
 def run(options: argparse.Namespace, store: Store) -> None:
     """Runs what the store lacks."""
     os.chdir(options.checkout)
     sys.path.insert(0, str(options.checkout))
-    for at, ranks in enumerate(options.ranks):
-        smaller = options.ranks[at - 1] if at else None
+    for ranks in options.ranks:
         with Ranks(ranks, "h100", options.te, preload=PRELOAD, grace=options.grace, each=options.each) as world:
             for file in options.files or files_of(options.checkout):
-                tests = wanted(store, file, ranks, smaller, options.again)
+                tests = wanted(store, file, ranks, ranks == options.ranks[0], options.again)
                 if tests is None:
                     continue
                 known = {

@@ -90,14 +90,18 @@ def world():
 @pytest.fixture
 def gpu_run(tmp_path):
     """From a recipe and dotted overrides to the Run of a small GPT on real text."""
+    import torch
+
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
     from mpbridge.settings.container import ConfigContainer
 
+    small = is_played() or not torch.cuda.is_available()
+
     def make(recipe: str, *overrides: str, config: str = "gpt_tiny", **sections):
         path = ROOT / "configs" / f"{config}.yaml"
         # dimensions that every recipe of a Hopper can quantize, and heads that fused attention takes; small ones where a CPU computes
-        width, length = (128, ["data.seq_length=128", "train.global_batch_size=4"]) if is_played() else (512, [])
+        width, length = (128, ["data.seq_length=128", "train.global_batch_size=4"]) if small else (512, [])
         sizes = [
             f"model.hidden_size={width}",
             f"model.ffn_hidden_size={3 * width}",

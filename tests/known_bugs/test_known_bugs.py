@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
+@functools.cache
+def played(module: str, name: str) -> str:
+    """Several threads are about the same bug."""
+    said: str = importlib.import_module(f"tests.known_bugs.{module}").PLAYS[name]()
+    return said
+
+
 @pytest.mark.parametrize("bug", PLAYED, ids=lambda bug: bug.number)
 def test_a_public_bug_is_named(bug: Bug, request: pytest.FixtureRequest) -> None:
     module, _, name = bug.play.partition(":")
@@ -30,7 +38,7 @@ def test_a_public_bug_is_named(bug: Bug, request: pytest.FixtureRequest) -> None
         if said == MENDED:
             pytest.skip(MENDED)
     else:
-        said = importlib.import_module(f"tests.known_bugs.{module}").PLAYS[name]()
+        said = played(module, name)
     if bug.says:
         assert bug.says in said
     else:

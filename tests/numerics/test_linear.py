@@ -18,8 +18,6 @@ from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant, Region
 
-pytestmark = pytest.mark.usefixtures("compiling")
-
 ALL = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 
 
@@ -200,23 +198,6 @@ def test_three_steps_of_torchaos_emulated_mxfp8_linear_and_ours_give_identical_l
     assert losses["ours"][0] != losses["ours"][-1]
 
 
-# the operands of the other scalings are compiled in test_quantizer.py
-SLOWLY = [pytest.param(scaling, marks=pytest.mark.slow) for scaling in ("delayed", "mxfp8")]
-
-
-@pytest.mark.parametrize("scaling", [*SLOWLY, "nvfp4"])
-def test_compiled_and_eager_kernels_give_the_same_bits(scaling: str) -> None:
-    results = []
-    for compiled in (False, True):
-        net = model()
-        emulation = emulate_linears(net, policy(scaling), compiled=compiled)
-        for _ in range(2):
-            emulation.step_begin()
-            result = gradients(net, data())
-        results.append(result)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("scaling", ALL)
 def test_detaching_gives_back_the_module_as_it_was(scaling: str) -> None:
     net = model()
@@ -382,34 +363,6 @@ def test_notes_say_what_is_not_emulated() -> None:
     for word in ("FP8 attention", "stored in low precision", "fp8_wgrad=False", "Transformer Engine 2.11"):
         assert word in loud
     assert any("random bits" in note for note in Emulation(policy("nvfp4")).notes())
-
-
-def _whether_compiled(x: torch.Tensor) -> torch.Tensor:
-    return x + (1.0 if torch.compiler.is_compiling() else 0.0)
-
-
-@pytest.mark.skipif(kernels.compiler() is not None, reason=str(kernels.compiler()))
-def test_a_kernel_is_compiled_in_an_observed_step_too_and_uncompiled_where_tensors_are_not_torchs_own() -> None:
-    """The audit watches the first step at dispatch level; torch.compile gives up for good on code that it meets there."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("torch's compiler writes for vector instructions: without them kernels run uncompiled, and say so")
-
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
-        pytest.skip("torch 2.6 compiles nothing after a first call with a fake tensor: kernels run uncompiled")
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    call, x = kernels.kernel(_whether_compiled, True, (1, torch.float32)), torch.zeros(4)
-    with FakeTensorMode() as fake, Watching():
-        assert call(fake.from_tensor(x)).shape == x.shape
-    with Watching():
-        assert call(x).sum() == 4
-    assert call(x).sum() == 4
 
 
 @pytest.mark.parametrize("lacks", ["no C++ compiler", "ATEN_CPU_CAPABILITY is set"])

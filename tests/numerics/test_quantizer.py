@@ -21,16 +21,14 @@ from mpbridge.numerics.stored import StoredWeight, stored
 from mpbridge.precision.policy import Quant
 from tests.numerics import golden
 
-pytestmark = pytest.mark.usefixtures("compiling")
-
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
 VALUES = json.loads((HERE / "golden_te_2_11.json").read_text())["values"]
 
 
-def quantizer(scaling: str, format: str = "e4m3", *, compiled: bool = False, **fields: Any) -> Quantizer:
+def quantizer(scaling: str, format: str = "e4m3", **fields: Any) -> Quantizer:
     quant = Quant(format="e2m1" if scaling == "nvfp4" else format, scaling=scaling, **fields)  # type: ignore[arg-type]
-    return Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=compiled)
+    return Quantizer(quant, ["fc"], randomness=Randomness(1, CPU), device=CPU, compiled=False)
 
 
 def operand(q: Quantizer, x: torch.Tensor, side: str = "x", copy: str = "row") -> Any:
@@ -39,18 +37,12 @@ def operand(q: Quantizer, x: torch.Tensor, side: str = "x", copy: str = "row") -
 
 
 # --- golden -------------------------------------------------------------------------------------------------------------------------------
-COMPILED = ("blockwise_activation_e4m3_row", "blockwise_activation_e5m2_column", "blockwise_weight_e4m3_column", "tensorwise_e5m2")  # fmt: skip
-"""Each kernel and each format once, since a compilation costs seconds; those of other scalings are compiled in test_linear.py."""
-
-
-@pytest.mark.parametrize(
-    ("name", "compiled"), [*((name, False) for name in sorted(VALUES)), *((name, True) for name in COMPILED)]
-)
-def test_operands_equal_transformer_engines_reference(name: str, compiled: bool) -> None:
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_operands_equal_transformer_engines_reference(name: str) -> None:
     scaling, *rest = name.split("_")
     side = {"activation": "x", "weight": "w"}.get(rest[0], "x")
     copy = rest[-1] if rest[-1] in ("row", "column") else "row"
-    q = quantizer(scaling, "hybrid" if "e5m2" in rest else "e4m3", compiled=compiled)
+    q = quantizer(scaling, "hybrid" if "e5m2" in rest else "e4m3")
     if "e5m2" in rest:
         from mpbridge.common.formats import E5M2
 

@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 
 from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
 from mpbridge.numerics.codes import random_bytes, round_nearest, round_stochastic
-from mpbridge.numerics.kernels import kernel
-
-pytestmark = pytest.mark.usefixtures("compiling")
 
 FORMATS = [pytest.param(number, id=number.name) for number in (E4M3, E5M2, E2M1)]
 ORACLE = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
@@ -64,16 +61,12 @@ def test_midpoints_go_to_the_even_neighbour_and_floats_beside_them_to_the_nearer
         )
 
 
-@pytest.mark.parametrize(
-    ("number", "compiled"),
-    [(E4M3, False), (E5M2, False), (E2M1, False), pytest.param(E5M2, True, marks=pytest.mark.slow)],
-)
-def test_all_bf16_inputs_round_as_ml_dtypes_rounds_them(number: NumberFormat, compiled: bool) -> None:
+@pytest.mark.parametrize("number", FORMATS)
+def test_all_bf16_inputs_round_as_ml_dtypes_rounds_them(number: NumberFormat) -> None:
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     y = bits.view(torch.bfloat16).float()
     y = y[~y.isnan()]
-    rounded = kernel(round_nearest, compiled, (1, torch.float32), number)(y)
-    assert torch.equal(rounded, oracle(y, number))
+    assert torch.equal(round_nearest(y, number), oracle(y, number))
 
 
 @pytest.mark.parametrize("number", FORMATS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -82,10 +83,11 @@ def tensors(place) -> dict[str, tuple[list[int], str]]:
 def test_a_run_goes_on_in_the_other_realization_and_back(tmp_path) -> None:
     te = release_or_skip(OLDEST)
     here, alone = tmp_path / "both", tmp_path / "alone"
-    reference = [*emulated(alone), *emulated(alone), *emulated(alone)]
-    found = [*emulated(here), *over_transformer_engine(here, te), *emulated(here)]
+    begun = emulated(alone)
+    shutil.copytree(alone, here)
+    reference = [*begun, *emulated(alone), *emulated(alone)]
+    found = [*begun, *over_transformer_engine(here, te), *emulated(here)]
     assert len(reference) == len(found) == 6
-    assert found[:2] == reference[:2]
     # weights at rest in FP8 are rounded from the main weights, emulated ones from BF16 weights: a code apart here and there
     assert found == pytest.approx(reference, rel=2e-3)
     assert found[2:] != reference[2:]

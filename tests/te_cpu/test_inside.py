@@ -31,8 +31,8 @@ MATRIX = ("matrix.py", "measured.py")
 """What has to train, and statistics."""
 FAULTS = ("training.py", "audited.py", "witnessed.py", "agreement.py")
 """Runs of the engine, faults planted into them, and the agreement with the emulation."""
-BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
-"""Runs of the engine, of grouped experts, and runs that stop and go on."""
+BRIEF = ("matrix.py::test_grouped_experts_train", "resumed.py")
+"""Runs of grouped experts, and runs that stop and go on."""
 OWN = {"h100": ("hopper.py", "resumed.py"), "b200": ("blackwell.py",)}
 """Delayed scaling's histories are kept beside every module under the oldest release, and beside its own alone later."""
 PARTS = {

@@ -81,43 +81,36 @@ def test_a_conftest_that_fails_is_all_that_a_test_run_says(tmp_path) -> None:
     assert "Exception ignored" not in done.stderr
 
 
-def test_a_module_runs_in_the_place_of_a_script(tmp_path) -> None:
-    release_or_skip(OLDEST)
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app/__init__.py").write_text("", encoding="utf-8")
-    (tmp_path / "app/train.py").write_text(
-        "import sys, torch; print(sys.argv[1:], torch.cuda.get_device_name())", encoding="utf-8"
-    )
-    done = on_cpu("-m", "app.train", "-m", "--flag", folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().endswith("['-m', '--flag'] B200")
-
-
 ASKS = """
 import importlib.metadata, sys
-import shadowed, transformer_engine
+import shadowed, torch, transformer_engine
+print(sys.argv[1:], torch.cuda.get_device_name())
 print(shadowed.__file__, importlib.metadata.version("transformer-engine"), transformer_engine.__file__)
 """
 
 
-def test_what_lies_beside_transformer_engine_hides_no_checkout(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_runs_in_the_place_of_a_script_and_what_lies_beside_transformer_engine_hides_no_checkout(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """site-packages may be the folder of Transformer Engine, and holds an older copy of what PYTHONPATH names."""
     release_or_skip(OLDEST)
     package = choose(OLDEST, FOLDERS)
-    beside, checkout = tmp_path / "site", tmp_path / "checkout"
-    for folder in (beside, checkout):
+    beside, checkout, app = tmp_path / "site", tmp_path / "checkout", tmp_path / "app"
+    for folder in (beside, checkout, app):
         folder.mkdir()
+    for folder in (beside, checkout):
         (folder / "shadowed.py").write_text("", encoding="utf-8")
     for found in package.folder.glob("transformer_engine*"):
         (beside / found.name).symlink_to(found)
-    script = tmp_path / "scripts" / "asks.py"
-    script.parent.mkdir()
-    script.write_text(ASKS, encoding="utf-8")
+    (app / "__init__.py").write_text("", encoding="utf-8")
+    (app / "train.py").write_text(ASKS, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(checkout))
     monkeypatch.setenv(VARIABLE, str(beside))
-    done = on_cpu(script)
+    done = on_cpu("-m", "app.train", "-m", "--flag", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [
+    asked, found = done.stdout.splitlines()[-2:]
+    assert asked == "['-m', '--flag'] B200"
+    assert found.split() == [
         str(checkout / "shadowed.py"),
         package.version,
         str(beside / "transformer_engine/__init__.py"),
@@ -244,3 +237,8 @@ def test_a_triton_kernel_under_several_decorators_is_refused_by_name() -> None:
     for launch in (lambda: rotate[(1,)](0), lambda: rotate.run(0, grid=(1,)), lambda: rotate(0)):
         with pytest.raises(Refused, match=r"the Triton kernel .*rotate runs on a GPU only"):
             launch()
+    blocks = triton.cdiv(4097, triton.next_power_of_2(1000))  # as callers compute the grid of a launch
+    assert blocks == 5
+    assert [triton.next_power_of_2(n) for n in (0, 1, 2, 3, 1024, 1025)] == [0, 1, 2, 4, 1024, 2048]
+    with pytest.raises(Refused, match="rotate runs on a GPU only"):
+        rotate[blocks,](0)

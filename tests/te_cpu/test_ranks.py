@@ -114,7 +114,7 @@ def test_one_report_for_all_ranks_and_none_hangs(tmp_path: Path, size: int) -> N
     te = release_or_skip(NEWEST)
     (tmp_path / "test_theirs.py").write_text(THEIRS, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "mpbridge.te_cpu.pytest_plugin", "--played", "h100", "--te", te]
-    command += ["--ranks", str(size), "--ranks-grace", "6", "-p", "no:cacheprovider", "-q", "-rA", "-c", os.devnull]
+    command += ["--ranks", str(size), "--ranks-grace", "3", "-p", "no:cacheprovider", "-q", "-rA", "-c", os.devnull]
     done = subprocess.run(
         [*command, "--rootdir", str(tmp_path), "test_theirs.py"],
         env={**environment(), "SIZE": str(size), "PYTHONPATH": str(ROOT)},
@@ -125,7 +125,7 @@ def test_one_report_for_all_ranks_and_none_hangs(tmp_path: Path, size: int) -> N
     assert done.returncode == 1
     for test in ("test_one_rank_fails_while_the_others_wait_for_it", "test_one_rank_fails", "test_a_rank_dies"):
         assert f"FAILED test_theirs.py::{test} " in said
-    assert "rank 1 failed, and 6 s later not all had finished" in said
+    assert "rank 1 failed, and 3 s later not all had finished" in said
     assert "rank 0: waits" in said
     assert "in test_one_rank_fails_while_the_others_wait_for_it" in said, "where the rank waits"
     assert "AssertionError: wrong here" in said

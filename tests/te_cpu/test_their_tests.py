@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.forked import python
 from tests.te_cpu.wheels import OLDEST, ROOT, environment, release_or_skip
 
 MADE_UP = """
@@ -92,8 +93,8 @@ def test_a_file_of_a_quantization_that_no_table_would_show_is_named(tmp_path: Pa
     tests = tmp_path / "clone/tests/pytorch/nvfp4"
     tests.mkdir(parents=True)
     (tests / "test_nvfp4_new.py").write_text("", encoding="utf-8")
-    command = [sys.executable, str(ROOT / "scripts/evidence/te_tests.py"), str(tmp_path / "clone"), "--te", OLDEST]
+    command = [str(ROOT / "scripts/evidence/te_tests.py"), str(tmp_path / "clone"), "--te", OLDEST]
     command += ["--store", str(tmp_path / "store")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=840, check=False)
+    done = python(command, env=environment())
     assert done.returncode == 1
     assert "nvfp4/test_nvfp4_new.py" in done.stderr

@@ -3,6 +3,7 @@ tokenizer.json through the library tokenizers, or a user's function)."""
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import importlib
@@ -65,6 +66,10 @@ def stdlib_files() -> tuple[Path, ...]:
     return tuple(sorted(found, key=place))
 
 
+_found_once = functools.cache(stdlib_files)
+"""The folder stays as it is while Python runs; to look through it takes a tenth of a second."""
+
+
 def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Sources:
     """The files or prefixes that `corpus` refers to.
 
@@ -80,7 +85,7 @@ def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> S
 def located(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[Sources, list[str]]:
     """As `find`, but returns faults instead of raising an exception."""
     if corpus == "stdlib" or corpus == ["stdlib"]:
-        return Sources(files=stdlib_files()), []
+        return Sources(files=_found_once()), []
     given = [corpus] if isinstance(corpus, (str, os.PathLike)) else list(corpus)
     prefixes: list[str] = []
     files: list[Path] = []

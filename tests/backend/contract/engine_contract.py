@@ -119,21 +119,39 @@ class EngineContract:
         for engine in made:
             engine.close()
 
-    def test_an_applied_step_moves_every_weight_and_the_loss_falls(self, build: Build, kind: Any) -> None:
+    def test_training_moves_every_weight_the_loss_falls_and_evaluation_is_that_loss(
+        self, build: Build, kind: Any
+    ) -> None:
         engine = build(kind)
         assert isinstance(engine, Engine)
         assert engine.name == self.name
-        before, batches = weights(engine), tiny.batches()
-        results = [engine.train_step(batches, microbatches=4) for _ in range(8)]
+        before, batch, batches = weights(engine), next(tiny.batches()), tiny.batches()
+        held = engine.evaluate(itertools.repeat(batch), microbatches=3)
+        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items()), "nothing is updated"
+        results = [engine.train_step(itertools.repeat(batch), microbatches=3)]
+        assert results[0].loss == pytest.approx(held, rel=1e-6)
+        results += [engine.train_step(batches, microbatches=4) for _ in range(7)]
         assert all(result.applied and result.grad_norm and result.grad_norm > 0 for result in results)
         assert results[-1].loss < results[0].loss - 0.5
         assert results[0].lr == engine.run.inputs["optimizer"]["lr"]
         assert [name for name, value in weights(engine).items() if torch.equal(value, before[name])] == []
 
-    def test_a_nonfinite_gradient_leaves_the_weights_alone(self, build: Build, kind: Any) -> None:
-        engine = build(kind)
-        batches = tiny.batches()
-        engine.train_step(batches, microbatches=2)
+    @pytest.fixture
+    def kept(self, kind: Any) -> str:
+        """What torch itself must show for this kind, written by hand: see `seen`."""
+        return self.keeps[kind]
+
+    def test_every_tensor_has_its_dtype_and_a_nonfinite_gradient_changes_none(
+        self, build: Build, kind: Any, kept: str
+    ) -> None:
+        engine, batches = build(kind), tiny.batches()
+        with computing(engine) as computed:
+            assert engine.train_step(batches, microbatches=2).applied
+        assert seen(engine, computed) == kept
+        names = [name for name, _ in engine.named_parameters()]
+        assert len(set(names)) == len(names)
+        for role in ("params", "exp_avg", "exp_avg_sq"):
+            assert sorted(live.parameter for live in engine.tensors() if live.role == role) == sorted(names)
         before = weights(engine)
         result = engine.train_step(map(poisoned, batches), microbatches=2)
         assert (result.applied, result.grad_norm) == (False, None)
@@ -142,54 +160,21 @@ class EngineContract:
         assert after.applied, "and neither do the moments remember it"
         assert all(value.isfinite().all() for value in weights(engine).values())
 
-    @pytest.fixture
-    def kept(self, kind: Any) -> str:
-        """What torch itself must show for this kind, written by hand: see `seen`."""
-        return self.keeps[kind]
+    def test_a_saved_state_goes_on_to_the_bit_and_its_weights_can_be_taken_alone(
+        self, build: Build, kind: Any, tmp_path: Path
+    ) -> None:
+        """The engine that goes on is built in the process in which the first one was closed."""
+        from megatron.core import parallel_state
 
-    def test_every_tensor_has_its_dtype_as_torch_shows_it(self, build: Build, kind: Any, kept: str) -> None:
-        engine = build(kind)
-        with computing(engine) as computed:
-            assert engine.train_step(tiny.batches(), microbatches=2).applied
-        assert seen(engine, computed) == kept
-
-    def test_every_parameter_has_its_moments(self, build: Build, kind: Any) -> None:
-        engine = build(kind)
-        engine.train_step(tiny.batches(), microbatches=2)
-        names = [name for name, _ in engine.named_parameters()]
-        assert len(set(names)) == len(names)
-        for role in ("params", "exp_avg", "exp_avg_sq"):
-            assert sorted(live.parameter for live in engine.tensors() if live.role == role) == sorted(names)
-
-    def test_evaluation_is_the_loss_of_training_and_updates_nothing(self, build: Build, kind: Any) -> None:
-        engine = build(kind)
-        before, batch = weights(engine), next(tiny.batches())
-        held = engine.evaluate(itertools.repeat(batch), microbatches=3)
-        assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
-        assert engine.train_step(itertools.repeat(batch), microbatches=3).loss == pytest.approx(held, rel=1e-6)
-
-    def test_a_saved_state_goes_on_to_the_bit(self, build: Build, kind: Any, tmp_path: Path) -> None:
         engine, batches = build(kind), tiny.batches()
+        start = weights(engine)
         for _ in range(3):
             engine.train_step(batches, microbatches=2)
         save(engine, tmp_path / "checkpoint")
-        rest = [next(batches) for _ in range(4)]
-        straight = [engine.train_step(iter(rest), microbatches=4) for _ in range(2)]
+        kept, rest = weights(engine), [next(batches) for _ in range(2)]
+        straight = [engine.train_step(iter(rest), microbatches=2) for _ in range(2)]
         final = weights(engine)
-        engine.close()
-        resumed = build(kind)
-        load(resumed, tmp_path / "checkpoint")
-        again = [resumed.train_step(iter(rest), microbatches=4) for _ in range(2)]
-        assert again == straight
-        assert [name for name, value in weights(resumed).items() if not torch.equal(value, final[name])] == []
 
-    def test_weights_alone_can_be_taken_back(self, build: Build, kind: Any, tmp_path: Path) -> None:
-        engine, batches = build(kind), tiny.batches()
-        engine.train_step(batches, microbatches=2)
-        save(engine, tmp_path / "checkpoint")
-        kept = weights(engine)
-        for _ in range(3):
-            engine.train_step(batches, microbatches=2)
         load(engine, tmp_path / "checkpoint", optimizer=False)
         assert all(torch.equal(value, kept[name]) for name, value in weights(engine).items())
         for group in engine.optimizer.param_groups:
@@ -198,15 +183,11 @@ class EngineContract:
         # with a zero rate the update writes main weights back unchanged: they must be the ones just loaded
         assert all(torch.equal(value, kept[name]) for name, value in weights(engine).items())
 
-    def test_it_can_be_closed_and_built_again_in_one_process(self, build: Build, kind: Any) -> None:
-        from megatron.core import parallel_state
-
-        first = build(kind)
-        losses = [first.train_step(batches, microbatches=2).loss for batches in [tiny.batches()] for _ in range(2)]
-        first.close()
+        engine.close()
         assert not parallel_state.model_parallel_is_initialized()
-        first.close()  # twice is once
-        second = build(kind)
-        assert [
-            second.train_step(batches, microbatches=2).loss for batches in [tiny.batches()] for _ in range(2)
-        ] == losses
+        engine.close()  # twice is once
+        resumed = build(kind)
+        assert all(torch.equal(value, start[name]) for name, value in weights(resumed).items())
+        load(resumed, tmp_path / "checkpoint")
+        assert [resumed.train_step(iter(rest), microbatches=2) for _ in range(2)] == straight
+        assert [name for name, value in weights(resumed).items() if not torch.equal(value, final[name])] == []

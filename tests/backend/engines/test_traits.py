@@ -32,7 +32,10 @@ ALLOWED = {
 
 def _names(file: Path) -> list[str]:
     """Literals that are an engine's name, docstrings aside."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    if not any(name in text for name in BUILT_IN):  # most files: nothing to parse
+        return []
+    tree = ast.parse(text)
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [
         f"{file.relative_to(ROOT)}:{node.lineno}"

@@ -23,14 +23,13 @@ def build(world: None) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(kind: str = "bf16", **changes: Any) -> Any:
-        with device_layer(False):
-            engine = build_engine(tiny.run(kind, **changes))
-        made.append(engine)
-        return engine
+        made.append(build_engine(tiny.run(kind, **changes)))
+        return made[-1]
 
-    yield make
-    for engine in made:
-        engine.close()
+    with device_layer(False):  # for all of the test, as in a run: each step would enter and leave it otherwise
+        yield make
+        for engine in made:
+            engine.close()
 
 
 @pytest.fixture

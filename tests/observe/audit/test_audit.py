@@ -31,7 +31,6 @@ def promise(engine: Any, *, emulate: bool = False, **facts: Any) -> None:
 HEALTHY = {
     "fp32": ("fp32", {}),
     "bf16": ("bf16", {}),
-    "bf16 sharded": ("bf16", {"ddp": SHARDED}),
     "bf16 moments": ("bf16", {"ddp": SHARDED, "optimizer": AWARE}),
     "overlap": ("bf16", {"ddp": SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
     "fp16": ("fp16", {}),
@@ -51,7 +50,7 @@ HEALTHY = {
 def test_healthy_engine_is_as_promised_before_and_after_its_first_update(build: Any, drive: Any, case: str) -> None:
     kind, changes = HEALTHY[case]
     hook = AuditHook()
-    results = drive(build(kind, **changes), hook, steps=20)
+    results = drive(build(kind, **changes), hook, steps=20 if kind == "fp16" else 2)
     assert hook.reports["static"].ok
     live = hook.reports["live"]
     assert live.ok
@@ -73,14 +72,9 @@ UNUSUAL = {
     # an update of SGD is the rate times the gradient, and most of it is below the rounding of BF16 weights
     "SGD, full BF16, small rate": ({"recipe": "full_bf16"}, {"optimizer": {"optimizer": "sgd", "lr": 1e-5}}),
     "parameters kept": ({"recipe": "bf16_mixed", "grad_reduce_in_fp32": False} | KEPT, {}),
-    "parameters kept, full BF16": ({"recipe": "full_bf16"} | KEPT, {}),
-    "parameters kept on FSDP2": ({"recipe": "bf16_mixed"} | KEPT, {"engine": "fsdp2"}),
     "parameters kept on FSDP2, full BF16": ({"recipe": "full_bf16"} | KEPT, {"engine": "fsdp2"}),
     "expert bias": ("bf16", {"model": EXPERTS}),
     "autocast": ({"recipe": "bf16_mixed", "autocast_enabled": True}, {}),
-    "emulated FP8 under a precision-aware optimizer": (
-        {"recipe": "bf16_with_fp8_current_scaling_mixed", "first_last_layers_bf16": False}, {"emulate": True, "ddp": SHARDED, "optimizer": {"use_precision_aware_optimizer": True}},
-    ),
 }  # fmt: skip
 
 
@@ -235,18 +229,18 @@ def test_an_audited_step_costs_a_few_plain_ones(build: Any) -> None:
 
     from tests.backend.engines import tiny
 
-    engine, hook, batches = build("bf16", model={"num_layers": 4}), AuditHook(every=2), tiny.batches()
+    engine, hook, batches = build("bf16"), AuditHook(every=2), tiny.batches()
     training, took = SimpleNamespace(engine=engine), []
     hook.built(training)
     hook.started(training)
-    for _ in range(12):
+    for _ in range(8):
         begun = time.process_time()
         hook.stepping(training)
         hook.stepped(training, engine.train_step(batches, microbatches=2))
         took.append(time.process_time() - begun)
     hook.closed()
-    assert [one["step"] for one in hook.history if one["stage"] == "live"] == [1, 2, 4, 6, 8, 10, 12]
-    # of steps 3 to 12: the first two warm up
+    assert [one["step"] for one in hook.history if one["stage"] == "live"] == [1, 2, 4, 6, 8]
+    # of steps 3 to 8: the first two warm up
     assert statistics.median(took[3::2]) < 20 * statistics.median(took[2::2])
 
 

@@ -186,6 +186,7 @@ def test_a_block_whose_gradient_stays_zero_is_named(build: Any) -> None:
 DELAYED = "bf16_with_fp8_delayed_scaling_mixed"
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHORT = {"recipe": DELAYED, "fp8_amax_history_len": 4}
+ONE_LAYER = {"num_layers": 1}
 STEPS = 5
 
 
@@ -193,22 +194,21 @@ STEPS = 5
     ("recipe", "model"),
     [
         pytest.param({"recipe": DELAYED, "fp8_amax_history_len": 2}, {}, id="shorter than a step's micro-batches"),
-        pytest.param(SHORT, {}, id="four"),
         pytest.param(SHORT, RECOMPUTE, id="four, activations recomputed"),
         pytest.param(SHORT | {"fp8_amax_compute_algo": "most_recent"}, {}, id="most recent"),
     ],
 )
 def test_scales_made_of_an_entry_that_left_are_healthy(build: Any, drive: Any, recipe: Any, model: Any) -> None:
     hook = AuditHook(mode="warn", every=1)
-    drive(build(recipe, emulate=True, model=model), hook, steps=STEPS)
+    drive(build(recipe, emulate=True, model=ONE_LAYER | model), hook, steps=STEPS)
     audited = [one["facts"]["delayed scales"] for one in hook.history if "delayed scales" in one["facts"]]
     assert len(audited) == STEPS
     assert [text for one in hook.history for text in one.get("faults", ())] == []
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.97, 2.0])
+@pytest.mark.parametrize("factor", [0.97, 2.0])
 def test_a_wrong_scale_is_named_beside_a_short_history(build: Any, drive: Any, factor: float) -> None:
-    engine, hook = build(SHORT, emulate=True), AuditHook(mode="warn", every=1)
+    engine, hook = build(SHORT, emulate=True, model=ONE_LAYER), AuditHook(mode="warn", every=1)
     (quantizer,) = engine.emulation.quantizers.values()
     table = quantizer.backward_table
     real = table.update

@@ -80,8 +80,8 @@ def masked(batches: Iterator[dict[str, torch.Tensor]], kind: str, micro: int) ->
         yield batch | {"loss_mask": mask}
 
 
-def audited(build: Any, recipe: str, model: str, optimizer: str, batch: str) -> AuditHook:
-    """The hook behind three steps, each audited."""
+def audited(build: Any, recipe: str, model: str, optimizer: str, batch: str, steps: int = 3) -> AuditHook:
+    """The hook behind some steps, each audited."""
     from tests.backend.engines import tiny
 
     kind, sections = RECIPES[recipe]
@@ -93,7 +93,7 @@ def audited(build: Any, recipe: str, model: str, optimizer: str, batch: str) -> 
     hook, training = AuditHook(mode="warn", every=1, invariants=1), SimpleNamespace(engine=engine)
     hook.built(training)
     hook.started(training)
-    for _ in range(3):
+    for _ in range(steps):
         hook.stepping(training)
         hook.stepped(training, engine.train_step(stream, microbatches=micro))
     hook.finished(training)
@@ -105,7 +105,7 @@ def faults(hook: AuditHook) -> list[str]:
     return [text for one in hook.history for text in one.get("faults", ())]
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "fp16", "fsdp2", "mfsdp"])
+@pytest.mark.parametrize("recipe", ["fp16", "fsdp2", "mfsdp"])
 def test_a_first_batch_without_a_token_to_learn_from_only_defers_the_audit(build: Any, recipe: str) -> None:
     hook = audited(build, recipe, "plain", "adam", "first masked")
     assert faults(hook) == []
@@ -125,10 +125,10 @@ def test_a_first_batch_without_a_token_to_learn_from_only_defers_the_audit(build
     ],
 )
 def test_an_unusual_run_is_healthy(build: Any, recipe: str, model: str, optimizer: str, batch: str) -> None:
-    assert faults(audited(build, recipe, model, optimizer, batch)) == []
+    assert faults(audited(build, recipe, model, optimizer, batch, steps=2)) == []
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "dist", "fsdp2"])  # Megatron-FSDP refuses a model with frozen parameters
+@pytest.mark.parametrize("recipe", ["dist", "fsdp2"])  # Megatron-FSDP refuses a model with frozen parameters
 def test_frozen_parts_are_no_fault(build: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from mpbridge.backend.models import gpt
 
@@ -146,10 +146,8 @@ def test_frozen_parts_are_no_fault(build: Any, recipe: str, monkeypatch: pytest.
     assert faults(hook) == []
 
 
-@pytest.mark.parametrize(
-    "recipe", ["ddp", "mxfp8"]
-)  # as many tokens as features, so that shapes do not tell dgrad from wgrad
-def test_adapters_on_a_frozen_base_are_no_fault(build: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_on_a_frozen_base_are_no_fault(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under MXFP8, and with as many tokens as features, so that shapes do not tell dgrad from wgrad."""
     from mpbridge.backend.models import gpt
 
     real = gpt.gpt_model
@@ -164,7 +162,7 @@ def test_adapters_on_a_frozen_base_are_no_fault(build: Any, recipe: str, monkeyp
         return model
 
     monkeypatch.setattr(gpt, "gpt_model", adapted)
-    assert faults(audited(build, recipe, "untied", "adam", "whole")) == []
+    assert faults(audited(build, "mxfp8", "untied", "adam", "whole")) == []
 
 
 def _adapter(linear: Any, args: Any, output: Any) -> Any:

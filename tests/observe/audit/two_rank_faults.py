@@ -251,18 +251,22 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
 
 def found(name: str, moment: int | None = None) -> dict[str, Any]:
     """What the audits of two processes name. moment: the step after which the fault is planted; None: the case's own."""
-
     from mpbridge.backend.devices import device_layer
     from mpbridge.backend.engines.registry import build_engine
-    from mpbridge.observe.audit import AuditHook
     from tests.backend.engines import tiny
     from tests.observe.audit.catalogue import ENGINES
 
     engine_name, plant, at, wanted = cases()[name]
     at = at if moment is None else moment
     kind, sections = ENGINES[engine_name]
-    with device_layer(False):
-        engine = build_engine(tiny.run(kind, world=2, **sections))
+    with device_layer(False):  # also in between the steps: each would enter and leave it otherwise
+        return _run(build_engine(tiny.run(kind, world=2, **sections)), plant, at, wanted)
+
+
+def _run(engine: Any, plant: Callable[[Any], None], at: int, wanted: set[str]) -> dict[str, Any]:
+    from mpbridge.observe.audit import AuditHook
+    from tests.backend.engines import tiny
+
     engine.undo = []
     hook, training = (
         AuditHook(mode="warn", every=2 if at < LATE else LATE + 1, invariants=1),
@@ -291,7 +295,6 @@ def found(name: str, moment: int | None = None) -> dict[str, Any]:
 
 
 QUICK = (
-    "never reduced",
     "never reduced, sharded",
     START,
     "parameters not gathered",
@@ -301,7 +304,6 @@ QUICK = (
     "rank 1's moment one ulp apart",
     "rank 1's rotary frequencies",
     "rank 1's rate",
-    "rank 1's rate on FSDP2",
     "rank 1's embedding gradient through FP16",
     "rank 1 rounds by another seed",
     "tensor-parallel ranks sum in FP16",
@@ -309,7 +311,6 @@ QUICK = (
     "amaxes not reduced",
     "experts' gradients halved",
     "healthy, experts apart",
-    "healthy",
     "healthy, FSDP2",
     "healthy, sharded",
     "more travels between stages",

@@ -66,7 +66,9 @@ def played() -> dict[str, str]:
 )
 @pytest.mark.parametrize("recipe", BLACKWELLS if BLACKWELL else HOPPERS)
 def test_every_linear_is_the_same_but_for_the_order_of_fp32_sums(recipe, script) -> None:
-    rows = script.compared(recipe, steps=2, **played())
+    rows = script.compared(
+        recipe, steps=2 if "delayed" in recipe else 1, **played()
+    )  # its scales are of the step before
     assert {row["tensor"] for row in rows} == {"y", "dx", "dw"}
     assert [row for row in rows if row["beyond"]] == []
     assert sum(row["elements"] for row in rows) > 1e6

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import transformer_engine_torch as tex
+from torch.distributed import _symmetric_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine.pytorch.attention.dot_product_attention.softmax import FusedScaleMaskSoftmax
 from transformer_engine.pytorch.utils import attention_mask_func
@@ -327,3 +328,13 @@ def test_events_have_the_times_of_the_host_and_are_as_strict_as_a_gpus() -> None
     with pytest.raises(ValueError, match="enable_timing=True"):
         torch.cuda.current_stream().record_event().elapsed_time(end)
     assert torch.Event("cuda", enable_timing=True).timed
+
+
+def test_a_backend_of_symmetric_memory_is_chosen_and_no_tensor_lies_in_it() -> None:
+    """As where GPUs are not linked: Megatron-FSDP chooses NCCL's before it asks whether tensors lie there."""
+    if hasattr(_symmetric_memory, "set_backend"):  # torch's later releases
+        _symmetric_memory.set_backend("NCCL")
+    if hasattr(_symmetric_memory, "is_symm_mem_tensor"):
+        assert not _symmetric_memory.is_symm_mem_tensor(torch.ones(2, device="cuda"))
+    with pytest.raises(RuntimeError, match="no NVLink"):
+        _symmetric_memory.empty(2)

@@ -21,7 +21,7 @@ from .training import BLACKWELL, OVERLAP, tiny
 
 DELAYED, TENSORWISE = "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed"
 BLOCKWISE, MXFP8, NVFP4 = "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"
-on_hopper = pytest.mark.played("hopper")  # once is enough
+slow, on_hopper = pytest.mark.slow, pytest.mark.played("hopper")  # once is enough
 on_blackwell = pytest.mark.played("blackwell")  # its recipes
 ALL = "mixed_precision.first_last_layers_bf16=false"
 
@@ -83,7 +83,7 @@ def test_one_weight_left_in_bf16_is_named(monkeypatch) -> None:
     assert "decoder.layers.0.self_attention.linear_proj.weight" in found(TENSORWISE, ALL)
 
 
-@pytest.mark.parametrize("recipe", [MXFP8] if BLACKWELL else [DELAYED, TENSORWISE])
+@pytest.mark.parametrize("recipe", [MXFP8] if BLACKWELL else [pytest.param(DELAYED, marks=slow), TENSORWISE])
 def test_weights_at_rest_that_do_not_follow_their_main_weights_are_named(recipe, monkeypatch) -> None:
     """The update of the quantized weights is lost behind the first step."""
     import importlib
@@ -156,7 +156,8 @@ def test_another_recipe_object_in_one_layer_is_named(kind) -> None:
 @pytest.mark.parametrize(
     ("recipe", "state", "element", "said_of_it"),
     [
-        *(pytest.param(name, "scaling_bwd", "kFloat8E4M3", "gradients e4m3", marks=on_hopper) for name in (DELAYED, TENSORWISE, BLOCKWISE)),
+        pytest.param(TENSORWISE, "scaling_bwd", "kFloat8E4M3", "gradients e4m3", marks=on_hopper),
+        *(pytest.param(name, "scaling_bwd", "kFloat8E4M3", "gradients e4m3", marks=(slow, on_hopper)) for name in (DELAYED, BLOCKWISE)),
         pytest.param(MXFP8, "scaling_fwd", "kFloat8E5M2", "inputs and weights e5m2", marks=on_blackwell),
     ],
 )  # fmt: skip
@@ -231,8 +232,7 @@ def test_amaxes_that_are_not_those_of_the_inputs_are_named(monkeypatch) -> None:
     assert "the newest amax of its history" in said
 
 
-@pytest.mark.parametrize("fused", ["true", "false"])
-@pytest.mark.parametrize(("change", "said_of_it"), [(lambda grad: grad * 2, "2 times its expected value"), (lambda grad: grad.bfloat16(), "differs from")])  # fmt: skip
+@pytest.mark.parametrize(("fused", "change", "said_of_it"), [("true", lambda grad: grad * 2, "2 times its expected value"), ("false", lambda grad: grad.bfloat16(), "differs from")])  # fmt: skip
 @on_hopper
 def test_gradients_that_change_on_their_way_to_the_optimizer_are_named(fused, change, said_of_it) -> None:
     """Where a kernel adds weight gradients to their buffer, autograd still delivers those of norms."""
@@ -257,7 +257,7 @@ def test_gradients_that_change_on_their_way_to_the_optimizer_are_named(fused, ch
     assert ("linear_proj.weight" in said) is (fused == "false")
 
 
-@pytest.mark.parametrize("recipe", [NVFP4] if BLACKWELL else [DELAYED, BLOCKWISE])
+@pytest.mark.parametrize("recipe", [NVFP4] if BLACKWELL else [pytest.param(DELAYED, marks=slow), BLOCKWISE])
 def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_named(recipe, monkeypatch) -> None:
     from megatron.core.transformer.module import MegatronModule
 
@@ -305,7 +305,12 @@ def test_column_copies_of_an_earlier_step_are_named() -> None:
     assert "layers.1.mlp.linear_fc1.weight" in said
 
 
-STORED = [(fault, engine) for fault in model_faults.FAULTS for engine in fault.engines if engine.startswith("lora stored")]  # fmt: skip
+STORED = [
+    pytest.param(fault, engine, marks=() if engine == fault.engines[0] else slow)
+    for fault in model_faults.FAULTS
+    for engine in fault.engines
+    if engine.startswith("lora stored")
+]
 
 
 @on_blackwell
@@ -318,7 +323,7 @@ def test_a_fault_of_a_base_stored_in_few_bits_is_named(fault, engine) -> None:
     with one_process(), device_layer(True):
         built = build_engine(tiny.run(model_faults.ENGINES[engine][0], **model_faults.ENGINES[engine][1]))
         try:
-            check(lambda *kind, **sections: built, fault, engine, 1)
+            check(lambda *kind, **sections: built, fault, engine, int(not fault.early))
         finally:
             built.close()
 
@@ -346,7 +351,7 @@ def test_quantizers_with_other_options_than_the_recipe_object_are_named(state, o
 
 
 @on_hopper
-@pytest.mark.parametrize("table", ["scaling_fwd", "scaling_bwd"])
+@pytest.mark.parametrize("table", ["scaling_fwd", pytest.param("scaling_bwd", marks=slow)])
 def test_a_scale_that_changes_between_two_steps_is_named(table) -> None:
     class Halved(Hook):
         def stepped(self, training, result) -> None:

@@ -26,7 +26,6 @@ SMALL = (
     "model.moe_shared_expert_intermediate_size=128", "model.max_sequence_length=64", "data.seq_length=64", "model.moe_grouped_gemm=true",
 )  # fmt: skip
 AWARE = ("optimizer.use_precision_aware_optimizer=true",)
-NARROW = ("optimizer.exp_avg_dtype={0}", "optimizer.exp_avg_sq_dtype={0}")
 RECOMPUTE = ("model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1")
 REST = "mixed_precision.fp8_param_gather=true"
 PLAIN = "mixed_precision.fp8_param_gather=false"
@@ -41,21 +40,19 @@ def trains(recipe: str, *overrides: str, model: str = "gpt_tiny") -> None:
     assert summary.last_loss < summary.first_loss
 
 
-HOPPERS = {  # (delayed with overlap and blockwise: training.py; delayed without overlap: measured.py)
+HOPPERS = {  # each setting in one run (delayed with overlap and blockwise: training.py; delayed without overlap: measured.py)
     "delayed, a short history": (DELAYED, PLAIN, "mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1"),
-    "tensorwise, overlap on": (TENSORWISE, WHOLE, *OVERLAP),
-    "tensorwise, first and last layers in BF16": (TENSORWISE, DEEP),
-    "blockwise at rest": (BLOCKWISE, REST),
     "delayed, recomputed": (DELAYED, *RECOMPUTE),
-    "plain DDP": (DELAYED, PLAIN, "ddp.use_distributed_optimizer=false"),
-    "precision-aware, BF16 moments": ("bf16_mixed", *AWARE, *(text.format("bf16") for text in NARROW)),
-    "precision-aware, FP8 moments": ("bf16_mixed", *AWARE, *(text.format("fp8") for text in NARROW)),
-    "modules": (
+    "tensorwise, overlap on, first and last layers in BF16": (TENSORWISE, DEEP, *OVERLAP),
+    "blockwise at rest": (BLOCKWISE, REST),
+    "precision-aware, FP8 and BF16 moments": ("bf16_mixed", *AWARE, "optimizer.exp_avg_dtype=fp8", "optimizer.exp_avg_sq_dtype=bf16"),
+    "modules, plain DDP": (
         "bf16_mixed",
+        "ddp.use_distributed_optimizer=false",
         "mixed_precision.modules={'*.mlp.linear_fc1': tensorwise, '*.mlp.linear_fc2': tensorwise}",
     ),
     "FP16 around FP8": ("fp16_with_fp8_current_scaling_mixed", WHOLE, "mixed_precision.initial_loss_scale=1024"),
-}
+}  # fmt: skip
 BLACKWELLS = {  # (mxfp8 with a reused gradient buffer and nvfp4: training.py)
     "mxfp8, not at rest": (MXFP8, PLAIN, "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"),
     "nvfp4, first and last layers in BF16": (NVFP4, DEEP, "mixed_precision.first_last_layers_bf16=true"),
@@ -63,7 +60,8 @@ BLACKWELLS = {  # (mxfp8 with a reused gradient buffer and nvfp4: training.py)
 if now().release >= (2, 12):  # a rule forbids it before: Transformer Engine's cached weight has no column copy
     BLACKWELLS["nvfp4, recomputed"] = (NVFP4, *RECOMPUTE)
 EXPERTS = {"mxfp8": (MXFP8, *OVERLAP), "nvfp4": (NVFP4,)} if BLACKWELL else {
-    "tensorwise": (TENSORWISE, WHOLE), "delayed": (DELAYED,), "blockwise": (BLOCKWISE,)}  # fmt: skip
+    "delayed": (DELAYED,), "blockwise": (BLOCKWISE,)}  # fmt: skip
+"""(tensorwise, by expert parallelism too: two_ranks.py)"""
 
 
 @pytest.mark.parametrize("name", BLACKWELLS if BLACKWELL else HOPPERS)
@@ -79,7 +77,9 @@ def test_a_matrix_built_within_attention_is_no_product_of_it() -> None:
     trains(NVFP4, "mixed_precision.modules={'*.linear_qkv': bf16, '*.linear_proj': bf16}")
 
 
-@pytest.mark.parametrize("scaling", EXPERTS)
+@pytest.mark.parametrize(
+    "scaling", [pytest.param(name, marks=pytest.mark.slow if name == "mxfp8" else ()) for name in EXPERTS]
+)
 def test_grouped_experts_train(scaling) -> None:
     recipe, *overrides = EXPERTS[scaling]
     trains(recipe, *SMALL, *overrides, model="moe_tiny")

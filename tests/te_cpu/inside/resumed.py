@@ -47,9 +47,9 @@ def extra_states(place) -> list[dict]:
 
 @pytest.mark.parametrize("recipe", EACH)
 def test_a_run_that_stops_goes_on_to_the_bit(recipe, tmp_path) -> None:
-    whole = losses(tmp_path / "whole", recipe, "train.exit_interval=null")
-    parts = [losses(tmp_path / "parts", recipe) for _ in range(3)]
-    assert [len(part) for part in parts] == [2, 2, 2]
+    whole = losses(tmp_path / "whole", recipe, "train.exit_interval=null", "train.train_iters=4")
+    parts = [losses(tmp_path / "parts", recipe, "train.train_iters=4") for _ in range(2)]
+    assert [len(part) for part in parts] == [2, 2]
     assert [loss for part in parts for loss in part] == whole
     if recipe == DELAYED:
         states = extra_states(store.saved(tmp_path / "parts")[-1].path)

@@ -53,11 +53,13 @@ def test_quantized_modules_are_described_and_judged_by_the_recipe_that_they_ran(
     assert "gradients" not in unseen, "autograd delivers them"
 
 
+@pytest.mark.played("hopper")  # once is enough, as below
 def test_modules_that_ran_in_high_precision_are_named() -> None:
     found = seen(promised())
     assert "linears" in {fault.subject for fault in found.report.faults}
 
 
+@pytest.mark.played("hopper")
 def test_modules_in_bf16_are_bf16_mixed() -> None:
     found = seen("bf16_mixed")
     assert found.ok, found.report.faults
