@@ -42,7 +42,9 @@ def trains(recipe: str, *overrides: str, model: str = "gpt_tiny") -> None:
 
 HOPPERS = {  # each setting in one run (delayed with overlap and blockwise: training.py; delayed without overlap: measured.py)
     "delayed, a short history": (DELAYED, PLAIN, "mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1"),
-    "delayed, recomputed": (DELAYED, *RECOMPUTE),
+    "delayed, a short history, recomputed": (
+        *(DELAYED, *RECOMPUTE, "mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1"),
+    ),
     "tensorwise, overlap on, first and last layers in BF16": (TENSORWISE, DEEP, *OVERLAP),
     "blockwise at rest": (BLOCKWISE, REST),
     "precision-aware, FP8 and BF16 moments": ("bf16_mixed", *AWARE, "optimizer.exp_avg_dtype=fp8", "optimizer.exp_avg_sq_dtype=bf16"),
