@@ -165,8 +165,10 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield from premultiplied.patches()
 
 
+_GATHERS = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base")
+"""Into one tensor, of which NCCL asks only how many elements it has, gloo also the shape."""
 _MOVERS = (
-    "all_gather", "all_gather_into_tensor", "_all_gather_base", "broadcast", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv",
+    "all_gather", *_GATHERS, "broadcast", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv",
     "isend", "irecv",
 )  # fmt: skip
 """Collectives that move elements without computing with them."""
@@ -181,9 +183,14 @@ def _bytes_moved(original: Any) -> Any:
         narrow = type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype in EIGHT_BITS
         return value.detach().view(torch.uint8) if narrow else value
 
+    flat = original.__name__ in _GATHERS
+
+    def sent(value: Any) -> Any:
+        return plain(value).view(-1) if flat and type(value) is torch.Tensor and value.is_contiguous() else plain(value)
+
     @functools.wraps(original)
     def move(*args: Any, **kwargs: Any) -> Any:
-        return original(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+        return original(*map(sent, args), **{name: sent(value) for name, value in kwargs.items()})
 
     return move
 

@@ -171,7 +171,7 @@ torch.cuda.set_device(rank)
 dist.init_process_group("nccl")
 mine = torch.tensor([1.5, -2.0 - rank], device="cuda").to(torch.float8_e4m3fn)
 whole = torch.empty(4, dtype=torch.float8_e4m3fn, device="cuda")
-dist.all_gather_into_tensor(whole, mine)
+dist.all_gather_into_tensor(whole, mine.view(1, 2))  # of NCCL, elements are enough
 first = mine.clone()
 dist.broadcast(first, 0)
 told = [torch.cuda.current_device(), torch.accelerator.current_device_index(), mine.get_device(), whole.tolist(), first.tolist()]
