@@ -40,8 +40,8 @@ def test_a_case_has_the_result_of_its_largest_world(script: ModuleType, tmp_path
         "test_x": "passed",
         "test_y": "ranks",
     }
-    assert script.wanted(store, "one/test_a.py", 8, 1, []) == ["tests/unit_tests/one/test_a.py::test_y"]
-    assert script.wanted(store, "one/test_b.py", 8, 1, []) is None
+    assert script.wanted(store, "one/test_a.py", 8, False, []) == ["tests/unit_tests/one/test_a.py::test_y"]
+    assert script.wanted(store, "one/test_b.py", 8, False, []) is None
 
 
 @pytest.mark.parametrize(
