@@ -25,6 +25,8 @@ _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _CPUS_OWN = frozenset({"mkldnn_rnn_layer", "_native_multi_head_attention"})
 """In 16 bits, as cuDNN's and the Transformer encoder's are on CUDA under other names."""
 
+_BANNED = "binary_cross_entropy"
+
 
 def off() -> Any:
     """A context in which operations run in the dtypes of their inputs, as inside of a compiled kernel."""
@@ -99,7 +101,7 @@ def _kernel(policy: str, op: Any) -> Callable[..., Any]:
 
 def _banned(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
-        "binary_cross_entropy is refused by CUDA's autocast, because its gradient overflows in 16 bits: use binary_cross_entropy_with_logits"
+        f"{_BANNED} is refused by CUDA's autocast, because its gradient overflows in 16 bits: use binary_cross_entropy_with_logits"
     )
 
 
@@ -117,11 +119,11 @@ def cuda_lists() -> Iterator[None]:
             for policy, names in lists().items():
                 for name in set(names) - has:
                     library.impl(name, _kernel(policy, _op(name)))
-            for name in has - known - _CPUS_OWN:
+            for name in has - known - _CPUS_OWN - {_BANNED}:  # torch's CPU had that one in its lists until 2.6
                 # in the dtype of its input; of pools and paddings, the CPU has not all in 16 bits
                 pools = re.search("pool|pad[123]", name)
                 library.impl(name, _kernel("rounded", _op(name)) if pools else torch.library.fallthrough_kernel)
-            library.impl("binary_cross_entropy", _banned)
+            library.impl(_BANNED, _banned)
         yield
     finally:
         library._destroy()
