@@ -287,11 +287,17 @@ def causes(cases: list[Case], most: int) -> Iterator[str]:
 def table(store: Store, commit: str, te: str, most: int) -> list[str]:
     """What stands in docs."""
     cases = list(store.cases().values())
-    worlds = collections.Counter(case.ranks for case in cases)
-    of = ", ".join(f"{count} in a world of {size}" for size, count in sorted(worlds.items()))
+    worlds: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for case in cases:
+        worlds[case.ranks][standing(case)] += 1
+    of = ", ".join(
+        f"{found.total()} in a world of {size} ({found['passed']} passed, {found['failed']} failed)"
+        for size, found in sorted(worlds.items())
+    )
+    ended = sum(standing(case) == "failed" and " was ended in this test" in case.error for case in cases)
     files = len({case.file for case in cases})
     return [
-        f"Megatron-LM {commit[:10]}, Transformer Engine {te}, an H100 played; {files} files, cases: {of}.",
+        f"Megatron-LM {commit[:10]}, Transformer Engine {te}, an H100 played; {files} files, cases: {of}. {ended} failures are a limit of the run.",
         "",
         *sums(cases),
         "",
