@@ -18,7 +18,7 @@ from torch.distributed import _symmetric_memory, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 
-from mpbridge.backend.devices.collectives import one_by_one
+from mpbridge.backend.devices.collectives import gloo_patches, one_by_one
 from mpbridge.backend.devices.redirect import CPU, cuda_patches, names_cuda, nothing, on_cpu
 from mpbridge.common.transformer_engine import CUDA_VERSION
 from mpbridge.common.upstream import Patch
@@ -162,6 +162,7 @@ def played_patches(played: Played) -> Iterator[Patch]:
         yield owner, "barrier", _without_devices(owner.barrier)
         # one function for both: P2POp compares its own with the caller's
         yield from ((owner, name, function) for name, function in movers.items())
+    yield from gloo_patches()
     yield from premultiplied.patches()
 
 

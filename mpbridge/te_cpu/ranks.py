@@ -53,6 +53,8 @@ class _Rank:
     collected: list[str] = dataclasses.field(default_factory=list)
     broken: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Modules that could not be imported, or skip themselves."""
+    renew: bool = False
+    """Whether it has left the rest of its tests to a new world."""
     location: Any = None
 
     def read(self) -> bool:
@@ -81,6 +83,8 @@ class _Rank:
             self.broken.append(row)
         elif "start" in row:
             self.now, self.location, self.phases, self.since = row["start"], row["location"], [], time.monotonic()
+        elif "renew" in row:
+            self.renew = True
         elif "report" in row:
             self.phases.append(row["report"])
         else:
@@ -219,10 +223,12 @@ class Ranks:
                         gate.write(test + "\n")
                     yield merged_test(test, ranks)
                 if not new and all(rank.status is not None for rank in ranks):
+                    self.unfinished = any(rank.renew for rank in ranks)
                     broken = {row["collect"]: row for rank in reversed(ranks) for row in rank.broken}
                     if (
                         not broken
                         and not test
+                        and not self.unfinished
                         and (odd := next((rank for rank in ranks if rank.status not in USUAL), None))
                     ):
                         said = (odd.folder / f"{odd.number}.txt").read_text(encoding="utf-8", errors="replace")

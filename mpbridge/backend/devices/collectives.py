@@ -1,13 +1,16 @@
-"""Operations that all ranks of a job take part in: agree on a number, take the first rank's result, gather every rank's value; and coalesced collectives on gloo."""
+"""Operations that all ranks of a job take part in: agree on a number, take the first rank's result, gather every rank's value; and gloo's devices and coalesced collectives."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mpbridge.common.errors import CheckpointError, MpbridgeError
+from mpbridge.common.upstream import Patch
 
 T = TypeVar("T")
 
@@ -190,6 +194,41 @@ def _put_together(like: Any, parts: Sequence[Any], deeper: Mapping[str, type]) -
             part = None if absent else kind(**inner)
         values[field.name] = part
     return type(like)(**values)
+
+
+# --- gloo's groups share their devices ------------------------------------------------------------------------------------------------------
+_GLOO_DEVICES = 16
+"""A device is a socket and a thread that wakes up 100 times a second (gloo's tcp/loop.cc), used or not. NCCL connects a group when it is first used, and
+megatron-core makes dozens of groups that never are. With one device for all groups collectives took 1.4 times as long; with 16 as long as with one each."""
+
+
+def gloo_patches() -> Iterator[Patch]:
+    """A gloo group of a process takes one of a few devices instead of opening its own, and works off its collectives in one thread, as NCCL in one stream,
+    instead of two."""
+    if not dist.is_gloo_available():
+        return
+    made: Any = distributed_c10d.ProcessGroupGloo
+    original, groups = made.__init__, itertools.count()
+    devices: list[Any] = []
+
+    @functools.wraps(original)
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **more: Any) -> None:
+        if more or not (timeout is None or isinstance(timeout, timedelta)):
+            original(self, store, rank, size, *(() if timeout is None else (timeout,)), **more)
+            return
+        if not dist.is_initialized():
+            devices.clear()  # an earlier world's
+        options = made._Options()
+        if timeout is not None:
+            options._timeout = timeout
+        number = next(groups) % _GLOO_DEVICES
+        if number >= len(devices):
+            devices.append(made.create_default_device())
+        options._threads = 1
+        options._devices = [devices[number % len(devices)]]
+        original(self, store, rank, size, options)
+
+    yield made, "__init__", init
 
 
 # --- coalesced collectives on gloo, one tensor at a time ------------------------------------------------------------------------------------

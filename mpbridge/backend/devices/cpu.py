@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.backend.devices.collectives import one_by_one
+from mpbridge.backend.devices.collectives import gloo_patches, one_by_one
 from mpbridge.backend.devices.redirect import NullStream, cuda_patches, get_state, set_state, split_sizes
 from mpbridge.backend.megatron import process as megatron
 from mpbridge.common.errors import BadValue
@@ -60,7 +60,7 @@ class _Device:
     """The redirections and the process-wide torch state that megatron-core changes and does not restore."""
 
     def __init__(self) -> None:
-        self.replacement = Replacement(lambda: [*cuda_patches(), *_core_patches()])
+        self.replacement = Replacement(lambda: [*cuda_patches(), *gloo_patches(), *_core_patches()])
         self._flags: tuple[Any, torch.dtype] | None = None
 
     def enter(self) -> None:

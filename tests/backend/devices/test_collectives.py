@@ -45,6 +45,36 @@ def test_every_rank_gets_what_every_rank_said(tmp_path: Path) -> None:
     start(3, str(script))
 
 
+MANY_GROUPS = """
+import os
+import torch
+import torch.distributed as dist
+from mpbridge.backend.devices import device_layer
+before = dist.ProcessGroupGloo.__init__
+with device_layer(cuda=False):
+    dist.init_process_group("gloo")
+    first = len(os.listdir("/proc/self/task"))
+    groups = [dist.new_group([0, 1]) for _ in range(60)]
+    # a thread for each group, and at most 16 for their devices: torch's own are 180
+    assert len(os.listdir("/proc/self/task")) - first <= 60 + 16, len(os.listdir("/proc/self/task"))
+    ones = torch.ones(60, 3)
+    works = [dist.all_reduce(one, group=group, async_op=True) for one, group in zip(ones, groups)]
+    [work.wait() for work in works]
+    assert torch.equal(ones, torch.full((60, 3), 2.0))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(ones)
+    dist.destroy_process_group()
+assert dist.ProcessGroupGloo.__init__ is before
+"""
+
+
+def test_groups_of_a_process_share_their_devices(tmp_path: Path) -> None:
+    script = tmp_path / "many_groups.py"
+    script.write_text(MANY_GROUPS, encoding="utf-8")
+    start(2, str(script))
+
+
 FAKE = (
     """
 import json, random, sys
