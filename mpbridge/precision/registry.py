@@ -146,11 +146,13 @@ def register(
     """Decorator, bare or with options: registers a function that returns a MixedPrecisionConfig under its own or a given name.
 
     What its fields say is not asked for: hardware, engine and hints follow from them (`precision.requirements`). engine: where several could run it; hints:
-    beside those. Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function (BadValue).
+    beside those. Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function, or for what cannot be called (BadValue).
     """
 
     def enter(made_by: F) -> F:
         _fill()
+        if not callable(made_by):
+            raise BadValue(f"register got {made_by!r}, expected a function that returns a MixedPrecisionConfig")
         own_name = getattr(made_by, "__name__", "")
         if not (name or own_name.isidentifier()):
             raise BadValue(f"{made_by!r} has no name of its own: register(name=...)")

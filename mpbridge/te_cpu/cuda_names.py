@@ -18,7 +18,7 @@ from torch.distributed import _symmetric_memory, device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
 
-from mpbridge.backend.devices.collectives import gloo_patches, one_by_one
+from mpbridge.backend.devices.collectives import gloo_patches, group_of, one_by_one
 from mpbridge.backend.devices.redirect import CPU, cuda_patches, names_cuda, nothing, on_cpu
 from mpbridge.common.transformer_engine import CUDA_VERSION
 from mpbridge.common.upstream import Patch
@@ -206,7 +206,9 @@ def _on_gloo(original: Any) -> Any:
             kwargs["backend"] = "gloo"
         for name in ("device_id", "pg_options"):
             kwargs.pop(name, None)
-        return original(*args, **kwargs)
+        ranks = kwargs.get("ranks", args[0] if args else None) if original.__name__ == "new_group" else None
+        with group_of(ranks):
+            return original(*args, **kwargs)
 
     return make
 

@@ -10,6 +10,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -202,6 +203,23 @@ _GLOO_DEVICES = 16
 megatron-core makes dozens of groups that never are. With one device for all groups collectives took 1.4 times as long; with 16 as long as with one each."""
 
 
+_members: ContextVar[str] = ContextVar("members", default="")
+
+
+@contextmanager
+def group_of(ranks: Any) -> Iterator[None]:
+    """In the block, gloo groups find one another among these ranks alone (None: as torch has it).
+
+    torch names a group by how many the process has made. Ranks that make different groups at once use one name for both: NCCL, which connects a group
+    when it is first used, never notices if they are not used; gloo connects at once, to ranks of the other group, and waits for ever.
+    """
+    token = _members.set("" if ranks is None else "-".join(map(str, sorted(ranks))))
+    try:
+        yield
+    finally:
+        _members.reset(token)
+
+
 def gloo_patches() -> Iterator[Patch]:
     """A gloo group of a process takes one of a few devices instead of opening its own, and works off its collectives in one thread, as NCCL in one stream,
     instead of two."""
@@ -218,6 +236,8 @@ def gloo_patches() -> Iterator[Patch]:
             return
         if not dist.is_initialized():
             devices.clear()  # an earlier world's
+        if among := _members.get():
+            store = distributed_c10d.PrefixStore(f"{among}/", store)
         options = made._Options()
         if timeout is not None:
             options._timeout = timeout

@@ -24,7 +24,8 @@ from mpbridge.common.errors import (
 )
 from mpbridge.common.facts import Realization, Versions
 from mpbridge.common.formats import DType, dtype
-from mpbridge.common.machines import Machine, machine
+from mpbridge.common.machines import Machine
+from mpbridge.common.machines import machine as named
 from mpbridge.common.probe import installed, this_machine
 from mpbridge.planning.capability import refuse_unless_native
 from mpbridge.planning.rules.hybrid import silent_on
@@ -62,7 +63,7 @@ class Targets:
 
 
 def build(
-    inputs: Mapping[str, Any], plan: Plan, *, machine: Machine | None = None, versions: Versions | None = None
+    inputs: Mapping[str, Any], plan: Plan, *, machine: Machine | str | None = None, versions: Versions | None = None
 ) -> Targets:
     """megatron-core's configs, constructed once from `inputs` with the plan's writes applied.
 
@@ -92,7 +93,7 @@ def build(
 def apply(
     plan: Plan,
     *,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
     versions: Versions | None = None,
     on_conflict: Literal["warn", "error"] = "warn",
     emulated: bool = False,
@@ -146,13 +147,14 @@ def refuse_unable(
     policy: PrecisionPolicy | None,
     realization: Realization,
     *,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
     versions: Versions | None = None,
 ) -> None:
-    """Raises Refused if that machine would run a quantized policy as something else. What is not given is taken from the local machine."""
+    """Raises Refused if that machine, or the one of that name, would run a quantized policy as something else. What is not given is taken from the local one."""
+    there = named(machine) if isinstance(machine, str) else machine
     if policy is None or realization == "emulated" or not policy.quantized:
         return
-    refuse_unless_native(policy, machine or this_machine(), versions or installed())
+    refuse_unless_native(policy, there or this_machine(), versions or installed())
 
 
 def _compile(rules: Any, config: Any) -> Any:
@@ -294,5 +296,5 @@ def build_targets(run: Run, *, cuda: bool, inputs: Mapping[str, dict[str, Any]] 
     inputs: what to build from; None: `sections`. Raises Refused if this machine would run the recipe as something else: a run may
     have been resolved for another machine.
     """
-    here = this_machine() if cuda else machine("cpu")
+    here = this_machine() if cuda else named("cpu")
     return build(sections(run, cuda=cuda) if inputs is None else inputs, run.plan, machine=here, versions=installed())

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, facts_of, fresh, live, planned
 
 from mpbridge import apply, wrap
-from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UpstreamRefused
+from mpbridge.common.errors import BadValue, Conflict, Refused, StalePlan, UnknownName, UpstreamRefused
 from mpbridge.precision.sync.apply import commit
 from mpbridge.precision.sync.plan import plan
 
@@ -181,8 +181,11 @@ def test_quantization_is_refused_on_a_machine_that_would_train_it_in_16_bits(nam
 
     objects = live(INPUTS["dense"])
     before = facts_of(objects)
-    with pytest.raises(Refused, match="cannot run this recipe"):
-        apply(planned(objects, POLICIES[name]), machine=machine("cpu"))
+    for cpu in (machine("cpu"), "cpu"):
+        with pytest.raises(Refused, match="cannot run this recipe"):
+            apply(planned(objects, POLICIES[name]), machine=cpu)
+    with pytest.raises(UnknownName, match="no machine named 'h10'"):
+        apply(planned(objects, POLICIES[name]), machine="h10")
     with pytest.raises(
         Refused, match=r"Transformer Engine|torchao"
     ):  # the right GPU without it: megatron-core would train in 16 bits, silently
