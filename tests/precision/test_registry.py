@@ -63,6 +63,15 @@ def test_the_window_is_read_only_and_lists_each_recipe_once() -> None:
     assert "bf16" not in list(recipes)
 
 
+@pytest.mark.parametrize("thing", [5, "bf16_mixed", MixedPrecisionConfig(bf16=True)], ids=repr)
+def test_what_cannot_be_called_is_no_recipe(thing: object) -> None:
+    with pytest.raises(BadValue, match="expected a function that returns a MixedPrecisionConfig"):
+        register(name="never")(thing)  # type: ignore[type-var]
+    with pytest.raises(BadValue, match="expected a function"):
+        register(thing)  # type: ignore[call-overload]
+    assert "never" not in recipes
+
+
 def test_register_bare_and_with_options() -> None:
     @register
     def my_bare_recipe() -> MixedPrecisionConfig:

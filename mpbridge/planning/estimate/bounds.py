@@ -75,9 +75,9 @@ class Bounds:
         self._steps: dict[tuple[object, ...], float] = {}
         self._states: dict[tuple[object, ...], int] = {}
 
-    def micro(self, run: RunFacts, part: Part) -> tuple[float, float]:
-        """(seconds of the device, units of the host) that a part takes per micro-batch."""
-        key = (*_widths(run), part)
+    def micro(self, run: RunFacts, part: Part, widths: tuple[object, ...]) -> tuple[float, float]:
+        """(seconds of the device, units of the host) that a part takes per micro-batch. widths: the run's `_widths`."""
+        key = widths, part
         if key not in self._micro:
             alone = _alone(run)
             at, chunk = Coordinates.of(0, alone.parallel), (_chunk(part),)
@@ -152,13 +152,13 @@ class Bounds:
     def group(self, run: RunFacts, virtual: int) -> float:
         """No step of a run with these parallel sizes, up to that many virtual stages and this micro-batch, or a smaller one, is shorter: all stages together take as
         long for a micro-batch as one of all layers, and none but the slowest waits for none."""
-        sizes, device, host = run.parallel, 0.0, 0.0
+        sizes, widths, device, host = run.parallel, _widths(run), 0.0, 0.0
         ahead = run.shape.mtp_layers > 0
         ends: list[Part] = (
             [(True, True, ahead)] if sizes.pipeline == 1 else [(True, False, False), (False, True, ahead)]
         )
         for part, many in Counter[Part](layer_kinds(self.policy, run) + tuple(ends)).items():
-            seconds, units = self.micro(run, part)
+            seconds, units = self.micro(run, part, widths)
             device, host = device + many * seconds, host + many * units
         stages, each = sizes.pipeline, both(device, host, self.using) / run.micro_batch_size
         tokens = run.global_batch_size / sizes.data
@@ -194,6 +194,13 @@ class FamilyBounds:
         return tuple(found)
 
     @functools.cached_property
+    def _first_chunks(self) -> list[list[tuple[int, int]]]:
+        """(kind of layer, how many) of each chunk of the first stage."""
+        kinds = layer_kinds(self._bounds.policy, self._run)
+        chunks = self.stages[0].at.chunks(self._run)
+        return [list(Counter(kinds[layer] for layer in chunk.layers).items()) for chunk in chunks]
+
+    @functools.cached_property
     def states(self) -> tuple[States, ...]:
         """The states of the first rank of each kind of stage, without padding, tables and buffers, under one role."""
         run, bounds = self._run, self._bounds
@@ -203,10 +210,11 @@ class FamilyBounds:
 
     def exceeds(self, run: RunFacts, available: int) -> bool:
         """Whether states and layers of the first stage, which has the most micro-batches in flight, hold too many bytes (0: as many as there are)."""
-        known, at, policy = self._bounds.layers(run), self.stages[0].at, self._bounds.policy
-        kinds = layer_kinds(policy, run)
-        each = [sum(kept(policy, run, kinds[layer], known).each for layer in chunk.layers) for chunk in at.chunks(run)]
-        held = sum(self.states[0].roles.values()) + in_flight(run, at.stage, each) * (1 - uncertainty(run))
+        known, policy = self._bounds.layers(run), self._bounds.policy
+        each = [sum(many * kept(policy, run, kind, known).each for kind, many in chunk) for chunk in self._first_chunks]
+        held = sum(self.states[0].roles.values()) + in_flight(run, self.stages[0].at.stage, each) * (
+            1 - uncertainty(run)
+        )
         return held > (available or math.inf)
 
     def verdict(self, run: RunFacts, available: int) -> str:
@@ -232,11 +240,11 @@ class FamilyBounds:
 
     def _times(self, run: RunFacts) -> list[float]:
         """Seconds per micro-batch of each kind of stage."""
-        bounds, times = self._bounds, []
+        bounds, times, widths = self._bounds, [], _widths(run)
         for stage in self.stages:
             device, host = self._wires(run, stage), 0.0
             for part, many in stage.parts:
-                seconds, units = bounds.micro(run, part)
+                seconds, units = bounds.micro(run, part, widths)
                 device, host = device + many * seconds, host + many * units
             times.append(both(device, host, bounds.using))
         return times

@@ -94,7 +94,9 @@ _SPLITS = (
 
 def unsplit(run: RunFacts, parallel: Parallel | None = None) -> RunFacts:
     """The run in another layout (default: one process), without the settings that place layers on stages."""
-    model = {name: value for name, value in run.model.items() if name not in _SPLITS}
+    model = run.model
+    if not model.keys().isdisjoint(_SPLITS):
+        model = {name: value for name, value in model.items() if name not in _SPLITS}
     return replace(run, parallel=parallel or Parallel(), model=model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -205,7 +206,8 @@ def in_flight(run: RunFacts, stage: int, each: Sequence[float]) -> float:
     if len(each) == 1 or stages == 1:
         return sum(each) * min(stages - stage, total)
     flights = _flights(stages, len(each), stages - stage, total)
-    return max(sum(one * many for one, many in zip(each, held, strict=True)) for held in flights)
+    most: float = max(sum(map(operator.mul, each, held)) for held in flights)
+    return most
 
 
 @functools.lru_cache(maxsize=1024)
@@ -216,13 +218,15 @@ def _flights(stages: int, virtual: int, depth: int, total: int) -> tuple[tuple[i
     turns, last = stages * virtual, total * virtual
     first = min((depth - 1) * 2 + (virtual - 1) * stages + 1, last)
 
-    def passed(count: int, chunk: int) -> int:
-        return count // turns * stages + min(max(count % turns - chunk * stages, 0), stages)
+    def passed(count: int) -> list[int]:
+        """By chunk."""
+        rounds, rest = divmod(count, turns)
+        whole, part = divmod(rest, stages)
+        before = rounds * stages
+        return [before + stages] * whole + [before + part] + [before] * (virtual - whole - 1)
 
     moments = [n for n in range(first, min(first + turns, last) + 1) if not n % stages or not (n - first) % stages]
-    return tuple(
-        {tuple(passed(n, c) - passed(n - first, virtual - 1 - c) for c in range(virtual)) for n in (*moments, first)}
-    )
+    return tuple({tuple(map(operator.sub, passed(n), passed(n - first)[::-1])) for n in (*moments, first)})
 
 
 def undivided(run: RunFacts) -> str:
