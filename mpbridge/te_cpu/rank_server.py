@@ -144,6 +144,8 @@ def main() -> None:
             while ranks:
                 pid, status = os.wait()
                 if pid in ranks:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(pid, signal.SIGKILL)  # what it has started and left, such as a checkpoint's writer
                     place = Path(world["folder"], f"{ranks.pop(pid)}.status")
                     place.with_suffix(".new").write_text(str(os.waitstatus_to_exitcode(status)), encoding="ascii")
                     place.with_suffix(".new").rename(place)

@@ -12,7 +12,7 @@ import pytest
 from tests.te_cpu.wheels import NEWEST, ROOT, environment, release_or_skip
 
 THEIRS = """
-import os
+import os, subprocess, sys
 import pytest, torch, torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -120,6 +120,9 @@ def test_all_ranks_skip():
 
 def test_after_all_that():
     test_sum()
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open(f"left{RANK}", "w") as file:
+        file.write(str(left.pid))
 """
 
 
@@ -145,3 +148,6 @@ def test_one_report_for_all_ranks_and_none_hangs(tmp_path: Path, size: int) -> N
     assert "AssertionError: wrong here" in said
     assert f"failed on 0 of {size}" in said
     assert "rank 0 ended with status 9" in said
+    for rank in range(size):
+        with pytest.raises(ProcessLookupError):  # what a rank leaves ends with it
+            os.kill(int((tmp_path / f"left{rank}").read_text()), 0)

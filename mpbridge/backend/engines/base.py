@@ -63,12 +63,13 @@ def update(optimizer: Any) -> tuple[bool, float | None]:
     """
     if optimizer.prepare_grads():
         return False, None
-    norm = grad_norm(optimizer)
+    found = grad_norm(optimizer)
+    norm = float(found)
     if not math.isfinite(norm):
         return False, None
     for part in parts(optimizer):
         if part.config.clip_grad > 0.0:
-            clip(part, norm)
+            clip(part, found)
     stepped = bool(optimizer.step_with_ready_grads())
     if hasattr(optimizer, "allgather_params"):
         optimizer.allgather_params()  # dist_muon's, in its own step()
@@ -92,8 +93,9 @@ def keep_moments(optimizer: Any, policy: PrecisionPolicy) -> None:
         )
 
 
-def grad_norm(optimizer: Any) -> float:
-    """Global L2 norm of the gradients that megatron-core's optimizers are about to read, accumulated in FP32 regardless of their dtype.
+def grad_norm(optimizer: Any) -> float | torch.Tensor:
+    """Global L2 norm of the gradients that megatron-core's optimizers are about to read, accumulated in FP32 regardless of their dtype; an FP32 tensor where
+    megatron-core's own function returns one (0.20 with Transformer Engine's `multi_tensor_scale_tensor`).
 
     Without Transformer Engine and Apex, megatron-core computes each tensor's norm in the tensor's dtype: three digits in BF16.
     """
@@ -101,7 +103,8 @@ def grad_norm(optimizer: Any) -> float:
 
     found = {id(part): gradients_for_norm(part) for part in parts(optimizer)}
     if all(grad.dtype is torch.float32 for grads in found.values() for grad in grads):
-        return float(optimizer.get_grad_norm())
+        own: float | torch.Tensor = optimizer.get_grad_norm()
+        return own
     total = 0.0
     for part in parts(optimizer):
         # the norm of the norms is the global norm: one FP32 number per tensor, no FP32 copy of the gradients
@@ -110,8 +113,9 @@ def grad_norm(optimizer: Any) -> float:
     return math.sqrt(total)
 
 
-def clip(part: Any, norm: float) -> None:
-    """Scales the gradients of one of megatron-core's optimizers in place by clip_grad / `norm`, in any dtype, if `norm` exceeds `clip_grad`.
+def clip(part: Any, norm: float | torch.Tensor) -> None:
+    """Scales the gradients of one of megatron-core's optimizers in place by clip_grad / `norm`, in any dtype, if `norm` exceeds `clip_grad`. The factor is
+    computed in FP32 from a tensor and in FP64 from a number, as megatron-core does: they differ in the last bit.
 
     megatron-core's own function asserts FP32 gradients (clip_grads.py:167 of 0.16.1).
     """

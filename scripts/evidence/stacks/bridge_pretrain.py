@@ -137,6 +137,7 @@ def _all_but(weight: Any, step: Any) -> Any:
 def own(recipe: str, steps: int, seen: dict[str, Any], target: str) -> None:
     """mpbridge's own loop on what Bridge's model was given; prints the losses as JSON."""
     import torch
+    import transformer_engine
 
     from mpbridge import ConfigContainer, pretrain
     from mpbridge.training.base import Hook
@@ -162,7 +163,8 @@ def own(recipe: str, steps: int, seen: dict[str, Any], target: str) -> None:
         for i in range(len(batch["tokens"]))
     ]
     container = ConfigContainer(
-        mixed_precision=recipe, model=MODEL | BRIDGES, emulate="te", target=target, te="2.11",
+        mixed_precision=recipe, model=MODEL | BRIDGES, emulate="te", target=target,
+        te=".".join(transformer_engine.__version__.split(".")[:2]),
         optimizer={"lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.01},
         scheduler={"lr_decay_style": "constant"},
         ddp={"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpbridge.backend.engines import base
 from mpbridge.backend.engines.optimizers import LARGEST, CpuFusedAdam
 from mpbridge.common.errors import BadValue
 from mpbridge.numerics.optimizers import join, split
@@ -280,3 +282,19 @@ def test_remainders_are_saved_as_the_main_weights_that_they_are() -> None:
     assert torch.equal(param.detach(), weights.bfloat16())
     assert optimizer.state[param]["master_param"].dtype is torch.int16
     assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), weights)
+
+
+@pytest.mark.parametrize("kind", [float, torch.Tensor])
+def test_gradients_are_clipped_by_megatron_cores_own_factor(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core 0.20 divides an FP32 tensor, 0.16.1 a Python number; in some 40 % of the cases the factors differ."""
+    norms = torch.rand(200, generator=torch.Generator().manual_seed(3)) * 5 + 1
+    differ = 0
+    for norm in norms:
+        factors = {torch.Tensor: 1.0 / (norm + 1.0e-6), float: torch.tensor(1.0 / (float(norm) + 1.0e-6))}
+        differ += int(factors[torch.Tensor] != factors[float])
+        grad = torch.ones(3)
+        monkeypatch.setattr(base, "gradients", lambda part, grad=grad: [grad])
+        part = SimpleNamespace(config=SimpleNamespace(clip_grad=1.0))
+        base.clip(part, norm.view(1) if kind is torch.Tensor else float(norm))
+        assert torch.equal(grad, factors[kind].expand(3))
+    assert differ > 20
