@@ -28,6 +28,7 @@ from mpbridge.numerics.operands import Operand
 from mpbridge.te_cpu import autocast, premultiplied
 from mpbridge.te_cpu.cuda_answers import answers, class_of
 from mpbridge.te_cpu.played import Played
+from mpbridge.te_cpu.refusals import EXPERTS, refused_name
 from mpbridge.te_cpu.sides import with_copies
 
 
@@ -155,6 +156,11 @@ def played_patches(played: Played) -> Iterator[Patch]:
     for name, answer in (("set_backend", None), ("is_symm_mem_tensor", False)):
         if hasattr(_symmetric_memory, name):
             yield _symmetric_memory, name, functools.partial(_answer, answer)
+    yield from _collectives()
+
+
+def _collectives() -> Iterator[Patch]:
+    """Groups of NCCL's and what they send, by gloo."""
     movers = {name: _bytes_moved(getattr(dist, name)) for name in _MOVERS if hasattr(dist, name)}
     for owner in (dist, distributed_c10d):
         for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
@@ -164,6 +170,8 @@ def played_patches(played: Played) -> Iterator[Patch]:
         yield from ((owner, name, function) for name, function in movers.items())
     yield from gloo_patches()
     yield from premultiplied.patches()
+    if dist.is_gloo_available():
+        yield dist.ProcessGroupGloo, "_comm_ptr", refused_name("ProcessGroupNCCL._comm_ptr", EXPERTS)
 
 
 _GATHERS = ("all_gather_into_tensor", "all_gather_single", "_all_gather_base")

@@ -65,7 +65,7 @@ def state(name: str, replaced: bool) -> str | None:
 _ATTENTION = "fused attention is implemented by cuDNN and FlashAttention: use the unfused backend (attention_backend=unfused, NVTE_UNFUSED_ATTN=1)"
 _USERBUFFERS = "Userbuffers overlap communication with GEMMs in GPU memory: leave tp_comm_overlap off"
 _NVSHMEM = "NVSHMEM is a GPU library"
-_EXPERTS = "expert dispatch by NCCL needs GPUs: use the all-to-all or all-gather dispatcher"
+EXPERTS = "expert dispatch by NCCL needs GPUs: use the all-to-all or all-gather dispatcher"
 _CONTEXT = "this belongs to the fused attention kernels: context parallelism runs without them (megatron-core's local attention)"
 _SOLVER = "cuSolverMp is a GPU library"
 _GROUPED = "grouped tensors are quantized here from release 2.20 on: before, GroupedLinear runs without them"
@@ -75,7 +75,7 @@ _REASONS = (
     (r"multi_tensor_(transpose_to_bhsd|pad_last_dim|swizzle_scales_for_gemm_unchecked_)", _ATTENTION),
     (r"CommOverlap|bulk_overlap_ag_with_external_gemm", _USERBUFFERS),
     (r"nvshmem_|(init|create)_nvshmem_", _NVSHMEM),
-    (r"ep_", _EXPERTS),
+    (r"ep_", EXPERTS),
     (r"thd_", _CONTEXT),
     (r"cusolvermp_|newton_schulz", _SOLVER),
     (r"(bgrad_)?group_|nvfp4_(group_)?quantize_with_amax|grouped_swizzle_|te_general_grouped_gemm_for_", _GROUPED),

@@ -54,7 +54,7 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"runs on a GPU only: .*attention|No dot product attention backend|fused_attn|FusedAttention", "attention that only fused kernels compute (in FP8, with context parallelism)"),
     (r"mamba_ssm|mamba-ssm|causal_conv1d|Mamba SSM|MambaSSM|mamba", "mamba_ssm and causal_conv1d: CUDA extensions"),
     (r"\bfla\b|FLA is not|flash.linear.attention", "flash-linear-attention: Triton kernels"),
-    (r"deep_?ep\b|DeepEP|HybridEP|deep_gemm|userbuffers|Userbuffers|nixl", "DeepEP, DeepGEMM, NIXL and Userbuffers: communication and GEMMs written for GPUs"),
+    (r"deep_?ep\b|DeepEP|HybridEP|expert dispatch by NCCL|_comm_ptr|deep_gemm|userbuffers|Userbuffers|nixl", "DeepEP, NCCL's expert dispatch, DeepGEMM, NIXL and Userbuffers: communication and GEMMs written for GPUs"),
     (r"\bamp_C\b|\bapex\b|Apex", "Apex's compiled extensions"),
     (r"emerging_optimizers|emerging-optimizers", "emerging_optimizers, which is on no package index"),
     (r"modelopt|ModelOpt", "NVIDIA ModelOpt with its compiled parts"),
