@@ -163,8 +163,9 @@ def _collectives() -> Iterator[Patch]:
     """Groups of NCCL's and what they send, by gloo."""
     movers = {name: _bytes_moved(getattr(dist, name)) for name in _MOVERS if hasattr(dist, name)}
     for owner in (dist, distributed_c10d):
-        for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
+        for name in ("init_process_group", "new_subgroups_by_enumeration"):
             yield owner, name, _on_gloo(getattr(owner, name))
+        yield owner, "new_group", _on_gloo(_of_its_ranks(owner.new_group))
         yield owner, "barrier", _without_devices(owner.barrier)
         # one function for both: P2POp compares its own with the caller's
         yield from ((owner, name, function) for name, function in movers.items())
@@ -214,9 +215,19 @@ def _on_gloo(original: Any) -> Any:
             kwargs["backend"] = "gloo"
         for name in ("device_id", "pg_options"):
             kwargs.pop(name, None)
-        ranks = kwargs.get("ranks", args[0] if args else None) if original.__name__ == "new_group" else None
-        with group_of(ranks):
-            return original(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return make
+
+
+def _of_its_ranks(new_group: Any) -> Any:
+    """`new_group`, whose ranks find one another by who they are."""
+
+    @functools.wraps(new_group)
+    def make(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        ranks = None if ranks is None else list(ranks)
+        with group_of(range(dist.get_world_size()) if ranks is None else ranks):
+            return new_group(ranks, *args, **kwargs)
 
     return make
 

@@ -29,6 +29,8 @@ GRACE = 30.0
 """Seconds that the other ranks have for a test after one has failed or ended."""
 STACK = 12
 """Lines of a waiting rank's stack that a report shows, up to pytest's own."""
+THREADS = 16_000
+"""Threads of its ranks with which a world goes on as a new one: half of those that Linux has numbers for (kernel.pid_max, 32,768 by default)."""
 USUAL = (0, 1, 5)
 """pytest's exit statuses after a run: passed, failed, no tests."""
 
@@ -53,8 +55,6 @@ class _Rank:
     collected: list[str] = dataclasses.field(default_factory=list)
     broken: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Modules that could not be imported, or skip themselves."""
-    renew: bool = False
-    """Whether it has left the rest of its tests to a new world."""
     location: Any = None
 
     def read(self) -> bool:
@@ -83,8 +83,6 @@ class _Rank:
             self.broken.append(row)
         elif "start" in row:
             self.now, self.location, self.phases, self.since = row["start"], row["location"], [], time.monotonic()
-        elif "renew" in row:
-            self.renew = True
         elif "report" in row:
             self.phases.append(row["report"])
         else:
@@ -117,6 +115,13 @@ class _Rank:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         lines = text.rpartition("Current thread")[2].partition("_pytest/python.py")[0].splitlines()[1:]
         return "\n".join([line for line in lines if "/_pytest/" not in line][:STACK])
+
+    def threads(self) -> int:
+        """How many it has; 0 where that cannot be read. A process group has some until its process ends, and Megatron-LM's tests make 100 to 200 groups each."""
+        try:
+            return int(Path(f"/proc/{self.pid}/status").read_text(encoding="ascii").partition("Threads:")[2].split()[0])
+        except (OSError, IndexError):
+            return 0
 
     def end(self) -> None:
         """Ends it and all that it started."""
@@ -175,6 +180,9 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         self._server.kill()
         self._server.wait()
+        if self._server.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._server.stdin.close()
         self._said.close()
         self._folder.cleanup()
 
@@ -222,19 +230,11 @@ class Ranks:
                     with (ranks[0].folder / "gate").open("a", encoding="utf-8") as gate:
                         gate.write(test + "\n")
                     yield merged_test(test, ranks)
+                    if sum(rank.threads() for rank in ranks) > THREADS:
+                        self.unfinished = True
+                        return
                 if not new and all(rank.status is not None for rank in ranks):
-                    self.unfinished = any(rank.renew for rank in ranks)
-                    broken = {row["collect"]: row for rank in reversed(ranks) for row in rank.broken}
-                    if (
-                        not broken
-                        and not test
-                        and not self.unfinished
-                        and (odd := next((rank for rank in ranks if rank.status not in USUAL), None))
-                    ):
-                        said = (odd.folder / f"{odd.number}.txt").read_text(encoding="utf-8", errors="replace")
-                        raise RuntimeError(f"rank {odd.number} {odd.state('')}, and ran no test: {said[-3000:]}")
-                    for module, row in broken.items():
-                        yield Merged(module, row["outcome"], row["text"], 0.0, [], module=True)
+                    yield from _modules(ranks, done, test)
                     if test:
                         yield stopped(test, "ranks have ended", ranks)
                         self.unfinished = True
@@ -263,6 +263,17 @@ class Ranks:
         if bad and now - hurt.setdefault(test, now) > self.grace:
             return f"rank {bad[0].number} {bad[0].state(test)}, and {self.grace:g} s later not all had finished"
         return None
+
+
+def _modules(ranks: list[_Rank], done: list[str], test: str | None) -> Iterator[Merged]:
+    """Modules that were not collected, once. Raises RuntimeError if there are none, and a rank has ended as pytest never does and outside of a test."""
+    broken = {row["collect"]: row for rank in reversed(ranks) for row in rank.broken}
+    if not broken and not test and (odd := next((rank for rank in ranks if rank.status not in USUAL), None)):
+        said = (odd.folder / f"{odd.number}.txt").read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"rank {odd.number} {odd.state('')}, and ran no test: {said[-3000:]}")
+    for module, row in broken.items():
+        if module not in done:
+            yield Merged(module, row["outcome"], row["text"], 0.0, [], module=True)
 
 
 def _open_test(ranks: list[_Rank], told: set[str]) -> str | None:

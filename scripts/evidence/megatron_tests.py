@@ -49,7 +49,7 @@ MORE_RANKS = re.compile(
 EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"CUDAGraph|cuda_?graph|CudaGraph|graphsafe|make_graphed_callables|torch\.cuda\.graph", "CUDA graphs: they record the work of a GPU"),
     (r"the Triton kernel \S+ runs on a GPU only|triton", "Megatron-LM's own Triton kernels"),
-    (r"symm(etric)?_?mem|NVLS|nvshmem|multicast|nvlink|torch_memory_saver", "symmetric memory over NVLink, NVSHMEM, CUDA virtual memory"),
+    (r"symm(etric)?_?mem|NVLS|nvshmem|multicast|nvlink|torch_memory_saver|nccl_allocator\.so", "symmetric memory over NVLink, NVSHMEM, CUDA virtual memory, NCCL's allocator (a CUDA extension)"),
     (r"flash.?attn|flash attention|flash_mla|flashinfer|FlashAttention|FlashInfer|FA[23]\b|dynamic batching", "FlashAttention's and FlashInfer's kernels"),
     (r"runs on a GPU only: .*attention|No dot product attention backend|fused_attn|FusedAttention", "attention that only fused kernels compute (in FP8, with context parallelism)"),
     (r"mamba_ssm|mamba-ssm|causal_conv1d|Mamba SSM|MambaSSM|mamba", "mamba_ssm and causal_conv1d: CUDA extensions"),

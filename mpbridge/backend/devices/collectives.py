@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -201,51 +202,69 @@ def _put_together(like: Any, parts: Sequence[Any], deeper: Mapping[str, type]) -
 _GLOO_DEVICES = 16
 """A device is a socket and a thread that wakes up 100 times a second (gloo's tcp/loop.cc), used or not. NCCL connects a group when it is first used, and
 megatron-core makes dozens of groups that never are. With one device for all groups collectives took 1.4 times as long; with 16 as long as with one each."""
-
-
+_LEFT: list[Any] = []
+"""Devices of a process that this one was forked from: they have no threads here, and gloo waits for those when it destroys one."""
 _members: ContextVar[str] = ContextVar("members", default="")
 
 
 @contextmanager
-def group_of(ranks: Any) -> Iterator[None]:
-    """In the block, gloo groups find one another among these ranks alone (None: as torch has it).
+def group_of(ranks: Iterable[int]) -> Iterator[None]:
+    """In the block, gloo groups find one another among these ranks alone.
 
     torch names a group by how many the process has made. Ranks that make different groups at once use one name for both: NCCL, which connects a group
     when it is first used, never notices if they are not used; gloo connects at once, to ranks of the other group, and waits for ever.
     """
-    token = _members.set("" if ranks is None else "-".join(map(str, sorted(ranks))))
+    token = _members.set("-".join(map(str, sorted(ranks))))
     try:
         yield
     finally:
         _members.reset(token)
 
 
+class _Devices:
+    """This process's devices, of its newest world."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._begin()
+
+    def _begin(self) -> None:
+        self._made, self._groups, self._process = list[Any](), itertools.count(), os.getpid()
+
+    def next(self) -> Any:
+        """One for a new group."""
+        if self._process != os.getpid():
+            _LEFT.append(self._made)
+            self._begin()
+        elif not dist.is_initialized():
+            self._begin()
+        number = next(self._groups) % _GLOO_DEVICES
+        if number == len(self._made):
+            self._made.append(self._make())
+        return self._made[number]
+
+
 def gloo_patches() -> Iterator[Patch]:
-    """A gloo group of a process takes one of a few devices instead of opening its own, and works off its collectives in one thread, as NCCL in one stream,
-    instead of two."""
+    """A gloo group of a process takes one of a few devices instead of opening its own, unless GLOO_SOCKET_IFNAME says which ones torch opens."""
     if not dist.is_gloo_available():
         return
     made: Any = distributed_c10d.ProcessGroupGloo
-    original, groups = made.__init__, itertools.count()
-    devices: list[Any] = []
+    original, devices = made.__init__, _Devices(lambda: made.create_default_device())
 
     @functools.wraps(original)
     def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **more: Any) -> None:
         if more or not (timeout is None or isinstance(timeout, timedelta)):
             original(self, store, rank, size, *(() if timeout is None else (timeout,)), **more)
             return
-        if not dist.is_initialized():
-            devices.clear()  # an earlier world's
         if among := _members.get():
             store = distributed_c10d.PrefixStore(f"{among}/", store)
+        if os.environ.get("GLOO_SOCKET_IFNAME"):
+            original(self, store, rank, size, *(() if timeout is None else (timeout,)))
+            return
         options = made._Options()
         if timeout is not None:
             options._timeout = timeout
-        number = next(groups) % _GLOO_DEVICES
-        if number >= len(devices):
-            devices.append(made.create_default_device())
-        options._threads = 1
-        options._devices = [devices[number % len(devices)]]
+        options._devices = [devices.next()]
         original(self, store, rank, size, options)
 
     yield made, "__init__", init

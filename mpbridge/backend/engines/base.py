@@ -120,6 +120,8 @@ def clip(part: Any, norm: float | torch.Tensor) -> None:
     megatron-core's own function asserts FP32 gradients (clip_grads.py:167 of 0.16.1).
     """
     factor = part.config.clip_grad / (norm + 1.0e-6)
+    if isinstance(factor, torch.Tensor):
+        factor = factor.view(())  # a parameter may be a single number
     if factor < 1.0:
         for grad in gradients(part):
             grad.mul_(factor)

@@ -55,8 +55,8 @@ with device_layer(cuda=False):
     dist.init_process_group("gloo")
     first = len(os.listdir("/proc/self/task"))
     groups = [dist.new_group([0, 1]) for _ in range(60)]
-    # a thread for each group, and at most 16 for their devices: torch's own are 180
-    assert len(os.listdir("/proc/self/task")) - first <= 60 + 16, len(os.listdir("/proc/self/task"))
+    # two threads for each group, and at most 16 for their devices: torch's own are 180
+    assert len(os.listdir("/proc/self/task")) - first <= 2 * 60 + 16, len(os.listdir("/proc/self/task"))
     ones = torch.ones(60, 3)
     works = [dist.all_reduce(one, group=group, async_op=True) for one, group in zip(ones, groups)]
     [work.wait() for work in works]
@@ -67,6 +67,68 @@ with device_layer(cuda=False):
     dist.destroy_process_group()
 assert dist.ProcessGroupGloo.__init__ is before
 """
+
+
+AT_ONCE = """
+import torch
+import torch.distributed as dist
+from mpbridge.backend.devices import device_layer
+from mpbridge.backend.devices.collectives import group_of
+with device_layer(cuda=False):
+    dist.init_process_group("gloo")
+    mine = sorted({dist.get_rank(), dist.get_rank() ^ 1})
+    with group_of(mine):
+        group = dist.new_group(mine)
+    one = torch.full((1,), float(dist.get_rank()))
+    dist.all_reduce(one, group=group)
+    assert one.item() == sum(mine)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_make_different_groups_at_once_find_the_right_ones(tmp_path: Path) -> None:
+    script = tmp_path / "at_once.py"
+    script.write_text(AT_ONCE, encoding="utf-8")
+    start(4, str(script))
+
+
+FORKED = """
+import os
+import torch
+import torch.distributed as dist
+from mpbridge.backend.devices import device_layer
+
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = [dist.new_group([0]) for _ in range(5)]
+    dist.all_reduce(torch.ones(1), group=groups[-1])
+    dist.destroy_process_group()
+
+with device_layer(cuda=False):
+    world()
+    child = os.fork()
+    if not child:
+        world()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    world()
+os.environ["GLOO_SOCKET_IFNAME"] = "none0"
+with device_layer(cuda=False):
+    try:
+        world()
+    except RuntimeError as error:
+        assert "none0" in str(error), error
+    else:
+        raise SystemExit("it opened another interface than the one asked for")
+"""
+
+
+def test_devices_of_a_fork_and_of_an_interface_that_was_named(tmp_path: Path) -> None:
+    script = tmp_path / "devices.py"
+    script.write_text(FORKED, encoding="utf-8")
+    done = python([str(script)])
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_groups_of_a_process_share_their_devices(tmp_path: Path) -> None:
