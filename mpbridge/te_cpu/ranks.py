@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpbridge.te_cpu.rank_server import POLL
+from mpbridge.te_cpu.rank_server import PATIENCE, POLL
 
 WORST = ("failed", "passed", "skipped")
 """Outcomes of a phase; the first one that any rank has is the test's."""
@@ -31,6 +31,8 @@ STACK = 12
 """Lines of a waiting rank's stack that a report shows, up to pytest's own."""
 THREADS = 16_000
 """Threads of its ranks with which a world goes on as a new one: half of those that Linux has numbers for (kernel.pid_max, 32,768 by default)."""
+LAST = PATIENCE + 20.0
+"""Seconds that the process which forks the ranks has to end."""
 USUAL = (0, 1, 5)
 """pytest's exit statuses after a run: passed, failed, no tests."""
 
@@ -117,9 +119,10 @@ class _Rank:
         return "\n".join([line for line in lines if "/_pytest/" not in line][:STACK])
 
     def threads(self) -> int:
-        """How many it has; 0 where that cannot be read. A process group has some until its process ends, and Megatron-LM's tests make 100 to 200 groups each."""
+        """How many it has; 0 where that cannot be read. A process group has some while anybody holds it: Megatron-LM's tests keep 100 to 200 groups each."""
         try:
-            return int(Path(f"/proc/{self.pid}/status").read_text(encoding="ascii").partition("Threads:")[2].split()[0])
+            status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
+            return int(status.rpartition("Threads:")[2].split()[0])
         except (OSError, IndexError):
             return 0
 
@@ -178,11 +181,13 @@ class Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.kill()
-        self._server.wait()
         if self._server.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._server.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(LAST)  # it ends what the ranks have left
+        self._server.kill()
+        self._server.wait()
         self._said.close()
         self._folder.cleanup()
 
@@ -230,9 +235,9 @@ class Ranks:
                     with (ranks[0].folder / "gate").open("a", encoding="utf-8") as gate:
                         gate.write(test + "\n")
                     yield merged_test(test, ranks)
-                    if sum(rank.threads() for rank in ranks) > THREADS:
-                        self.unfinished = True
-                        return
+                if new and told and sum(rank.threads() for rank in ranks) > THREADS:
+                    self.unfinished = True
+                    return
                 if not new and all(rank.status is not None for rank in ranks):
                     yield from _modules(ranks, done, test)
                     if test:
@@ -247,10 +252,12 @@ class Ranks:
                 if not new:
                     time.sleep(POLL)
         finally:
-            while any(rank.status is None for rank in ranks) and self._server.poll() is None:
+            while any(rank.status is None for rank in ranks):
                 for rank in ranks:
                     rank.read()
                     rank.end()
+                if self._server.poll() is not None:
+                    break
                 time.sleep(POLL)
 
     def _stuck(self, test: str, ranks: list[_Rank], hurt: dict[str, float]) -> str | None:

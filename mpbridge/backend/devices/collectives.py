@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -202,8 +203,6 @@ def _put_together(like: Any, parts: Sequence[Any], deeper: Mapping[str, type]) -
 _GLOO_DEVICES = 16
 """A device is a socket and a thread that wakes up 100 times a second (gloo's tcp/loop.cc), used or not. NCCL connects a group when it is first used, and
 megatron-core makes dozens of groups that never are. With one device for all groups collectives took 1.4 times as long; with 16 as long as with one each."""
-_LEFT: list[Any] = []
-"""Devices of a process that this one was forked from: they have no threads here, and gloo waits for those when it destroys one."""
 _members: ContextVar[str] = ContextVar("members", default="")
 
 
@@ -234,14 +233,17 @@ class _Devices:
     def next(self) -> Any:
         """One for a new group."""
         if self._process != os.getpid():
-            _LEFT.append(self._made)
+            # their threads are the parent's, and gloo waits for them when it destroys a device, at the latest as this process ends
+            for device in self._made:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(device))
             self._begin()
         elif not dist.is_initialized():
             self._begin()
-        number = next(self._groups) % _GLOO_DEVICES
-        if number == len(self._made):
-            self._made.append(self._make())
-        return self._made[number]
+        if len(self._made) < _GLOO_DEVICES:
+            device = self._make()
+            self._made.append(device)
+            return device
+        return self._made[next(self._groups) % _GLOO_DEVICES]
 
 
 def gloo_patches() -> Iterator[Patch]:

@@ -120,11 +120,10 @@ def clip(part: Any, norm: float | torch.Tensor) -> None:
     megatron-core's own function asserts FP32 gradients (clip_grads.py:167 of 0.16.1).
     """
     factor = part.config.clip_grad / (norm + 1.0e-6)
-    if isinstance(factor, torch.Tensor):
-        factor = factor.view(())  # a parameter may be a single number
     if factor < 1.0:
         for grad in gradients(part):
-            grad.mul_(factor)
+            # with as many dimensions as the gradient, which may have none, an FP32 factor is not rounded to the gradient's dtype
+            grad.mul_(factor.view((1,) * grad.dim()) if isinstance(factor, torch.Tensor) else factor)
 
 
 class BaseEngine(ABC):

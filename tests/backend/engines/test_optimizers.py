@@ -292,9 +292,10 @@ def test_gradients_are_clipped_by_megatron_cores_own_factor(kind: type, monkeypa
     for norm in norms:
         factors = {torch.Tensor: 1.0 / (norm + 1.0e-6), float: torch.tensor(1.0 / (float(norm) + 1.0e-6))}
         differ += int(factors[torch.Tensor] != factors[float])
-        grad = torch.ones(3)
-        monkeypatch.setattr(base, "gradients", lambda part, grad=grad: [grad])
+        grad, single = torch.ones(3), torch.ones(())
+        monkeypatch.setattr(base, "gradients", lambda part, grads=(grad, single): grads)
         part = SimpleNamespace(config=SimpleNamespace(clip_grad=1.0))
         base.clip(part, norm.view(1) if kind is torch.Tensor else float(norm))
         assert torch.equal(grad, factors[kind].expand(3))
+        assert torch.equal(single, factors[kind])
     assert differ > 20
