@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import lzma
 import os
@@ -49,7 +50,7 @@ MORE_RANKS = re.compile(
 EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"CUDAGraph|cuda_?graph|CudaGraph|graphsafe|make_graphed_callables|torch\.cuda\.graph", "CUDA graphs: they record the work of a GPU"),
     (r"the Triton kernel \S+ runs on a GPU only|triton", "Megatron-LM's own Triton kernels"),
-    (r"symm(etric)?_?mem|NVLS|nvshmem|multicast|nvlink|torch_memory_saver|nccl_allocator\.so", "symmetric memory over NVLink, NVSHMEM, CUDA virtual memory, NCCL's allocator (a CUDA extension)"),
+    (r"symm(etric)?_?mem|SymmetricMemory|NVLS|nvshmem|multicast|nvlink|torch_memory_saver|nccl_allocator\.so", "symmetric memory over NVLink, NVSHMEM, CUDA virtual memory, NCCL's allocator (a CUDA extension)"),
     (r"flash.?attn|flash attention|flash_mla|flashinfer|FlashAttention|FlashInfer|FA[23]\b|dynamic batching", "FlashAttention's and FlashInfer's kernels"),
     (r"runs on a GPU only: .*attention|No dot product attention backend|fused_attn|FusedAttention", "attention that only fused kernels compute (in FP8, with context parallelism)"),
     (r"mamba_ssm|mamba-ssm|causal_conv1d|Mamba SSM|MambaSSM|mamba", "mamba_ssm and causal_conv1d: CUDA extensions"),
@@ -97,8 +98,12 @@ class Case:
 
     @property
     def error(self) -> str:
-        """The line of the reason that names the error: the first one, for a module that cannot be imported the last."""
+        """The line of the reason that names the error: the first one, for a module that cannot be imported the last; for a world that was ended after
+        a rank had failed that rank's."""
         lines = self.text.strip().splitlines() or [""]
+        if " was ended in this test" in lines[0]:
+            failed = [after for line, after in itertools.pairwise(lines) if re.fullmatch(r"rank \d+: failed.*", line)]
+            lines = [line for line in failed if "Connection closed by peer" not in line] or lines
         raised = [line[1:].strip() for line in lines if line.startswith("E ")]
         return (raised[-1] if raised and "::" not in self.test else lines[0])[:400]
 

@@ -52,6 +52,7 @@ def test_a_case_has_the_result_of_its_largest_world(script: ModuleType, tmp_path
         ("[setup, rank 0 of 1] mpbridge.common.errors.Refused: torch.cuda.CUDAGraph runs on a GPU only: ... (a.py:1)", "excluded"),
         ("[call, rank 0 of 1] AttributeError: 'NoneType' object has no attribute 'shape' (a.py:1)\n def test_mamba():", "failed"),
         ("The world of 1 was ended in this test: it took longer than 60 s.\nrank 0: waits", "failed"),
+        ("The world of 2 was ended in this test: rank 1 failed.\nrank 0: failed\nRuntimeError: Connection closed by peer\nrank 1: failed\nRuntimeError: SymmetricMemory", "excluded"),
     ],
 )  # fmt: skip
 def test_only_the_error_itself_excludes_a_case(script: ModuleType, tmp_path: Path, text: str, standing: str) -> None:
