@@ -255,15 +255,18 @@ def gloo_patches() -> Iterator[Patch]:
 
     @functools.wraps(original)
     def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **more: Any) -> None:
-        if more or not (timeout is None or isinstance(timeout, timedelta)):
-            original(self, store, rank, size, *(() if timeout is None else (timeout,)), **more)
+        if not (timeout is None or isinstance(timeout, timedelta)):
+            original(self, store, rank, size, timeout, **more)  # options, with devices of their own
             return
         if among := _members.get():
             store = distributed_c10d.PrefixStore(f"{among}/", store)
-        if os.environ.get("GLOO_SOCKET_IFNAME"):
-            original(self, store, rank, size, *(() if timeout is None else (timeout,)))
+        given, options = ({} if timeout is None else {"timeout": timeout}), made._Options()
+        # torch 2.15 has one argument more, and the same among its options
+        if os.environ.get("GLOO_SOCKET_IFNAME") or not all(hasattr(options, name) for name in more):
+            original(self, store, rank, size, **given, **more)
             return
-        options = made._Options()
+        for name, value in more.items():
+            setattr(options, name, value)
         if timeout is not None:
             options._timeout = timeout
         options._devices = [devices.next()]
