@@ -86,27 +86,24 @@ def frozen_apart(policy: PrecisionPolicy, run: RunFacts) -> bool:
     return any(len(both) > 1 for both in kinds.values())
 
 
-_SPLITS = (
+_SPLITS = {
     "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-)  # fmt: skip
+}  # fmt: skip
 
 
 def unsplit(run: RunFacts, parallel: Parallel | None = None) -> RunFacts:
     """The run in another layout (default: one process), without the settings that place layers on stages."""
     model = run.model
-    if not model.keys().isdisjoint(_SPLITS):
+    if model.keys() & _SPLITS:
         model = {name: value for name, value in model.items() if name not in _SPLITS}
     return replace(run, parallel=parallel or Parallel(), model=model)
 
 
 def te_layers(run: RunFacts) -> bool:
     """Whether the engine builds Transformer Engine's modules (native runs on a GPU) rather than megatron-core's local ones."""
-    return (
-        run.realization == "native"
-        and (run.machine is None or run.machine.gpu)
-        and run.model.get("transformer_impl") != "local"
-    )
+    native = run.realization == "native" and (run.machine is None or run.machine.gpu)
+    return native and run.model.get("transformer_impl") != "local"
 
 
 def chunk_parameters(
