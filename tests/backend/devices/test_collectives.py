@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.forked import python
 from tests.worlds import COUNTED, start
 
@@ -39,12 +41,6 @@ if rank in (0, 2):
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-def test_every_rank_gets_what_every_rank_said(tmp_path: Path) -> None:
-    script = tmp_path / "exact.py"
-    script.write_text(EXACT, encoding="utf-8")
-    start(3, str(script))
 
 
 MANY_GROUPS = """
@@ -89,10 +85,17 @@ with device_layer(cuda=False):
 """
 
 
-def test_ranks_that_make_different_groups_at_once_find_the_right_ones(tmp_path: Path) -> None:
-    script = tmp_path / "at_once.py"
-    script.write_text(AT_ONCE, encoding="utf-8")
-    start(4, str(script))
+SCRIPTS = {
+    "every rank gets what every rank said": (3, EXACT),
+    "the groups of a process share their devices": (2, MANY_GROUPS),
+    "ranks that make different groups at once find the right ones": (4, AT_ONCE),
+}
+
+
+@pytest.mark.parametrize(("size", "text"), SCRIPTS.values(), ids=SCRIPTS)
+def test_ranks(size: int, text: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(text, encoding="utf-8")
+    start(size, str(tmp_path / "script.py"))
 
 
 FORKED = """
@@ -132,12 +135,6 @@ def test_devices_of_a_fork_and_of_an_interface_that_was_named(tmp_path: Path) ->
     # a process that ends as an interpreter does, and so does its child
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=840, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_groups_of_a_process_share_their_devices(tmp_path: Path) -> None:
-    script = tmp_path / "many_groups.py"
-    script.write_text(MANY_GROUPS, encoding="utf-8")
-    start(2, str(script))
 
 
 FAKE = (
