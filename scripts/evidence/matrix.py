@@ -1,19 +1,19 @@
-"""Runs a chosen part of the suite in environments with other Pythons, other releases and other kinds of CPU, and writes the table of docs/reference/compatibility.md.
+"""Runs the suite in environments with other Pythons, other releases and other kinds of CPU, several times in a row, and writes the table of docs/reference/compatibility.md.
 
-    python scripts/evidence/matrix.py [--only NAME ...] [--parts NUMBER ...] [--folder FOLDER] [--again] [--table]
+    python scripts/evidence/matrix.py [--only NAME ...] [--times N] [--folder FOLDER] [--again] [--table] [--megatron-core FOLDER]
 
-Each environment is a virtual environment in FOLDER (several GB each, installed from the package index; it can be deleted when its parts ran) with mpbridge
-from this checkout. A run that was interrupted continues: environments that were completed and parts that have a report are kept. What failed in a part runs
-once more alone, so that a time limit that was missed beside other work is told from a fault. The page has one row for each environment and part, with the
-commit that it ran on; rows of earlier runs, here or on another machine, stay until their part runs again. --again runs parts that have a report once more,
-and --table runs none: it writes what there are reports of. Exit code 1 if a test failed alone as well.
+What plays another kind of CPU runs in the checkout's own .venv, which `bash scripts/test.sh` makes; other releases get a virtual environment in FOLDER (several
+GB each, installed from the package index; it can be deleted when its runs are done). A script that was interrupted continues: environments that were completed
+and runs that have a report are kept. What failed runs once more alone, so that a time limit that was missed beside other work is told from a fault. The page
+has one row for each environment, with the commit that its runs were on; rows of earlier runs, here or on another machine, stay until their environment runs
+again. --again runs anew what has a report, --table runs nothing: it writes what there are reports of. --megatron-core: a source tree of Megatron-LM with
+compiled data helpers, for the environment of that name. Exit code 1 if a test failed alone as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import platform
@@ -36,48 +36,53 @@ EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python, the releases that are asked for, and why."""
+    """A Python, the releases that are asked for, and what plays another kind of machine."""
 
     name: str
-    python: str
-    pins: tuple[str, ...]
-    why: str
+    python: str = ""
+    pins: tuple[str, ...] = ()
+    """What is asked of the package index; none: the checkout's own .venv."""
     lowest: bool = False
     """Whether every direct dependency is the lowest that pyproject.toml allows."""
-    variables: tuple[str, ...] = ()
-    """What plays another kind of CPU, as NAME=value; the packages are those of the first environment then."""
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """The numbers of the parts that depend on what is other here."""
-        return (2, 3, 5, 6, 7) if self.variables else (0, 1, 2, 3, 4, 5)
+    variables: str = ""
+    """NAME=value of the environment."""
+    busy: int = 0
+    """Processes that do nothing but compute beside the suite."""
 
 
-ENVIRONMENTS = (
-    Environment("constraints", "3.11", ("-c", str(ROOT / "scripts/constraints.txt")), "what the scripts install"),
-    Environment("newest", "3.13", ("torch==2.15.0", "megatron-core==0.16.1"), "the newest Python and torch that were tried"),
-    Environment("oldest", "3.11", ("torch==2.6.0", "megatron-core==0.16.1"), "the oldest Python and torch that pyproject.toml allows"),
-    Environment("core-0.16.0", "3.12", ("torch==2.11.0", "megatron-core==0.16.0"), "the oldest megatron-core, on the Python in between"),
-    Environment("lowest-direct", "3.11", (), "the lowest release of every direct dependency", lowest=True),
-    *(
-        Environment(one, "3.11", (), "another kind of CPU", variables=tuple(one.split()))
-        for one in (
-            "ONEDNN_MAX_CPU_ISA=SSE41", "ONEDNN_MAX_CPU_ISA=AVX2", "ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
-            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX", "ATEN_CPU_CAPABILITY=default", "ATEN_CPU_CAPABILITY=avx2", "OMP_NUM_THREADS=2", "OMP_NUM_THREADS=3", "OMP_NUM_THREADS=4",
-        )
-    ),
+CPUS = (
+    "ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16", "ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX2", "ONEDNN_MAX_CPU_ISA=SSE41",
+    "ATEN_CPU_CAPABILITY=default", "ATEN_CPU_CAPABILITY=avx2", "OMP_NUM_THREADS=2", "OMP_NUM_THREADS=3", "OMP_NUM_THREADS=4",
 )  # fmt: skip
-PARTS = {
-    "tests/cli tests/common tests/guide": "the interpreter: processes, signals, closed pipes, files",
-    "tests/precision tests/settings tests/planning/rules": "megatron-core's config classes against the field table and the rules",
-    "tests/numerics": "torch's casts and products, to the bit or in their bounds",
-    "tests/backend": "engines, process groups, torch FSDP2, Megatron-FSDP, torchao",
-    "tests/training/checkpoint tests/training/test_survives.py": "torch's checkpoint planner, threads, resume",
-    "tests/observe/audit": "the audit of live tensors and of the wire",
-    "tests/te_cpu tests/gpu tests/known_bugs": "Transformer Engine's Python over our kernels, for kinds of CPU: its releases have their own tests there",
-    "tests/training tests/observe/witnessing tests/observe/telemetry tests/observe/diagnose": "trained numbers, for kinds of CPU",
-}
-"""What is run, and what it depends on. The rest of planning and interop reads no other package and multiplies nothing."""
+ENVIRONMENTS = (
+    Environment("constraints"),
+    Environment("newest", "3.13", ("torch==2.15.0", "megatron-core==0.16.1")),
+    Environment("oldest", "3.11", ("torch==2.6.0", "megatron-core==0.16.1")),
+    Environment("megatron-core 0.16.0", "3.12", ("torch==2.11.0", "megatron-core==0.16.0")),
+    Environment("lowest-direct", "3.11", lowest=True),
+    Environment("megatron-core main"),
+    *(Environment(one, variables=one) for one in CPUS),
+    Environment("oneDNN off"),
+    Environment("8 busy processes", busy=8),
+)
+OFF = """# torch without oneDNN in every Python that has this folder on its path; torch is imported when somebody asks for it
+import importlib.abc, importlib.machinery, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "torch.backends.mkldnn":
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        ran = found.loader.exec_module
+        def switched_off(module):
+            ran(module)
+            sys.modules["torch"]._C._set_mkldnn_enabled(False)
+        found.loader.exec_module = switched_off
+        return found
+
+sys.meta_path.insert(0, Finder())
+"""
+"""sitecustomize.py of the environment `oneDNN off`."""
 
 
 def interpreter(version: str) -> str | None:
@@ -92,16 +97,17 @@ def interpreter(version: str) -> str | None:
 
 def make(one: Environment, home: Path) -> Path:
     """The environment's Python; installs what it lacks."""
-    if one.variables:
-        return make(ENVIRONMENTS[0], home.parent / ENVIRONMENTS[0].name)
+    if not (one.pins or one.lowest):
+        own = ROOT / ".venv/bin/python"
+        if not own.exists():
+            raise SystemExit(f"{one.name} runs in the checkout's .venv, which there is none of: bash scripts/test.sh makes it")  # fmt: skip
+        return own
     python, mark = home / "bin/python", home / "complete"
     if mark.exists():
         return python
     base = interpreter(one.python)
     if base is None:
-        raise SystemExit(
-            f"no Python {one.python} with the module venv on the path or in ~/.pyenv, which {one.name} needs"
-        )
+        raise SystemExit(f"no Python {one.python} with the module venv on the path or in ~/.pyenv, which {one.name} needs")  # fmt: skip
     print(f"{one.name}: installing", flush=True)
     subprocess.run([base, "-m", "venv", str(home)], check=True)
     install = [str(python), "-m", "pip", "install", "-q"]
@@ -117,33 +123,58 @@ def make(one: Environment, home: Path) -> Path:
     return python
 
 
-def run(python: Path, part: str, report: Path, variables: tuple[str, ...]) -> None:
-    """One part of the suite, then alone what failed in it; its report is complete or absent."""
+def surroundings(one: Environment, folder: Path, core: Path | None) -> dict[str, str]:
+    """The variables of the environment's processes."""
+    variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    variables.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # the suite starts hundreds of processes: each would compile the package again
+    if one.variables:
+        variables |= [one.variables.split("=")]
+    if one.name == "oneDNN off":
+        (folder / "off").mkdir(parents=True, exist_ok=True)
+        (folder / "off/sitecustomize.py").write_text(OFF, encoding="utf-8")
+        variables["PYTHONPATH"] = str(folder / "off")
+    if one.name == "megatron-core main":
+        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(core)])
+    return variables
+
+
+def run(python: Path, report: Path, variables: dict[str, str], busy: int, tests: list[str]) -> None:
+    """The suite, then alone what failed in it; its report is complete or absent."""
     partial, alone, cache = report.with_suffix(".partial"), report.with_suffix(".alone"), report.with_suffix(".cache")
-    given = dict(one.split("=") for one in variables)
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | given
     shutil.rmtree(cache, ignore_errors=True)
     alone.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-o", f"cache_dir={cache}", "--continue-on-collection-errors"]
-    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0"]
-    began = ran_on(python)
-    subprocess.run([*command, *workers, f"--junitxml={partial}", *part.split()], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)  # fmt: skip
-    if not partial.exists():
-        return
-    if any(kind in WRONG for kind, _ in read(partial).values()):
-        again = ["--last-failed", "--last-failed-no-failures=none", f"--junitxml={alone}"]
-        subprocess.run([*command, *again, *part.split()], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)  # fmt: skip
+    workers = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0"]
+    began = ran_on(python, variables)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    try:
+        with report.with_suffix(".log").open("w") as log:
+            subprocess.run([*command, *workers, f"--junitxml={partial}", *tests], cwd=ROOT, env=variables, stdout=log, check=False)  # fmt: skip
+            if not partial.exists():
+                return
+            if any(kind in WRONG for kind, _ in read(partial).values()):
+                again = ["--last-failed", "--last-failed-no-failures=none", f"--junitxml={alone}"]
+                subprocess.run([*command, *again, *tests], cwd=ROOT, env=variables, stdout=log, check=False)
+    finally:
+        for one in others:
+            one.kill()
+            one.wait()
     report.with_suffix(".json").write_text(json.dumps(began), encoding="utf-8")
     partial.rename(report)
 
 
-def ran_on(python: Path) -> dict[str, str]:
+def ran_on(python: Path, variables: dict[str, str]) -> dict[str, str]:
     """The commit of this checkout, with a plus where files differ from it, the day, and the releases of an environment."""
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: E731
     changed = git("status", "--porcelain", "-uno", "--", ".", f":!{PAGE.relative_to(ROOT)}").strip()
     commit = git("rev-parse", "--short=8", "HEAD").strip() + ("+" if changed else "")
-    ask = f"import importlib.metadata as m, platform; print(platform.python_version(), *(m.version(n) for n in {SHOWN!r}))"
-    have = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    ask = (
+        "import importlib.metadata as m, platform; from mpbridge.common.probe import installed\n"
+        f"print(platform.python_version(), *(m.version(n) if n != 'megatron-core' else installed().megatron_core for n in {SHOWN!r}))"
+    )
+    have = subprocess.run([str(python), "-c", ask], cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout.split()  # fmt: skip
     flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("flags")[2].partition("\n")[0].split())
     cpu = next((one for one in EXTENSIONS if one in flags), platform.machine())
     return {
@@ -165,21 +196,34 @@ def read(report: Path) -> dict[str, tuple[str, str]]:
     return cases
 
 
-def rows(name: str, part: str, report: Path) -> tuple[str, list[str]]:
-    """The table's row for a part in an environment, and a line for each test that failed."""
-    ran = json.loads(report.with_suffix(".json").read_text(encoding="utf-8"))
-    cases, alone = read(report), report.with_suffix(".alone")
-    later = read(alone) if alone.exists() else {}
-    wrong = {test: why for test, (kind, why) in cases.items() if kind in WRONG}
-    passed_alone = {test for test in wrong if later.get(test, ("", ""))[0] == "passed"}
-    kinds = [kind for kind, _ in cases.values()]
-    counts = (kinds.count("passed"), kinds.count("skipped"), len(passed_alone), len(wrong) - len(passed_alone))
-    cells = [name, f"`{part}`", *(ran[key] for key in ("Python", *SHOWN, "CPU", "commit", "day")), *map(str, counts)]
+def row(name: str, reports: list[Path]) -> tuple[str, list[str]]:
+    """The table's row for an environment's runs of one commit, and a line for each test that failed in one of them."""
+    ran = json.loads(reports[-1].with_suffix(".json").read_text(encoding="utf-8"))
+    counts, alone, wrong = [], 0, {}
+    for report in reports:
+        cases, again = read(report), report.with_suffix(".alone")
+        later = read(again) if again.exists() else {}
+        for test, (kind, why) in cases.items():
+            if kind in WRONG:
+                passed = later.get(test, ("", ""))[0] == "passed"
+                alone += passed
+                wrong[test] = (passed and wrong.get(test, (True, ""))[0], why)
+        kinds = [kind for kind, _ in cases.values()]
+        counts.append((kinds.count("passed"), kinds.count("skipped"), sum(map(kinds.count, WRONG))))
+    passed, skipped, failed = zip(*counts, strict=True)
+    cells = [name, *(ran[key] for key in ("Python", *SHOWN, "CPU", "commit", "day")), len(reports), min(passed), max(skipped), alone, sum(failed) - alone]  # fmt: skip
     lines = [
-        f"* {name}, `{part}`: `{test}`{' (passed alone)' if test in passed_alone else ''}: {re.sub(r'[`|<>*]', '', why)[:200]}"
-        for test, why in wrong.items()
+        f"* {name}: `{test}`{' (passed alone)' if one else ''}: {re.sub(r'[`|<>*]', '', why)[:200]}"
+        for test, (one, why) in wrong.items()
     ]
-    return f"| {' | '.join(cells)} |", lines
+    return f"| {' | '.join(map(str, cells))} |", lines
+
+
+def of_one_commit(results: Path) -> list[Path]:
+    """An environment's reports of the commit of the last one, in their order."""
+    reports = sorted(results.glob("*.xml"), key=lambda path: path.stat().st_mtime)
+    commit = lambda path: json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["commit"]  # noqa: E731
+    return [path for path in reports if commit(path) == commit(reports[-1])]
 
 
 def write(folder: Path) -> tuple[list[str], list[str]]:
@@ -187,28 +231,15 @@ def write(folder: Path) -> tuple[list[str], list[str]]:
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
     old, _, after = rest.partition(MARKS[1])
     table, wrong = [], []
-    for name, (number, part) in itertools.product([one.name for one in ENVIRONMENTS], enumerate(PARTS)):
-        report = folder / "results" / name / f"{number}.xml"
-        if report.exists():
-            line, failures = rows(name, part, report)
+    for one in ENVIRONMENTS:
+        if reports := of_one_commit(folder / "results" / one.name):
+            line, failures = row(one.name, reports)
             table.append(line)
             wrong += failures
         else:
-            table += [line for line in old.splitlines() if line.startswith(f"| {name} | `{part}` |")]
-            wrong += [line for line in old.splitlines() if line.startswith(f"* {name}, `{part}`:")]
-    head = [
-        "environment",
-        "part",
-        "Python",
-        *SHOWN,
-        "CPU",
-        "commit",
-        "day",
-        "passed",
-        "skipped",
-        "failed, passed alone",
-        "failed",
-    ]
+            table += [line for line in old.splitlines() if line.startswith(f"| {one.name} |")]
+            wrong += [line for line in old.splitlines() if line.startswith(f"* {one.name}: ")]
+    head = ["environment", "Python", *SHOWN, "CPU", "commit", "day", "runs in a row", "passed", "skipped", "failed, passed alone", "failed"]  # fmt: skip
     text = ["", f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *table]
     text += ["", *(["What failed, with the first line of why:", "", *wrong] if wrong else ["Nothing failed."]), ""]
     PAGE.write_text("\n".join([before + MARKS[0], *text, MARKS[1]]) + after, encoding="utf-8")
@@ -216,25 +247,31 @@ def write(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def main() -> int:
-    """Every environment in turn; the page is written after each part."""
+    """Every environment in turn; the page is written after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache/matrix")
-    parser.add_argument("--only", nargs="+", choices=[one.name for one in ENVIRONMENTS])
-    parser.add_argument("--parts", nargs="+", type=int, choices=range(len(PARTS)), help="numbers, in the order to run")
-    parser.add_argument("--again", action="store_true", help="run parts that have a report")
+    parser.add_argument("--only", nargs="+", choices=[one.name for one in ENVIRONMENTS], metavar="NAME", help=", ".join(one.name for one in ENVIRONMENTS))  # fmt: skip
+    parser.add_argument("--times", type=int, default=1, metavar="N", help="runs in a row")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders instead of the whole suite")
+    parser.add_argument("--megatron-core", type=Path, metavar="FOLDER", help="for `megatron-core main`")
+    parser.add_argument("--again", action="store_true", help="run anew what has a report")
     parser.add_argument("--table", action="store_true", help="only write the page, from the reports that there are")
     args = parser.parse_args()
     folder = args.folder.resolve()
     for one in () if args.table else ENVIRONMENTS:
         if args.only and one.name not in args.only:
             continue
+        if one.name == "megatron-core main" and args.megatron_core is None:
+            print(f"{one.name}: left out, since --megatron-core names no source tree")
+            continue
         python, results = make(one, folder / one.name), folder / "results" / one.name
         results.mkdir(parents=True, exist_ok=True)
-        for number in args.parts if args.parts is not None else one.parts:
-            part, report = list(PARTS)[number], results / f"{number}.xml"
+        variables = surroundings(one, folder, args.megatron_core and args.megatron_core.resolve())
+        for number in range(args.times):
+            report = results / f"{number + 1}.xml"
             if args.again or not report.exists():
-                print(f"{one.name}: {part}", flush=True)
-                run(python, part, report, one.variables)
+                print(f"{one.name}: run {number + 1}", flush=True)
+                run(python, report, variables, one.busy, args.tests)
                 write(folder)
     table, wrong = write(folder)
     print("\n".join([*table, *wrong]))

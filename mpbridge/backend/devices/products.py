@@ -142,8 +142,9 @@ KERNELS = _Kernels()
 
 
 def multiplies_bf16() -> bool:
-    """Whether torch multiplies BF16 matrices by this CPU's own instructions (oneDNN's: AVX-512 and later)."""
-    return bool(_mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether torch multiplies BF16 matrices by this CPU's own instructions (oneDNN's: AVX-512 and later; not with oneDNN switched off)."""
+    used = _mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    return bool(used and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def half_patches() -> Iterator[Patch]:
