@@ -1,13 +1,13 @@
 """Runs the suite in environments with other Pythons, other releases and other kinds of CPU, several times in a row, and writes the table of docs/reference/compatibility.md.
 
-    python scripts/evidence/matrix.py [--only NAME ...] [--times N] [--folder FOLDER] [--again] [--table] [--megatron-core FOLDER]
+    python scripts/evidence/matrix.py [--only NAME ...] [--times N] [--folder FOLDER] [--again] [--table] [--megatron-core FOLDER ...]
 
 What plays another kind of CPU runs in the checkout's own .venv, which `bash scripts/test.sh` makes; other releases get a virtual environment in FOLDER (several
 GB each, installed from the package index; it can be deleted when its runs are done). A script that was interrupted continues: environments that were completed
 and runs that have a report are kept. What failed runs once more alone, so that a time limit that was missed beside other work is told from a fault. The page
 has one row for each environment, with the commit that its runs were on; rows of earlier runs, here or on another machine, stay until their environment runs
 again. --again runs anew what has a report, --table runs nothing: it writes what there are reports of. --megatron-core: a source tree of Megatron-LM with
-compiled data helpers, for the environment of that name. Exit code 1 if a test failed alone as well.
+compiled data helpers, and folders with what it needs besides (triton), for the environment `megatron-core main`. Exit code 1 if a test failed alone as well.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def make(one: Environment, home: Path) -> Path:
     return python
 
 
-def surroundings(one: Environment, folder: Path, core: Path | None) -> dict[str, str]:
+def surroundings(one: Environment, folder: Path, core: list[Path]) -> dict[str, str]:
     """The variables of the environment's processes."""
     variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables.pop(
@@ -136,7 +136,7 @@ def surroundings(one: Environment, folder: Path, core: Path | None) -> dict[str,
         (folder / "off/sitecustomize.py").write_text(OFF, encoding="utf-8")
         variables["PYTHONPATH"] = str(folder / "off")
     if one.name == "megatron-core main":
-        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(core)])
+        variables["PYTHONPATH"] = os.pathsep.join(str(path.resolve()) for path in (ROOT, *core))
     return variables
 
 
@@ -253,7 +253,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[one.name for one in ENVIRONMENTS], metavar="NAME", help=", ".join(one.name for one in ENVIRONMENTS))  # fmt: skip
     parser.add_argument("--times", type=int, default=1, metavar="N", help="runs in a row")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders instead of the whole suite")
-    parser.add_argument("--megatron-core", type=Path, metavar="FOLDER", help="for `megatron-core main`")
+    parser.add_argument(
+        "--megatron-core", type=Path, nargs="+", default=[], metavar="FOLDER", help="for `megatron-core main`"
+    )
     parser.add_argument("--again", action="store_true", help="run anew what has a report")
     parser.add_argument("--table", action="store_true", help="only write the page, from the reports that there are")
     args = parser.parse_args()
@@ -261,12 +263,12 @@ def main() -> int:
     for one in () if args.table else ENVIRONMENTS:
         if args.only and one.name not in args.only:
             continue
-        if one.name == "megatron-core main" and args.megatron_core is None:
+        if one.name == "megatron-core main" and not args.megatron_core:
             print(f"{one.name}: left out, since --megatron-core names no source tree")
             continue
         python, results = make(one, folder / one.name), folder / "results" / one.name
         results.mkdir(parents=True, exist_ok=True)
-        variables = surroundings(one, folder, args.megatron_core and args.megatron_core.resolve())
+        variables = surroundings(one, folder, args.megatron_core)
         for number in range(args.times):
             report = results / f"{number + 1}.xml"
             if args.again or not report.exists():
