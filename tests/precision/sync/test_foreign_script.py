@@ -23,7 +23,8 @@ def ran(recipe: str, *options: str) -> subprocess.CompletedProcess[str]:
 @functools.cache
 def alone(recipe: str) -> subprocess.CompletedProcess[str]:
     """In a process that has imported nothing yet, as an author's would be."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), recipe]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
