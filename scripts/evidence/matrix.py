@@ -136,7 +136,13 @@ def surroundings(one: Environment, folder: Path, core: list[Path]) -> dict[str, 
         (folder / "off/sitecustomize.py").write_text(OFF, encoding="utf-8")
         variables["PYTHONPATH"] = str(folder / "off")
     if one.name == "megatron-core main":
-        variables["PYTHONPATH"] = os.pathsep.join(str(path.resolve()) for path in (ROOT, *core))
+        alone = folder / "core/megatron"  # beside megatron the tree has packages of its own, such as tests
+        alone.parent.mkdir(parents=True, exist_ok=True)
+        alone.unlink(missing_ok=True)
+        alone.symlink_to(core[0].resolve() / "megatron")
+        variables["PYTHONPATH"] = os.pathsep.join(
+            map(str, (ROOT, alone.parent, *(path.resolve() for path in core[1:])))
+        )
     return variables
 
 
