@@ -9,7 +9,6 @@ import torch
 from mpbridge.common.formats import E2M1, E4M3
 from mpbridge.numerics.kernels import (
     four_over_six,
-    nvfp4_fused_scales,
     nvfp4_scales,
     peaks,
     rotate,
@@ -68,12 +67,10 @@ class Nvfp4:
             across = square and copy == "row" and self.four_over_six("w")
             source = x.t().contiguous() if across else x
             return source, view_of(source, along, "column" if square else copy), across
-        source = self._rotated(x) if copy == "column" and self._hadamard else x
-        return source, view_of(source, along, copy), False
-
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        # fast math: the fused kernel casts the transform's fp32 result
-        return rotate(x, rounded=not (self.options.get("fast_math") and _fused(x)))
+        if copy == "column" and self._hadamard:
+            # fast math: the fused kernel casts the transform's fp32 result
+            x = rotate(x, rounded=not (self.options.get("fast_math") and _fused(x)))
+        return x, view_of(x, along, copy), False
 
     def _nvfp4_factors(
         self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy, overall: torch.Tensor | None = None
@@ -116,7 +113,7 @@ class Nvfp4:
     def _plain_factors(self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy) -> Factors:
         # the kernel fused with the transform makes the rotated copy and, from 2.14 on, also the row copy; its block amaxes propagate NaN
         fused = side != "w" and self._hadamard and _fused(x) and (copy == "column" or self.rules.nvfp4_fused_rows)
-        scales: Factors = self._kernel(nvfp4_fused_scales if fused else nvfp4_scales, view, self.rules)(view)
+        scales: Factors = self._kernel(nvfp4_scales, view, self.rules, fused)(view)
         return scales
 
     def _square_factors(

@@ -96,9 +96,8 @@ class Quantizer(Nvfp4):
     ) -> None:
         if quant.row.emulation is None:
             known = ", ".join(row.name for row in SCALINGS.values() if row.emulation is not None)
-            raise Refused(
-                f"scaling {quant.scaling!r} cannot be emulated: its rules are in {quant.factory} (expected one of {known})"
-            )
+            what = f"its rules are in {quant.factory} (expected one of {known})"
+            raise Refused(f"scaling {quant.scaling!r} cannot be emulated: {what}")
         self.rule = quant.row.emulation
         self.quant, self.rules, self.compiled, self._randomness = quant, rules_for(release), compiled, randomness
         self.options = options_of(quant, release, environment)
@@ -109,21 +108,14 @@ class Quantizer(Nvfp4):
         self.forward_format = FORMATS[quant.element(gradient=False)]
         self.gradient_format = FORMATS[quant.element(gradient=True)]
         self.out = torch.bfloat16
-        names = tuple(f"{slot}.{side}" for slot in slots for side in ("x", "w"))
         self.forward_table = self.backward_table = None
         if quant.row.history:
+            names, gradients = [f"{slot}.{side}" for slot in slots for side in ("x", "w")], [f"{s}.dy" for s in slots]
             self.forward_table = AmaxTable(names, quant, self.forward_format.largest, device)
-            self.backward_table = AmaxTable(
-                tuple(f"{slot}.dy" for slot in slots), quant, self.gradient_format.largest, device
-            )
+            self.backward_table = AmaxTable(gradients, quant, self.gradient_format.largest, device)
         self._stashed: dict[str, deque[torch.Tensor]] = {}
 
     # --- operands --------------------------------------------------------------------------------------------------------------------
-    @property
-    def one_copy(self) -> bool:
-        """True if the row copy is also the column copy: one scale for the whole tensor."""
-        return self.quant.row.per_tensor
-
     def block(self, side: Side) -> Block:
         """The extent of one scale on that side."""
         found = self.quant.row.block(weight=side == "w", square=self.options.get("square_weights", True))
@@ -133,7 +125,7 @@ class Quantizer(Nvfp4):
     def shares_copies(self, side: Side) -> bool:
         """True if both copies of that operand are equal: one scale for all of it, or square blocks."""
         # Four Over Six sums errors along the contraction, so the two copies of a square block may choose differently
-        return self.one_copy or (side == "w" and self.block("w").square and not self.four_over_six("w"))
+        return self.quant.row.per_tensor or (side == "w" and self.block("w").square and not self.four_over_six("w"))
 
     def operand(
         self,
@@ -148,8 +140,7 @@ class Quantizer(Nvfp4):
     ) -> Operand:
         """`x` (two-dimensional: tokens by features, or a weight) as that GEMM of that linear reads it.
 
-        first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's
-        copy.
+        first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's copy.
         replay: activation recomputation; delayed scaling reads the scale of the first run and counts no amax.
         wide: values in fp32, if bf16 cannot represent the smallest block scales times a code (amaxes below 1e-35, which bf16 GEMMs flush anyway);
         None: for fp32 input.
@@ -179,7 +170,7 @@ class Quantizer(Nvfp4):
         with square blocks). operand: made from the whole source.
         """
         rule, copy = self.rule, COPY_OF[gemm, side]
-        if self.one_copy:
+        if self.quant.row.per_tensor:
             assert operand.alpha is not None  # one scale for all of it
             return x.float(), 1.0 / operand.alpha
         if rule == "e4m3_blocks":
@@ -261,13 +252,6 @@ class Quantizer(Nvfp4):
         if self.quant.row.history and x.numel():
             table, index = self._place(slot, side)
             table.observe(index, amax_of(x))
-
-    def scale_of(self, slot: str, side: Side) -> float | None:
-        """The stored scale that the next operand of that kind gets; None unless it is delayed scaling."""
-        if not self.quant.row.history:
-            return None
-        table, index = self._place(slot, side)
-        return float(table.scale[index])
 
     def state(self) -> dict[str, torch.Tensor]:
         """name -> fp32 vector of scale and history (delayed scaling; empty for the others, which have no state)."""

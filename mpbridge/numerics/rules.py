@@ -47,7 +47,7 @@ def options_of(quant: Quant, release: Release, environment: Mapping[str, str]) -
     that Transformer Engine refuses.
     """
     values: dict[str, Any] = {}
-    notes, faults = [], []
+    notes, faults, named = [], [], ".".join(map(str, release))
     stated = dict(quant.options)
     for option in quant.row.options:
         known = release_of(option.since) <= release
@@ -56,10 +56,8 @@ def options_of(quant: Quant, release: Release, environment: Mapping[str, str]) -
         if option.name in stated:
             values[option.name] = stated[option.name]
             if not known and stated[option.name] != option.default:
-                faults.append(
-                    f"{option.name}={say(stated[option.name])} needs Transformer Engine {option.since} or later, but the rules of "
-                    f"{'.'.join(map(str, release))} are emulated (--te {option.since})"
-                )
+                needs = f"{option.name}={say(stated[option.name])} needs Transformer Engine {option.since} or later"
+                faults.append(f"{needs}, but the rules of {named} are emulated (--te {option.since})")
             elif stated[option.name] != option.default:
                 notes.append(f"{quant.scaling}: {option.name}={say(values[option.name])} (the recipe)")
         elif outside != option.default and known:
@@ -67,7 +65,7 @@ def options_of(quant: Quant, release: Release, environment: Mapping[str, str]) -
             notes.append(f"{quant.scaling}: {option.name}={say(outside)} ({option.variable})")
         elif outside != option.default:
             notes.append(f"{option.variable} is set but has no effect before Transformer Engine {option.since}")
-    faults += quant.row.clashes(values, ".".join(map(str, release)))
+    faults += quant.row.clashes(values, named)
     if faults:
         raise Refused(f"{quant.scaling} scaling cannot be emulated like this: {'; '.join(faults)}")
     return Options(values=MappingProxyType(values), notes=tuple(notes))

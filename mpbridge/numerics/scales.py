@@ -59,9 +59,8 @@ def rules_for(release: tuple[int, int] = DEFAULT_RELEASE) -> Rules:
     """The row of a Transformer Engine release; raises BadValue before 2.9."""
     rows = [row for row in RULES if row.since <= tuple(release[:2])]
     if not rows:
-        raise BadValue(
-            f"Transformer Engine {'.'.join(map(str, release))} is older than any known rule (expected 2.9 or newer)"
-        )
+        named = ".".join(map(str, release))
+        raise BadValue(f"Transformer Engine {named} is older than any known rule (expected 2.9 or newer)")
     return rows[-1]
 
 
@@ -136,11 +135,9 @@ def mxfp8_factors(exponent: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, t
     half = 0x00400000  # 2**-127, subnormal
     multiplier = torch.where(exponent == 254, torch.full_like(exponent, half), (254 - exponent) << 23)
     value = torch.where(exponent == 0, torch.full_like(exponent, half), exponent << 23)
-    nan = torch.full_like(multiplier, 0x7FC00000)
-    invalid = exponent == 255
-    return torch.where(invalid, nan, multiplier).view(torch.float32), torch.where(invalid, nan, value).view(
-        torch.float32
-    )
+    nan, invalid = torch.full_like(multiplier, 0x7FC00000), exponent == 255
+    multiplier, value = (torch.where(invalid, nan, one).view(torch.float32) for one in (multiplier, value))
+    return multiplier, value
 
 
 def nvfp4_global(amax: torch.Tensor, bound: float = E4M3.largest) -> torch.Tensor:
@@ -232,9 +229,8 @@ class AmaxTable:
         last = self.history[0].clone()
         if group is not None and torch.distributed.get_world_size(group) > 1:
             torch.distributed.all_reduce(last, op=torch.distributed.ReduceOp.MAX, group=group)
-        self.history, self.scale = updated(
-            self.history, self.scale, last, self.quant.amax_algo, self.largest, self.quant.margin
-        )
+        algo, margin = self.quant.amax_algo, self.quant.margin
+        self.history, self.scale = updated(self.history, self.scale, last, algo, self.largest, margin)
 
     def state(self) -> dict[str, torch.Tensor]:
         """name -> [1 + length] fp32: the scale, then the history."""
@@ -244,19 +240,12 @@ class AmaxTable:
         """Loads the result of `state`; raises CheckpointError that lists all missing names and all tensors with another history length."""
         length = 1 + self.history.shape[0]
         missing = [name for name in self.names if name not in state]
-        odd = [
-            f"{name}: {tuple(state[name].shape)}"
-            for name in self.names
-            if name in state and tuple(state[name].shape) != (length,)
-        ]
-        if missing or odd:
-            faults = ([f"missing: {', '.join(missing)}"] if missing else []) + (
-                [f"expected shape ({length},): {'; '.join(odd)}"] if odd else []
-            )
-            raise CheckpointError(
-                "delayed scaling's state does not fit this model: "
-                + "; ".join(faults)
-                + " (start with a fresh state instead)"
-            )
+        shapes = {name: tuple(state[name].shape) for name in self.names if name in state}
+        odd = [f"{name}: {shape}" for name, shape in shapes.items() if shape != (length,)]
+        faults = [f"missing: {', '.join(missing)}"] if missing else []
+        faults += [f"expected shape ({length},): {'; '.join(odd)}"] if odd else []
+        if faults:
+            what = f"delayed scaling's state does not fit this model: {'; '.join(faults)}"
+            raise CheckpointError(f"{what} (start with a fresh state instead)")
         for i, name in enumerate(self.names):
             self.scale[i], self.history[:, i] = state[name][0], state[name][1:]

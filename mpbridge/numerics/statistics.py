@@ -1,5 +1,4 @@
-"""What quantization does to each tensor: errors, underflow and saturation, amaxes and stale scales, collected while a model
-runs."""
+"""What quantization does to each tensor: errors, underflow and saturation, amaxes and stale scales, collected while a model runs."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Sample:
     nonfinite: int
     """Infinities and NaN among the elements."""
     staleness: float | None
-    """Delayed scaling: log2 of (the scale for this amax / the stored scale); 0 is fresh, below 0 saturates, above 0 wastes
-    range."""
+    """Delayed scaling: log2 of (the scale for this amax / the stored scale); 0 is fresh, below 0 saturates, above 0 wastes range."""
     ranges: tuple[int, ...]
     """Rows by floor(log2) of their amax in units of the codes, from BINS[0] to BINS[1]; rows of zeros are excluded."""
 
@@ -126,10 +124,8 @@ class Statistics:
         if track is None:
             number = quantizer.format_of(side)
             gemms = [g for (g, s), c in COPY_OF.items() if s == side and (c == copy or quantizer.shares_copies(side))]
-            track = Track(
-                slot=slot, side=side, copy=copy, gemms=gemms, format=number.name, scaling=quantizer.quant.scaling
-            )
-            self.tracks[key] = track
+            facts = {"format": number.name, "scaling": quantizer.quant.scaling}
+            track = self.tracks[key] = Track(slot=slot, side=side, copy=copy, gemms=gemms, **facts)
         track.steps.append(self.now)
         track.samples.append(look(high, operand, quantizer, slot=slot, gemm=gemm, side=side, elements=self.elements))
 
@@ -152,10 +148,10 @@ def look(
 
     Column copies are sampled along their blocks, so a "row" is then a column of the tensor.
     """
-    column = COPY_OF[gemm, side] == "column" and not quantizer.one_copy
+    column = COPY_OF[gemm, side] == "column" and not quantizer.quant.row.per_tensor
     lines, length = (high.shape[1], high.shape[0]) if column else (high.shape[0], high.shape[1])
     # square blocks span lines, so the whole weight is sampled
-    whole = side == "w" and quantizer.shares_copies("w") and not quantizer.one_copy
+    whole = side == "w" and quantizer.shares_copies("w") and not quantizer.quant.row.per_tensor
     picked = torch.arange(lines) if whole else spread(lines, max(MINIMUM, elements // max(length, 1)), high.device)
     x, multiplier = quantizer.explain(high[:, picked] if column else high[picked], operand, gemm=gemm, side=side)
     q = (operand.values[:, picked] if column else operand.values[picked]).float()

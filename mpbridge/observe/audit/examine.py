@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,10 @@ def bounded(seen: Observed, ranks: int) -> Observed:
         thin = max(1, -(-ranks * _WEIGHT // BUDGET))
         # positions index the whole tensor, so every rank keeps the same ones, whichever shard it has
         kept = {name: sorted(followed.produced[name])[::thin] for name in names}
-        produced, read = (_part(one, kept) for one in (followed.produced, followed.read))
+        produced, read = (
+            {name: {at: of[name][at] for at in kept[name] if at in of[name]} for name in names if name in of}
+            for of in (followed.produced, followed.read)
+        )
         followed = dataclasses.replace(followed, produced=produced, read=read)
     if quantized is not None and len(quantized.amaxes) > 2 * most:
         names = chosen(quantized.amaxes, 2 * most)
@@ -70,15 +73,6 @@ def bounded(seen: Observed, ranks: int) -> Observed:
 def chosen(names: Collection[str], most: int) -> list[str]:
     """At most `most` of the names; the same choice on every rank that has them."""
     return sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))[:most]
-
-
-def _part(values: Mapping[str, dict[int, Any]], kept: Mapping[str, Collection[int]]) -> dict[str, dict[int, Any]]:
-    """The values of those names at those positions."""
-    return {
-        name: {where: values[name][where] for where in wanted if where in values[name]}
-        for name, wanted in kept.items()
-        if name in values
-    }
 
 
 def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:

@@ -92,6 +92,13 @@ def different(engine: Any) -> tuple[int, list[str]]:
     return looked + 1, [*wrong, *_kept(run, objects), *products]
 
 
+def flags_of(engine: Any, promises: Promises) -> tuple[int, list[str]]:
+    """(number of flags read, those that contradict the promises) of the configs, the optimizers and the loss scaler."""
+    looked, wrong = different(engine)
+    more, contradictions = optimizer_faults(engine, promises)
+    return looked + more, wrong + contradictions + scaler_faults(engine, promises.policy.loss_scale)
+
+
 def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:
     """Precision fields that this policy leaves alone: they keep the author's value, or megatron-core's default."""
     written = {(one.target, one.field) for one in getattr(run.plan, "writes", ())}

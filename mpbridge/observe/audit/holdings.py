@@ -150,11 +150,13 @@ def _megatron(engine: Any) -> Iterator[Held]:
     for part in parts(engine.optimizer):
         groups = _groups(part.optimizer)
         for parameter, updated in main_weights(part):
-            begin, own = _range(part, parameter, updated)
+            # weights in a quantized format have no elements that could be read
+            flat = parameter.detach().view(-1) if type(parameter) in (torch.Tensor, torch.nn.Parameter) else None
+            begin, end = shard_of(part, parameter) or (0, None)
             found[id(parameter)] = Held(
                 name="",
                 parameter=parameter,
-                part=own,
+                part=None if flat is None else flat[begin:end],
                 updated=updated,
                 begin=begin,
                 inner=part.optimizer,
@@ -165,16 +167,6 @@ def _megatron(engine: Any) -> Iterator[Held]:
         held = found.get(id(parameter), Held(name=name, parameter=parameter))
         held.name = name
         yield held
-
-
-def _range(part: Any, parameter: Any, updated: Any) -> tuple[int, torch.Tensor | None]:
-    """(first element, the parameter's own elements) of the part that `updated` updates; the elements are None for weights in a quantized format."""
-    plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
-    flat = parameter.detach().view(-1) if plain else None
-    where = shard_of(part, parameter)
-    if where is None:
-        return 0, flat
-    return where[0], None if flat is None else flat[where[0] : where[1]]
 
 
 def _sharded(engine: Any) -> Iterator[Held]:

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,6 @@ class Products:
         """Linears whose FP32 output gradients all had 10 or fewer mantissa bits."""
         self._reached: set[str] = set()
         """Tied linears of which a call sends gradients to the embedding."""
-        self._wanted: dict[str, bool] = {}
         self._tokens: dict[str, int] = {}
         self._backward: Counter[tuple[str, str]] = Counter()
         """(linear, 'dgrad' or 'wgrad') -> number so far, quantized or not."""
@@ -93,7 +93,6 @@ class Products:
     # --- forward -------------------------------------------------------------------------------------------------------------------------
     def enters(self, path: str, source: torch.Tensor) -> None:
         """Marks the start of a linear's forward pass with this input."""
-        self._wanted[path] = torch.is_grad_enabled()  # cannot be determined later, inside an autograd function
         quants = self._quants(path)
         if not quants:
             self.passing.enters(path, source)
@@ -102,20 +101,17 @@ class Products:
         self._x[path] = source.detach().reshape(-1, source.shape[-1])
         if source.numel():
             self._largest[path, "x"] = largest = float(self._x[path].abs().amax())
-            if self._wanted[path]:
-                self._xs[path].append(self._kept_rows(path))
+            if torch.is_grad_enabled():
+                # rows drawn anew in each audit
+                x, draw = self._x[path], random.Random(self.seed + len(self._xs[path]))
+                first = draw.randrange(-(-x.shape[0] // _ROWS)) * _ROWS
+                self._xs[path].append((x[first : first + _ROWS].clone(), largest, first))
             seen = self.quantized.setdefault(path, Quantized())
             if history:
                 seen.amax["x"] = largest
         # a forward pass recomputed during backward does not end an interval
         if history and path in self.quantized and torch._C._current_autograd_node() is None:
             self.quantized[path].note_leaving(self.modules.get(path), "x")
-
-    def _kept_rows(self, path: str) -> tuple[torch.Tensor, float, int]:
-        """Rows of a linear's input, drawn anew in each audit: (rows, the whole input's largest element, index of the first)."""
-        whole = self._x[path]
-        first = random.Random(self.seed + len(self._xs[path])).randrange(-(-whole.shape[0] // _ROWS)) * _ROWS
-        return whole[first : first + _ROWS].clone(), self._largest[path, "x"], first
 
     def leaves(self, path: str, nodes: list[Any]) -> None:
         """Marks the end of a linear's forward pass; `nodes` of the graph belong to it."""
@@ -124,30 +120,24 @@ class Products:
         self._x.pop(path, None)
         for node in nodes:
             if node.name() == "QuantizedLinearBackward":
-                node.register_prehook(self._gradient(path))
-                node.register_hook(self._made(path))
+                node.register_prehook(partial(self._arrives, path))
+                node.register_hook(partial(self._made, path))
 
-    def _gradient(self, path: str) -> Callable[[Any], None]:
-        def look(grads: Any) -> None:
-            if grads[0] is not None:
-                self._dy[path] = grads[0].detach().reshape(-1, grads[0].shape[-1])
-                seen = self.quantized.get(path)
-                if seen is None:
-                    return
-                seen.note_leaving(self.modules.get(path), "dy")
-                if self._dy[path].numel():
-                    seen.amax["dy"] = self._largest[path, "dy"] = float(self._dy[path].abs().amax())
+    def _arrives(self, path: str, grads: Any) -> None:
+        """Records the gradient of an emulated linear's result."""
+        if grads[0] is None:
+            return
+        self._dy[path] = grads[0].detach().reshape(-1, grads[0].shape[-1])
+        seen = self.quantized.get(path)
+        if seen is not None:
+            seen.note_leaving(self.modules.get(path), "dy")
+            if self._dy[path].numel():
+                seen.amax["dy"] = self._largest[path, "dy"] = float(self._dy[path].abs().amax())
 
-        return look
-
-    def _made(self, path: str) -> Callable[[Any, Any], None]:
-        """Records the weight gradient that an emulated linear returns: its GEMM's result times a factor, rounded to the weight's dtype."""
-
-        def look(made: Any, grads: Any) -> None:
-            if len(made) > 1 and made[1] is not None:
-                self._follow(path, made[1].shape, made[1].detach())
-
-        return look
+    def _made(self, path: str, made: Any, grads: Any) -> None:
+        """Records the weight gradient that it returns: its GEMM's result times a factor, rounded to the weight's dtype."""
+        if len(made) > 1 and made[1] is not None:
+            self._follow(path, made[1].shape, made[1].detach())
 
     def forward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         """Records a two-dimensional product in the forward pass of `path`."""
@@ -314,12 +304,11 @@ class Products:
     def _is_rounded(
         self, lines: torch.Tensor, source: torch.Tensor, largest: float, quant: Quant, name: str, *, turned: bool
     ) -> bool:
-        block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
-        row = block is not None and block.across == 1 and block.along and not turned and name != "w"
         number = FORMATS[quant.element(gradient=name == "dy")]
         if quant.row.per_tensor:
             return operands.is_rounded_with(lines, source, number, amax=largest, current=not quant.row.history)
-        along = block.along if row and block is not None else None
+        block = None if turned or name == "w" or quant.row.blocks is None else quant.row.blocks[0]
+        along = block.along or None if block is not None and block.across == 1 else None
         if not operands.is_rounded_from(lines, source, number, amax=largest, along=along, fitted=quant.bits == 4):
             return False
         across = operands.across_of(quant, name)

@@ -227,7 +227,8 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
     seen = Weights(shared=_sharing(engine))
     read = None if watch is None else watch.read
     before.zeros = set() if watch is None else _zeros(watch)
-    zeros = {name for name in before.zeros if not before.was_zero(name)}
+    # a block that starts at zero has a gradient after the first update
+    zeros = before.zeros - (before.since.zeros if before.since is not None else set())
     whole = {held.name: held for held in holdings(engine)}
     late = bool(getattr(engine, "gathers_late", False))
     if late:

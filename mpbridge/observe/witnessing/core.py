@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mpbridge.backend.devices.collectives import world_size
 from mpbridge.backend.engines.contract import Live
@@ -21,6 +20,7 @@ from mpbridge.common.traits import traits
 from mpbridge.common.upstream import Replacement
 from mpbridge.interop.stacks.meaning import Sharded
 from mpbridge.numerics.observation.tensors import local
+from mpbridge.observe.audit.gradients import core_ranks
 from mpbridge.observe.audit.holdings import Held, row_of
 from mpbridge.observe.audit.replicas import Copies
 from mpbridge.observe.audit.traffic import Traffic, elements_into
@@ -102,12 +102,7 @@ class CoreLoop(Loop):
 
     def audit_ranks(self) -> tuple[int, ...]:
         """megatron-core's data-parallel group, including context-parallel ranks."""
-        if self.group is None and dist.is_initialized():
-            from megatron.core import parallel_state as state
-
-            if state.model_parallel_is_initialized():
-                return tuple(dist.get_process_group_ranks(state.get_data_parallel_group(with_context_parallel=True)))
-        return super().audit_ranks()
+        return core_ranks() if self.group is None else super().audit_ranks()
 
     def named_parameters(self) -> Iterable[tuple[str, Any]]:
         """Parameters by global name, with layers numbered over all pipeline stages."""
