@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,12 @@ from mpbridge.numerics.kernels import kernel
 from tests.backend.engines.conftest import layer, world
 
 __all__ = ["layer", "world"]
+
+
+def scale_of(quantizer: Any, slot: str, side: str) -> float:
+    """The stored scale that delayed scaling gives the next operand of that kind."""
+    table = quantizer.backward_table if side == "dy" else quantizer.forward_table
+    return float(table.scale[table.names.index(f"{slot}.{side}")])
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from mpbridge.numerics import Emulation, emulate_linears, kernels
 from mpbridge.numerics.gemm import product
 from mpbridge.numerics.operands import Operand
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant, Region
+from tests.numerics.conftest import scale_of
 
 ALL = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 
@@ -243,11 +244,6 @@ def test_weights_are_quantized_once_a_step_whatever_the_number_of_micro_batches(
     assert not torch.equal(stale, net[0](data()))
 
 
-def scale_of(quantizer: Any, slot: str, side: str) -> float:
-    table = quantizer.backward_table if side == "dy" else quantizer.forward_table
-    return float(table.scale[table.names.index(f"{slot}.{side}")])
-
-
 def test_delayed_forward_scales_move_after_every_forward_with_gradients_and_never_in_evaluation() -> None:
     net = model()
     emulation = emulate_linears(net, policy("delayed"), compiled=False)
@@ -336,7 +332,7 @@ def test_empty_input_gives_empty_output_and_counts_nothing() -> None:
     x = torch.zeros(0, 32, dtype=torch.bfloat16, requires_grad=True)
     net(x).sum().backward()
     assert not net[0].weight.grad.any()
-    assert next(iter(emulation.quantizers.values())).scale_of("0", "x") == 1.0
+    assert scale_of(next(iter(emulation.quantizers.values())), "0", "x") == 1.0
 
 
 def test_frozen_weights_and_inputs_without_gradients_need_no_operands() -> None:

@@ -20,6 +20,7 @@ from mpbridge.numerics.quantizer import Quantizer, Randomness
 from mpbridge.numerics.stored import StoredWeight, stored
 from mpbridge.precision.policy import Quant
 from tests.numerics import golden
+from tests.numerics.conftest import scale_of
 
 HERE = Path(__file__).resolve().parent
 CPU = torch.device("cpu")
@@ -234,7 +235,7 @@ def feed(q: Quantizer, amaxes: list[float]) -> list[float]:
         x[0, 0] = amax
         operand(q, x)
         q.end_forward()
-        found.append(q.scale_of("fc", "x"))
+        found.append(scale_of(q, "fc", "x"))
     return found  # type: ignore[return-value]
 
 
@@ -275,16 +276,16 @@ def test_two_micro_batches_count_their_larger_amax() -> None:
     for amax in (2.0, 8.0, 4.0):
         operand(q, torch.full((8, 16), amax, dtype=torch.bfloat16))
     q.end_forward()
-    assert q.scale_of("fc", "x") == 56.0
+    assert scale_of(q, "fc", "x") == 56.0
 
 
 def test_gradient_scales_move_at_the_end_of_backward_only() -> None:
     q = quantizer("delayed", "hybrid")
     operand(q, torch.full((8, 16), 2.0, dtype=torch.bfloat16), "dy")
     q.end_forward()
-    assert q.scale_of("fc", "dy") == 1.0
+    assert scale_of(q, "fc", "dy") == 1.0
     q.end_backward()
-    assert q.scale_of("fc", "dy") == 57344.0 / 2
+    assert scale_of(q, "fc", "dy") == 57344.0 / 2
 
 
 def test_delayed_state_round_trips_and_misfits_are_named() -> None:

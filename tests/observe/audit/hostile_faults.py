@@ -3,59 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.observe.audit.compute_faults import replaced
-from tests.observe.audit.faults import around, changed, gpt, inner, linear, narrow, nothing, states, stepping, updated
+from tests.observe.audit.faults import (
+    around,
+    changed,
+    given,
+    gpt,
+    inner,
+    instead,
+    linear,
+    narrow,
+    nothing,
+    states,
+    stepping,
+    updated,
+)  # fmt: skip
 
 
 # --- weights and states --------------------------------------------------------------------------------------------------------------------
-def narrowed(bits: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def narrowed(wide: torch.Tensor, bits: int) -> torch.Tensor:
     """FP32 numbers with so many bits of mantissa."""
-    drop = 23 - bits
-
-    def narrow(wide: torch.Tensor) -> torch.Tensor:
-        whole = wide.detach().contiguous().view(torch.int32)
-        return (((whole + (1 << (drop - 1))) >> drop) << drop).view(torch.float32)
-
-    return narrow
+    drop, whole = 23 - bits, wide.detach().contiguous().view(torch.int32)
+    return (((whole + (1 << (drop - 1))) >> drop) << drop).view(torch.float32)
 
 
-def states_with(bits: int, name: str) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        narrow = narrowed(bits)
+@given
+def states_with(engine: Any, bits: int, name: str) -> None:
+    def act() -> None:
+        for state in states(engine):
+            state[name].copy_(narrowed(state[name], bits))
 
-        def act() -> None:
-            for state in states(engine):
-                state[name].copy_(narrow(state[name]))
-
-        stepping(engine, act)
-
-    return plant
+    stepping(engine, act)
 
 
-def main_weights_with(bits: int) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        narrow = narrowed(bits)
+@given
+def main_weights_with(engine: Any, bits: int) -> None:
+    def act() -> None:
+        for own in updated(engine):
+            own.data.copy_(narrowed(own.data, bits))
 
-        def act() -> None:
-            for own in updated(engine):
-                own.data.copy_(narrow(own.data))
-
-        stepping(engine, act)
-
-    return plant
+    stepping(engine, act)
 
 
 def frozen_while_nobody_looks(engine: Any) -> None:
     """The inner optimizer takes its steps under a dispatch mode only."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
-    optimizer = inner(engine)
-    real = optimizer.step
-    optimizer.step = lambda *args, **kwargs: real(*args, **kwargs) if modes() else None
+    instead(inner(engine), "step", lambda real, *args, **kwargs: real(*args, **kwargs) if modes() else None)
 
 
 def update_in_bf16(engine: Any) -> None:
@@ -106,13 +105,9 @@ class _Backward(torch.autograd.Function):
         return dx, dw.to(weight.dtype), None, None
 
 
-def backward_reads(
-    *, dy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t, w: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
-) -> Callable[[Any], None]:
-    def plant(engine: Any) -> None:
-        linear(engine)._forward_impl = lambda input, weight, *args, **kwargs: _Backward.apply(input, weight, dy, w)
-
-    return plant
+@given
+def backward_reads(engine: Any, *, dy: Any = lambda t: t, w: Any = lambda t: t) -> None:
+    linear(engine)._forward_impl = lambda input, weight, *args, **kwargs: _Backward.apply(input, weight, dy, w)
 
 
 # --- compute -------------------------------------------------------------------------------------------------------------------------------
@@ -132,18 +127,16 @@ class _Precision:
 
 def norm_in_bf16(engine: Any) -> None:
     norm = gpt(engine).decoder.layers[1].input_layernorm
-    real = norm.forward
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(real: Any, x: torch.Tensor) -> torch.Tensor:
         wide = x.bfloat16()
-        mean = wide.mean(-1, keepdim=True)
-        centred = wide - mean
+        centred = wide - wide.mean(-1, keepdim=True)
         scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + 1e-5)
         out = centred * scale * norm.weight.bfloat16()
         bias = getattr(norm, "bias", None)
         return (out if bias is None else out + bias.bfloat16()).to(real(x).dtype)
 
-    norm.forward = forward
+    instead(norm, "forward", forward)
 
 
 def norm_in_bf16_without_a_root(engine: Any) -> None:
@@ -166,23 +159,21 @@ def output_gradients_rounded(engine: Any) -> None:
 
 def linear_by_a_batched_product(engine: Any) -> None:
     """A linear in FP16, whose product has three dimensions."""
-    module = linear(engine)
 
     def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         turned = weight.half().t().expand(input.shape[0], *weight.shape[::-1])
         return torch.bmm(input.half(), turned).to(input.dtype)
 
-    module._forward_impl = forward
+    linear(engine)._forward_impl = forward
 
 
 def linear_without_a_product(engine: Any) -> None:
     """A linear that multiplies and adds element by element, in FP16."""
-    module = linear(engine)
 
     def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return (input.half().unsqueeze(-2) * weight.half()).sum(-1).to(input.dtype)
 
-    module._forward_impl = forward
+    linear(engine)._forward_impl = forward
 
 
 def attention_without_a_product(engine: Any) -> None:
@@ -200,24 +191,17 @@ def logits_rounded(engine: Any) -> None:
 
 
 # --- quantization --------------------------------------------------------------------------------------------------------------------------
-def operands_of(role: str, side: str, change: Callable[..., Any]) -> Callable[[Any], None]:
+@given
+def operands_of(engine: Any, role: str, of: str, change: Callable[..., Any]) -> None:
     """change(real, x, gemm, side, more) makes one operand of every quantized linear."""
 
-    def plant(engine: Any) -> None:
-        for quantizer in engine.emulation.quantizers.values():
-            real = quantizer.operand
+    def make(real: Any, x: Any, *, gemm: Any, side: Any, **more: Any) -> Any:
+        made = partial(change, real) if (gemm, side) == (role, of) else real
+        return made(x, gemm=gemm, side=side, **more)
 
-            def make(x: Any, *, gemm: Any, side: Any, real: Any = real, **more: Any) -> Any:
-                if (gemm, side) == wanted:
-                    return change(real, x, gemm=gemm, side=side, **more)
-                return real(x, gemm=gemm, side=side, **more)
-
-            quantizer.operand = make
-            if hasattr(quantizer, "shares_copies"):
-                quantizer.shares_copies = lambda side: False
-
-    wanted = (role, side)
-    return plant
+    for quantizer in engine.emulation.quantizers.values():
+        instead(quantizer, "operand", make)
+        quantizer.shares_copies = lambda side: False
 
 
 def squeezed(real: Any, x: torch.Tensor, **how: Any) -> Any:
@@ -229,7 +213,7 @@ def squeezed(real: Any, x: torch.Tensor, **how: Any) -> Any:
 
 def coarse(real: Any, x: torch.Tensor, **how: Any) -> Any:
     """Rounded to two bits of mantissa before it is quantized by its rule."""
-    return real(narrowed(2)(x.float()).to(x.dtype), **how)
+    return real(narrowed(x.float(), 2).to(x.dtype), **how)
 
 
 def halved(real: Any, x: torch.Tensor, **how: Any) -> Any:
