@@ -293,19 +293,16 @@ class Emulation(Pausable):
         count = f"{len(self.plugs)} linear{'s' if len(self.plugs) != 1 else ''} quantized"
         kept = f"{len(self.high)} kept in high precision{' on this rank' if _split() else ''}"
         notes = [f"emulated with the rules of Transformer Engine {release}: {count}, {kept}"]
-        notes += dict.fromkeys(note for options in self.options.values() for note in options.notes)
+        notes += dict.fromkeys(note for one in self.options.values() for note in one.notes)
         notes += ALWAYS
-        if any(quant.attention != "none" for quant in quants):
-            notes.append("FP8 attention: attention runs in the compute dtype")
-        if any(quant.stored for quant in quants):
-            here = "here they are stored in the parameters' dtype and quantized from it each step"
-            notes.append(f"weights stored in low precision: {here}")
-        if any(options.get("fast_math") for options in self.options.values()):
-            notes.append("fast math: reciprocals are exact here and approximate on the GPU")
-        if any(options.get("stochastic_rounding") for options in self.options.values()):
-            notes.append("stochastic rounding: same distribution as on the GPU, but different random bits")
-        if any(not quant.wgrad for quant in quants):
-            notes.append("fp8_wgrad=False: Transformer Engine 2.9 to 2.12 ignore it, so wgrad is quantized here too")
+        options = self.options.values()
+        notes += [text for holds, text in (
+            (any(quant.attention != "none" for quant in quants), "FP8 attention: attention runs in the compute dtype"),
+            (any(quant.stored for quant in quants), "weights stored in low precision: here they are stored in the parameters' dtype and quantized from it each step"),
+            (any(one.get("fast_math") for one in options), "fast math: reciprocals are exact here and approximate on the GPU"),
+            (any(one.get("stochastic_rounding") for one in options), "stochastic rounding: same distribution as on the GPU, but different random bits"),
+            (any(not quant.wgrad for quant in quants), "fp8_wgrad=False: Transformer Engine 2.9 to 2.12 ignore it, so wgrad is quantized here too"),
+        ) if holds]  # fmt: skip
         if self.compiled and (why := compiler()) is not None:
             notes.append(why)
         return tuple(notes)

@@ -125,9 +125,7 @@ class QuantizedLinear(torch.autograd.Function):
             row = _seen(plug, "fprop", "x", flat, replay=replay)
             weights = _weights(plug, weight, x.dtype, column=ctx.needs_input_grad[0])
             y = product(row, weights[0].turned(), x.dtype, bias)
-            column = None
-            if ctx.needs_input_grad[1]:
-                column = _for_wgrad(plug, row, flat, replay=replay)
+            column = _for_wgrad(plug, row, flat, replay=replay) if ctx.needs_input_grad[1] else None
             _save(ctx, column, weights[1])
             ctx.plug, ctx.first, ctx.shape, ctx.dtypes = plug, first, x.shape, (x.dtype, weight.dtype)
             ctx.has_bias = bias is not None

@@ -7,18 +7,10 @@ from typing import Any
 import torch
 
 from mpbridge.common.formats import E2M1, E4M3
-from mpbridge.numerics.kernels import (
-    four_over_six,
-    nvfp4_scales,
-    peaks,
-    rotate,
-    values,
-    values_stochastic,
-)
+from mpbridge.numerics.kernels import four_over_six, nvfp4_scales, peaks, rotate, values, values_stochastic
 from mpbridge.numerics.operands import Operand, OperandCopy, Side, spread, square_peaks, view_of
 from mpbridge.numerics.rules import Options
 from mpbridge.numerics.scales import Rules, nvfp4_block, nvfp4_fast_multiplier, nvfp4_global
-from mpbridge.precision.scalings import Block
 
 Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(multiplier before the cast, block scale, amax of the second level)."""
@@ -33,10 +25,7 @@ class Nvfp4:
     _hadamard: bool
     _randomness: Any
     _kernel: Any
-
-    def block(self, side: Side) -> Block:
-        """The extent of one scale on that side."""
-        raise AssertionError("implemented by Quantizer")
+    block: Any
 
     def four_over_six(self, side: Side) -> bool:
         """Whether that side's blocks choose between 6 and 4 for their largest value."""

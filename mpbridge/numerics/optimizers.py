@@ -13,7 +13,7 @@ BLOCK = 131072
 """Elements updated at a time when states need conversion, so that the ten passes over them stay in cache; the fastest measured from 16384 to 131072."""
 
 
-def _f32(value: float) -> float:
+def f32(value: float) -> float:
     """`value` rounded to FP32, like a kernel argument of type float."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
@@ -31,12 +31,12 @@ class Scalars:
         step: int | None,
         decoupled: bool,
     ) -> None:
-        self.lr, self.eps, self.weight_decay = _f32(lr), _f32(eps), _f32(weight_decay)
+        self.lr, self.eps, self.weight_decay = f32(lr), f32(eps), f32(weight_decay)
         self.step, self.decoupled = step, decoupled
-        self.beta1, self.beta2 = beta1, beta2 = _f32(betas[0]), _f32(betas[1])
-        self.keep1, self.keep2 = _f32(1.0 - beta1), _f32(1.0 - beta2)
-        self.correction1 = 1.0 if step is None else _f32(1.0 - beta1**step)
-        self.correction2 = 1.0 if step is None else _f32(1.0 - beta2**step)
+        self.beta1, self.beta2 = beta1, beta2 = f32(betas[0]), f32(betas[1])
+        self.keep1, self.keep2 = f32(1.0 - beta1), f32(1.0 - beta2)
+        self.correction1 = 1.0 if step is None else f32(1.0 - beta1**step)
+        self.correction2 = 1.0 if step is None else f32(1.0 - beta2**step)
 
 
 def update(

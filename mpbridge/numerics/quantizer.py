@@ -20,30 +20,10 @@ import torch
 
 from mpbridge.common.errors import Refused
 from mpbridge.common.formats import FORMATS, NumberFormat
+from mpbridge.numerics import kernels, operands
 from mpbridge.numerics.codes import random_bytes
-from mpbridge.numerics.kernels import (
-    BLOCK_RULES,
-    TensorPair,
-    amax_of,
-    block_scales,
-    delayed,
-    kernel,
-    peaks,
-    tensorwise,
-    values,
-)
 from mpbridge.numerics.nvfp4 import Nvfp4
-from mpbridge.numerics.operands import (
-    COPY_OF,
-    Operand,
-    OperandCopy,
-    Side,
-    cropped,
-    padded_to_blocks,
-    spread,
-    square_peaks,
-    view_of,
-)
+from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
 from mpbridge.numerics.rules import Release, options_of
 from mpbridge.numerics.scales import DEFAULT_RELEASE, AmaxTable, rules_for
 from mpbridge.precision.policy import Quant
@@ -149,7 +129,7 @@ class Quantizer(Nvfp4):
         rule, copy = self.rule, COPY_OF[gemm, side]
         if rule == "current":
             flat = x.reshape(-1)
-            codes, alpha = self._kernel(tensorwise, flat, number, self.out, self._power_of_two)(flat)
+            codes, alpha = self._kernel(kernels.tensorwise, flat, number, self.out, self._power_of_two)(flat)
             return Operand(codes.view(x.shape), alpha)
         if rule == "history":
             return self._delayed(x, slot, side, observe=first_microbatch or side != "w", replay=replay)
@@ -176,16 +156,16 @@ class Quantizer(Nvfp4):
         if rule == "e4m3_blocks":
             return self._explain_nvfp4(x, operand, side, copy)
         block = self.block(side)
-        padded, shape = padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
-        view = view_of(padded, block.along, "column" if block.across > 1 else copy)
-        amax = square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
+        padded, shape = operands.padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
+        view = operands.view_of(padded, block.along, "column" if block.across > 1 else copy)
+        amax = operands.square_peaks(kernels.peaks(view), block.along) if block.across > 1 else kernels.peaks(view)
         multiplier, _ = self._factors(amax, side, x.dtype)
         if block.across > 1:
-            multiplier, _ = spread((multiplier, multiplier), block.along)
-        return x.float(), cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
+            multiplier, _ = operands.spread((multiplier, multiplier), block.along)
+        return x.float(), operands.cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
 
     def _kernel(self, function: Any, x: torch.Tensor, *fixed: Any) -> Any:
-        return kernel(function, self.compiled, (x.dim(), x.dtype), *fixed)
+        return kernels.kernel(function, self.compiled, (x.dim(), x.dtype), *fixed)
 
     def _delayed(self, x: torch.Tensor, slot: str, side: Side, *, observe: bool, replay: bool) -> Operand:
         number = self.format_of(side)
@@ -193,7 +173,7 @@ class Quantizer(Nvfp4):
         # a copy, because the table is updated before the backward pass reads this operand's scale
         scale = self._stashed[f"{slot}.{side}"].popleft() if replay else table.scale[index].clone()
         flat = x.reshape(-1)
-        codes, amax = self._kernel(delayed, flat, number, self.out)(flat, scale)
+        codes, amax = self._kernel(kernels.delayed, flat, number, self.out)(flat, scale)
         if observe and not replay:
             table.observe(index, amax)
         return Operand(codes.view(x.shape), 1.0 / scale)
@@ -217,23 +197,25 @@ class Quantizer(Nvfp4):
 
     def _blocks(self, x: torch.Tensor, side: Side, copy: OperandCopy, wide: bool) -> Operand:
         number = self.format_of(side)
-        rule = BLOCK_RULES[self.rule]
+        rule = kernels.BLOCK_RULES[self.rule]
         # an fp32 scale times a code has too many bits for bf16, whatever its size
         dtype = torch.float32 if wide or not (rule.powers_of_two or self._power_of_two) else self.out
         block = self.block(side)
-        padded, shape = padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
-        view = view_of(padded, block.along, "column" if block.across > 1 else copy)
+        padded, shape = operands.padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
+        view = operands.view_of(padded, block.along, "column" if block.across > 1 else copy)
         if block.across > 1:
-            amax = square_peaks(self._kernel(peaks, view)(view), block.along)
-            factors = spread(self._factors(amax, side, x.dtype), block.along)
+            amax = operands.square_peaks(self._kernel(kernels.peaks, view)(view), block.along)
+            factors = operands.spread(self._factors(amax, side, x.dtype), block.along)
         else:
-            factors = self._kernel(block_scales, view, rule.factors, number, self._power_of_two, self.rules)(view)
-        out = self._kernel(values, view, number, dtype)(view, *factors)
-        return Operand(cropped(out.view(padded.shape), shape))
+            factors = self._kernel(kernels.block_scales, view, rule.factors, number, self._power_of_two, self.rules)(
+                view
+            )
+        out = self._kernel(kernels.values, view, number, dtype)(view, *factors)
+        return Operand(operands.cropped(out.view(padded.shape), shape))
 
-    def _factors(self, amax: torch.Tensor, side: Side, dtype: torch.dtype) -> TensorPair:
+    def _factors(self, amax: torch.Tensor, side: Side, dtype: torch.dtype) -> kernels.TensorPair:
         """(multiplier before the cast, factor after it) of blocks with those amaxes, of an operand of that dtype."""
-        factors = BLOCK_RULES[self.rule].factors
+        factors = kernels.BLOCK_RULES[self.rule].factors
         return factors(amax, self.format_of(side), torch.finfo(dtype).max, self._power_of_two, self.rules)
 
     # --- delayed scaling -----------------------------------------------------------------------------------------------------------------
@@ -246,12 +228,6 @@ class Quantizer(Nvfp4):
         """Ends the backward pass of a context's first linear: new gradient scales."""
         if self.backward_table is not None:
             self.backward_table.update(group)
-
-    def skip(self, slot: str, side: Side, x: torch.Tensor) -> None:
-        """Counts the amax of a tensor that no GEMM quantizes here (an empty tensor is not counted)."""
-        if self.quant.row.history and x.numel():
-            table, index = self._place(slot, side)
-            table.observe(index, amax_of(x))
 
     def state(self) -> dict[str, torch.Tensor]:
         """name -> fp32 vector of scale and history (delayed scaling; empty for the others, which have no state)."""

@@ -110,12 +110,6 @@ def scale_from_amax(
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
-def delayed_scale(amax: torch.Tensor, old: torch.Tensor, largest: float, margin: int) -> torch.Tensor:
-    """Next fp32 scale of delayed scaling: (largest * 2**-margin) / amax, at most fp32's largest; the old one if amax is unusable."""
-    scale = _quotient(largest * 2.0**-margin, amax).clamp_max(FP32_LARGEST)
-    return torch.where(amax.isfinite() & (amax > 0), scale, old)
-
-
 def mxfp8_exponent(amax: torch.Tensor, number: NumberFormat) -> torch.Tensor:
     """Biased E8M0 byte (int32) of amax/largest, rounded up; 0 for 0, 254 for infinity, 255 for NaN."""
     ratio = amax * _RECIPROCAL[number.name]
@@ -204,8 +198,9 @@ def updated(
     # the kernel reduces before it clears row 0, so a history of one still sees the last amax
     amax = last if algo == "most_recent" else magnitude(rolled).amax(0)
     rolled[0] = 0
-    renewed = delayed_scale(torch.where(moved, amax, torch.zeros_like(amax)), scale, largest, margin)
-    return torch.where(moved, rolled, history), renewed
+    renewed = _quotient(largest * 2.0**-margin, amax).clamp_max(FP32_LARGEST)
+    usable = moved & amax.isfinite() & (amax > 0)
+    return torch.where(moved, rolled, history), torch.where(usable, renewed, scale)
 
 
 class AmaxTable:

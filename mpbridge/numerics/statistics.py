@@ -64,20 +64,13 @@ class Track:
         """Plain data: means over the samples after the first `warmup` steps (all of them if there are no others), and the series."""
         late = [s for step, s in zip(self.steps, self.samples, strict=True) if step > warmup] or self.samples
         stale = [s.staleness for s in late if s.staleness is not None]
+        named = {name: getattr(self, name) for name in ("slot", "side", "copy", "gemms", "format", "scaling")}
+        means = ("relative_error", "row_error", "flushed", "saturated", "sqnr")
         return {
             "tensor": f"{self.slot}.{self.side}",
-            "slot": self.slot,
-            "side": self.side,
-            "copy": self.copy,
-            "gemms": list(self.gemms),
-            "format": self.format,
-            "scaling": self.scaling,
+            **named,
             "samples": len(late),
-            "relative_error": _mean(s.relative_error for s in late),
-            "row_error": _mean(s.row_error for s in late),
-            "flushed": _mean(s.flushed for s in late),
-            "saturated": _mean(s.saturated for s in late),
-            "sqnr": _mean(s.sqnr for s in late),
+            **{name: _mean(getattr(s, name) for s in late) for name in means},
             "nonfinite": sum(s.nonfinite for s in late),
             "staleness": max(stale, key=abs) if stale else None,
             "amax": [[step, sample.amax] for step, sample in zip(self.steps, self.samples, strict=True)],
@@ -124,7 +117,7 @@ class Statistics:
         if track is None:
             number = quantizer.format_of(side)
             gemms = [g for (g, s), c in COPY_OF.items() if s == side and (c == copy or quantizer.shares_copies(side))]
-            facts = {"format": number.name, "scaling": quantizer.quant.scaling}
+            facts: dict[str, Any] = {"format": number.name, "scaling": quantizer.quant.scaling}
             track = self.tracks[key] = Track(slot=slot, side=side, copy=copy, gemms=gemms, **facts)
         track.steps.append(self.now)
         track.samples.append(look(high, operand, quantizer, slot=slot, gemm=gemm, side=side, elements=self.elements))

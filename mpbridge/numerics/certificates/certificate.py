@@ -87,11 +87,8 @@ def certificate(
         samples |= {f"yours: {name}": [linear] for name, linear in (own or {}).items()}
         rows = [row for kind, linears in samples.items() for row in maker.rows(kind, linears, replicas)]
         rows += [*maker.second_passes(samples), *optimizer_rows(policy, training)]
-        rows += [
-            *(figures.newton_schulz_rows() if training.name in MUONS else ()),
-            *figures.attention_rows(maker.compute),
-            *beside,
-        ]
+        rows += figures.newton_schulz_rows() if training.name in MUONS else ()
+        rows += [*figures.attention_rows(maker.compute), *beside]
     finally:
         torch.set_num_threads(threads)
     made = Certificate(recipe=recipe, te=".".join(map(str, release)), variant=variant, rows=tuple(rows), training=training)  # fmt: skip

@@ -110,7 +110,6 @@ class Operands:
 
 def varied(policy: PrecisionPolicy, variant: Variant) -> PrecisionPolicy:
     """The policy with the variant's options in its NVFP4 regions of one rule; `vary` does the rest to an emulation's quantizers."""
-
     regions = (
         replace(one, quant=_with(one.quant, variant)) if one.quant is not None and one.quant.scaling == "nvfp4" else one
         for one in policy.regions

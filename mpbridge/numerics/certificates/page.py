@@ -45,8 +45,8 @@ def certificate_page(made: Sequence[Certificate]) -> Page:
     page.chart(title, _by_magnitude(), x="magnitude in codes", y=error)
     lost = [line for name, one in zip(names, made, strict=True) for line in _lost(name, one)]
     if lost:
-        axes = {"x": "share of the schedule, percent", "y": "share of updates lost"}
-        page.chart("Updates lost over the schedule", lost, **axes)
+        x, y = "share of the schedule, percent", "share of updates lost"
+        page.chart("Updates lost over the schedule", lost, x=x, y=y)
     for name, one in zip(names, made, strict=True):
         page.table(name, _COLUMNS, [(r.part, r.tensor, r.where, r.quantity, r.value, r.ci95, r.bound, r.derivation, r.condition) for r in one.rows])  # fmt: skip
     return page

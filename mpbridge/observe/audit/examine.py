@@ -123,8 +123,7 @@ def audit(
     seconds = time.process_time() - begun
     ranks = everywhere(seen)
     stepped = result if before is not None else None
-    looked = {"live": stage == "live", "watched": watch is not None, "moved": before is not None}
-    findings = judge(engine, promises, ranks, **looked, result=stepped, microbatches=microbatches)
+    findings = judge(engine, promises, ranks, live=stage == "live", watched=watch is not None, result=stepped)
     facts = facts_of(engine, step) | {"fingerprint": policy.fingerprint()}
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, roles in ranks[0].layouts.items():
@@ -140,29 +139,21 @@ def facts_of(engine: Any, step: int | None) -> dict[str, Any]:
 
 
 def judge(
-    engine: Any,
-    promises: Promises,
-    ranks: Sequence[Observed],
-    *,
-    live: bool,
-    watched: bool,
-    moved: bool,
-    result: StepResult | None,
-    microbatches: int,
+    engine: Any, promises: Promises, ranks: Sequence[Observed], *, live: bool, watched: bool, result: StepResult | None
 ) -> list[Finding]:
-    """What all ranks observed against what was promised. live: an update has created optimizer states; watched: a step was observed; moved: the state before
-    its update is known; result: of that step, where gradients were followed."""
+    """What all ranks observed against what was promised. live: an update has created optimizer states; watched: a step was observed; result: of that step,
+    if the state before its update is known and gradients were followed."""
     findings = tensor_findings(ranks, promises, live=live)
     findings += rule_findings(ranks, promises, ran=watched) + flag_finding(ranks)
-    findings += weight_findings([rank.weights for rank in ranks], stepped=moved)
+    findings += weight_findings([rank.weights for rank in ranks], stepped=result is not None)
     findings += fixed_finding([rank.fixed for rank in ranks])
     findings += replica_findings([rank.copies for rank in ranks])
     if watched:
-        findings += _step_findings(engine, promises, ranks, microbatches)
+        findings += _step_findings(engine, promises, ranks)
     return findings + (_result_findings(engine, promises, ranks, result) if result is not None else [])
 
 
-def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], microbatches: int) -> list[Finding]:
+def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed]) -> list[Finding]:
     paths = modules.module_paths(engine.model)
     present = {subject for subject, found in _PARTS.items() if any(map(found, paths))}
     # another pipeline stage may have what this one lacks, so only what every rank could have seen is required
@@ -172,16 +163,15 @@ def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], m
         [rank.computed for rank in ranks if rank.computed is not None],
         promises,
         wanted=lambda subject: alone and subject in present,
-        why=lambda subject: why_unseen(engine, promises, subject),
+        why=partial(why_unseen, engine, promises),
     )
     found += traffic_findings([rank.traffic for rank in ranks if rank.traffic is not None], promises)
     whose = why_unseen(engine, promises, "wire: which gradients")
     if whose:
         found.append(not_observed("wire: which gradients", "every parameter's", whose))
     quantized = [rank.quantized for rank in ranks if rank.quantized is not None]
-    return found + quantization_findings(
-        quantized, promises, steps=microbatches, why=why_unseen(engine, promises, "quantized GEMMs")
-    )
+    why = why_unseen(engine, promises, "quantized GEMMs")
+    return found + quantization_findings(quantized, promises, why=why)
 
 
 _PARTS = {

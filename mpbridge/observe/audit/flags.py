@@ -17,8 +17,8 @@ from mpbridge.precision.sync.plan import plan, show
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """The torch optimizers inside megatron-core's wrappers (ChainedOptimizer, DistributedOptimizer ...), or the optimizer itself."""
-    chained = parts(optimizer)
+    """The torch optimizers in a list or inside wrappers (megatron-core's, accelerate's, Fabric's, DeepSpeed's), or the optimizer itself."""
+    chained = list(optimizer) if isinstance(optimizer, (list, tuple)) else parts(optimizer)
     if chained != [optimizer]:
         return [inner for one in chained for inner in inner_optimizers(one)]
     inner = getattr(optimizer, "optimizer", None)

@@ -190,13 +190,8 @@ _CLIPPED, _LEAST = 2.0**-7.5, 1e-4
 
 def _vanished(ranks: Sequence[Followed], factor: float) -> list[str]:
     """Gradients that were clipped while they were still multiplied by a loss scale: their norm, estimated from the samples, is that limit divided by the scale."""
-    squares = {
-        name: sum(value * value for value in values.values()) / len(values) * rank.sizes.get(name, 0)
-        for rank in ranks
-        for name, values in rank.read.items()
-        if values
-    }
-    norm = math.sqrt(sum(squares.values()))
+    read = {name: (rank.sizes.get(name, 0), values) for rank in ranks for name, values in rank.read.items() if values}
+    norm = math.sqrt(sum(size / len(values) * sum(v * v for v in values.values()) for size, values in read.values()))
     if not (0.0 < factor < _CLIPPED and 0.0 < norm < _LEAST):
         return []
     what = f"{factor:.2g} times their expected value and of a norm of about {norm:.2g}"
@@ -281,9 +276,7 @@ def _judged_gradients(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> It
 
 def _is_a_scale(ratio: float, tolerance: float) -> bool:
     """Whether a factor is a power of two that clipping hardly ever gives: 2**-8 or less, as loss scales are."""
-    if not 0.0 < ratio < 2.0**-7.5:
-        return False
-    return abs(ratio / 2.0 ** round(math.log2(ratio)) - 1) <= tolerance
+    return 0.0 < ratio < _CLIPPED and abs(ratio / 2.0 ** round(math.log2(ratio)) - 1) <= tolerance
 
 
 def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:

@@ -23,6 +23,8 @@ from mpbridge.precision.policy import Gemms, Quant
 
 _ROWS = 64
 """Number of neighbouring tokens whose inputs are kept until backward, to compare the copy that wgrad reads."""
+_Source = tuple[torch.Tensor, float, int]
+"""An operand's tensor in high precision, or rows of it; the whole tensor's largest element; the first row's index."""
 _DETACHED = "values from which no gradient reaches the embedding"
 
 
@@ -79,9 +81,8 @@ class Products:
         self._dy: dict[str, torch.Tensor] = {}
         self._x: dict[str, torch.Tensor] = {}
         """Linear -> its input in the forward pass."""
-        self._xs: dict[str, deque[tuple[torch.Tensor, float, int]]] = defaultdict(deque)
-        """Linear -> (rows, largest element, first row's index) of its input, for every micro-batch whose backward pass is pending."""
-
+        self._xs: dict[str, deque[_Source]] = defaultdict(deque)
+        """Linear -> rows of its input, for every micro-batch whose backward pass is pending."""
         self._largest: dict[tuple[str, str], float] = {}
         """(linear, 'x', 'dy' or 'w') -> largest element of that tensor."""
 
@@ -262,29 +263,17 @@ class Products:
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
             elif found is None:
                 continue
-            elif what := self._strange(role, name, quant, lines, *found, patch=patch, seed=seed):
+            elif what := self._strange(role, name, quant, lines, found, patch, seed):
                 seen.bad.setdefault(f"{role} {name}", what)
             elif (role, name, quant.bits) == ("dgrad", "dy", 4) and found[0].shape == lines.shape and not seen.strays:
                 # NVFP4 promises stochastic rounding of gradients
                 seen.strays = operands.strays(part, patch.of(found[0]), found[1])
 
     def _strange(
-        self,
-        role: str,
-        name: str,
-        quant: Quant,
-        lines: torch.Tensor,
-        source: torch.Tensor,
-        largest: float,
-        first: int,
-        *,
-        patch: operands.Patch,
-        seed: int,
+        self, role: str, name: str, quant: Quant, lines: torch.Tensor, of: _Source, patch: operands.Patch, seed: int
     ) -> str:
-        """'' if an operand is its source tensor, rounded once, or what it is not.
-
-        lines: the operand with the contraction along the columns. source: its tensor as stored, or its tokens from `first` on; largest: the tensor's largest element.
-        """
+        """'' if an operand is its source tensor, rounded once, or what it is not. lines: the operand with the contraction along the columns."""
+        source, largest, first = of
         turned = role == "wgrad"
         source = source.t() if turned or (role, name) == ("dgrad", "w") else source
         if (role, name) == ("wgrad", "x"):
@@ -314,8 +303,8 @@ class Products:
         across = operands.across_of(quant, name)
         return not operands.is_nearest(quant, name) or operands.is_nearest_e2m1(lines, source, across=across)
 
-    def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float, int] | None:
-        """(the tensor in high precision, or rows of it; its largest element; the first row's index); None if it is not available."""
+    def _source(self, path: str, role: str, name: str) -> _Source | None:
+        """What an operand was made of; None if it is not available."""
         if (role, name) == ("wgrad", "x"):
             return self._xs[path].popleft() if self._xs[path] else None
         weight = getattr(self.modules.get(path), "weight", None)

@@ -80,9 +80,8 @@ def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantization
         for quant in gemms.distinct:
             if quant.bits == 4 and found.strays is not None and asked(quant, "stochastic_rounding"):
                 seen.wrong += _drawn(f"{path} dy", *found.strays)
-            for where, newest, fault in (
-                scale_faults(path, quant, module, found.amax, found.left) if quant.row.history else ()
-            ):
+            scaled = scale_faults(path, quant, module, found.amax, found.left) if quant.row.history else ()
+            for where, newest, fault in scaled:
                 seen.scales += 1
                 seen.stale += [fault] if fault else []
                 name = where.rpartition(" ")[2]
@@ -107,8 +106,8 @@ def _drawn(where: str, share: float, drift: float) -> list[str]:
     return [f"{where}: rounded {what}, promised stochastic rounding"] if abs(drift) > _DRIFT else []
 
 
-def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *, steps: int, why: str) -> list[Finding]:
-    """Operands and counts; scales if they are delayed. steps: micro-batches; why: the reason if GEMMs cannot be observed here, else ''."""
+def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *, why: str) -> list[Finding]:
+    """Operands and counts; scales if they are delayed. why: the reason if GEMMs cannot be observed here, else ''."""
     if not promises.policy.quantized:
         return []
     promised, seen = sum(rank.promised for rank in ranks), sum(rank.seen for rank in ranks)

@@ -151,9 +151,7 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
 
     # --- begin and end -------------------------------------------------------------------------------------------------------------------
     def start(self, chunks: list[Any]) -> None:
-        """Starts observing these model chunks; a second start is a no-op."""
-        if self._undo is not None:
-            return
+        """Starts observing these model chunks."""
         self._paths = modules.module_paths(chunks)
         self.products.modules = {path: module for module, path in self._paths.items() if modules.is_linear(module)}
         self.products.embeddings = {p: m for m, p in self._paths.items() if type(m).__name__.endswith("Embedding")}
@@ -215,12 +213,8 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         self._note_bits(module, path, args, result, child)
         if modules.is_router(module):
             self._note_rounding(path, result)  # probabilities
-        if result.numel() and (
-            modules.is_linear(module)
-            or modules.is_attention(module)
-            or modules.is_router(module)
-            or modules.is_norm(module)
-        ):
+        computing = (modules.is_linear, modules.is_attention, modules.is_router, modules.is_norm)
+        if result.numel() and any(kind(module) for kind in computing):
             self.ran[path] = module
         if modules.is_linear(module):
             self._note_linear(module, path, result, nodes)
@@ -265,14 +259,12 @@ class Watch(OperationObserver):  # type: ignore[no-untyped-call]
         """Records this module's own parameters while its forward pass is on the stack: fully sharded ones are gathered here."""
         for name, parameter in module._parameters.items():
             full = f"{path}.{name}" if path else name
-            if parameter is None or hasattr(parameter, "_local_tensor"):
-                continue
-            self.arrivals.ask(full, parameter)
-            if full in self.read:
-                continue
-            self.read[full] = digest(parameter) if world_size() > 1 else 0
-            if self.check_read is not None:
-                self.check_read(full, parameter.detach())
+            if parameter is not None and not hasattr(parameter, "_local_tensor"):
+                self.arrivals.ask(full, parameter)
+                if full not in self.read:
+                    self.read[full] = digest(parameter) if world_size() > 1 else 0
+                    if self.check_read is not None:
+                        self.check_read(full, parameter.detach())
 
     # --- operations ----------------------------------------------------------------------------------------------------------------------
     def computes(self, name: str, args: Any) -> None:

@@ -30,11 +30,7 @@ _WARMUP = 4.0
 
 @torch.no_grad()
 def is_another(
-    held: Held,
-    trained: torch.Tensor,
-    earlier: torch.Tensor | None,
-    rate: float | None = None,
-    decay: float | None = None,
+    held: Held, trained: torch.Tensor, earlier: torch.Tensor | None, rate: float | None, decay: float | None
 ) -> bool:
     """Whether the sampled elements changed by anything other than one factor times Adam's update and its weight decay; False if that cannot be determined.
 

@@ -110,14 +110,7 @@ class DeepSpeedLoop(TorchLoop):
 class UnshardedLoop(DeepSpeedLoop):
     """Without ZeRO: a FP32 copy of each parameter (`FP16_UnfusedOptimizer`), or of all of a group in one flat tensor (`FP16_Optimizer`)."""
 
-    kind = replace(
-        DDP,
-        name="deepspeed",
-        summary="DeepSpeed without ZeRO",
-        label="DeepSpeed",
-        distributed_optimizer="never",
-        main_weights="wrapper",
-    )
+    kind = replace(DDP, name="deepspeed", summary="DeepSpeed without ZeRO", label="DeepSpeed", main_weights="wrapper")
     name = "deepspeed"
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:

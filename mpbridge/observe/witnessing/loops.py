@@ -114,11 +114,10 @@ class Loop(ABC):
         scale = getattr(self.scaler, "get_scale", None)
         return float(scale()) if scale is not None and getattr(self.scaler, "is_enabled", lambda: True)() else 1.0
 
-    @property
-    def rate(self) -> float:
-        """The largest learning rate of any group."""
-        rates = [float(group.get("lr", 0.0)) for inner in inner_optimizers(self.outer) for group in inner.param_groups]
-        return max(rates, default=0.0)
+    def largest(self, setting: str) -> float:
+        """The largest value that a setting has in any group."""
+        groups = (group for inner in inner_optimizers(self.outer) for group in inner.param_groups)
+        return max((float(group.get(setting, 0.0)) for group in groups), default=0.0)
 
     @property
     def updaters(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from mpbridge.common.facts import STATE_ROLES, OptimizerFacts, Parallel
 from mpbridge.common.traits import EngineTraits, traits
 from mpbridge.numerics.observation.modules import bare
 from mpbridge.numerics.observation.tensors import digest, local, sample
-from mpbridge.observe.audit.flags import optimizer_faults
+from mpbridge.observe.audit.flags import inner_optimizers, optimizer_faults
 from mpbridge.observe.audit.holdings import Held
 from mpbridge.observe.audit.orthogonal import trains
 from mpbridge.observe.audit.promise import Promises
@@ -90,14 +90,6 @@ class Piece:
         return Held(self.name, parameter, part, updated, begin=self.begin, elements=whole, **owner, **more)
 
 
-def optimizers_in(optimizer: Any) -> list[Any]:
-    """The torch optimizers inside wrappers (accelerate's, Fabric's, DeepSpeed's), or in a list."""
-    if isinstance(optimizer, (list, tuple)):
-        return [one for each in optimizer for one in optimizers_in(each)]
-    inner = getattr(optimizer, "optimizer", None)
-    return optimizers_in(inner) if inner is not None and hasattr(inner, "param_groups") else [optimizer]
-
-
 class TorchLoop(Loop):
     """Whole parameters on every rank: no wrapper, torch's DistributedDataParallel, or megatron-core's under a torch optimizer."""
 
@@ -105,7 +97,7 @@ class TorchLoop(Loop):
     name = "torch"
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
-        self.inner = optimizers_in(optimizer)
+        self.inner = inner_optimizers(optimizer)
         self._stepped: set[int] = set()
         """Which of several optimizers have stepped in the observed step, by identity."""
         self._gradients_read: dict[int, dict[int, float]] = {}
@@ -125,14 +117,6 @@ class TorchLoop(Loop):
     def words(self) -> str:  # type: ignore[override]
         """'DistributedDataParallel, AdamW'."""
         return f"{self.wrapper}, {' and '.join(dict.fromkeys(type(one).__name__ for one in self.inner))}"
-
-    @property
-    def rate(self) -> float:
-        """The largest learning rate of any group, of all optimizers."""
-        return self._largest("lr")
-
-    def _largest(self, setting: str) -> float:
-        return max((float(group.get(setting, 0.0)) for one in self.inner for group in one.param_groups), default=0.0)
 
     @property
     def wrapper(self) -> str:
@@ -155,7 +139,7 @@ class TorchLoop(Loop):
             shape=shape_of(modules, tied=len(set(held)) < len(held)),
             parallel=Parallel(world_size=len(self.audit_ranks())),
             own_traits=self.kind,
-            optimizer=OptimizerFacts(name=name, settings={"sgd_momentum": self._largest("momentum")}),
+            optimizer=OptimizerFacts(name=name, settings={"sgd_momentum": self.largest("momentum")}),
         )
 
     def named_parameters(self) -> list[tuple[str, Any]]:

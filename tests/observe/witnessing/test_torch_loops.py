@@ -121,11 +121,8 @@ def test_a_weight_that_the_optimizer_does_not_hold_is_named() -> None:
 
 def test_gradients_changed_behind_the_backward_pass_are_named() -> None:
     model = Tiny()
-
-    def spoil(step: int) -> None:
-        model.head.weight.grad.mul_(1.5)
-
-    assert faults(train(model, adam(model), between=spoil).report.as_data()) == {"gradients"}
+    seen = train(model, adam(model), between=lambda step: model.head.weight.grad.mul_(1.5))
+    assert faults(seen.report.as_data()) == {"gradients"}
 
 
 def test_clipping_is_no_fault_and_a_known_norm_is_held_to() -> None:
@@ -201,12 +198,16 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
 
 
 # --- two processes ---------------------------------------------------------------------------------------------------------------------------
+def of_ranks(size: int, factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """{case: report} of tests/observe/witnessing/two_ranks.py."""
+    program = str(Path(__file__).with_name("two_ranks.py"))
+    found: dict[str, Any] = reported(size, program, factory.mktemp("ranks") / "out.json")
+    return found
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """{case: report} of tests/observe/witnessing/two_ranks.py."""
-    program = Path(__file__).with_name("two_ranks.py")
-    found: dict[str, Any] = reported(2, str(program), tmp_path_factory.mktemp("two") / "out.json")
-    return found
+    return of_ranks(2, tmp_path_factory)
 
 
 ROWS = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "sharded", "bytes_per_parameter")
@@ -261,10 +262,8 @@ def test_every_planted_fault_of_two_processes_is_named(two: dict[str, Any]) -> N
 # --- four processes: copies of shards --------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """{case: report} of the same program over two copies of two shards."""
-    program = Path(__file__).with_name("two_ranks.py")
-    found: dict[str, Any] = reported(4, str(program), tmp_path_factory.mktemp("four") / "out.json")
-    return found
+    """Two copies of two shards."""
+    return of_ranks(4, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -312,19 +311,15 @@ def test_clipping_by_value_is_no_fault_and_another_change_is() -> None:
         half = float(model.layers[0].weight.grad.abs().median())
         return torch.nn.utils.clip_grad_value_(model.parameters(), half)
 
-    def turned() -> None:
+    def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         clipped()
-        model.layers[0].weight.grad.copy_(model.layers[0].weight.grad.flip(0))
-
-    def rounded() -> None:
-        clipped()
-        model.layers[0].weight.grad.copy_(model.layers[0].weight.grad.bfloat16().float())
+        model.layers[0].weight.grad.copy_(change(model.layers[0].weight.grad))
 
     model = Tiny()
     assert faults(one_step(model, adam(model), clipped)) == set()
-    for change in (turned, rounded):
+    for change in (lambda grad: grad.flip(0), lambda grad: grad.bfloat16().float()):
         model = Tiny()
-        assert faults(one_step(model, adam(model), change)) == {"gradients"}
+        assert faults(one_step(model, adam(model), lambda change=change: changed(change))) == {"gradients"}
 
 
 def test_a_rate_of_0_moves_nothing_and_is_no_fault() -> None:

@@ -108,9 +108,10 @@ BEHIND = {
 }
 
 
-def observed(step: Step, model: Any, optimizer: Any, policy: str | None = None) -> Any:
-    seen = mpbridge.witness(model, optimizer, policy, at={2})
-    for number in range(2):
+def observed(step: Step, model: Any, optimizer: Any, policy: str | None = None, *, steps: int = 2, **how: Any) -> Any:
+    """The report of the last of these steps."""
+    seen = mpbridge.witness(model, optimizer, policy, at={steps}, **how)
+    for number in range(steps):
         with seen.step():
             step(model, optimizer, number)
     return seen.report
@@ -251,11 +252,9 @@ def test_gradients_that_are_zero_by_construction_are_no_fault() -> None:
     model = Tiny()
     torch.nn.init.zeros_(model.head.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    seen = mpbridge.witness(model, optimizer)
-    with seen.step():
-        plain(model, optimizer, 0)
-    assert wrong(seen.report) == set()
-    assert "with gradients of zero" in str({one.found for one in seen.report.report.findings})
+    report = observed(plain, model, optimizer, steps=1)
+    assert wrong(report) == set()
+    assert "with gradients of zero" in str({one.found for one in report.report.findings})
 
 
 def test_a_layer_that_is_dropped_in_the_observed_step_is_no_fault() -> None:
@@ -277,18 +276,14 @@ def test_a_layer_that_is_dropped_in_the_observed_step_is_no_fault() -> None:
 def test_two_linears_that_share_a_weight_are_followed() -> None:
     model = Tiny()
     model.layers[1].weight = model.layers[0].weight
-    report = observed(plain, model, adam(model))
-    assert wrong(report) == set()
+    assert wrong(observed(plain, model, adam(model))) == set()
 
 
 @pytest.mark.parametrize("policy", [None, "fp32"])
 def test_a_loop_that_says_that_it_never_clips_is_held_to_it(policy: str | None) -> None:
     model = Tiny()
-    optimizer = adam(model)
-    seen = mpbridge.witness(model, optimizer, policy, at={1}, clip=0.0)
-    with seen.step():
-        stepping(before=gradients_times(0.5))(model, optimizer, 0)
-    assert wrong(seen.report) == {"gradients"}
+    halved = stepping(before=gradients_times(0.5))
+    assert wrong(observed(halved, model, adam(model), policy, steps=1, clip=0.0)) == {"gradients"}
 
 
 def test_a_callback_takes_a_scaler() -> None:
