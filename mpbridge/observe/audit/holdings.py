@@ -141,14 +141,15 @@ def holdings(engine: Any) -> list[Held]:
     return list(_megatron(engine))
 
 
-def _groups(inner: Any) -> dict[int, dict[str, Any]]:
+def groups_of(inner: Any) -> dict[int, dict[str, Any]]:
+    """Tensor, by identity -> its group in a torch optimizer."""
     return {id(parameter): group for group in inner.param_groups for parameter in group["params"]}
 
 
 def _megatron(engine: Any) -> Iterator[Held]:
     found: dict[int, Held] = {}
     for part in parts(engine.optimizer):
-        groups = _groups(part.optimizer)
+        groups = groups_of(part.optimizer)
         for parameter, updated in main_weights(part):
             # weights in a quantized format have no elements that could be read
             flat = parameter.detach().view(-1) if type(parameter) in (torch.Tensor, torch.nn.Parameter) else None
@@ -171,7 +172,7 @@ def _megatron(engine: Any) -> Iterator[Held]:
 
 def _sharded(engine: Any) -> Iterator[Held]:
     optimizer = engine.optimizer
-    held_by = {key: (inner, group) for inner in optimizer.parts for key, group in _groups(inner).items()}
+    held_by = {key: (inner, group) for inner in optimizer.parts for key, group in groups_of(inner).items()}
     resting = _resting(engine)
     for name, parameter in optimizer.names.items():
         shard = optimizer.shards.get(name)

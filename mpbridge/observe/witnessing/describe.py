@@ -25,6 +25,10 @@ UNSEEN = "not observed"
 ONE = "one data-parallel process: no gradient travels"
 _STEP = "the optimizer did not step while it was observed"
 _Kinds = Mapping[str, Sequence[PlaceDtypes]]
+_ROWS = {
+    "params": "storage", "grads": "accumulator", "main_grads": "optimizer_reads", "main_params": "main", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq",
+}  # fmt: skip
+"""Role of tensors -> row of the description."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +84,8 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
     """The description from what every rank observed. stepped: an update was seen; scaled: losses are multiplied by a scale."""
     unseen: dict[str, str] = dict(loop.unobserved())
     also: dict[str, str] = {}
-    storage = _role(ranks, "params", also, "storage") or DType.FP32
-    grads = _role(ranks, "grads", also, "accumulator")
-    read = _role(ranks, "main_grads", also, "optimizer_reads")
-    main = _role(ranks, "main_params", also, "main")
-    first = _role(ranks, "exp_avg", also, "exp_avg")
-    second = _role(ranks, "exp_avg_sq", also, "exp_avg_sq")
-    accumulator = grads or read
+    kept, grads, read, main, first, second = (_role(ranks, role, also, row) for role, row in _ROWS.items())
+    storage, accumulator = kept or DType.FP32, grads or read
     if accumulator is None:
         unseen.setdefault("accumulator", _STEP if not stepped else "no gradient existed when the optimizer stepped")
     for row, found in (("exp_avg", first), ("exp_avg_sq", second)):

@@ -67,11 +67,8 @@ class Loop(ABC):
     kind: EngineTraits
     foreign = True
     """Whether the model is not megatron-core's."""
-
-    @property
-    def of_the_mean(self) -> float:
-        """The wrapper's result as a multiple of the gradients' mean over ranks: 1, or the number of ranks if it is set to sum them."""
-        return 1.0
+    of_the_mean: float = 1.0
+    """The wrapper's result as a multiple of the gradients' mean over ranks: 1, or the number of ranks if it is set to sum them."""
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
         self.model: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]

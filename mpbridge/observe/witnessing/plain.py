@@ -52,6 +52,11 @@ class Owned:
         """The optimizer's state of the tensor; empty if no optimizer has it."""
         return {} if self.inner is None else dict(self.inner.state.get(tensor, {}))
 
+    def held(self, name: str, parameter: Any, part: torch.Tensor, **more: Any) -> Held:
+        """A parameter that the optimizer updates as it is."""
+        own = {"inner": self.inner, "group": self.group, "owners": self.owners, "state": self.state(parameter)}
+        return Held(name, parameter, part.reshape(-1), parameter, **own, **more)
+
 
 NOBODY = Owned(None, None)
 """In the place of a tensor that is in no optimizer."""
@@ -170,20 +175,11 @@ class TorchLoop(Loop):
             if not parameter.requires_grad and (mine is NOBODY or id(parameter) in self._frozen):
                 yield Held(name=name, parameter=parameter)
                 continue
-            yield Held(
-                name=name,
-                parameter=parameter,
-                part=local(parameter).detach().reshape(-1),
-                updated=parameter,
-                begin=self._begin(name, parameter),
-                inner=mine.inner,
-                group=mine.group,
-                owners=mine.owners,
-                rests=bool(self._stepped) and mine is not NOBODY and id(mine.inner) not in self._stepped,
-                state=mine.state(parameter),
-                # a torch optimizer reads only `.grad`, regardless of where a wrapper accumulates gradients
-                samples={} if _past_the_optimizer(parameter) else self._gradients_read.get(id(parameter)),
-            )
+            rests = bool(self._stepped) and mine is not NOBODY and id(mine.inner) not in self._stepped
+            # a torch optimizer reads only `.grad`, regardless of where a wrapper accumulates gradients
+            samples = {} if _past_the_optimizer(parameter) else self._gradients_read.get(id(parameter))
+            begin, part = self._begin(name, parameter), local(parameter).detach()
+            yield mine.held(name, parameter, part, begin=begin, rests=rests, samples=samples)
 
     def unobserved(self) -> Mapping[str, str]:
         """Gradients that no optimizer can read."""

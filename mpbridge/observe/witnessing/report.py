@@ -176,10 +176,7 @@ def _followed(
     loop: Loop, ranks: list[Observed], result: StepResult, under: Promises, travelled: list[Traffic]
 ) -> list[Finding]:
     followed = [rank.followed for rank in ranks if rank.followed is not None]
-    why = why_unseen(loop, under, "gradients")
-    if not followed:
-        return []
-    if why:
+    if why := why_unseen(loop, under, "gradients"):
         return [not_observed("gradients", "reduced once", why)]
     # a loop that says that it never clips
     never = loop.foreign and getattr(loop.configs.optimizer, "clip_grad", None) == 0

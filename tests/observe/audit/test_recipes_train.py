@@ -10,12 +10,8 @@ import pytest
 from tests.forked import ROOT, python
 
 RECIPES = (
-    "bf16_params_fp32_states",
-    "fp32_params_bf16_compute",
-    "full_bf16",
-    "bf16_mixed_bf16_moments",
-    "bf16_megatron_fsdp",
-)
+    "bf16_params_fp32_states", "fp32_params_bf16_compute", "full_bf16", "bf16_mixed_bf16_moments", "bf16_megatron_fsdp",
+)  # fmt: skip
 SMALL = [
     "model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.max_sequence_length=64", "data.seq_length=64", "train.train_iters=4",
     "train.eval_interval=null", "scheduler.lr_warmup_iters=2", "train.global_batch_size=4", "logger.progress=false",

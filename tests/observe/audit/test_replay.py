@@ -31,15 +31,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def held_of(optimizer: Any, weight: torch.nn.Parameter) -> Held:
-    return Held(
-        name="weight",
-        parameter=weight,
-        part=weight.detach().reshape(-1),
-        updated=weight,
-        inner=optimizer,
-        group=optimizer.param_groups[0],
-        state=optimizer.state.get(weight, {}),
-    )
+    own = {"inner": optimizer, "group": optimizer.param_groups[0], "state": optimizer.state.get(weight, {})}
+    return Held("weight", weight, weight.detach().reshape(-1), weight, **own)
 
 
 def stepped(
