@@ -16,7 +16,7 @@ from mpbridge.numerics.gemm import Observer, Plug
 from mpbridge.numerics.kernels import compiler
 from mpbridge.numerics.linear import EmulatedLinear, Listener, Pausable, unrounded
 from mpbridge.numerics.quantizer import Quantizer, Randomness
-from mpbridge.numerics.rules import Release, options_of, release_of, rules_for
+from mpbridge.numerics.scales import Release, options_of, release_of, rules_for
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.regions import outside
 from mpbridge.precision.wording import region_text

@@ -24,8 +24,7 @@ from mpbridge.numerics import kernels, operands
 from mpbridge.numerics.codes import random_bytes
 from mpbridge.numerics.nvfp4 import Nvfp4
 from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
-from mpbridge.numerics.rules import Release, options_of
-from mpbridge.numerics.scales import DEFAULT_RELEASE, AmaxTable, rules_for
+from mpbridge.numerics.scales import DEFAULT_RELEASE, AmaxTable, Release, options_of, rules_for
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.regions import Gemm
 from mpbridge.precision.scalings import SCALINGS, Block
@@ -161,7 +160,7 @@ class Quantizer(Nvfp4):
         amax = operands.square_peaks(kernels.peaks(view), block.along) if block.across > 1 else kernels.peaks(view)
         multiplier, _ = self._factors(amax, side, x.dtype)
         if block.across > 1:
-            multiplier, _ = operands.spread((multiplier, multiplier), block.along)
+            multiplier = operands.spread(multiplier, block.along)
         return x.float(), operands.cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
 
     def _kernel(self, function: Any, x: torch.Tensor, *fixed: Any) -> Any:
@@ -205,11 +204,10 @@ class Quantizer(Nvfp4):
         view = operands.view_of(padded, block.along, "column" if block.across > 1 else copy)
         if block.across > 1:
             amax = operands.square_peaks(self._kernel(kernels.peaks, view)(view), block.along)
-            factors = operands.spread(self._factors(amax, side, x.dtype), block.along)
+            factors = tuple(operands.spread(one, block.along) for one in self._factors(amax, side, x.dtype))
         else:
-            factors = self._kernel(kernels.block_scales, view, rule.factors, number, self._power_of_two, self.rules)(
-                view
-            )
+            fixed = (rule.factors, number, self._power_of_two, self.rules)
+            factors = self._kernel(kernels.block_scales, view, *fixed)(view)
         out = self._kernel(kernels.values, view, number, dtype)(view, *factors)
         return Operand(operands.cropped(out.view(padded.shape), shape))
 

@@ -1,4 +1,5 @@
-"""The scale rules of Transformer Engine's recipes, with the changes between its releases in one table; and the state of delayed scaling.
+"""The scale rules of Transformer Engine's recipes, with the changes between its releases in one table; the options that a recipe or the environment sets; and the state of
+delayed scaling.
 
 Read from Transformer Engine's sources at v2.11 (file names are relative to `transformer_engine/`): `common/recipe/recipe_common.cuh`,
 `common/recipe/current_scaling.cu`, `common/cast/mxfp8/quantize_mxfp8.cuh`, `common/util/ptx.cuh`, `common/cast/nvfp4/core_nvfp4.cuh`.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from mpbridge.common.errors import BadValue, CheckpointError
-from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat
+from mpbridge.common.errors import BadValue, CheckpointError, Refused
+from mpbridge.common.formats import E2M1, E4M3, E5M2, NumberFormat, say
 from mpbridge.numerics.codes import round_nearest, smallest_normal
 from mpbridge.precision.policy import Quant
 
@@ -27,11 +29,14 @@ _RECIPROCAL = {
 }
 
 
+Release = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """Differences between releases in what they compute."""
 
-    since: tuple[int, int]
+    since: Release
     """First Transformer Engine release (major, minor) with this row."""
     nvfp4_divides: bool
     """NVFP4 block scale: e4m3((amax / 6) * S) when true, e4m3(amax * (S * fp32(1/6))) when false; they differ on rounding ties only."""
@@ -55,13 +60,69 @@ DEFAULT_RELEASE = (2, 11)
 """The newest release that megatron-core 0.16.1 accepts (`transformer-engine >=2.9,<2.12`)."""
 
 
-def rules_for(release: tuple[int, int] = DEFAULT_RELEASE) -> Rules:
+def release_of(text: str | Release | None) -> Release:
+    """(major, minor) of '2.14', '2.14.1' or a pair; None: the newest that megatron-core 0.16.1 accepts. Raises BadValue."""
+    if text is None:
+        return DEFAULT_RELEASE
+    if isinstance(text, tuple):
+        return text[0], text[1]
+    parts = str(text).split("+")[0].split(".")
+    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
+        raise BadValue(f"{text!r} is not a Transformer Engine release (expected one such as '2.14')")
+    return int(parts[0]), int(parts[1])
+
+
+def rules_for(release: Release = DEFAULT_RELEASE) -> Rules:
     """The row of a Transformer Engine release; raises BadValue before 2.9."""
     rows = [row for row in RULES if row.since <= tuple(release[:2])]
     if not rows:
         named = ".".join(map(str, release))
         raise BadValue(f"Transformer Engine {named} is older than any known rule (expected 2.9 or newer)")
     return rows[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of one Quant, each with its value."""
+
+    values: Mapping[str, Any]
+    notes: tuple[str, ...]
+    """Options that differ from the scaling's defaults with who set them, and settings without effect: one sentence each."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an option; `default` if the scaling has no such option."""
+        return self.values.get(name, default)
+
+
+def options_of(quant: Quant, release: Release, environment: Mapping[str, str]) -> Options:
+    """The options of `quant` under `release`: the recipe's value, else the environment's, else the default.
+
+    Raises Refused for an option that the recipe sets but the release does not have, and for options that exclude each other; BadValue for a value
+    that Transformer Engine refuses.
+    """
+    values: dict[str, Any] = {}
+    notes, faults, named = [], [], ".".join(map(str, release))
+    stated = dict(quant.options)
+    for option in quant.row.options:
+        known = release_of(option.since) <= release
+        values[option.name] = option.default
+        outside = option.read(environment)
+        if option.name in stated:
+            values[option.name] = stated[option.name]
+            if not known and stated[option.name] != option.default:
+                needs = f"{option.name}={say(stated[option.name])} needs Transformer Engine {option.since} or later"
+                faults.append(f"{needs}, but the rules of {named} are emulated (--te {option.since})")
+            elif stated[option.name] != option.default:
+                notes.append(f"{quant.scaling}: {option.name}={say(values[option.name])} (the recipe)")
+        elif outside != option.default and known:
+            values[option.name] = outside
+            notes.append(f"{quant.scaling}: {option.name}={say(outside)} ({option.variable})")
+        elif outside != option.default:
+            notes.append(f"{option.variable} is set but has no effect before Transformer Engine {option.since}")
+    faults += quant.row.clashes(values, named)
+    if faults:
+        raise Refused(f"{quant.scaling} scaling cannot be emulated like this: {'; '.join(faults)}")
+    return Options(values=MappingProxyType(values), notes=tuple(notes))
 
 
 def magnitude(x: torch.Tensor) -> torch.Tensor:

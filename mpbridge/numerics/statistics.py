@@ -120,7 +120,7 @@ class Statistics:
             facts: dict[str, Any] = {"format": number.name, "scaling": quantizer.quant.scaling}
             track = self.tracks[key] = Track(slot=slot, side=side, copy=copy, gemms=gemms, **facts)
         track.steps.append(self.now)
-        track.samples.append(look(high, operand, quantizer, slot=slot, gemm=gemm, side=side, elements=self.elements))
+        track.samples.append(look(high, operand, quantizer, gemm=gemm, side=side, elements=self.elements))
 
     def summary(self, *, warmup: int = 0) -> list[dict[str, Any]]:
         """`Track.summary` of every operand, in the order in which they were first seen."""
@@ -128,14 +128,7 @@ class Statistics:
 
 
 def look(
-    high: torch.Tensor,
-    operand: Operand,
-    quantizer: Quantizer,
-    *,
-    slot: str,
-    gemm: Gemm,
-    side: Side,
-    elements: int = ELEMENTS,
+    high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, gemm: Gemm, side: Side, elements: int = ELEMENTS
 ) -> Sample:
     """Statistics of one operand, from about `elements` of it in whole rows; the amax is that of the whole tensor.
 
@@ -170,7 +163,7 @@ def look(
         amax=float(amax),
         scale=float(multiplier.median()),
         nonfinite=nonfinite,
-        staleness=_staleness(quantizer, slot, side, number, float(amax), multiplier),
+        staleness=_staleness(quantizer, number, float(amax), multiplier),
         ranges=_ranges(scaled.amax(1)),
     )
 
@@ -205,9 +198,7 @@ def _ranges(amaxes: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.bincount((powers.clamp(low, high) - low).long(), minlength=high - low + 1).tolist())
 
 
-def _staleness(
-    quantizer: Quantizer, slot: str, side: Side, number: NumberFormat, amax: float, multiplier: torch.Tensor
-) -> float | None:
+def _staleness(quantizer: Quantizer, number: NumberFormat, amax: float, multiplier: torch.Tensor) -> float | None:
     if not quantizer.quant.row.history or not (amax > 0 and math.isfinite(amax)):
         return None
     wanted = number.largest * 2.0**-quantizer.quant.margin / amax

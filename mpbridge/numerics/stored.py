@@ -55,7 +55,7 @@ def stored(quantizer: Quantizer, weight: torch.Tensor) -> StoredWeight:
     amax = _peaks(view)
     amax = square_peaks(amax, block.along) if block.across > 1 else amax
     multiplier, factor = quantizer._factors(amax, "w", weight.dtype)
-    wide = spread((multiplier, multiplier), block.along)[0] if block.across > 1 else multiplier
+    wide = spread(multiplier, block.along) if block.across > 1 else multiplier
     codes = _in_pieces(view, wide, number, amax * multiplier).view(padded.shape)
     if block.across > 1:
         scales = factor.repeat_interleave(block.across, 0)[: shape[0]]

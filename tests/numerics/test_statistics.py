@@ -18,8 +18,8 @@ from tests.numerics.test_linear import data, gradients, model, policy
 def sample(x: torch.Tensor, scaling: str, side: str = "x", copy: str = "row", **fields: Any) -> Sample:
     quantizer = quantizer_of(quant_of(scaling, **fields))
     gemm = next(gemm for (gemm, s), c in COPY_OF.items() if s == side and c == copy)
-    arguments: Any = {"slot": "fc", "gemm": gemm, "side": side}
-    return look(x, quantizer.operand(x, **arguments), quantizer, **arguments)
+    which: Any = {"gemm": gemm, "side": side}
+    return look(x, quantizer.operand(x, slot="fc", **which), quantizer, **which)
 
 
 def normal(rows: int = 128, columns: int = 256) -> torch.Tensor:

@@ -14,7 +14,7 @@ from mpbridge.common.errors import BadValue, Refused
 from mpbridge.common.formats import DType
 from mpbridge.numerics import emulate_linears
 from mpbridge.numerics.quantizer import Quantizer
-from mpbridge.numerics.rules import options_of, release_of
+from mpbridge.numerics.scales import options_of, release_of
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 from tests.numerics import golden
 from tests.numerics.conftest import operand, policy_of, quant_of, quantizer_of

@@ -17,8 +17,7 @@ from mpbridge.numerics.certificates import figures
 from mpbridge.numerics.certificates.expected import Expected, Operands, cast
 from mpbridge.numerics.certificates.figures import KINDS, SIDES, Linear
 from mpbridge.numerics.operands import COPY_OF, Side
-from mpbridge.numerics.rules import Release
-from mpbridge.numerics.scales import DEFAULT_RELEASE
+from mpbridge.numerics.scales import DEFAULT_RELEASE, Release
 from mpbridge.planning.certificates import NOT_OFFERED, Row, Training, Variant, optimizer_rows, sentence
 from mpbridge.planning.closed_forms import nvfp4_second_pass, second_pass
 from mpbridge.precision.policy import PrecisionPolicy

@@ -12,8 +12,7 @@ from mpbridge.common.formats import E2M1, E4M3
 from mpbridge.numerics.kernels import sylvester
 from mpbridge.numerics.operands import COPY_OF, Operand, OperandCopy, Side
 from mpbridge.numerics.quantizer import Quantizer, Randomness
-from mpbridge.numerics.rules import Release
-from mpbridge.numerics.scales import DEFAULT_RELEASE, peaks_over, scale_from_amax
+from mpbridge.numerics.scales import DEFAULT_RELEASE, Release, peaks_over, scale_from_amax
 from mpbridge.planning.certificates import Variant
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.regions import Gemm

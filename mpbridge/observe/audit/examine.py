@@ -163,14 +163,14 @@ def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed]) -
         [rank.computed for rank in ranks if rank.computed is not None],
         promises,
         wanted=lambda subject: alone and subject in present,
-        why=partial(why_unseen, engine, promises),
+        why=partial(why_unseen, engine),
     )
     found += traffic_findings([rank.traffic for rank in ranks if rank.traffic is not None], promises)
-    whose = why_unseen(engine, promises, "wire: which gradients")
+    whose = why_unseen(engine, "wire: which gradients")
     if whose:
         found.append(not_observed("wire: which gradients", "every parameter's", whose))
     quantized = [rank.quantized for rank in ranks if rank.quantized is not None]
-    why = why_unseen(engine, promises, "quantized GEMMs")
+    why = why_unseen(engine, "quantized GEMMs")
     return found + quantization_findings(quantized, promises, why=why)
 
 
@@ -196,15 +196,14 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     summed = bool(getattr(config.model, "calculate_per_token_loss", False))
     share = share_of(followed) if summed else 1.0
     known = known_clip and share is not None and parallel.context == 1
-    hidden = why_unseen(engine, promises, FACTOR) if share is None or parallel.context > 1 else ""
-    why = why_unseen(engine, promises, "gradients")
+    hidden = why_unseen(engine, FACTOR) if share is None or parallel.context > 1 else ""
+    why = why_unseen(engine, "gradients")
     findings = []
     if why:
         findings.append(not_observed("gradients", "reduced once, unscaled once", why))
     else:
         findings += gradient_findings(
             followed,
-            promises,
             scale=result.loss_scale,
             norm=0.0 if norm is None else norm,
             clip=float(clip or 0.0),
@@ -215,10 +214,10 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
             why=hidden,
             uncounted=share is None and not hidden,
         )
-        if matrices := why_unseen(engine, promises, MATRICES):
+        if matrices := why_unseen(engine, MATRICES):
             findings.append(not_observed(MATRICES, "reduced once, unscaled once", matrices))
     if not math.isnan(result.loss):
-        unscaled, scale = why_unseen(engine, promises, "loss scale"), result.loss_scale
+        unscaled, scale = why_unseen(engine, "loss scale"), result.loss_scale
         meant = f"{scale:g}, applied" if scale != 1 else "none"
         if unscaled:
             findings.append(not_observed("loss scale", meant, unscaled))

@@ -13,7 +13,6 @@ from typing import Any
 from mpbridge.numerics.observation.tensors import sample
 from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.holdings import answer, holdings
-from mpbridge.observe.audit.promise import Promises
 from mpbridge.observe.audit.watch import Watch
 
 _EXACT = 3e-5
@@ -124,7 +123,6 @@ def core_ranks() -> tuple[int, ...]:
 
 def gradient_findings(
     ranks: Sequence[Followed],
-    promises: Promises,
     *,
     scale: float,
     norm: float,

@@ -181,36 +181,36 @@ def _bits_finding(ranks: Sequence[Weights]) -> Finding:
     return judged("bits of states", "as wide as their dtype", wrong, found=found, cure=cure, count=count)
 
 
-def _library(engine: Any, promises: Promises) -> bool:
+def _library(engine: Any) -> bool:
     """Whether Transformer Engine's modules compute: their GEMMs, norms and attention are calls into its own library."""
     homes = (type(module).__module__ for chunk in engine.model for module in chunk.modules())
     return any(home.startswith("transformer_engine") for home in homes)
 
 
-def _fused_accumulation(engine: Any, promises: Promises) -> bool:
+def _fused_accumulation(engine: Any) -> bool:
     return bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
 
 
-def _beside_kernels(engine: Any, promises: Promises) -> bool:
+def _beside_kernels(engine: Any) -> bool:
     """Whether neither a linear's GEMM nor autograd shows what the optimizer should read."""
-    return (_library(engine, promises) or _fused_accumulation(engine, promises)) and not is_alone(engine)
+    return (_library(engine) or _fused_accumulation(engine)) and not is_alone(engine)
 
 
-def _fused_loss(engine: Any, promises: Promises) -> bool:
+def _fused_loss(engine: Any) -> bool:
     """Whether the cross entropy may be a fused kernel: the config says so, or leaves it open in a model with Transformer Engine's modules."""
     model = getattr(getattr(engine, "configs", None), "model", None)
     fused = getattr(model, "cross_entropy_loss_fusion", None)
     graphs = getattr(model, "cuda_graph_impl", None) not in (None, "none")
-    return bool(fused) or ((fused is None or graphs) and _library(engine, promises))
+    return bool(fused) or ((fused is None or graphs) and _library(engine))
 
 
-def _copied(engine: Any, promises: Promises) -> bool:
+def _copied(engine: Any) -> bool:
     """Whether gradients are copied into one buffer before they are sent, so that addresses do not identify them."""
     sharded = hasattr(engine.optimizer, "shards") or engine.run.facts.traits.layout != "buffers"
     return sharded and len(data_parallel(engine)) > 1
 
 
-def _summed(engine: Any, promises: Promises) -> bool:
+def _summed(engine: Any) -> bool:
     return bool(getattr(engine.configs.model, "calculate_per_token_loss", False))
 
 
@@ -218,20 +218,20 @@ FACTOR = "factor of gradients"
 MATRICES = "gradients of matrices"
 _TE = "Transformer Engine computes it in its own library, bypassing torch's dispatcher; the inputs, outputs and state of its modules are checked"
 
-UNSEEN: tuple[tuple[str, Callable[[Any, Promises], bool], str], ...] = (
+UNSEEN: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((subject, _library, _TE) for subject in ("compute", "attention", "softmax", "norms", "quantized GEMMs")),
-    ("norms", lambda engine, _: any(is_norm(m) and is_library(m) for c in engine.model for m in c.modules()), "Apex's norm is one kernel"),
+    ("norms", lambda engine: any(is_norm(m) and is_library(m) for c in engine.model for m in c.modules()), "Apex's norm is one kernel"),
     ("gradients", _beside_kernels, "kernels of linears bypass torch's dispatcher, and other ranks add to what autograd delivers"),
     ("loss", _fused_loss, "a fused cross entropy is one kernel"),
     ("wire: which gradients", _copied, "they are copied into one buffer before they are sent: the number of elements is checked, and gradients of linear weights by value"),
-    (FACTOR, lambda engine, _: engine.run.facts.parallel.context > 1, "under context parallelism the schedule scales each chunk's loss: values are checked up to a common factor"),
-    (FACTOR, lambda engine, promises: promises.foreign and _summed(engine, promises), "calculate_per_token_loss is set and no token count was seen: values are checked up to a common factor"),
+    (FACTOR, lambda engine: engine.run.facts.parallel.context > 1, "under context parallelism the schedule scales each chunk's loss: values are checked up to a common factor"),
+    (FACTOR, lambda engine: bool(getattr(engine, "foreign", False)) and _summed(engine), "calculate_per_token_loss is set and no token count was seen: values are checked up to a common factor"),
     ("loss scale", _summed, "calculate_per_token_loss is set: backward starts at sums over tokens, the report has means over micro-batches"),
     (MATRICES, _fused_accumulation, "gradient_accumulation_fusion adds weight gradients to their buffer inside one kernel"),
 )  # fmt: skip
 """(fact, when it leaves no evidence in a run, why)."""
 
 
-def why_unseen(engine: Any, promises: Promises, subject: str) -> str:
+def why_unseen(engine: Any, subject: str) -> str:
     """The reason; '' if the fact can be observed."""
-    return next((why for fact, when, why in UNSEEN if fact == subject and when(engine, promises)), "")
+    return next((why for fact, when, why in UNSEEN if fact == subject and when(engine)), "")

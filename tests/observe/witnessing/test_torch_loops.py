@@ -25,14 +25,19 @@ def described(seen: Any) -> dict[str, Any]:
     return found
 
 
+def trained(policy: Any = None, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
+    """The witness of a model under AdamW."""
+    model = Tiny().to(dtype)
+    return train(model, adam(model), policy, **how)
+
+
 def faults(report: dict[str, Any]) -> set[str]:
     return {one["subject"] for one in report["audit"]["findings"] if not one["ok"] and "not_observed" not in one}
 
 
 # --- one process -----------------------------------------------------------------------------------------------------------------------------
 def test_autocast_is_described_from_what_ran() -> None:
-    model = Tiny()
-    found = described(train(model, adam(model), autocast=True))
+    found = described(trained(autocast=True))
     assert (found["storage"], found["compute"], found["autocast"]) == ("fp32", "bf16", "bf16")
     assert (found["main"], found["accumulator"], found["exp_avg"]) == ("none: the parameters", "fp32", "fp32")
     assert found["wire"].startswith("not observed")
@@ -43,8 +48,7 @@ def test_autocast_is_described_from_what_ran() -> None:
 
 
 def test_a_bf16_module_has_neither_main_weights_nor_fp32_states() -> None:
-    model = Tiny().to(BF16)
-    seen = train(model, adam(model))
+    seen = trained(dtype=BF16)
     found = described(seen)
     assert {found[row] for row in ("storage", "compute", "accumulator", "exp_avg", "exp_avg_sq")} == {"bf16"}
     assert found["bytes_per_parameter"] == pytest.approx(8.0, abs=0.01)
@@ -85,29 +89,25 @@ def test_muon_beside_adam_is_no_adam() -> None:
 
 
 def test_a_policy_judges() -> None:
-    model = Tiny().to(BF16)
-    assert train(model, adam(model), "full_bf16").report.ok
-    seen = train(model, adam(model), "bf16_mixed")
-    assert faults(seen.report.as_data()) == {"main_params", "exp_avg", "exp_avg_sq"}
+    assert trained("full_bf16", BF16).report.ok
+    assert faults(trained("bf16_mixed", BF16).report.as_data()) == {"main_params", "exp_avg", "exp_avg_sq"}
     with pytest.raises(AuditFailed, match="deviates from bf16_mixed"):
-        train(model, adam(model), "bf16_mixed", on_fault="raise")
+        trained("bf16_mixed", BF16, on_fault="raise")
 
 
 def test_autocast_that_is_off_where_it_was_promised_is_named() -> None:
-    model = Tiny()
     promised = mpbridge.MixedPrecisionConfig(**AUTOCAST)
-    assert train(model, adam(model), promised, autocast=True).report.ok
-    assert {"autocast", "compute"} <= faults(train(model, adam(model), promised).report.as_data())
+    assert trained(promised, autocast=True).report.ok
+    assert {"autocast", "compute"} <= faults(trained(promised).report.as_data())
 
 
 def test_a_stacks_own_configuration_is_a_policy() -> None:
     text = "{compute_environment: X, distributed_type: MULTI_GPU, mixed_precision: bf16}"
     promised = read_text(text, name="accelerate.yaml")
-    model = Tiny()
-    seen = train(model, adam(model), promised, autocast=True)
+    seen = trained(promised, autocast=True)
     assert seen.report.ok
     assert seen.promised == "accelerate's configuration"
-    assert not train(model, adam(model), promised).report.ok
+    assert not trained(promised).report.ok
 
 
 def test_a_weight_that_the_optimizer_does_not_hold_is_named() -> None:
@@ -126,8 +126,7 @@ def test_gradients_changed_behind_the_backward_pass_are_named() -> None:
 
 
 def test_clipping_is_no_fault_and_a_known_norm_is_held_to() -> None:
-    model = Tiny()
-    assert train(model, adam(model), clip=0.01).report.ok
+    assert trained(clip=0.01).report.ok
 
 
 def test_a_loss_scaler_is_read_and_its_skipped_step_proves_nothing() -> None:
@@ -241,15 +240,10 @@ def test_two_processes_are_described_as_they_are_and_raise_no_alarm(two: dict[st
 
 
 FAULTS = {
-    "unreduced": {"wire: gradients", "replicas", "gradients"},
-    "summed": {"gradients"},
-    "narrow wire": {"wire: gradients", "gradients"},
-    "drifted": {"replicas"},
-    "frozen on one": {"replicas"},
-    "autocast off": {"autocast", "compute"},
-    "bf16 wire of fsdp2": {"wire: gradients"},
+    "unreduced": {"wire: gradients", "replicas", "gradients"}, "summed": {"gradients"}, "narrow wire": {"wire: gradients", "gradients"},
+    "drifted": {"replicas"}, "frozen on one": {"replicas"}, "autocast off": {"autocast", "compute"}, "bf16 wire of fsdp2": {"wire: gradients"},
     "no main weights": {"main_params"},
-}
+}  # fmt: skip
 
 
 def test_every_planted_fault_of_two_processes_is_named(two: dict[str, Any]) -> None:
