@@ -83,15 +83,8 @@ def judged(
 ) -> Finding:
     """A fact that holds if no rank names an offender; found, cure: what to say if one does. seen: what was found in either case."""
     wrong = offenders(by_rank)
-    return Finding(
-        subject=subject,
-        promised=promised,
-        found=seen or (found if wrong else promised),
-        ok=not wrong,
-        offenders=wrong,
-        cure=cure if wrong else "",
-        **more,
-    )
+    said, cure = seen or (found if wrong else promised), cure if wrong else ""
+    return Finding(subject=subject, promised=promised, found=said, ok=not wrong, offenders=wrong, cure=cure, **more)
 
 
 def not_observed(subject: str, promised: str, why: str) -> Finding:

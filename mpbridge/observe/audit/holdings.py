@@ -154,16 +154,9 @@ def _megatron(engine: Any) -> Iterator[Held]:
             # weights in a quantized format have no elements that could be read
             flat = parameter.detach().view(-1) if type(parameter) in (torch.Tensor, torch.nn.Parameter) else None
             begin, end = shard_of(part, parameter) or (0, None)
-            found[id(parameter)] = Held(
-                name="",
-                parameter=parameter,
-                part=None if flat is None else flat[begin:end],
-                updated=updated,
-                begin=begin,
-                inner=part.optimizer,
-                group=groups.get(id(updated)),
-                state=part.optimizer.state.get(updated, {}),
-            )
+            own, inner = None if flat is None else flat[begin:end], part.optimizer
+            group, state = groups.get(id(updated)), inner.state.get(updated, {})
+            found[id(parameter)] = Held("", parameter, own, updated, begin, inner, group, state=state)
     for name, parameter in engine.named_parameters():
         held = found.get(id(parameter), Held(name=name, parameter=parameter))
         held.name = name
@@ -181,17 +174,9 @@ def _sharded(engine: Any) -> Iterator[Held]:
             continue
         inner, group = held_by.get(id(shard), (optimizer.parts[0], None))
         begin = optimizer.offset(name, parameter)[0] * row_of(parameter)
-        own = resting[name] if name in resting else shard.detach()
-        yield Held(
-            name=name,
-            parameter=parameter,
-            part=own.reshape(-1),
-            updated=shard,
-            begin=begin,
-            inner=inner,
-            group=group,
-            state=dict(optimizer.state_of(name)) if group is not None else dict(inner.state.get(shard, {})),
-        )
+        own = (resting[name] if name in resting else shard.detach()).reshape(-1)
+        state = optimizer.state_of(name) if group is not None else inner.state.get(shard, {})
+        yield Held(name, parameter, own, shard, begin, inner, group, state=dict(state))
 
 
 def row_of(parameter: Any) -> int:

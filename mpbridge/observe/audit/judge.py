@@ -123,15 +123,9 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
 def _moved_finding(ranks: Sequence[Weights]) -> Finding:
     names = {name for rank in ranks for name in rank.trainable}
     moved_anywhere = {name for rank in ranks for name in rank.moved}
-    stuck = [
-        [
-            *rank.stuck,
-            *rank.frozen_rate,
-            *(f"{name}: update does not follow from its moments" for name in rank.otherwise),
-            *(f"{name}: restored after the update" for name in rank.undone),
-        ]
-        for rank in ranks
-    ]
+    kinds = {"otherwise": "update does not follow from its moments", "undone": "restored after the update"}
+    altered = [[f"{name}: {what}" for kind, what in kinds.items() for name in getattr(r, kind)] for r in ranks]
+    stuck = [[*rank.stuck, *rank.frozen_rate, *words] for rank, words in zip(ranks, altered, strict=True)]
     # a shard whose rows no token touched proves nothing: its parameter was reached on another rank
     reached = moved_anywhere | _names(rank.small for rank in ranks)
     unreached = [[name for name in rank.unreached if name not in reached] for rank in ranks]

@@ -145,15 +145,9 @@ class ZeroLoop(DeepSpeedLoop):
     """Whole parameters, sharded states."""
 
     kind = replace(
-        DDP,
-        name="zero",
-        summary="DeepSpeed's ZeRO 1 and 2",
-        label="DeepSpeed ZeRO",
-        layout="even",
-        shards=frozenset(STATES),
-        distributed_optimizer="always",
+        DDP, name="zero", summary="DeepSpeed's ZeRO 1 and 2", label="DeepSpeed ZeRO", layout="even", shards=frozenset(STATES), distributed_optimizer="always",
         main_weights="wrapper",
-    )
+    )  # fmt: skip
     name = "zero"
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
@@ -209,13 +203,8 @@ class Zero3Loop(DeepSpeedLoop):
     """Sharded parameters, gradients and states."""
 
     kind = replace(
-        FSDP,
-        name="zero3",
-        summary="DeepSpeed's ZeRO 3",
-        label="DeepSpeed ZeRO 3",
-        layout="even",
-        main_weights="wrapper",
-    )
+        FSDP, name="zero3", summary="DeepSpeed's ZeRO 3", label="DeepSpeed ZeRO 3", layout="even", main_weights="wrapper",
+    )  # fmt: skip
     name = "zero3"
     sharded = "everything"
 

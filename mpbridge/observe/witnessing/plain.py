@@ -24,17 +24,9 @@ from mpbridge.observe.audit.watch import Watch
 from mpbridge.observe.witnessing.loops import Loop, LoopFacts, Update, shape_of, together
 
 DDP = EngineTraits(
-    name="torch",
-    engine="",
-    summary="torch's own module, alone or in DistributedDataParallel, updated by a torch optimizer",
-    label="torch",
-    layout="whole",
-    distributed_optimizer="never",
-    main_weights="optimizer",
-    optimizers=("adam", "torch_adamw", "sgd"),
-    wide_storage=True,
-    checkpoints="",
-)
+    name="torch", engine="", label="torch", summary="torch's own module, alone or in DistributedDataParallel, updated by a torch optimizer",
+    layout="whole", distributed_optimizer="never", main_weights="optimizer", optimizers=("adam", "torch_adamw", "sgd"), wide_storage=True, checkpoints="",
+)  # fmt: skip
 FSDP = replace(traits("fsdp2"), rules="", checkpoints="")
 """FSDP1 keeps the same tensors as FSDP2, sharded differently."""
 

@@ -305,7 +305,8 @@ def moments(name: str) -> tuple[int | None, ...]:
     """Before the first step, after it, and late; a run without a fault is gone through once, as long as the longest."""
     if not cases()[name][3]:
         return (LATE,)
-    return (None,) if name == START else ((1, LATE) if name == "rank 1's scales frozen" else (0, 1, LATE))
+    unborn = name in ("rank 1's scales frozen", "rank 1's moment one ulp apart")
+    return (None,) if name == START else (1, LATE) if unborn else (0, 1, LATE)
 
 
 def main(out: Path, *, quick: bool, first: int = 0) -> None:
@@ -328,8 +329,5 @@ def main(out: Path, *, quick: bool, first: int = 0) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-    main(
-        Path(sys.argv[1]),
-        quick="quick" in sys.argv,
-        first=int(next((word for word in sys.argv[2:] if word.isdigit()), "0")),
-    )
+    begin = int(next((word for word in sys.argv[2:] if word.isdigit()), "0"))
+    main(Path(sys.argv[1]), quick="quick" in sys.argv, first=begin)
