@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from mpbridge.numerics.optimizers import newton_schulz
 from mpbridge.observe.audit.findings import Finding, judged, not_observed
 from mpbridge.observe.audit.holdings import Held, holdings
 from mpbridge.observe.audit.promise import Promises
-
-if TYPE_CHECKING:
-    from mpbridge.observe.audit.snapshot import Before
 
 LARGEST = 1 << 18
 """Elements of a matrix that is replayed, three times: a larger one would take longer than a step."""
@@ -137,8 +134,8 @@ def trains(inner: Any) -> str:
     return next((kind for kind in BESIDE_ADAM if kind in name), "adam")
 
 
-def orthogonal(engine: Any, promises: Promises, before: Before) -> Orthogonal:
-    """What this rank sees; a collective, which every rank calls. before: from before the update."""
+def orthogonal(engine: Any, promises: Promises, before: Any) -> Orthogonal:
+    """What this rank sees; a collective, which every rank calls. before: a snapshot.Before of the update."""
     word = engine.configs.optimizer.muon_fp32_matmul_prec
     found = Orthogonal(promised=WORDS.get(word, str(word)))
     found.planned = found.planned if engine.run.facts.optimizer.name in MUONS else engine.run.facts.optimizer.name
@@ -163,7 +160,7 @@ def orthogonal(engine: Any, promises: Promises, before: Before) -> Orthogonal:
     return found
 
 
-def _apart(engine: Any, one: Hidden, before: Before, seen: Orthogonal) -> dict[str, float] | None:
+def _apart(engine: Any, one: Hidden, before: Any, seen: Orthogonal) -> dict[str, float] | None:
     """Format -> relative distance of a matrix's update from its replay; None on a rank without rows or where no gradient was read. What is left of its
     weight decay goes into `seen`."""
     from mpbridge.backend.engines.muon import ShardMuon, parts_of, split_of

@@ -8,21 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.observe.audit import faults as f
 from tests.observe.audit.compute_faults import replaced
-from tests.observe.audit.faults import (
-    around,
-    changed,
-    given,
-    gpt,
-    inner,
-    instead,
-    linear,
-    narrow,
-    nothing,
-    states,
-    stepping,
-    updated,
-)  # fmt: skip
 
 
 # --- weights and states --------------------------------------------------------------------------------------------------------------------
@@ -32,51 +19,51 @@ def narrowed(wide: torch.Tensor, bits: int) -> torch.Tensor:
     return (((whole + (1 << (drop - 1))) >> drop) << drop).view(torch.float32)
 
 
-@given
+@f.given
 def states_with(engine: Any, bits: int, name: str) -> None:
     def act() -> None:
-        for state in states(engine):
+        for state in f.states(engine):
             state[name].copy_(narrowed(state[name], bits))
 
-    stepping(engine, act)
+    f.stepping(engine, act)
 
 
-@given
+@f.given
 def main_weights_with(engine: Any, bits: int) -> None:
     def act() -> None:
-        for own in updated(engine):
+        for own in f.updated(engine):
             own.data.copy_(narrowed(own.data, bits))
 
-    stepping(engine, act)
+    f.stepping(engine, act)
 
 
 def frozen_while_nobody_looks(engine: Any) -> None:
     """The inner optimizer takes its steps under a dispatch mode only."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes
 
-    instead(inner(engine), "step", lambda real, *args, **kwargs: real(*args, **kwargs) if modes() else None)
+    f.instead(f.inner(engine), "step", lambda real, *args, **kwargs: real(*args, **kwargs) if modes() else None)
 
 
 def update_in_bf16(engine: Any) -> None:
     """The update is rounded to BF16 before it is added to FP32 weights."""
 
     def enters() -> Callable[[], None]:
-        kept = [(p, p.detach().clone()) for p in updated(engine)]
+        kept = [(p, p.detach().clone()) for p in f.updated(engine)]
 
         def leaves() -> None:
             for p, old in kept:
-                p.data.copy_(old + narrow(p.detach() - old))
+                p.data.copy_(old + f.narrow(p.detach() - old))
 
         return leaves
 
-    around(inner(engine), "step", enters)
+    f.around(f.inner(engine), "step", enters)
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------------------------------
 def gradients_kept(engine: Any) -> None:
     """The last step's gradients are still there when the next ones are added."""
     for chunk in engine.model:
-        chunk.zero_grad_buffer = nothing
+        chunk.zero_grad_buffer = f.nothing
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -105,9 +92,9 @@ class _Backward(torch.autograd.Function):
         return dx, dw.to(weight.dtype), None, None
 
 
-@given
+@f.given
 def backward_reads(engine: Any, *, dy: Any = lambda t: t, w: Any = lambda t: t) -> None:
-    linear(engine)._forward_impl = lambda input, weight, *args, **kwargs: _Backward.apply(input, weight, dy, w)
+    f.linear(engine)._forward_impl = lambda input, weight, *args, **kwargs: _Backward.apply(input, weight, dy, w)
 
 
 # --- compute -------------------------------------------------------------------------------------------------------------------------------
@@ -126,7 +113,7 @@ class _Precision:
 
 
 def norm_in_bf16(engine: Any) -> None:
-    norm = gpt(engine).decoder.layers[1].input_layernorm
+    norm = f.gpt(engine).decoder.layers[1].input_layernorm
 
     def forward(real: Any, x: torch.Tensor) -> torch.Tensor:
         wide = x.bfloat16()
@@ -136,12 +123,12 @@ def norm_in_bf16(engine: Any) -> None:
         bias = getattr(norm, "bias", None)
         return (out if bias is None else out + bias.bfloat16()).to(real(x).dtype)
 
-    instead(norm, "forward", forward)
+    f.instead(norm, "forward", forward)
 
 
 def norm_in_bf16_without_a_root(engine: Any) -> None:
     """The same by other operations: nothing of it is a norm's kernel or a reciprocal root."""
-    norm = gpt(engine).decoder.layers[1].input_layernorm
+    norm = f.gpt(engine).decoder.layers[1].input_layernorm
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         wide = x.bfloat16()
@@ -154,7 +141,7 @@ def norm_in_bf16_without_a_root(engine: Any) -> None:
 
 def output_gradients_rounded(engine: Any) -> None:
     """What a linear's backward pass is given is rounded to BF16 on its way."""
-    linear(engine).register_full_backward_pre_hook(lambda module, grads: narrow(grads))
+    f.linear(engine).register_full_backward_pre_hook(lambda module, grads: f.narrow(grads))
 
 
 def linear_by_a_batched_product(engine: Any) -> None:
@@ -164,7 +151,7 @@ def linear_by_a_batched_product(engine: Any) -> None:
         turned = weight.half().t().expand(input.shape[0], *weight.shape[::-1])
         return torch.bmm(input.half(), turned).to(input.dtype)
 
-    linear(engine)._forward_impl = forward
+    f.linear(engine)._forward_impl = forward
 
 
 def linear_without_a_product(engine: Any) -> None:
@@ -173,25 +160,25 @@ def linear_without_a_product(engine: Any) -> None:
     def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return (input.half().unsqueeze(-2) * weight.half()).sum(-1).to(input.dtype)
 
-    linear(engine)._forward_impl = forward
+    f.linear(engine)._forward_impl = forward
 
 
 def attention_without_a_product(engine: Any) -> None:
     """Core attention hands its values on, by no product at all."""
-    attention = linear(engine, "self_attention.core_attention")
+    attention = f.linear(engine, "self_attention.core_attention")
     attention.forward = lambda query, key, value, *args, **kwargs: value.reshape(*value.shape[:2], -1).clone()
 
 
 def angles_rounded_on_their_way(engine: Any) -> None:
-    changed(gpt(engine).rotary_pos_emb, "forward", narrow)
+    f.changed(f.gpt(engine).rotary_pos_emb, "forward", f.narrow)
 
 
 def logits_rounded(engine: Any) -> None:
-    changed(gpt(engine).output_layer, "forward", narrow)
+    f.changed(f.gpt(engine).output_layer, "forward", f.narrow)
 
 
 # --- quantization --------------------------------------------------------------------------------------------------------------------------
-@given
+@f.given
 def operands_of(engine: Any, role: str, of: str, change: Callable[..., Any]) -> None:
     """change(real, x, gemm, side, more) makes one operand of every quantized linear."""
 
@@ -200,7 +187,7 @@ def operands_of(engine: Any, role: str, of: str, change: Callable[..., Any]) -> 
         return made(x, gemm=gemm, side=side, **more)
 
     for quantizer in engine.emulation.quantizers.values():
-        instead(quantizer, "operand", make)
+        f.instead(quantizer, "operand", make)
         quantizer.shares_copies = lambda side: False
 
 
